@@ -1,0 +1,58 @@
+"""Drivetrain: FFCV loading, model surgery and sharding behind one `Pipeline`, and a ledger that measures them.
+
+Names are imported at first use, so that `import drivetrain` costs nothing and pytest, which imports
+this file under the name of the clone's folder, can do so without side effects.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Pipeline": "pipeline",
+    "RECIPES": "pipeline",
+    "DrivetrainError": "errors",
+    "DataError": "errors",
+    "BetonError": "errors",
+    "PlanError": "errors",
+    "StrategyError": "errors",
+    "RecipeError": "errors",
+    "MissingExtra": "errors",
+}
+
+__all__ = [
+    "RECIPES",
+    "BetonError",
+    "DataError",
+    "DrivetrainError",
+    "MissingExtra",
+    "Pipeline",
+    "PlanError",
+    "RecipeError",
+    "StrategyError",
+]
+
+if TYPE_CHECKING:
+    from .errors import (
+        BetonError,
+        DataError,
+        DrivetrainError,
+        MissingExtra,
+        PlanError,
+        RecipeError,
+        StrategyError,
+    )
+    from .pipeline import RECIPES, Pipeline
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,67 @@
+"""The typed errors of Drivetrain: each names the value, the place and the remedy.
+
+They stand at the root because every folder raises them and no folder may import another's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class DrivetrainError(Exception):
+    """Base of all errors that Drivetrain raises on purpose."""
+
+
+class DataError(DrivetrainError, ValueError):
+    """A data source, or an argument about it, that cannot be used."""
+
+
+class BetonError(DataError):
+    """A `.beton` file that is missing, unfinished, damaged or inconsistent."""
+
+
+class PlanError(DrivetrainError, ValueError):
+    """A combination of stages that cannot work, found before any work starts."""
+
+
+class StrategyError(DrivetrainError, RuntimeError):
+    """A distribution strategy that is unknown, cannot run here, or lost a rank."""
+
+
+class RecipeError(DrivetrainError, ValueError):
+    """A recipe that is unknown, or has a key or value that means nothing."""
+
+
+class MissingExtra(DrivetrainError, ImportError):
+    """An optional dependency that is not installed; the message names the extra that brings it."""
+
+
+def suggest(name: str, options: Iterable[str]) -> str:
+    """The tail of an "unknown name" message: the nearest option if one is near, then all of them."""
+    known = sorted(options)
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{hint} Known: {', '.join(known)}."
+
+
+def require(module: str, extra: str, purpose: str) -> ModuleType:
+    """Imports an optional dependency at its point of use.
+
+    Args:
+        module: dotted module name, e.g. `"matplotlib.pyplot"`.
+        extra: the extra of Drivetrain that installs it, e.g. `"plot"`.
+        purpose: what the caller wanted it for, completing "… is needed to …".
+
+    Raises:
+        MissingExtra: if it, or something it needs, cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(
+            f"{module.split('.')[0]} is needed to {purpose}, and could not be imported ({error}). "
+            f"Install it with: pip install 'drivetrain[{extra}]'"
+        ) from error

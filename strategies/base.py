@@ -1,0 +1,106 @@
+"""The interface of stage three: a `Strategy` prepares a model, an `Engine` trains it.
+
+The interface makes the known silent mistakes impossible: the optimizer is built by a factory at the
+moment the backend needs it, and `Engine.step()` clips, steps *and* zeroes, so that no backend's own
+habit of doing one of these leaks into the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+Precision = Literal["fp32", "bf16"]
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+"""Builds an optimizer over parameters (or parameter groups): `lambda params: SGD(params, lr=0.1)`."""
+
+
+class Engine(Protocol):
+    """A model ready to train on this rank. One optimizer step is::
+
+        for i, (images, targets) in enumerate(microbatches):
+            with engine.forward_context():
+                loss = criterion(engine.model(images), targets)
+            engine.backward(loss, last_microbatch=i == len(microbatches) - 1)
+        grad_norm = engine.step()
+    """
+
+    model: nn.Module
+    """What the loop calls; wrapped where the strategy wraps."""
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    rank: int
+    world_size: int
+    accumulate: int
+
+    @property
+    def plain_model(self) -> nn.Module:
+        """The user's module, without the strategy's wrapper."""
+        ...
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The precision's autocast, or nothing for fp32. For evaluation too."""
+        ...
+
+    def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
+        """Adds the gradients of `loss / accumulate`; ranks synchronise on the last microbatch only."""
+        ...
+
+    def step(self) -> float | None:
+        """Clips, steps and zeroes. Returns the gradients' total norm if clipping is on, else None."""
+        ...
+
+    def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
+        """`value` reduced over all ranks, the same on each; a new tensor."""
+        ...
+
+    def sync_buffers(self) -> None:
+        """Makes floating-point buffers (BatchNorm's statistics) their mean over all ranks."""
+        ...
+
+    def export_state(self) -> dict[str, torch.Tensor]:
+        """The model's state by plain parameter names, on the CPU, whole, on every rank."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here."""
+        ...
+
+
+class Strategy(Protocol):
+    """A way to train a model on one or more ranks. Its options are its constructor's arguments."""
+
+    name: str
+    summary: str
+    """One line for `strategies.available()`."""
+
+    def check(self, devices: int) -> None:
+        """Raises StrategyError if it cannot run here with that many devices."""
+        ...
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer_factory: OptimizerFactory,
+        *,
+        precision: Precision = "fp32",
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+    ) -> Engine:
+        """Moves `model` to this rank's device, wraps it, builds the optimizer, in the order it needs.
+
+        Args:
+            model: on the CPU, after all surgery.
+            optimizer_factory: called once, with the parameters to train.
+            precision: `"fp32"`, or `"bf16"`: autocast with fp32 weights.
+            clip_norm: largest 2-norm of all gradients together; None leaves them alone.
+            accumulate: microbatches per optimizer step.
+
+        Raises:
+            StrategyError: if an argument, or this rank's surroundings, make it impossible.
+        """
+        ...

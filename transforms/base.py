@@ -1,0 +1,75 @@
+"""What a transform is: a frozen dataclass that declares facts about itself and does one thing.
+
+The plan (`pipeline/plan.py`) alone knows the rules of order; a transform only declares the facts the
+rules need. Every transform also works alone, in anybody's loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+
+Kind = Literal["surgery", "memory_format", "loss"]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A loss: logits `(B, C)` and targets, `(B,)` class indices or `(B, C)` probabilities, to a scalar."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a transform changed, by module name, and what it could not.
+
+    Attributes:
+        transform: the transform's class name.
+        changed: names of the modules that were changed, in model order; `""` is the model itself.
+        skipped: `(module name, reason)` of each candidate that was left as it was.
+        notes: anything else a user should know, one sentence each.
+    """
+
+    transform: str
+    changed: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.transform}: changed {len(self.changed)} module(s)"]
+        if self.changed:
+            lines.append("  changed: " + ", ".join(name or "(the model)" for name in self.changed))
+        lines += [f"  left alone: {name or '(the model)'}: {reason}" for name, reason in self.skipped]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Base of all transforms: the facts that the plan reads, with the harmless answer as the default.
+
+    A subclass sets the class variables and overrides the one hook of its kind:
+    `apply` for surgery and memory format, `loss` for loss.
+    """
+
+    kind: ClassVar[Kind]
+    source: ClassVar[str]
+    """The publication the method comes from."""
+    renames: ClassVar[bool] = False
+    """Whether parameter names in the state dict change."""
+    after: ClassVar[tuple[str, ...]] = ()
+    """Class names of transforms that must stand before this one, and why is in the class docstring."""
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place and reports what changed."""
+        raise TypeError(f"{type(self).__name__} does not change the model; it is a {self.kind} transform")
+
+    def loss(self, loss: Loss) -> Loss:
+        """The loss to train with, made from `loss`. Evaluation keeps the original."""
+        return loss
+
+
+class NothingChanged(UserWarning):
+    """A surgery found nothing to do; the message lists what it looks for and what the model has."""
+
+
+__all__ = ["Kind", "Loss", "NothingChanged", "Report", "Transform"]
