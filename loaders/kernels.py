@@ -1,0 +1,216 @@
+"""The compiled inner loop: read a sample, decode, crop, flip, and write it into the batch.
+
+One function serves every loader, with all settings as arguments, so that it is compiled once (and
+kept in numba's cache on disk) instead of once per loader. It runs without the GIL in the loader's own
+threads. Randomness is a pure function of (seed, epoch, sample index): nothing depends on the thread,
+the batch or the rank that handles a sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+from numba import types
+
+from . import libffcv
+
+OK, UNDECODABLE, WRONG_SIZE = 0, 1, 2
+CENTER, RANDOM_RESIZED, PADDED = 0, 1, 2
+
+# Every argument as int64: the C callee reads the low bits of its register or stack slot.
+_IMDECODE = types.int32(*[types.int64] * 13)
+_RESIZE = types.void(*[types.int64] * 11)
+
+
+class CFunction(types.WrapperAddressProtocol):  # type: ignore[misc]
+    """A C function as an argument of compiled code; captured as a constant it would forbid caching."""
+
+    def __init__(self, name: str, signature: Any) -> None:
+        self._address, self._signature = libffcv.address(name), signature
+
+    def __wrapper_address__(self) -> int:
+        return self._address
+
+    def signature(self) -> Any:
+        return self._signature
+
+
+def functions() -> tuple[CFunction, CFunction]:
+    """`imdecode` and `resize` of FFCV's library, the first two arguments of `load_samples`."""
+    return CFunction("imdecode", _IMDECODE), CFunction("resize", _RESIZE)
+
+
+@nb.njit(nb.uint64(nb.uint64), cache=True, nogil=True)
+def _mix(x: Any) -> Any:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection that avalanches."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@nb.njit(nb.uint64(nb.uint64, nb.uint64, nb.uint64), cache=True, nogil=True)
+def sample_key(seed: Any, epoch: Any, index: Any) -> Any:
+    """The key of all random draws for one sample in one epoch."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    key = _mix(seed + golden)
+    key = _mix(key ^ (epoch + golden))
+    return _mix(key ^ (index + golden))
+
+
+@nb.njit(nb.float64(nb.uint64, nb.int64), cache=True, nogil=True)
+def uniform(key: Any, draw: Any) -> Any:
+    """The `draw`-th uniform number in [0, 1) of a key."""
+    bits = _mix(key + np.uint64(draw + 1) * np.uint64(0x9E3779B97F4A7C15))
+    return np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@nb.njit(nb.types.UniTuple(nb.int64, 2)(types.Array(nb.uint8, 1, "C", readonly=True)), cache=True, nogil=True)
+def jpeg_size(data: Any) -> Any:
+    """(height, width) from a JPEG's frame header; (0, 0) if there is none."""
+    at = 2
+    while at + 9 < len(data):
+        if data[at] != 0xFF:
+            return 0, 0
+        marker = data[at + 1]
+        if marker == 0xFF:  # fill bytes
+            at += 1
+            continue
+        if 0xC0 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:
+            height = (nb.int64(data[at + 5]) << 8) + data[at + 6]
+            width = (nb.int64(data[at + 7]) << 8) + data[at + 8]
+            return height, width
+        at += 2 + (nb.int64(data[at + 2]) << 8) + data[at + 3]
+    return 0, 0
+
+
+@nb.njit(
+    nb.types.UniTuple(nb.int64, 4)(nb.uint64, nb.int64, nb.int64, nb.float64[:], nb.float64[:]),
+    cache=True,
+    nogil=True,
+)
+def random_resized_crop(key: Any, height: Any, width: Any, scale: Any, ratio: Any) -> Any:
+    """(top, left, height, width) of Inception's crop; ten tries, then the centre.
+
+    The same distribution as torchvision's `RandomResizedCrop.get_params`. Draws 0 to 39 of the key.
+    """
+    low, high = np.log(ratio[0]), np.log(ratio[1])
+    for attempt in range(10):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * uniform(key, 4 * attempt))
+        aspect = np.exp(low + (high - low) * uniform(key, 4 * attempt + 1))
+        w = nb.int64(round(np.sqrt(area * aspect)))
+        h = nb.int64(round(np.sqrt(area / aspect)))
+        if 0 < w <= width and 0 < h <= height:
+            top = nb.int64(uniform(key, 4 * attempt + 2) * (height - h + 1))
+            left = nb.int64(uniform(key, 4 * attempt + 3) * (width - w + 1))
+            return top, left, h, w
+    w, h = width, height
+    if width < ratio[0] * height:
+        h = max(nb.int64(round(width / ratio[0])), 1)
+    elif width > ratio[1] * height:
+        w = max(nb.int64(round(height * ratio[1])), 1)
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+@nb.njit(
+    nb.void(
+        types.Array(nb.uint8, 3, "C", readonly=True), nb.int64, nb.int64, nb.uint8[:, :, ::1]
+    ),
+    cache=True,
+    nogil=True,
+)  # fmt: skip
+def shifted_copy(source: Any, down: Any, right: Any, target: Any) -> None:
+    """Copies an image of the target's size moved by up to `down`, `right` pixels, edges reflected."""
+    height, width = source.shape[0], source.shape[1]
+    for y in range(height):
+        from_y = abs(y - down)
+        from_y = 2 * (height - 1) - from_y if from_y >= height else from_y
+        for x in range(width):
+            from_x = abs(x - right)
+            from_x = 2 * (width - 1) - from_x if from_x >= width else from_x
+            for c in range(3):
+                target[y, x, c] = source[from_y, from_x, c]
+
+
+@nb.njit(nb.void(nb.uint8[:, :, ::1]), cache=True, nogil=True)
+def flip(image: Any) -> None:
+    """Mirrors an image left to right, in place."""
+    height, width = image.shape[0], image.shape[1]
+    for y in range(height):
+        for x in range(width // 2):
+            for c in range(3):
+                other = image[y, width - 1 - x, c]
+                image[y, width - 1 - x, c] = image[y, x, c]
+                image[y, x, c] = other
+
+
+_READONLY = types.Array(nb.uint8, 1, "C", readonly=True)
+_SIGNATURE = types.void(
+    types.FunctionType(_IMDECODE), types.FunctionType(_RESIZE), _READONLY,
+    nb.uint8[::1], nb.uint16[::1], nb.uint16[::1], nb.uint64[::1], nb.uint64[::1],
+    nb.int64[::1], nb.uint64, nb.uint64, nb.int64, nb.float64[::1], nb.float64[::1], nb.float64,
+    nb.uint8[::1], nb.uint8[:, :, :, ::1], nb.float32[:, :, :, ::1], nb.float32[:, ::1], nb.uint8[::1],
+)  # fmt: skip
+
+
+@nb.njit(_SIGNATURE, cache=True, nogil=True)
+def load_samples(
+    imdecode: Any, resize: Any, data: Any,
+    modes: Any, widths: Any, heights: Any, pointers: Any, sizes: Any,
+    indices: Any, seed: Any, epoch: Any, crop: Any, scale: Any, ratio: Any, flip_probability: Any,
+    scratch: Any, pixels: Any, floats: Any, table: Any, status: Any,
+) -> None:  # fmt: skip
+    """Loads the samples `indices` into `pixels` `(n, H, W, 3)` and sets their `status`.
+
+    `crop` is CENTER (`scale[0]` is the crop's side over the image's shorter side), RANDOM_RESIZED
+    (`scale`, `ratio`), or PADDED (shifted by up to `scale[0]` pixels). If `floats` is not empty it
+    receives the pixels through `table` `(3, 256)`, the normalised value of each channel's 256 levels.
+    """
+    side_y, side_x = pixels.shape[1], pixels.shape[2]
+    for i in range(len(indices)):
+        index = indices[i]
+        height, width = nb.int64(heights[index]), nb.int64(widths[index])
+        stored = data[pointers[index] : pointers[index] + sizes[index]]
+        if modes[index] == 0:
+            found = jpeg_size(stored)
+            if found[0] != height or found[1] != width:
+                status[i] = WRONG_SIZE
+                continue
+            code = imdecode(
+                nb.int64(stored.ctypes.data), len(stored), height, width, nb.int64(scratch.ctypes.data),
+                height, width, 0, 0, 1, 1, 0, 0,
+            )  # fmt: skip
+            if code != 0:
+                status[i] = UNDECODABLE
+                continue
+            address = nb.int64(scratch.ctypes.data)
+        else:
+            address = nb.int64(stored.ctypes.data)
+            scratch[: len(stored)] = stored
+        key = sample_key(seed, epoch, np.uint64(index))
+        target = pixels[i]
+        if crop == PADDED and height == side_y and width == side_x:
+            reach = scale[0]
+            down = nb.int64(uniform(key, 0) * (2 * reach + 1)) - nb.int64(reach)
+            right = nb.int64(uniform(key, 1) * (2 * reach + 1)) - nb.int64(reach)
+            image = scratch[: height * width * 3].reshape((height, width, 3))
+            shifted_copy(image, down, right, target)
+        else:
+            if crop == RANDOM_RESIZED:
+                top, left, h, w = random_resized_crop(key, height, width, scale, ratio)
+            else:
+                h = w = max(nb.int64(round(min(height, width) * scale[0])), 1)
+                top, left = (height - h) // 2, (width - w) // 2
+            resize(
+                0, address, height, width, top, top + h, left, left + w,
+                nb.int64(target.ctypes.data), side_y, side_x,
+            )  # fmt: skip
+        if uniform(key, 40) < flip_probability:
+            flip(target)
+        if len(floats):
+            for y in range(side_y):
+                for x in range(side_x):
+                    for c in range(3):
+                        floats[i, y, x, c] = table[c, target[y, x, c]]
+        status[i] = OK

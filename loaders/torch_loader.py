@@ -1,0 +1,207 @@
+"""`TorchLoader`: the plain PyTorch way (torchvision data set, DataLoader), with `FFCVLoader`'s interface.
+
+It is the baseline that the ledger measures against: the same samples in the same batches, the same
+distribution of augmentations, made by torchvision's transforms in DataLoader's processes.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder, VisionDataset
+from torchvision.transforms import v2
+
+from ..errors import DataError
+from .beton import MODE_JPEG, Beton, open_beton
+from .epochs import Batch, EpochLoader
+from .machine import available_cores
+from .settings import Settings
+from .sources import FolderSource
+
+
+class BetonDataset(VisionDataset):  # type: ignore[misc]
+    """A `.beton` file as an ordinary torchvision data set: PIL decodes, `transform` does the rest."""
+
+    def __init__(self, path: str | Path, transform: Any = None) -> None:
+        super().__init__(str(path), transform=transform)
+        self._beton: Beton | None = None
+        self.classes = self.beton.classes
+
+    @property
+    def beton(self) -> Beton:
+        if self._beton is None:
+            self._beton = open_beton(self.root)
+        return self._beton
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_beton": None}  # each worker process maps the file itself
+
+    def __len__(self) -> int:
+        return len(self.beton)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        beton = self.beton
+        start, size = int(beton.pointers[index]), int(beton.sizes[index])
+        stored = beton.data[start : start + size]
+        if beton.modes[index] == MODE_JPEG:
+            image = Image.open(io.BytesIO(stored.tobytes())).convert("RGB")
+        else:
+            image = Image.fromarray(stored.reshape(int(beton.heights[index]), int(beton.widths[index]), 3))
+        label = beton.labels[index].item()
+        return (image if self.transform is None else self.transform(image)), label
+
+
+class TorchLoader(EpochLoader):
+    """Loads an ImageFolder tree, a `.beton` file or a data set of `(PIL image, label)` with PyTorch's means.
+
+    Arguments and batches as `FFCVLoader`'s; images are contiguous `(B, 3, H, W)`, as PyTorch makes
+    them. `workers` are processes, started by spawn, because forking after numba or torch has computed
+    can hang; 0 loads in this process. Augmentation repeats exactly for the same number of workers.
+
+    Raises:
+        DataError, BetonError: as `FFCVLoader`.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        batch_size: int,
+        image_size: int,
+        train: bool = True,
+        seed: int = 0,
+        workers: int | None = None,
+        order: str | None = None,
+        indices: Any = None,
+        device: torch.device | str = "cpu",
+        batches_ahead: int = 3,
+        **settings: Any,
+    ) -> None:
+        order = order or ("random" if train else "sequential")
+        settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
+        if workers is not None and workers < 0:
+            raise DataError(f"workers={workers} must not be negative.")
+        checked = Settings(order=order, **settings)
+        self.dataset = _dataset(source, _transform(checked))
+        super().__init__(checked, indices, len(self.dataset))
+        self.workers = available_cores() if workers is None else workers
+        self.device = torch.device(device)
+        self._sampler = _Sampler()
+        self._generator = torch.Generator()
+        self._ahead = batches_ahead
+        self._loader: DataLoader[Any] | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of the data set."""
+        if isinstance(self.dataset, BetonDataset):
+            return self.dataset.beton.num_classes
+        if not hasattr(self.dataset, "classes"):
+            raise DataError(f"{type(self.dataset).__name__} has no attribute `classes` to count them by.")
+        return len(self.dataset.classes)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        self._sampler.batches = [share.tolist() for share in self._shares(epoch)[start:]]
+        self._generator.manual_seed((self.settings.seed * 1_000_003 + epoch) % 2**63)
+        if self._loader is None:
+            self._loader = self._make_loader()
+        with _main_module_hidden(self.dataset):
+            batches = iter(self._loader)
+        for images, labels in batches:
+            labels = labels.float() if labels.is_floating_point() else labels
+            yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+
+    def _make_loader(self) -> DataLoader[Any]:
+        parallel: dict[str, Any] = {}
+        if self.workers:
+            ahead = max(-(-self._ahead // self.workers), 1)
+            parallel = {
+                "num_workers": self.workers,
+                "multiprocessing_context": "spawn",
+                "persistent_workers": True,
+                "prefetch_factor": ahead,
+            }
+        return DataLoader(
+            self.dataset,
+            batch_sampler=self._sampler,
+            generator=self._generator,
+            pin_memory=self.device.type == "cuda",
+            **parallel,
+        )
+
+    def close(self) -> None:
+        """Ends the worker processes. The loader may be iterated again; it then starts new ones."""
+        self._loader = None
+
+
+class _Sampler:
+    """The batches of the epoch that is about to run, as lists of sample indices."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _dataset(source: Any, transform: Any) -> Any:
+    if not isinstance(source, str | Path):
+        if not hasattr(source, "transform") or not hasattr(source, "__len__"):
+            raise DataError(
+                f"A {type(source).__name__} cannot be loaded; give a folder, a .beton file or a torchvision "
+                "data set (with `transform` and len())."
+            )
+        source.transform = transform
+        return source
+    if Path(source).is_dir():
+        FolderSource(Path(source))  # its errors say what is wrong with the folder, and the remedy
+        return ImageFolder(str(source), transform=transform)
+    return BetonDataset(source, transform)
+
+
+def _transform(settings: Settings) -> Any:
+    """torchvision's version of what `FFCVLoader` does, from PIL image to tensor."""
+    side = settings.image_size
+    steps: list[Any] = []
+    if settings.train and settings.crop == "resized":
+        steps.append(v2.RandomResizedCrop(side, scale=settings.scale, ratio=settings.ratio))
+    elif settings.train:
+        steps.append(v2.RandomCrop(side, padding=settings.padding or None, padding_mode="reflect"))
+    else:
+        steps += [v2.Resize(round(side / settings.eval_ratio)), v2.CenterCrop(side)]
+    if settings.train and settings.flip:
+        steps.append(v2.RandomHorizontalFlip())
+    steps.append(v2.PILToTensor())
+    if settings.dtype == torch.float32:
+        steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
+    return v2.Compose(steps)
+
+
+@contextmanager
+def _main_module_hidden(dataset: Any) -> Iterator[None]:
+    """Keeps spawned workers from running the user's script again, which they need only for its classes.
+
+    multiprocessing re-imports `__main__` by its `__file__`; a script without a main guard would then
+    start over in every worker.
+    """
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if type(dataset).__module__ == "__main__" or path is None or getattr(main, "__spec__", None):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
