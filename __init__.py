@@ -1,4 +1,4 @@
-"""Drivetrain: FFCV loading, model surgery and sharding behind one `Pipeline`, and a ledger that measures them.
+"""Drivetrain: FFCV loading, model surgery and sharding behind one `Pipeline`, measured by a ledger.
 
 Names are imported at first use, so that `import drivetrain` costs nothing and pytest, which imports
 this file under the name of the clone's folder, can do so without side effects.

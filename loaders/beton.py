@@ -40,7 +40,8 @@ MIN_PAGE, MAX_PAGE = 1 << 21, 1 << 31
 def metadata_dtype(type_ids: list[int]) -> np.dtype[Any]:
     """One metadata row: a column `f0`, `f1`, … per field, aligned as C would."""
     columns: Any = [("", METADATA_TYPES[type_id]) for type_id in type_ids]
-    return np.dtype(columns, align=True)
+    dtype: np.dtype[Any] = np.dtype(columns, align=True)
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def open_beton(path: str | Path) -> Beton:
     table = _read_allocations(path, data, header, len(rows))
     image = rows[f"f{fields.index(IMAGE_FIELD)}"]
     label = rows[f"f{next(i for i, kind in enumerate(fields) if kind != IMAGE_FIELD)}"]
-    sizes = _match_allocations(path, image, table, header)
+    sizes = _match_allocations(path, image, table)
     return Beton(
         path=path,
         data=np.asarray(data),
@@ -197,7 +198,7 @@ def _read_allocations(path: Path, data: NDArray[np.uint8], header: Any, samples:
     return table
 
 
-def _match_allocations(path: Path, image: Any, table: Any, header: Any) -> NDArray[np.uint64]:
+def _match_allocations(path: Path, image: Any, table: Any) -> NDArray[np.uint64]:
     """The length in bytes of each sample's image, looked up by its pointer."""
     order = np.argsort(table["ptr"], kind="stable")
     pointers, sizes = table["ptr"][order], table["size"][order]

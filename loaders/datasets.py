@@ -33,7 +33,9 @@ def resolve(source: str | Path, *, progress: bool = True) -> Path:
     if path.is_dir():
         raise DataError(f"{path} is a folder. Convert it first: drivetrain convert {path} {path.name}.beton")
     if not path.exists() and not path.suffix:
-        raise DataError(f"There is no file {path}, and no data set of that name.{suggest(str(source), NAMES)}")
+        raise DataError(
+            f"There is no file {path}, and no data set of that name.{suggest(str(source), NAMES)}"
+        )
     return path
 
 

@@ -25,12 +25,11 @@ class EpochLoader(ABC):
     same samples in the same batches.
     """
 
+    device: torch.device
+
     def __init__(self, settings: Settings, indices: Any, samples: int) -> None:
-        self.settings = settings
-        self.indices: NDArray[np.int64] = check_indices(indices, samples)
-        check_batch_size(
-            settings.batch_size, len(self.indices), train=settings.train, world_size=settings.world_size
-        )
+        self.settings, self.samples = settings, samples
+        self.set_indices(indices)
         self._next_epoch, self._resume_at = 0, 0
         self._epoch, self._position = 0, 0
 
@@ -71,6 +70,21 @@ class EpochLoader(ABC):
             batch_size=own.batch_size, drop_last=own.drop_last,
         )  # fmt: skip
         return [rank_slice(batch, own.rank, own.world_size) for batch in batches]
+
+    def set_indices(self, indices: Any) -> None:
+        """Chooses the samples of the next epochs; None: all of the data set.
+
+        Raises:
+            DataError: if one is out of range, or they are too few for a batch.
+        """
+        chosen = check_indices(indices, self.samples)
+        check_batch_size(
+            self.settings.batch_size,
+            len(chosen),
+            train=self.settings.train,
+            world_size=self.settings.world_size,
+        )
+        self.indices: NDArray[np.int64] = chosen
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`, from its first batch."""

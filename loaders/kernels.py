@@ -24,7 +24,7 @@ _IMDECODE = types.int32(*[types.int64] * 13)
 _RESIZE = types.void(*[types.int64] * 11)
 
 
-class CFunction(types.WrapperAddressProtocol):  # type: ignore[misc]
+class CFunction(types.WrapperAddressProtocol):
     """A C function as an argument of compiled code; captured as a constant it would forbid caching."""
 
     def __init__(self, name: str, signature: Any) -> None:
@@ -66,7 +66,7 @@ def uniform(key: Any, draw: Any) -> Any:
     return np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@nb.njit(nb.types.UniTuple(nb.int64, 2)(types.Array(nb.uint8, 1, "C", readonly=True)), cache=True, nogil=True)
+@nb.njit("UniTuple(int64, 2)(Array(uint8, 1, 'C', readonly=True))", cache=True, nogil=True)
 def jpeg_size(data: Any) -> Any:
     """(height, width) from a JPEG's frame header; (0, 0) if there is none."""
     at = 2
@@ -85,11 +85,7 @@ def jpeg_size(data: Any) -> Any:
     return 0, 0
 
 
-@nb.njit(
-    nb.types.UniTuple(nb.int64, 4)(nb.uint64, nb.int64, nb.int64, nb.float64[:], nb.float64[:]),
-    cache=True,
-    nogil=True,
-)
+@nb.njit("UniTuple(int64, 4)(uint64, int64, int64, float64[::1], float64[::1])", cache=True, nogil=True)
 def random_resized_crop(key: Any, height: Any, width: Any, scale: Any, ratio: Any) -> Any:
     """(top, left, height, width) of Inception's crop; ten tries, then the centre.
 
@@ -145,6 +141,61 @@ def flip(image: Any) -> None:
                 image[y, x, c] = other
 
 
+@nb.njit(nogil=True)
+def _fetch(imdecode: Any, stored: Any, mode: Any, height: Any, width: Any, scratch: Any) -> Any:
+    """Puts a sample's pixels, `height · width · 3` bytes, at the start of `scratch`; its status."""
+    if mode != 0:
+        scratch[: len(stored)] = stored
+        return OK
+    found = jpeg_size(stored)
+    if found[0] != height or found[1] != width:
+        return WRONG_SIZE
+    code = imdecode(
+        nb.int64(stored.ctypes.data), len(stored), height, width, nb.int64(scratch.ctypes.data),
+        height, width, 0, 0, 1, 1, 0, 0,
+    )  # fmt: skip
+    return OK if code == 0 else UNDECODABLE
+
+
+@nb.njit(nogil=True)
+def _crop(
+    resize: Any,
+    scratch: Any,
+    height: Any,
+    width: Any,
+    key: Any,
+    crop: Any,
+    scale: Any,
+    ratio: Any,
+    target: Any,
+) -> None:
+    """Writes the crop of the image in `scratch` to `target` `(H, W, 3)`. Draws 0 to 39 of the key."""
+    if crop == PADDED:
+        reach = nb.int64(scale[0])
+        down = nb.int64(uniform(key, 0) * (2 * reach + 1)) - reach
+        right = nb.int64(uniform(key, 1) * (2 * reach + 1)) - reach
+        shifted_copy(scratch[: height * width * 3].reshape((height, width, 3)), down, right, target)
+        return
+    if crop == RANDOM_RESIZED:
+        top, left, h, w = random_resized_crop(key, height, width, scale, ratio)
+    else:
+        h = w = max(nb.int64(round(min(height, width) * scale[0])), 1)
+        top, left = (height - h) // 2, (width - w) // 2
+    resize(
+        0, nb.int64(scratch.ctypes.data), height, width, top, top + h, left, left + w,
+        nb.int64(target.ctypes.data), target.shape[0], target.shape[1],
+    )  # fmt: skip
+
+
+@nb.njit(nogil=True)
+def _normalise(pixels: Any, table: Any, floats: Any) -> None:
+    """Looks each of the pixels `(H, W, 3)` up in its channel's row of `table` `(3, 256)`."""
+    for y in range(pixels.shape[0]):
+        for x in range(pixels.shape[1]):
+            for c in range(3):
+                floats[y, x, c] = table[c, pixels[y, x, c]]
+
+
 _READONLY = types.Array(nb.uint8, 1, "C", readonly=True)
 _SIGNATURE = types.void(
     types.FunctionType(_IMDECODE), types.FunctionType(_RESIZE), _READONLY,
@@ -164,53 +215,20 @@ def load_samples(
     """Loads the samples `indices` into `pixels` `(n, H, W, 3)` and sets their `status`.
 
     `crop` is CENTER (`scale[0]` is the crop's side over the image's shorter side), RANDOM_RESIZED
-    (`scale`, `ratio`), or PADDED (shifted by up to `scale[0]` pixels). If `floats` is not empty it
-    receives the pixels through `table` `(3, 256)`, the normalised value of each channel's 256 levels.
+    (`scale`, `ratio`), or PADDED (shifted by up to `scale[0]` pixels; the image has the target's size).
+    If `floats` is not empty it receives the pixels through `table` `(3, 256)`, the normalised value of
+    each channel's 256 levels.
     """
-    side_y, side_x = pixels.shape[1], pixels.shape[2]
     for i in range(len(indices)):
         index = indices[i]
         height, width = nb.int64(heights[index]), nb.int64(widths[index])
         stored = data[pointers[index] : pointers[index] + sizes[index]]
-        if modes[index] == 0:
-            found = jpeg_size(stored)
-            if found[0] != height or found[1] != width:
-                status[i] = WRONG_SIZE
-                continue
-            code = imdecode(
-                nb.int64(stored.ctypes.data), len(stored), height, width, nb.int64(scratch.ctypes.data),
-                height, width, 0, 0, 1, 1, 0, 0,
-            )  # fmt: skip
-            if code != 0:
-                status[i] = UNDECODABLE
-                continue
-            address = nb.int64(scratch.ctypes.data)
-        else:
-            address = nb.int64(stored.ctypes.data)
-            scratch[: len(stored)] = stored
+        status[i] = _fetch(imdecode, stored, modes[index], height, width, scratch)
+        if status[i] != OK:
+            continue
         key = sample_key(seed, epoch, np.uint64(index))
-        target = pixels[i]
-        if crop == PADDED and height == side_y and width == side_x:
-            reach = scale[0]
-            down = nb.int64(uniform(key, 0) * (2 * reach + 1)) - nb.int64(reach)
-            right = nb.int64(uniform(key, 1) * (2 * reach + 1)) - nb.int64(reach)
-            image = scratch[: height * width * 3].reshape((height, width, 3))
-            shifted_copy(image, down, right, target)
-        else:
-            if crop == RANDOM_RESIZED:
-                top, left, h, w = random_resized_crop(key, height, width, scale, ratio)
-            else:
-                h = w = max(nb.int64(round(min(height, width) * scale[0])), 1)
-                top, left = (height - h) // 2, (width - w) // 2
-            resize(
-                0, address, height, width, top, top + h, left, left + w,
-                nb.int64(target.ctypes.data), side_y, side_x,
-            )  # fmt: skip
+        _crop(resize, scratch, height, width, key, crop, scale, ratio, pixels[i])
         if uniform(key, 40) < flip_probability:
-            flip(target)
+            flip(pixels[i])
         if len(floats):
-            for y in range(side_y):
-                for x in range(side_x):
-                    for c in range(3):
-                        floats[i, y, x, c] = table[c, target[y, x, c]]
-        status[i] = OK
+            _normalise(pixels[i], table, floats[i])

@@ -64,7 +64,9 @@ class FolderSource:
 
     def __init__(self, root: Path) -> None:
         if not root.exists():
-            raise DataError(f"{root} does not exist. Give a folder that holds one folder of images per class.")
+            raise DataError(
+                f"{root} does not exist. Give a folder that holds one folder of images per class."
+            )
         if not root.is_dir():
             raise DataError(f"{root} is a file. Give a folder that holds one folder of images per class.")
         folders = sorted(child for child in root.iterdir() if child.is_dir())
@@ -138,7 +140,9 @@ class DatasetSource:
         if isinstance(sample, dict):
             image = sample.get("image", sample.get("img"))
             if image is None or "label" not in sample:
-                raise DataError(f"it has the keys {sorted(sample)}; 'image' (or 'img') and 'label' are needed")
+                raise DataError(
+                    f"it has the keys {sorted(sample)}; 'image' (or 'img') and 'label' are needed"
+                )
             return image, plain_label(sample["label"])
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise DataError(f"it is a {type(sample).__name__}; a pair (image, label) or a dict is needed")

@@ -22,11 +22,11 @@ OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 class Engine(Protocol):
     """A model ready to train on this rank. One optimizer step is::
 
-        for i, (images, targets) in enumerate(microbatches):
-            with engine.forward_context():
-                loss = criterion(engine.model(images), targets)
-            engine.backward(loss, last_microbatch=i == len(microbatches) - 1)
-        grad_norm = engine.step()
+    for i, (images, targets) in enumerate(microbatches):
+        with engine.forward_context():
+            loss = criterion(engine.model(images), targets)
+        engine.backward(loss, last_microbatch=i == len(microbatches) - 1)
+    grad_norm = engine.step()
     """
 
     model: nn.Module
@@ -43,11 +43,20 @@ class Engine(Protocol):
         ...
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The precision's autocast, or nothing for fp32. For evaluation too."""
+        """The precision's autocast, or nothing for fp32. For evaluation too.
+
+        A training forward must run inside it also in fp32: DDP decides in the forward whether this
+        microbatch's backward communicates.
+        """
         ...
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """Adds the gradients of `loss / accumulate`; ranks synchronise on the last microbatch only."""
+        """Adds the gradients of `loss / accumulate`; ranks synchronise on the last microbatch only.
+
+        Raises:
+            StrategyError: if `last_microbatch` is not true for exactly the `accumulate`-th call since
+                the last step, because the loss would be divided by the wrong number.
+        """
         ...
 
     def step(self) -> float | None:

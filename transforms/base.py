@@ -6,6 +6,8 @@ rules need. Every transform also works alone, in anybody's loop.
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -59,7 +61,7 @@ class Transform:
     after: ClassVar[tuple[str, ...]] = ()
     """Class names of transforms that must stand before this one, and why is in the class docstring."""
 
-    def apply(self, model: nn.Module) -> Report:
+    def apply(self, model: nn.Module) -> Report:  # noqa: ARG002
         """Changes `model` in place and reports what changed."""
         raise TypeError(f"{type(self).__name__} does not change the model; it is a {self.kind} transform")
 
@@ -72,4 +74,25 @@ class NothingChanged(UserWarning):
     """A surgery found nothing to do; the message lists what it looks for and what the model has."""
 
 
-__all__ = ["Kind", "Loss", "NothingChanged", "Report", "Transform"]
+def warn_nothing_changed(report: Report, looks_for: str, model: nn.Module) -> None:
+    """Emits `NothingChanged` at the line that called `apply`; call it directly from `apply`.
+
+    Args:
+        report: the report about to be returned; the reasons in `skipped` go into the message.
+        looks_for: what the transform can change, completing "it looks for …".
+        model: the model that has none of it.
+    """
+    counts = Counter(type(module).__name__ for module in model.modules() if not any(module.children()))
+    has = ", ".join(f"{count} {name}" for name, count in counts.most_common(8))
+    has += ", …" if len(counts) > 8 else ""
+    reasons = "".join(f" Left alone: {name or '(the model)'}: {why}." for name, why in report.skipped[:3])
+    reasons += f" And {len(report.skipped) - 3} more in report.skipped." if len(report.skipped) > 3 else ""
+    warnings.warn(
+        f"{report.transform} changed nothing: it looks for {looks_for}; "
+        f"{type(model).__name__} is made of {has}.{reasons}",
+        NothingChanged,
+        stacklevel=3,
+    )
+
+
+__all__ = ["Kind", "Loss", "NothingChanged", "Report", "Transform", "warn_nothing_changed"]

@@ -1,0 +1,47 @@
+# make quickstart   set up, then the main job: CIFAR-10 from raw files to a trained model and a ledger
+# make test         set up what is missing, then lint, types and tests (make test-all: the long ones, too)
+# make install      the set-up alone        make lock   write requirements.txt anew
+# make check        ruff and mypy           make bench  measure; writes benchmarks/results/
+
+PYTHON ?= $(shell .ci/find-python)
+BIN := .venv/bin
+PACKAGES := loaders pipeline strategies transforms
+
+.PHONY: quickstart install test test-all check lock bench clean
+
+quickstart: install
+	$(BIN)/drivetrain train cifar10-quickstart --out runs/quickstart --ledger
+
+install: .venv/installed
+
+# The stamp is newer than all that decides what is installed, so a second call does nothing.
+.venv/installed: requirements.txt pyproject.toml .ci/native .ci/find-python
+	.ci/native "$(PYTHON)"
+	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep -oE '^uv==[^ ;]+' requirements.txt)"
+	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps -r requirements.txt
+	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps -e .
+	touch $@
+
+test: install check
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: install check
+	$(BIN)/python -m pytest -m "not gpu"
+
+# mypy needs the package under its own name, whatever the clone's folder is called.
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p .build && ln -sfn .. .build/drivetrain
+	MYPYPATH=.build $(BIN)/mypy --cache-dir .mypy_cache -m drivetrain $(PACKAGES:%=-p drivetrain.%)
+
+lock:
+	$(BIN)/uv pip compile --quiet --universal --all-extras --no-strip-extras --upgrade \
+		--custom-compile-command "make lock" pyproject.toml -o requirements.txt
+
+bench: install
+	$(BIN)/python benchmarks/loaders.py
+
+clean:
+	rm -rf .venv .build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,295 @@
+"""`Pipeline`: the one builder. It is a value; each method returns a new one, and nothing runs until `fit`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import nn
+
+from .. import strategies
+from ..errors import PlanError, suggest
+from ..strategies import OptimizerFactory, Strategy
+from ..transforms import Transform
+from .models import model_factory
+from .optimizers import Optimization
+from .plan import Plan, make_plan, sort_transforms
+
+if TYPE_CHECKING:
+    from .build import Built
+    from .ledger_result import Ledger
+    from .result import FitResult
+
+LOADERS = ("ffcv", "torch")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What `.load()` was told; see there."""
+
+    train: str
+    val: str | None
+    batch_size: int
+    image_size: int
+    loader: str
+    workers: int | None
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What `.distribute()` was told; see there."""
+
+    strategy: str | Strategy = "single"
+    devices: int = 1
+    precision: strategies.Precision = "fp32"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    asked: bool = False
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Pipeline:
+    """A training run, described stage by stage and started by `fit`.
+
+    Args:
+        model: a factory of the model, called with `model_options`; the name of one (`"resnet50"` or any
+            other of torchvision, `"cifar_resnet"`); or a module, which is copied and stays as it is.
+
+    Example::
+
+        pipeline = (
+            Pipeline(torchvision.models.resnet50, num_classes=10)
+            .load("train.beton", "val.beton", batch_size=256, image_size=176)
+            .transform(BlurPool(), ChannelsLast(), LabelSmoothing(0.1))
+            .optimize("sgd", lr=2.0, momentum=0.9, weight_decay=5e-5, schedule="cosine", warmup=0.1)
+            .distribute("ddp", devices=8, precision="bf16")
+        )
+        print(pipeline.plan())
+        result = pipeline.fit(epochs=16)
+    """
+
+    model: Callable[..., nn.Module] | nn.Module
+    model_options: Mapping[str, Any]
+    data: Data | None = None
+    transforms: tuple[Transform, ...] = ()
+    optimization: Optimization = field(default_factory=Optimization)
+    distribution: Distribution = field(default_factory=Distribution)
+    optimized: bool = False
+    seed: int = 0
+    epochs: int | None = None
+    recipe: str | None = None
+
+    def __init__(
+        self, model: str | Callable[..., nn.Module] | nn.Module, *, seed: int = 0, **model_options: Any
+    ) -> None:
+        if isinstance(model, str):
+            model = model_factory(model)
+        if isinstance(model, nn.Module) and model_options:
+            raise PlanError(
+                f"The model is built already; it cannot take {sorted(model_options)}. Give its factory."
+            )
+        if not callable(model):
+            raise PlanError(f"A model must be a module, a factory or a name, not {model!r:.80}.")
+        if not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise PlanError(f"seed={seed!r} must be an integer from 0 on.")
+        defaults = {
+            f.name: f.default_factory() for f in dataclasses.fields(self) if callable(f.default_factory)
+        }
+        values = {"model": model, "model_options": dict(model_options), "seed": seed}
+        for name, value in (defaults | values).items():
+            object.__setattr__(self, name, value)
+
+    def _with(self, **changes: Any) -> Self:
+        """A copy with some fields changed; `dataclasses.replace` would call the public constructor."""
+        new = object.__new__(type(self))
+        for name in (f.name for f in dataclasses.fields(self)):
+            object.__setattr__(new, name, changes.get(name, getattr(self, name)))
+        return new
+
+    @classmethod
+    def from_recipe(cls, recipe: str | Mapping[str, Any], **overrides: Any) -> Pipeline:
+        """The pipeline of a recipe: a name in `RECIPES` or a dict, with some values replaced.
+
+        Overrides reach any value by its key (`epochs=36`, `batch_size=512`, `train="train.beton"`).
+
+        Raises:
+            RecipeError: for an unknown name or key, with the nearest one.
+        """
+        from .recipes import build_pipeline
+
+        return build_pipeline(recipe, overrides)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name for people."""
+        if isinstance(self.model, nn.Module):
+            return f"a copy of your {type(self.model).__name__}"
+        return getattr(self.model, "__name__", type(self.model).__name__)
+
+    def load(
+        self,
+        train: str | Path,
+        val: str | Path | None = None,
+        *,
+        batch_size: int,
+        image_size: int,
+        loader: str = "ffcv",
+        workers: int | None = None,
+        **settings: Any,
+    ) -> Pipeline:
+        """The data: `.beton` files, or `"cifar10:train"` and `"cifar10:test"`.
+
+        Args:
+            train, val: files to train on, and to evaluate on after each epoch.
+            batch_size: the *global* batch: the same samples make up step k on one device or on eight.
+            image_size: side of the square images, in pixels.
+            loader: `"ffcv"`, or `"torch"` for the plain PyTorch baseline.
+            workers: threads (`ffcv`) or processes (`torch`) per rank; None: one per core.
+            settings: the loader's others: `crop`, `scale`, `padding`, `flip`, `mean`, `std`, …
+        """
+        if loader not in LOADERS:
+            raise PlanError(f"No loader is named {loader!r}.{suggest(str(loader), LOADERS)}")
+        from ..loaders.settings import Settings
+
+        known = {f.name for f in dataclasses.fields(Settings)} - {
+            "batch_size", "image_size", "train", "seed", "rank", "world_size", "drop_last", "dtype", "order"
+        }  # fmt: skip
+        for name in settings:
+            if name not in known:
+                raise PlanError(f"load() has no setting {name!r}.{suggest(name, known)}")
+        Settings(batch_size=batch_size, image_size=image_size, **settings)
+        return self._with(
+            data=Data(
+                str(train),
+                None if val is None else str(val),
+                batch_size,
+                image_size,
+                loader,
+                workers,
+                settings,
+            )
+        )
+
+    def transform(self, *transforms: Transform) -> Pipeline:
+        """Adds transforms, in any order; the plan sorts them.
+
+        Raises:
+            PlanError: if one is no transform, or is there twice.
+        """
+        given: tuple[object, ...] = transforms
+        for transform in given:
+            if not isinstance(transform, Transform):
+                hint = f" Did you mean {transform.__name__}()?" if isinstance(transform, type) else ""
+                raise PlanError(f"transform() takes transforms such as BlurPool(), not {transform!r}.{hint}")
+        sort_transforms((*self.transforms, *transforms))
+        return self._with(transforms=(*self.transforms, *transforms))
+
+    def optimize(
+        self,
+        optimizer: str | OptimizerFactory,
+        *,
+        schedule: str = "cosine",
+        warmup: float = 0.0,
+        **options: Any,
+    ) -> Pipeline:
+        """The optimizer, by name (`"sgd"`, `"adamw"`) with its options, or as a factory.
+
+        Args:
+            optimizer: a factory is a function `parameters -> Optimizer`, never an optimizer: it is
+                called when surgery and wrapping have made the final parameters.
+            schedule: of the learning rate, step by step: `"cosine"`, `"linear"` or `"constant"`.
+            warmup: share of all steps in which the learning rate rises to its peak.
+            options: the optimizer's own, e.g. `lr=2.0, momentum=0.9, weight_decay=5e-5`.
+        """
+        return self._with(optimization=Optimization(optimizer, options, schedule, warmup), optimized=True)
+
+    def distribute(
+        self,
+        strategy: str | Strategy,
+        *,
+        devices: int = 1,
+        precision: strategies.Precision = "fp32",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        **options: Any,
+    ) -> Pipeline:
+        """The strategy that trains the model, by name or as an object.
+
+        Args:
+            strategy: see `drivetrain.strategies.available()`.
+            devices: ranks. Outside torchrun, more than one start as fresh interpreters.
+            precision: `"fp32"`, or `"bf16"`: autocast over fp32 weights.
+            accumulate: microbatches into which each rank splits its share of a batch.
+            clip_norm: largest norm of all gradients together; None: no clipping.
+            options: the strategy's own.
+
+        Raises:
+            StrategyError: for an unknown strategy, with the nearest name, or one that cannot run here.
+        """
+        strategies.get(strategy, **options)
+        if not isinstance(devices, int) or devices < 1:
+            raise PlanError(f"devices={devices!r} must be an integer from 1 on.")
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise PlanError(f"accumulate={accumulate!r} must be an integer from 1 on.")
+        if precision not in ("fp32", "bf16"):
+            raise PlanError(f"precision={precision!r} must be 'fp32' or 'bf16'.")
+        if clip_norm is not None and clip_norm <= 0:
+            raise PlanError(f"clip_norm={clip_norm} must be positive, or None for no clipping.")
+        return self._with(
+            distribution=Distribution(
+                strategy, devices, precision, accumulate, clip_norm, options, asked=True
+            )
+        )
+
+    def plan(self) -> Plan:
+        """Every step in order with its reason. Conflicts are errors here, before any work."""
+        return make_plan(self)
+
+    def build(self) -> Built:
+        """Loaders, model and engine of this process, ready for a loop of your own."""
+        from .build import build
+
+        return build(self)
+
+    def fit(
+        self, *, epochs: int | None = None, out: str | Path | None = None, progress: bool = True
+    ) -> FitResult:
+        """Trains.
+
+        Args:
+            epochs: passes over the training data; None: the recipe's.
+            out: a folder for `history.json` and `model.safetensors`, written after each epoch.
+            progress: show a bar and a line per epoch.
+
+        Raises:
+            PlanError, DataError, StrategyError: before training, if it cannot work.
+            TrainingInterrupted: on Ctrl-C; a KeyboardInterrupt that carries what was finished.
+        """
+        from .fit import fit
+
+        return fit(self, epochs=epochs, out=out, progress=progress)
+
+    def ledger(self, *, seconds: float = 120.0, progress: bool = True) -> Ledger:
+        """Measures what each stage brings, alone against plain PyTorch; see `drivetrain.pipeline.ledger`."""
+        from .ledger import measure
+
+        return measure(self, seconds=seconds, progress=progress)
+
+    def __repr__(self) -> str:
+        lines = [f"Pipeline({self.model_name})"]
+        if self.data:
+            lines.append(
+                f"  .load({self.data.train!r}, {self.data.val!r}, batch_size={self.data.batch_size}, …)"
+            )
+        if self.transforms:
+            lines.append(f"  .transform({', '.join(map(repr, self.transforms))})")
+        lines.append(f"  .optimize({self.optimization.describe()})")
+        how = self.distribution
+        name = how.strategy if isinstance(how.strategy, str) else how.strategy.name
+        lines.append(f"  .distribute({name!r}, devices={how.devices}, precision={how.precision!r})")
+        return "\n".join(lines)

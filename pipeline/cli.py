@@ -1,0 +1,172 @@
+"""The command line: `drivetrain convert | train | recipes | ledger | doctor`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..errors import DrivetrainError
+
+app = typer.Typer(
+    help="Fast training of PyTorch image models: FFCV loading, model surgery and a distribution strategy "
+    "behind one pipeline, and a ledger that measures what each brings.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Out = Annotated[Path | None, typer.Option(help="Folder for the results; made if it is not there.")]
+Train = Annotated[
+    str | None, typer.Option(help="Training data: a .beton file, or a name such as cifar10:train.")
+]
+Val = Annotated[str | None, typer.Option(help="Validation data, likewise.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Values of the recipe to replace, e.g. epochs=36 batch_size=512 optimizer.lr=0.5. Values are read "
+        "as JSON where they are JSON. The keys: drivetrain recipes --keys.",
+    ),
+]
+Seconds = Annotated[float, typer.Option(help="Time for the ledger's measurement, in seconds.")]
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder with one folder of images per class.")],
+    out: Annotated[Path, typer.Argument(help="The .beton file to write.")],
+    max_resolution: Annotated[
+        int | None, typer.Option(help="Scale images down to this longest side, in pixels. Default: keep all.")
+    ] = None,
+    quality: Annotated[int, typer.Option(help="JPEG quality, 1-100, for images that must be encoded.")] = 90,
+    workers: Annotated[int | None, typer.Option(help="Threads. Default: one per core.")] = None,
+    skip_bad: Annotated[
+        bool, typer.Option(help="Leave bad images out and list them, instead of stopping.")
+    ] = False,
+) -> None:
+    """Converts a folder of images to FFCV's .beton format.
+
+    JPEG files that need no change are copied byte for byte. The file appears when it is complete; a
+    manifest with classes, settings and checksums goes beside it (OUT.json).
+    """
+    from ..loaders import convert as run
+
+    report = run(
+        source, out, max_resolution=max_resolution, quality=quality, workers=workers,
+        on_error="skip" if skip_bad else "raise",
+    )  # fmt: skip
+    print(report)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe; see: drivetrain recipes.")],
+    overrides: Overrides = None,
+    data: Train = None,
+    val: Val = None,
+    out: Out = None,
+    ledger: Annotated[bool, typer.Option("--ledger", help="Measure the ledger after training.")] = False,
+    ledger_seconds: Seconds = 90.0,
+) -> None:
+    """Trains a recipe and says what came out.
+
+    With --out, history.json and model.safetensors are written after every epoch; with --ledger, also
+    ledger.json and ledger.png. Ctrl-C stops, and keeps the epochs that were finished.
+    """
+    from .builder import Pipeline
+    from .fit import make_folder
+
+    pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
+    print(pipeline.plan())
+    result = pipeline.fit(out=out)
+    for report in result.reports:
+        print(report)
+    if result.accuracy is not None:
+        print(f"top-1 accuracy {result.accuracy:.2%} after {len(result.history.epochs)} epochs")
+    if ledger:
+        measured = pipeline.ledger(seconds=ledger_seconds)
+        print(measured)
+        if out is not None:
+            measured.save(make_folder(out) / "ledger.json")
+            measured.save(out / "ledger.png")
+    if out is not None:
+        print(f"{out}: " + ", ".join(sorted(path.name for path in out.iterdir() if path.is_file())))
+
+
+@app.command()
+def ledger(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe; see: drivetrain recipes.")],
+    overrides: Overrides = None,
+    data: Train = None,
+    val: Val = None,
+    out: Out = None,
+    seconds: Seconds = 120.0,
+) -> None:
+    """Measures what each stage of a recipe brings on this machine, and which stage binds.
+
+    Plain PyTorch is 1.00; each stage is added in turn. All variants run interleaved in one process.
+    With --out, ledger.json and ledger.png are written there.
+    """
+    from .builder import Pipeline
+    from .fit import make_folder
+
+    measured = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val)).ledger(seconds=seconds)
+    print(measured)
+    if out is not None:
+        measured.save(make_folder(out) / "ledger.json")
+        measured.save(out / "ledger.png")
+
+
+@app.command()
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="Show this recipe, with the meaning of each value.")
+    ] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="List the keys of a recipe.")] = False,
+) -> None:
+    """Lists the recipes, or shows one."""
+    from .recipes_table import keys_table, recipe_table, recipes_table
+
+    table = keys_table() if keys else recipes_table() if name is None else recipe_table(name)
+    Console().print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Says what is installed, which version, what is missing and how to get it.
+
+    Exits with status 1 if something that the core needs is missing.
+    """
+    from .doctor import examine
+
+    healthy, table = examine()
+    Console().print(table)
+    raise typer.Exit(0 if healthy else 1)
+
+
+def _overrides(pairs: list[str] | None, data: str | None, val: str | None) -> dict[str, Any]:
+    from .recipes import parse_overrides
+
+    found = parse_overrides(pairs or [])
+    for key, value in (("train", data), ("val", val)):
+        if value is not None:
+            found[key] = value
+    return found
+
+
+def main() -> None:
+    """The entry point: errors of Drivetrain become one line on stderr and exit status 1."""
+    try:
+        app()
+    except DrivetrainError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]{type(error).__name__}:[/] ", end="")
+        print(error, file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("Interrupted. What was finished is kept.", file=sys.stderr)
+        sys.exit(130)

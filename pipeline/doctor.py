@@ -1,0 +1,125 @@
+"""`drivetrain doctor`: what is installed, which version, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from ..errors import MissingExtra
+from .provenance import version
+
+CORE = (
+    "torch",
+    "torchvision",
+    "numpy",
+    "safetensors",
+    "pillow",
+    "rich",
+    "tqdm",
+    "typer",
+    "cloudpickle",
+    "psutil",
+)
+EXTRAS = {
+    "ffcv": (("ffcv", "numba"), "load and convert .beton files"),
+    "plot": (("matplotlib",), "draw the ledger"),
+    "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
+}
+NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination."""
+
+    what: str
+    found: str
+    good: bool
+    remedy: str = ""
+
+
+def examine() -> tuple[bool, Table]:
+    """Whether the core is whole, and everything that was looked at, as a table."""
+    core = _core()
+    findings = [*core, *_extras(), *_native(), *_devices()]
+    table = Table("", "what", "found", "remedy", title="drivetrain doctor", title_justify="left")
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.good else "[yellow]missing[/]"
+        table.add_row(mark, finding.what, finding.found, finding.remedy)
+    return all(finding.good for finding in core), table
+
+
+def _core() -> list[Finding]:
+    python = Finding(
+        "python ≥ 3.11",
+        platform.python_version(),
+        sys.version_info >= (3, 11),
+        "install Python 3.11 or newer",
+    )
+    packages = [
+        Finding(name, version(name) or "-", version(name) is not None, f"pip install {name}") for name in CORE
+    ]
+    return [_without_remedy(finding) for finding in (python, *packages)]
+
+
+def _extras() -> list[Finding]:
+    found = []
+    for extra, (packages, purpose) in EXTRAS.items():
+        versions = ", ".join(f"{name} {version(name) or 'missing'}" for name in packages)
+        good = all(version(name) for name in packages)
+        remedy = f"pip install 'drivetrain[{extra}]'"
+        if extra == "ffcv" and good:
+            good, remedy = _ffcv_loads()
+        found.append(_without_remedy(Finding(f"extra {extra}: {purpose}", versions, good, remedy)))
+    return found
+
+
+def _ffcv_loads() -> tuple[bool, str]:
+    """Whether FFCV's compiled library really loads, not only whether its package is there."""
+    from ..loaders import libffcv
+
+    try:
+        libffcv.library()
+    except (MissingExtra, OSError) as error:
+        return False, str(error)
+    return True, ""
+
+
+def _native() -> list[Finding]:
+    tool = shutil.which("pkg-config")
+    found = [
+        Finding("pkg-config, to build FFCV", tool or "-", tool is not None, "apt-get install pkg-config"),
+        Finding("C++ compiler, to build FFCV", shutil.which("g++") or "-", shutil.which("g++") is not None,
+                "apt-get install g++"),
+    ]  # fmt: skip
+    for library, package in NATIVE.items():
+        number = ""
+        if tool is not None:
+            asked = subprocess.run(
+                [tool, "--modversion", library], capture_output=True, text=True, check=False
+            )
+            number = asked.stdout.strip()
+        found.append(
+            Finding(f"{library}, to build FFCV", number or "-", bool(number), f"apt-get install {package}")
+        )
+    return [_without_remedy(finding) for finding in found]
+
+
+def _devices() -> list[Finding]:
+    from .. import strategies
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = [Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True)]
+    for row in strategies.available():
+        found.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, row.why_not))
+    return found
+
+
+def _without_remedy(finding: Finding) -> Finding:
+    return Finding(finding.what, finding.found, True) if finding.good else finding

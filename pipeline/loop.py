@@ -1,0 +1,105 @@
+"""The loop: one epoch of training, and one evaluation. Every strategy and every variant runs this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+
+from ..loaders.epochs import Batch
+from ..strategies import Engine
+from ..transforms import Loss
+
+Watch = Callable[[int, torch.Tensor], None]
+"""Called after each step with the number of images (all ranks) and the step's loss, still on the device."""
+
+
+@dataclass(frozen=True)
+class EpochStats:
+    """Of one epoch: mean loss over all ranks, images (all ranks), seconds, seconds spent waiting for data."""
+
+    loss: float
+    images: int
+    seconds: float
+    waited: float
+
+
+def train_epoch(
+    engine: Engine,
+    batches: Iterable[Batch],
+    loss: Loss,
+    before_step: Callable[[], None] | None = None,
+    watch: Watch | None = None,
+) -> EpochStats:
+    """Trains on each batch once.
+
+    Args:
+        engine: the model, made by a strategy.
+        batches: `(images (B, 3, H, W), labels (B,))`; B divides by `engine.accumulate`.
+        loss: logits and labels to a scalar, the mean over the batch.
+        before_step: called before each optimizer step; sets the learning rate.
+        watch: called after each step.
+    """
+    engine.model.train()
+    waiting = Stopwatch()
+    total, steps, images_seen, start = torch.zeros((), device=engine.device), 0, 0, perf_counter()
+    for images, labels in waiting.around(batches):
+        parts = list(zip(images.chunk(engine.accumulate), labels.chunk(engine.accumulate), strict=True))
+        step_loss = torch.zeros((), device=engine.device)
+        for number, (part, targets) in enumerate(parts, 1):
+            with engine.forward_context():
+                logits = engine.model(part)
+            value = loss(logits.float(), targets)
+            engine.backward(value, last_microbatch=number == len(parts))
+            step_loss += value.detach() / len(parts)
+        if before_step is not None:
+            before_step()
+        engine.step()
+        total += step_loss
+        steps += 1
+        images_seen += len(images) * engine.world_size
+        if watch is not None:
+            watch(len(images) * engine.world_size, step_loss)
+    mean = engine.reduce(total / max(steps, 1)).item()
+    return EpochStats(mean, images_seen, perf_counter() - start, waiting.seconds)
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, batches: Iterable[Batch]) -> tuple[float, float]:
+    """Mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks."""
+    engine.model.eval()
+    sums = torch.zeros(3, device=engine.device, dtype=torch.float64)
+    for images, labels in batches:
+        if len(images) == 0:  # this rank's share of a small last batch
+            continue
+        with engine.forward_context():
+            logits = engine.plain_model(images)
+        logits = logits.float()
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    loss, correct, count = engine.reduce(sums, "sum").tolist()
+    return loss / count, correct / count
+
+
+class Stopwatch:
+    """Adds up the time that a loop waits for its iterable."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches, with the wait for each one counted."""
+        iterator = iter(batches)
+        while True:
+            start = perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.seconds += perf_counter() - start
+            yield batch

@@ -1,0 +1,132 @@
+"""The plan: every step in its order, what asked for it, and why it stands there. It alone knows the rules."""
+
+from __future__ import annotations
+
+import html
+import io
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .. import strategies
+from ..errors import PlanError
+from ..transforms import Transform
+
+if TYPE_CHECKING:
+    from .builder import Pipeline
+
+# Surgery replaces modules, so it precedes whatever touches their parameters; a memory format set before
+# surgery would be lost on the new modules (facts: BlurPool after ChannelsLast reverts 3 weights).
+KIND_ORDER = {"surgery": 0, "memory_format": 1, "loss": 2}
+KIND_REASON = {
+    "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
+    "memory_format": "after surgery, whose new modules would come back contiguous; before wrapping",
+    "loss": "in training only; evaluation keeps the plain loss",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a plan."""
+
+    what: str
+    asked_by: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps in order. Prints as a table; shows as one in a notebook."""
+
+    steps: tuple[Step, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"steps": [{"what", "asked_by", "why"}, …]}`."""
+        return {"steps": [asdict(step) for step in self.steps]}
+
+    def __str__(self) -> str:
+        table = Table(title="Plan", title_justify="left")
+        for column in ("", "step", "asked for by", "why here"):
+            table.add_column(column, overflow="fold")
+        for number, step in enumerate(self.steps, 1):
+            table.add_row(str(number), step.what, step.asked_by, step.why)
+        console = Console(file=io.StringIO(), width=120)
+        console.print(table)
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{number}</td>"
+            + "".join(
+                f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in asdict(step).values()
+            )
+            + "</tr>"
+            for number, step in enumerate(self.steps, 1)
+        )
+        return f"<table><tr><th></th><th>step</th><th>asked for by</th><th>why here</th></tr>{rows}</table>"
+
+
+def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
+    """The transforms in the order of their declared facts, else as the user wrote them.
+
+    Raises:
+        PlanError: if a transform appears twice, or two ask to follow one another.
+    """
+    names = [type(transform).__name__ for transform in transforms]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanError(f"{name} was asked for {names.count(name)} times; once is enough. Remove one.")
+    waiting = sorted(transforms, key=lambda transform: KIND_ORDER[transform.kind])
+    ordered: list[Transform] = []
+    while waiting:
+        pending = {type(transform).__name__ for transform in waiting}
+        ready = next((t for t in waiting if not pending.intersection(t.after)), None)
+        if ready is None:
+            raise PlanError(f"{' and '.join(sorted(pending))} each ask to follow the other. Remove one.")
+        ordered.append(ready)
+        waiting.remove(ready)
+    return tuple(ordered)
+
+
+def make_plan(pipeline: Pipeline) -> Plan:
+    """Checks a pipeline as a whole and lays out its steps; nothing is loaded, built or started.
+
+    Raises:
+        PlanError, StrategyError: naming the parts that do not go together, and the remedy.
+    """
+    data, how = pipeline.data, pipeline.distribution
+    if data is None:
+        raise PlanError(
+            "The pipeline has no data. Add .load('train.beton', 'val.beton', batch_size=…, image_size=…)."
+        )
+    strategy = strategies.get(how.strategy, **how.options)
+    strategy.check(how.devices)
+    parts = how.devices * how.accumulate
+    if data.batch_size % parts:
+        raise PlanError(
+            f"batch_size={data.batch_size} is global and must divide into devices={how.devices} × "
+            f"accumulate={how.accumulate} = {parts} parts; use {max(data.batch_size // parts, 1) * parts}."
+        )
+    steps = [
+        Step(f"load {data.train}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
+             f"{data.image_size} px; every rank takes its slice of each batch"),
+        Step(f"build {pipeline.model_name}", "Pipeline()", f"with the seed {pipeline.seed}, the same on every rank"),
+    ]  # fmt: skip
+    ordered = sort_transforms(pipeline.transforms)
+    steps += [_transform_step(t) for t in ordered if t.kind != "loss"]
+    steps += [
+        Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
+        Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",
+             f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) a step: after surgery"),
+        Step(f"optimizer: {pipeline.optimization.describe()}", ".optimize()" if pipeline.optimized else "default",
+             "made when the parameters are the final ones"),
+        Step("loss: cross entropy", "default", "class indices or probabilities"),
+    ]  # fmt: skip
+    steps += [_transform_step(t) for t in ordered if t.kind == "loss"]
+    return Plan(tuple(steps))
+
+
+def _transform_step(transform: Transform) -> Step:
+    return Step(f"{transform}", ".transform()", KIND_REASON[transform.kind])

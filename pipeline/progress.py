@@ -1,0 +1,48 @@
+"""The live bar of an epoch, and the line it leaves behind."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Self
+
+import torch
+from tqdm.auto import tqdm
+
+_REFRESH = 0.5  # seconds; reading the loss waits for the GPU, so it is not done at every step
+
+
+class Progress:
+    """A bar over the images of one epoch with the loss, images/s and the time left.
+
+    Args:
+        epoch, epochs: counted from 1.
+        images: in the epoch, over all ranks.
+        show: False shows nothing and costs nothing.
+    """
+
+    def __init__(self, epoch: int, epochs: int, images: int, *, show: bool) -> None:
+        self._show, self._next = show, 0.0
+        self._bar = tqdm(
+            total=images, desc=f"epoch {epoch}/{epochs}", unit=" images", disable=not show, leave=False,
+            mininterval=_REFRESH, dynamic_ncols=True,
+        )  # fmt: skip
+
+    def update(self, images: int, loss: torch.Tensor) -> None:
+        """After a step: its images, and its loss."""
+        if not self._show:
+            return
+        if perf_counter() >= self._next:
+            self._next = perf_counter() + _REFRESH
+            self._bar.set_postfix_str(f"loss {loss.item():.4f}", refresh=False)
+        self._bar.update(images)
+
+    def line(self, text: str) -> None:
+        """Prints a line that stays."""
+        if self._show:
+            tqdm.write(text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()

@@ -1,0 +1,65 @@
+"""Where a figure comes from: hardware, versions, revision, command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+PACKAGES = ("drivetrain", "torch", "torchvision", "numpy", "pillow", "ffcv", "numba")
+
+
+def provenance() -> dict[str, Any]:
+    """The facts that a measured figure needs beside it, as plain JSON types. Sizes in GiB."""
+    cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "git_revision": _git_revision(),
+        "hardware": {
+            "processor": _processor(),
+            "cores": len(psutil.Process().cpu_affinity()),
+            "torch_threads": torch.get_num_threads(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        },
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+    }
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _git_revision() -> str | None:
+    """Of Drivetrain's own checkout; None for an installed wheel."""
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,130 @@
+"""What training gives back: the model, the history, and both as files."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from ..files import atomic_file
+from ..transforms import Report
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One line of a history.
+
+    Attributes:
+        epoch: counted from 1.
+        loss: mean training loss, of the training loss function.
+        val_loss, accuracy: mean cross entropy and top-1 (0 to 1) on the validation data; None without.
+        images_per_s: of training, over all ranks, evaluation left out.
+        waiting: share of the training time spent waiting for data, 0 to 1.
+        seconds: of the whole epoch, evaluation included.
+        lr: learning rate at its end.
+    """
+
+    epoch: int
+    loss: float
+    val_loss: float | None
+    accuracy: float | None
+    images_per_s: float
+    waiting: float
+    seconds: float
+    lr: float
+
+    def __str__(self) -> str:
+        parts = [f"epoch {self.epoch}", f"loss {self.loss:.4f}"]
+        if self.accuracy is not None:
+            parts += [f"val loss {self.val_loss:.4f}", f"accuracy {self.accuracy:.2%}"]
+        parts += [
+            f"{self.images_per_s:,.0f} images/s",
+            f"waiting {self.waiting:.0%}",
+            f"{self.seconds:.1f} s",
+        ]
+        return "  ".join(parts)
+
+
+@dataclass
+class History:
+    """The epochs so far, and the facts about the run that produced them."""
+
+    epochs: list[Epoch] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain JSON types."""
+        return {"epochs": [asdict(epoch) for epoch in self.epochs], **self.facts}
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON; the file is whole or not there."""
+        with atomic_file(Path(path)) as file:
+            file.write(json.dumps(self.to_dict(), indent=1).encode())
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.epochs))
+
+    def _repr_html_(self) -> str:
+        if not self.epochs:
+            return "<i>no finished epoch</i>"
+        names = list(asdict(self.epochs[0]))
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in asdict(epoch).values()) + "</tr>"
+            for epoch in self.epochs
+        )
+        return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else html.escape(str(value))
+
+
+@dataclass
+class FitResult:
+    """What `Pipeline.fit` gives.
+
+    Attributes:
+        model: the trained model, after surgery, on the CPU, in evaluation mode.
+        history: one entry per epoch.
+        reports: what each transform changed.
+        plan: the steps it was built by.
+    """
+
+    model: nn.Module
+    history: History
+    reports: tuple[Report, ...]
+    plan: Plan
+
+    @property
+    def accuracy(self) -> float | None:
+        """Top-1 (0 to 1) on the validation data after the last epoch; None if there is none."""
+        return self.history.epochs[-1].accuracy if self.history.epochs else None
+
+    def __repr__(self) -> str:
+        return f"FitResult(accuracy={self.accuracy}, epochs={len(self.history.epochs)})"
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Ctrl-C during training. `result` is a `FitResult` of the epochs that were finished, or None."""
+
+    def __init__(self, outcome: Any = None, result: FitResult | None = None) -> None:
+        super().__init__("training was interrupted")
+        self.outcome, self.result = outcome, result
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.outcome, self.result)
+
+
+def save_weights(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
+    """Writes a state dict as safetensors; the file is whole or not there."""
+    with atomic_file(Path(path)) as file:
+        file.write(save(dict(state)))

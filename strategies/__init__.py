@@ -1,0 +1,57 @@
+"""Stage three: how a model is trained on one or more devices.
+
+    engine = strategies.get("ddp").prepare(model, optimizer_factory)    # inside each rank
+    results = strategies.launch(train, config, devices=2)               # starts the ranks
+    print(strategies.available())
+
+A new strategy is one file and one line in `registry.STRATEGIES`. Names are imported at first use:
+importing this package costs nothing, which the ranks that `launch` starts rely on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "DDP": "ddp",
+    "Engine": "base",
+    "OptimizerFactory": "base",
+    "Precision": "base",
+    "Single": "single",
+    "Strategy": "base",
+    "StrategyRow": "registry",
+    "available": "registry",
+    "get": "registry",
+    "launch": "launcher",
+}
+
+__all__ = [
+    "DDP",
+    "Engine",
+    "OptimizerFactory",
+    "Precision",
+    "Single",
+    "Strategy",
+    "StrategyRow",
+    "available",
+    "get",
+    "launch",
+]
+
+if TYPE_CHECKING:
+    from .base import Engine, OptimizerFactory, Precision, Strategy
+    from .ddp import DDP
+    from .launcher import launch
+    from .registry import StrategyRow, available, get
+    from .single import Single
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,135 @@
+"""`launch` in this process: results, and the first cause when a rank fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from drivetrain.errors import StrategyError
+from drivetrain.strategies import launch
+from strategy_jobs import Unloadable, fail_on_rank_1, surroundings, wait_for_ever
+
+
+def traces() -> dict[str, Any]:
+    """Everything of this process that a launch must leave as it was."""
+    return {
+        "environment": {**os.environ, "PYTEST_CURRENT_TEST": ""},  # pytest names the phase there
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "descriptors": sorted(os.listdir("/proc/self/fd")),  # noqa: PTH208
+        "threads": threading.active_count(),
+        "children": psutil.Process().children(recursive=True),
+    }
+
+
+def ends(pid: int, seconds: float = 3.0) -> bool:
+    """Whether a process that somebody has killed is gone, or about to go."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = traces()
+    yield
+    assert traces() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_rank_answers_in_order(capfd: pytest.CaptureFixture[str]) -> None:
+    results = launch(surroundings, 7, devices=2, timeout=60)
+    assert [r["rank"] for r in results] == [0, 1]
+    assert [(r["value"], r["size"], r["sum"]) for r in results] == [(7, 2, 3.0)] * 2
+    assert len({os.getpid(), *(r["pid"] for r in results)}) == 3
+    assert all(ends(r["helper"]) for r in results)  # what a rank started goes with it
+    cores = len(os.sched_getaffinity(0))
+    assert all(r["threads"] <= max(1, cores // 2) for r in results)
+    assert all(r["interface"] == os.environ.get("GLOO_SOCKET_IFNAME", "lo") for r in results)
+    output = capfd.readouterr().out
+    assert all(f"hello from rank {number}" in output for number in (0, 1))
+
+
+def test_large_jobs_and_results_of_local_functions() -> None:
+    """More than any pipe holds, both ways, by functions that no rank could import."""
+    weights = torch.arange(12_000_000, dtype=torch.float32)
+
+    class Local:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    results = launch(lambda tensor: Local(tensor + 1), weights, devices=2, timeout=60)
+    assert all(type(result) is Local and torch.equal(result.tensor, weights + 1) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "cause"),
+    [
+        ("raise", "rank 1 of 2 raised ValueError: rank one's own mistake", ValueError),
+        ("raise what cannot be loaded", "rank 1 of 2 raised Boom: leftright", type(None)),
+        ("SIGKILL", "rank 1 of 2 was killed by SIGKILL before it returned", type(None)),
+        ("exit", "rank 1 of 2 exited with code 0 before it returned", type(None)),
+        ("return", r"rank 0 of 2 raised .*Rank\(s\) \[1\] had returned already", RuntimeError),
+    ],
+)
+def test_the_first_cause_is_named(how: str, words: str, cause: type) -> None:
+    with pytest.raises(StrategyError, match=f"(?s)launch: {words}") as caught:
+        launch(fail_on_rank_1, how, devices=2, timeout=60)
+    assert type(caught.value.__cause__) is cause
+    if how.startswith("raise"):
+        assert "in fail_on_rank_1" in str(caught.value)  # the traceback
+
+
+def test_a_rank_that_never_returns_meets_the_time_limit() -> None:
+    start = time.monotonic()
+    # On a busy machine rank 0 may not have come so far.
+    with pytest.raises(StrategyError, match=r"rank\(s\) \[(0, )?1\] of 2 did not return within timeout=7 s"):
+        launch(wait_for_ever, devices=2, timeout=7)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "words"),
+    [
+        (print, threading.Lock(), r"argument 1 \(a lock\) cannot be sent"),
+        (threading.Lock().acquire, 0, "the function 'acquire' cannot be sent"),
+    ],
+)
+def test_a_job_that_cannot_be_pickled_is_named(function: Any, argument: Any, words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        launch(function, argument, devices=2)
+
+
+def test_a_job_that_cannot_be_loaded() -> None:
+    with pytest.raises(StrategyError, match="could not load the job: ValueError: this object cannot"):
+        launch(print, Unloadable(), devices=1, timeout=60)
+
+
+def test_a_result_that_cannot_be_pickled() -> None:
+    with pytest.raises(StrategyError, match="returned a lock that cannot be pickled"):
+        launch(lambda: threading.Lock(), devices=1, timeout=60)
+
+
+def test_a_result_that_cannot_be_loaded() -> None:
+    with pytest.raises(StrategyError, match="rank 0 returned a Unloadable, which cannot be loaded here"):
+        launch(lambda: Unloadable(), devices=1, timeout=60)
+
+
+def test_devices_must_be_positive() -> None:
+    with pytest.raises(StrategyError, match="devices=0"):
+        launch(print, devices=0)

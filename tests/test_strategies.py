@@ -1,0 +1,191 @@
+"""The registry, `Single`, and what an engine refuses: all in this process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from drivetrain import strategies
+from drivetrain.errors import StrategyError
+from drivetrain.strategies import DDP, Single
+from strategy_jobs import BATCH_NORM, CASES, make_optimizer, train
+from torch import nn
+
+
+def prepare(model: nn.Module | None = None, **options: object) -> strategies.Engine:
+    return Single("cpu").prepare(model or nn.Linear(2, 1, bias=False), make_optimizer("sgd"), **options)
+
+
+def test_get_by_name_with_options() -> None:
+    assert strategies.get("single", device="cpu") == Single("cpu")
+    assert strategies.get("ddp") == DDP()
+
+
+def test_get_returns_a_strategy_object_as_it_is() -> None:
+    strategy = DDP("cpu")
+    assert strategies.get(strategy) is strategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        ("dpp", {}, "Did you mean 'ddp'"),
+        ("ddp", {"devcie": "cpu"}, "Did you mean 'device'"),
+        (DDP, {}, "pass an object"),
+        (DDP(), {"device": "cpu"}, "beside a finished 'ddp'"),
+        (42, {}, "a int is no strategy"),
+    ],
+)
+def test_get_refuses(strategy: object, options: dict[str, object], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        strategies.get(strategy, **options)
+
+
+def test_available_lists_every_strategy_and_prints_as_a_table() -> None:
+    table = strategies.available()
+    assert [row.name for row in table] == ["single", "ddp"]
+    assert all(row.runs_here and not row.why_not for row in table)
+    lines = repr(table).splitlines()
+    assert [line.split()[:2] for line in lines] == [["single", "yes"], ["ddp", "yes"]]
+
+
+def test_importing_the_folder_does_not_import_torch() -> None:
+    code = "import drivetrain.strategies, drivetrain.strategies.worker, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_launch_stays_the_function_whatever_is_imported() -> None:
+    import drivetrain.strategies.launcher
+
+    assert callable(strategies.launch)
+    assert strategies.launch is drivetrain.strategies.launcher.launch
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_single_takes_one_device(devices: int) -> None:
+    with pytest.raises(StrategyError, match=f"not {devices}"):
+        Single().check(devices)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "words"),
+    [
+        (Single("tpu9"), 1, "no device of torch"),
+        (Single("meta"), 1, "not supported"),
+        (Single("cuda:99"), 1, "sees"),
+        (DDP("cuda"), 99, "sees"),
+        (DDP("cuda:1"), 2, "not one for all ranks"),
+        (DDP("cpu"), 0, "1 or more"),
+    ],
+)
+def test_check_refuses_devices_that_are_not_here(
+    strategy: strategies.Strategy, devices: int, words: str
+) -> None:
+    with pytest.raises(StrategyError, match=words):
+        strategy.check(devices)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "fp16"}, "precision='fp16'"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0"),
+        ({"clip_norm": float("nan")}, "clip_norm=nan"),
+        ({"accumulate": 0}, "accumulate=0"),
+    ],
+)
+@pytest.mark.parametrize("name", ["single", "ddp"])
+def test_prepare_refuses(name: str, options: dict[str, object], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        strategies.get(name, device="cpu").prepare(nn.Linear(2, 1), make_optimizer("sgd"), **options)
+
+
+def test_prepare_refuses_a_model_that_cannot_train() -> None:
+    with pytest.raises(StrategyError, match="Linear has no parameter that requires a gradient"):
+        prepare(nn.Linear(2, 1).requires_grad_(False))
+
+
+def test_frozen_parameters_do_not_reach_the_optimizer() -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    engine = prepare(model)
+    assert [p.shape for g in engine.optimizer.param_groups for p in g["params"]] == [(1, 2)]
+
+
+def test_step_clips_steps_and_zeroes() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    engine = Single("cpu").prepare(model, lambda p: torch.optim.SGD(p, lr=1.0), clip_norm=1.0)
+    before = model.weight.detach().clone()
+    engine.backward(engine.model(torch.tensor([[3.0, 4.0]])).sum())
+    assert engine.step() == pytest.approx(5.0)
+    torch.testing.assert_close(before - model.weight, torch.tensor([[0.6, 0.8]]))
+    assert model.weight.grad is None
+
+
+def test_step_without_clipping_returns_none() -> None:
+    engine = prepare()
+    engine.backward(engine.model(torch.ones(1, 2)).sum())
+    assert engine.step() is None
+
+
+def test_backward_refuses_another_number_of_microbatches() -> None:
+    engine = prepare(accumulate=2)
+    loss = engine.model(torch.ones(1, 2)).sum()
+    with pytest.raises(StrategyError, match="microbatch 1 of accumulate=2"):
+        engine.backward(loss)
+    engine.backward(loss, last_microbatch=False)
+    with pytest.raises(StrategyError, match="1 of accumulate=2"):
+        engine.step()
+
+
+def test_bf16_keeps_fp32_weights() -> None:
+    engine = prepare(precision="bf16")
+    with engine.forward_context():
+        assert engine.model(torch.ones(1, 2)).dtype == torch.bfloat16
+    assert engine.plain_model.weight.dtype == torch.float32
+
+
+def test_export_state_is_a_contiguous_copy() -> None:
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    engine = prepare(model)
+    state = engine.export_state()
+    assert list(state) == ["weight", "bias"]
+    assert state["weight"].is_contiguous()
+    torch.testing.assert_close(state["weight"], model.weight.detach(), rtol=0, atol=0)
+    with torch.no_grad():
+        model.bias.fill_(7)
+    assert not (state["bias"] == 7).any()
+
+
+def test_export_state_refuses_what_is_no_tensor() -> None:
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> str:
+            return "odd"
+
+    with pytest.raises(StrategyError, match="'_extra_state' is a str"):
+        prepare(Odd(2, 1)).export_state()
+
+
+def test_reduce_on_one_rank_is_a_copy() -> None:
+    engine = prepare()
+    value = torch.tensor(3.0)
+    result = engine.reduce(value, "sum")
+    result += 1
+    assert value == 3
+    assert engine.reduce(value) == 3
+    with pytest.raises(StrategyError, match="op='max'"):
+        engine.reduce(value, "max")
+
+
+@pytest.mark.parametrize("case", [*CASES, BATCH_NORM], ids=lambda case: case.name)
+def test_ddp_alone_in_a_process_is_single(case: object) -> None:
+    single, ddp = train("single", case), train("ddp", case)
+    assert ddp.losses == single.losses
+    assert ddp.norms == single.norms
+
+
+def test_accumulation_is_the_whole_batch_at_once() -> None:
+    whole, parts = train("single", CASES[0]), train("single", CASES[2])
+    assert parts.losses == pytest.approx(whole.losses, abs=1e-6)

@@ -1,0 +1,90 @@
+"""The table of transforms: names, options, and the way to a recipe and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch.nn.functional as F
+from drivetrain import transforms
+from drivetrain.errors import PlanError
+from drivetrain.transforms import TRANSFORMS, BlurPool, ChannelsLast, LabelSmoothing, Transform, get, to_dict
+
+SAMPLES = [BlurPool(), BlurPool(replace_maxpools=False, min_channels=3), ChannelsLast(), LabelSmoothing(0.2)]
+
+
+@pytest.mark.parametrize("transform", SAMPLES, ids=repr)
+def test_there_and_back_through_json(transform: Transform) -> None:
+    text = json.dumps(to_dict(transform))
+    assert get(**json.loads(text)) == transform
+    assert pickle.loads(pickle.dumps(transform)) == transform
+    assert hash(transform) == hash(get(**json.loads(text)))
+
+
+def test_the_form_in_a_recipe() -> None:
+    assert to_dict(LabelSmoothing(0.08)) == {"name": "LabelSmoothing", "smoothing": 0.08}
+    assert get("ChannelsLast") == ChannelsLast()
+
+
+def test_every_transform_file_is_in_the_table() -> None:
+    """A file that defines a Transform, but that `__init__.py` does not import, could not be named."""
+    folder = Path(transforms.__file__).parent
+    defined = {
+        line.split()[1].split("(")[0]
+        for path in folder.glob("*.py")
+        for line in path.read_text().splitlines()
+        if line.startswith("class ") and "(Transform)" in line
+    }
+    assert defined == set(TRANSFORMS)
+
+
+@pytest.mark.parametrize("cls", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_each_declares_itself(cls: type[Transform]) -> None:
+    assert cls.kind in ("surgery", "memory_format", "loss")
+    assert cls.source
+    assert "Source: " in cls.__doc__
+    assert set(cls.after) <= set(TRANSFORMS)
+    for field in dataclasses.fields(cls):
+        assert f"{field.name}: " in cls.__doc__, f"{cls.__name__}.{field.name} is not documented"
+        assert field.default is not dataclasses.MISSING
+    with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
+        cls().anything = 1  # type: ignore[attr-defined]
+
+
+def test_transforms_that_do_not_touch_the_loss_return_it() -> None:
+    assert BlurPool().loss(F.cross_entropy) is F.cross_entropy
+
+
+@pytest.mark.parametrize(("name", "near"), [
+    ("blurpool", "BlurPool"), ("BlurPol", "BlurPool"), ("channels_last", "ChannelsLast"),
+    ("labelsmoothing", "LabelSmoothing"),
+])  # fmt: skip
+def test_unknown_name(name: str, near: str) -> None:
+    with pytest.raises(PlanError, match=f"No transform is named '{name}'. Did you mean '{near}'") as caught:
+        get(name)
+    assert "Known: BlurPool, ChannelsLast, LabelSmoothing" in str(caught.value)
+
+
+def test_unknown_option() -> None:
+    with pytest.raises(PlanError, match=r"BlurPool has no option 'min_chanels'\. Did you mean 'min_ch"):
+        get("BlurPool", min_chanels=3)
+    with pytest.raises(PlanError, match=r"ChannelsLast has no option 'kind'\. It has no options"):
+        get("ChannelsLast", kind="loss")
+    with pytest.raises(PlanError, match="No transform is named 3"):
+        get(3)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="smoothing=2"):
+        get("LabelSmoothing", smoothing=2)
+
+
+def test_a_transform_of_ones_own_has_no_name_in_a_recipe() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Own(Transform):
+        kind: ClassVar = "surgery"
+        source: ClassVar[str] = "this test"
+
+    with pytest.raises(PlanError, match="Own is not in drivetrain"):
+        to_dict(Own())

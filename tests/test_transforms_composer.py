@@ -1,0 +1,68 @@
+"""Held to Composer's numbers. Composer is a test reference only; nothing in Drivetrain imports it."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import warnings
+from types import ModuleType
+
+import pytest
+import torch
+import torchvision
+from drivetrain.transforms import BlurPool
+from drivetrain.transforms.label_smoothing import smooth_targets
+
+
+@pytest.fixture(scope="module")
+def composer() -> ModuleType:
+    """`composer.functional`. Importing it takes seconds, warns, and replaces two signal handlers."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            import composer.functional as functional
+        except ImportError as error:
+            pytest.skip(f"Composer, the reference, is not installed: {error}")
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return functional
+
+
+@pytest.mark.parametrize(("options", "train"), [
+    ({}, True),
+    ({}, False),
+    ({"blur_first": False}, True),
+    ({"replace_maxpools": False, "min_channels": 3}, False),
+])  # fmt: skip
+def test_blurpool(composer: ModuleType, options: dict[str, bool | int], train: bool) -> None:
+    torch.manual_seed(0)
+    ours = torchvision.models.resnet18(num_classes=5)
+    theirs = copy.deepcopy(ours)
+    BlurPool(**options).apply(ours)  # type: ignore[arg-type]
+    composer.apply_blurpool(theirs, **options)
+    ours.train(train)
+    theirs.train(train)
+    x = torch.randn(4, 3, 32, 32)
+    out, reference = ours(x), theirs(x)
+    torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
+    out.square().sum().backward()
+    reference.square().sum().backward()
+    expected = {name.replace(".conv.", "."): parameter for name, parameter in theirs.named_parameters()}
+    assert set(expected) == set(dict(ours.named_parameters()))
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.08, 0.5])
+def test_smooth_labels(composer: ModuleType, smoothing: float) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(8, 10), torch.randint(10, (8,))
+    for targets in (labels, torch.randn(8, 10).softmax(1)):
+        torch.testing.assert_close(
+            smooth_targets(logits, targets, smoothing),
+            composer.smooth_labels(logits, targets, smoothing),
+            rtol=0,
+            atol=1e-7,
+        )

@@ -1,0 +1,63 @@
+"""Transforms of the model and the loss: frozen values that each do one thing, in anybody's loop.
+
+report = BlurPool().apply(model)                  # what it changed, and what it could not
+loss = LabelSmoothing(0.1).loss(F.cross_entropy)
+ChannelsLast() == get("ChannelsLast")             # by name, as a recipe does
+get(**to_dict(BlurPool(min_channels=32)))         # there and back
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..errors import PlanError, suggest
+from .base import Kind as Kind
+from .base import Loss as Loss
+from .base import NothingChanged as NothingChanged
+from .base import Report as Report
+from .base import Transform as Transform
+
+# The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
+from .blurpool import BlurPool as BlurPool
+from .channels_last import ChannelsLast as ChannelsLast
+from .label_smoothing import LabelSmoothing as LabelSmoothing
+
+TRANSFORMS: dict[str, type[Transform]] = {
+    name: value
+    for name, value in sorted(vars().items())
+    if isinstance(value, type) and issubclass(value, Transform) and value is not Transform
+}
+"""The known transforms by class name, which is also their name in a recipe."""
+
+
+def get(name: str, **options: Any) -> Transform:
+    """The transform of that name.
+
+    Args:
+        name: class name, e.g. `"BlurPool"`.
+        options: the fields of the class; one that is left out has its default.
+
+    Raises:
+        PlanError: if the name or an option is unknown, or a value cannot be used.
+    """
+    if name not in TRANSFORMS:
+        raise PlanError(f"No transform is named {name!r}.{suggest(str(name), TRANSFORMS)}")
+    known = [field.name for field in dataclasses.fields(TRANSFORMS[name])]
+    for option in options:
+        if option not in known:
+            tail = suggest(option, known) if known else " It has no options."
+            raise PlanError(f"{name} has no option {option!r}.{tail}")
+    return TRANSFORMS[name](**options)
+
+
+def to_dict(transform: Transform) -> dict[str, Any]:
+    """`{"name": class name, ...every option}`, of JSON values; `get(**to_dict(t))` equals `t`.
+
+    Raises:
+        PlanError: if the transform is not one of `TRANSFORMS`, so that no recipe could name it.
+    """
+    name = type(transform).__name__
+    if TRANSFORMS.get(name) is not type(transform):
+        raise PlanError(f"{name} is not in drivetrain.transforms.TRANSFORMS, so a recipe cannot name it.")
+    return {"name": name, **dataclasses.asdict(transform)}

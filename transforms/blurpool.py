@@ -1,0 +1,194 @@
+"""BlurPool: a low-pass filter before every subsampling, so that small shifts of the image matter less.
+
+Shapes: B batch, C channels, H and W height and width; (C, H, W) without a batch works too.
+The surgery changes the *class* of a module and nothing else. Parameters, their names, hooks, dtype,
+device, training mode and every place where the module is shared stay what they were; so an optimizer made
+before is not stale and plain weights load before and after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..errors import PlanError
+from .base import Kind, Report, Transform, warn_nothing_changed
+from .checks import check_bool, check_count
+
+
+def blur(x: torch.Tensor, stride: tuple[int, int] = (1, 1)) -> torch.Tensor:
+    """Filters each channel with [1 2 1] ⊗ [1 2 1] / 16, zeros outside, then keeps every `stride`-th pixel.
+
+    Args:
+        x: (..., C, H, W), floating.
+        stride: pixels along H and W.
+
+    Returns:
+        (..., C, ceil(H / stride), ceil(W / stride)), in the dtype, device and memory format of `x`.
+    """
+    # Made anew from x: a buffer would be garbage after meta.to_empty() and stay fp32 when FSDP casts x to
+    # bf16; a Python list would be copied to the GPU in every forward, waiting for it.
+    channels = x.shape[-3]
+    row = 2 - torch.arange(-1, 2, device=x.device, dtype=x.dtype).abs()
+    kernel = torch.outer(row, row / 16).expand(channels, 1, 3, 3)
+    return F.conv2d(x, kernel, stride=stride, padding=1, groups=channels)
+
+
+class BlurConv2d(nn.Conv2d):
+    """A convolution that blurs its input, or, with `blur_first=False`, its output at stride 1."""
+
+    blur_first: bool = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.blur_first:
+            return super().forward(blur(input))
+        padding: str | tuple[int, ...] = self.padding
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = (0, 0)
+        # Not by setting self.stride to 1: whoever reads the module's stride should see how much it shrinks.
+        dense = F.conv2d(input, self.weight, self.bias, (1, 1), padding, self.dilation, self.groups)
+        return blur(dense, _pair(self.stride))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, blur_first={self.blur_first}"  # type: ignore[no-untyped-call]
+
+
+class BlurMaxPool2d(nn.MaxPool2d):
+    """A max-pool that takes the maximum at every pixel, blurs, and only then subsamples.
+
+    The output has the size that `nn.MaxPool2d` gives, with `ceil_mode` too.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.ceil_mode:
+            input = F.pad(input, self._ceil_padding(input.shape), value=-torch.inf)
+        return blur(F.max_pool2d(input, self.kernel_size, 1, self.padding, self.dilation), _pair(self.stride))
+
+    def _ceil_padding(self, shape: torch.Size) -> tuple[int, int, int, int]:
+        """Pixels (left, right, top, bottom) that the last, partial window of `ceil_mode` reaches over."""
+        extra = []
+        for axis in (0, 1):
+            kernel, stride, padding, dilation = (
+                _pair(value)[axis] for value in (self.kernel_size, self.stride, self.padding, self.dilation)
+            )
+            size = shape[axis - 2]
+            dense = size + 2 * padding - dilation * (kernel - 1)  # the length at stride 1
+            last = -(-(dense - 1) // stride) * stride
+            if last >= size + padding:  # max_pool2d drops a window that starts in the right padding
+                last -= stride
+            extra.append(max(0, last + 1 - dense))
+        return 0, extra[1], 0, extra[0]
+
+
+@dataclass(frozen=True)
+class BlurPool(Transform):
+    """Anti-aliased strided convolutions and max-pools.
+
+    The same numbers as Composer's `apply_blurpool`, except that the size of a `ceil_mode` pool stays what
+    it was and that a max-pool of stride 1, which subsamples nothing, is left alone.
+
+    Only modules whose class is exactly `nn.Conv2d` or `nn.MaxPool2d` change: a subclass may do anything
+    in its forward, so it is reported in `skipped`. That includes a parametrised convolution (weight
+    standardisation, spectral norm): apply BlurPool first. Calls of `F.conv2d` and `F.max_pool2d` inside a
+    model's own forward cannot be seen.
+
+    Attributes:
+        replace_convs: whether convolutions with a stride above 1 change. Default true.
+        replace_maxpools: whether max-pools with a stride above 1 change. Default true.
+        blur_first: true blurs the input of a convolution (cost: one depthwise 3×3). False, as in the
+            paper, convolves at stride 1 and blurs the output: stride² times the convolution's work.
+            Default true, as in Composer's recipes.
+        min_channels: a convolution with fewer input channels is left alone. Count ≥ 0. Default 16, which
+            spares the first one: blurring the image itself throws away resolution.
+
+    Raises:
+        PlanError: at construction, if a value is of the wrong kind or nothing is to be replaced.
+
+    Source: Zhang, "Making Convolutional Networks Shift-Invariant Again", 2019, arXiv:1904.11486.
+    """
+
+    replace_convs: bool = True
+    replace_maxpools: bool = True
+    blur_first: bool = True
+    min_channels: int = 16
+
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "Zhang 2019, arXiv:1904.11486"
+
+    def __post_init__(self) -> None:
+        for field in ("replace_convs", "replace_maxpools", "blur_first"):
+            check_bool(self, field)
+        check_count(self, "min_channels")
+        if not (self.replace_convs or self.replace_maxpools):
+            raise PlanError(
+                "BlurPool(replace_convs=False, replace_maxpools=False) replaces nothing: set one of them."
+            )
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place. Modules that BlurPool changed before stay, with a note.
+
+        Warns `NothingChanged` if the model has nothing to change.
+        """
+        changed: list[str] = []
+        skipped: list[tuple[str, str]] = []
+        already = 0
+        for name, module in model.named_modules():  # a module registered twice comes once
+            if isinstance(module, BlurConv2d | BlurMaxPool2d):
+                already += 1
+            elif self._wants(module):
+                obstacle = self._obstacle(module)
+                if obstacle:
+                    skipped.append((name, obstacle))
+                else:
+                    self._change(module)
+                    changed.append(name)
+        notes = (f"{already} module(s) were anti-aliased before and stay as they are.",) if already else ()
+        report = Report("BlurPool", tuple(changed), tuple(skipped), notes)
+        if not changed and not already:
+            warn_nothing_changed(report, self._looks_for(), model)
+        return report
+
+    def _wants(self, module: nn.Module) -> bool:
+        if isinstance(module, nn.Conv2d):
+            return self.replace_convs and max(_pair(module.stride)) > 1
+        return self.replace_maxpools and isinstance(module, nn.MaxPool2d)
+
+    def _obstacle(self, module: nn.Module) -> str | None:
+        """Why a candidate cannot change, or None."""
+        plain = nn.Conv2d if isinstance(module, nn.Conv2d) else nn.MaxPool2d
+        if type(module) is not plain:
+            return f"{type(module).__name__} is a subclass of {plain.__name__} and may have its own forward"
+        if "forward" in vars(module):
+            return "its forward was replaced on the instance, which a new class cannot reach"
+        if isinstance(module, nn.Conv2d) and module.in_channels < self.min_channels:
+            return f"{module.in_channels} input channels, fewer than min_channels={self.min_channels}"
+        if isinstance(module, nn.MaxPool2d) and max(_pair(module.stride)) == 1:
+            return "stride 1 subsamples nothing"
+        if isinstance(module, nn.MaxPool2d) and module.return_indices:
+            return "return_indices=True: after a blur the maximum has no single place"
+        return None
+
+    def _change(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Conv2d):
+            module.__class__ = BlurConv2d
+            module.blur_first = self.blur_first  # type: ignore[assignment]
+        else:
+            module.__class__ = BlurMaxPool2d
+
+    def _looks_for(self) -> str:
+        convs = f"Conv2d with a stride above 1 and at least {self.min_channels} input channels"
+        parts = [convs] * self.replace_convs + ["MaxPool2d with a stride above 1"] * self.replace_maxpools
+        return " and ".join(parts)
+
+
+def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
+    """The (height, width) of a torch size option, which is one number for both or two."""
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+__all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool", "blur"]

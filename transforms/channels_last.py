@@ -1,0 +1,88 @@
+"""ChannelsLast: weights stored as NHWC, the layout in which tensor cores read convolutions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..errors import PlanError
+from .base import Kind, Report, Transform, warn_nothing_changed
+
+
+@dataclass(frozen=True)
+class ChannelsLast(Transform):
+    """Converts every parameter of 4 dimensions, and its gradient, to `torch.channels_last`, in place.
+
+    Shapes, names and the `Parameter` objects stay. A convolution with such a weight gives channels-last
+    activations whatever its input's layout, so inputs need no conversion (Drivetrain's loaders give
+    channels-last ones anyway).
+
+    It stands after surgery because weights that surgery makes are contiguous again: Composer's BlurPool
+    after its ChannelsLast silently reverts three weights of a ResNet-18. FSDP2 refuses parameters in this
+    layout; the plan knows.
+
+    Raises:
+        PlanError: by `apply`, if a parameter is already sharded, before anything is changed.
+
+    Source: PyTorch, "Channels Last Memory Format in PyTorch" (tutorial, V. Fedyunin).
+    """
+
+    kind: ClassVar[Kind] = "memory_format"
+    source: ClassVar[str] = "PyTorch tutorial, Channels Last Memory Format"
+    after: ClassVar[tuple[str, ...]] = ("BlurPool",)
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place. Weights that are channels-last already stay, with a note.
+
+        Warns `NothingChanged` if the model has no parameter of 4 dimensions.
+        """
+        self._refuse_sharded(model)
+        changed: list[str] = []
+        skipped: list[tuple[str, str]] = []
+        already = 0
+        for name, module in model.named_modules():
+            own = list(module.parameters(recurse=False))
+            if any(is_lazy(parameter) for parameter in own):
+                skipped.append((name, "its parameters have no shape before the first forward"))
+                continue
+            images = [parameter for parameter in own if parameter.dim() == 4]
+            moved = [_to_channels_last(parameter) for parameter in images]
+            if any(moved):
+                changed.append(name)
+            elif images:
+                already += 1
+        notes = (f"{already} module(s) were channels-last before.",) if already else ()
+        report = Report("ChannelsLast", tuple(changed), tuple(skipped), notes)
+        if not changed and not already:
+            warn_nothing_changed(report, "parameters of 4 dimensions, such as a Conv2d's weight", model)
+        return report
+
+    def _refuse_sharded(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "device_mesh"):  # a DTensor; importing its class takes a distributed build
+                raise PlanError(
+                    f"ChannelsLast cannot change {name!r}, which is sharded (DTensor), and FSDP2 does not "
+                    "shard channels-last weights: leave ChannelsLast out, or distribute with ddp."
+                )
+
+
+def _to_channels_last(parameter: nn.Parameter) -> bool:
+    """Whether the 4-D parameter had to be rewritten.
+
+    Strides are compared because `is_contiguous(memory_format=...)` is true for both layouts of a 1×1
+    kernel, while a convolution chooses its layout by the strides.
+    """
+    data = parameter.data.to(memory_format=torch.channels_last)
+    if data.stride() == parameter.stride():
+        return False
+    parameter.data = data
+    if parameter.grad is not None:
+        parameter.grad.data = parameter.grad.data.to(memory_format=torch.channels_last)
+    return True
+
+
+__all__ = ["ChannelsLast"]

@@ -1,0 +1,34 @@
+"""Checks of option values, made when a transform is constructed, so that a recipe fails before any work."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import PlanError
+
+
+def check_bool(owner: object, field: str) -> None:
+    """Raises a `PlanError` unless the field is `True` or `False`; 0, 1 and "yes" are mistakes in a recipe."""
+    value = getattr(owner, field)
+    if not isinstance(value, bool):
+        raise _bad(owner, field, value, "give true or false")
+
+
+def check_count(owner: object, field: str) -> None:
+    """Raises a `PlanError` unless the field is a whole number ≥ 0."""
+    value = getattr(owner, field)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _bad(owner, field, value, "give a whole number ≥ 0")
+
+
+def check_fraction(owner: object, field: str) -> None:
+    """Raises a `PlanError` unless the field is a number in [0, 1)."""
+    value = getattr(owner, field)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not 0 <= value < 1:
+        raise _bad(owner, field, value, "give a number from 0 to below 1")
+
+
+def _bad(owner: object, field: str, value: Any, remedy: str) -> PlanError:
+    return PlanError(f"{type(owner).__name__}({field}={value!r}): {remedy}.")

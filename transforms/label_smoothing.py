@@ -1,0 +1,137 @@
+"""LabelSmoothing: targets a little less certain, so that the logits need not grow without end.
+
+Shapes: B batch, C classes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..errors import DataError, PlanError
+from .base import Kind, Loss, Transform
+from .checks import check_fraction
+
+IGNORED = -100
+"""The class index that counts for nothing: the default of `F.cross_entropy`, which PyTorch shares."""
+
+
+@dataclass(frozen=True)
+class LabelSmoothing(Transform):
+    """Trains on (1 - smoothing) · target + smoothing / C in place of the target.
+
+    Cross entropy (`F.cross_entropy`, a `functools.partial` of it, or `nn.CrossEntropyLoss`) smooths by
+    PyTorch's own `label_smoothing`, with its class weights and `ignore_index`. Every other loss is handed
+    soft targets (B, C), in float32 or better.
+
+    Mixing (MixUp, CutMix) makes soft targets before the loss is called, so smoothing always comes after
+    it. In Composer the other order leaves half of the mixture unsmoothed.
+
+    Attributes:
+        smoothing: share of the target that is spread over all classes. Number in [0, 1). Default 0.1, the
+            value of the source. 0 changes nothing.
+
+    Raises:
+        PlanError: at construction, if the value is out of range; by `loss`, if the loss smooths already.
+
+    Source: Szegedy et al., "Rethinking the Inception Architecture", 2016, arXiv:1512.00567, section 7.
+    """
+
+    smoothing: float = 0.1
+
+    kind: ClassVar[Kind] = "loss"
+    source: ClassVar[str] = "Szegedy et al. 2016, arXiv:1512.00567"
+
+    def __post_init__(self) -> None:
+        check_fraction(self, "smoothing")
+
+    def loss(self, loss: Loss) -> Loss:
+        """The smoothed loss, which pickles whenever `loss` does. `loss` itself is not changed."""
+        self._refuse_twice(loss)
+        if type(loss) is nn.CrossEntropyLoss:
+            smoothed = copy.copy(loss)
+            smoothed.label_smoothing = self.smoothing
+            return smoothed
+        if _is_cross_entropy(loss):
+            return functools.partial(cast(Callable[..., torch.Tensor], loss), label_smoothing=self.smoothing)
+        return SmoothedLoss(loss, self.smoothing)
+
+    def _refuse_twice(self, loss: Loss) -> None:
+        if isinstance(loss, nn.CrossEntropyLoss):
+            before = loss.label_smoothing
+        elif isinstance(loss, functools.partial):
+            before = loss.keywords.get("label_smoothing", 0.0)
+        else:
+            before = loss.smoothing if isinstance(loss, SmoothedLoss) else 0.0
+        if before:
+            raise PlanError(
+                f"LabelSmoothing({self.smoothing}): the loss already smooths its labels by {before}. "
+                "Leave one of the two out."
+            )
+
+
+@dataclass(frozen=True)
+class SmoothedLoss:
+    """`base`, called with smoothed targets: what `LabelSmoothing.loss` makes of an unknown loss."""
+
+    base: Loss
+    smoothing: float
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of the rows that are not ignored.
+
+        Args:
+            logits: (B, C).
+            targets: (B,) class indices, where -100 drops the row, or (B, C) probabilities.
+
+        Raises:
+            DataError: if the shapes do not fit.
+        """
+        if logits.dim() == 2 and targets.shape == logits.shape[:1] and not targets.is_floating_point():
+            # No loss of an unknown kind can be told a row's weight, so the row has to go. Which rows is
+            # read back from the device: one synchronisation per step.
+            kept = targets != IGNORED
+            logits, targets = logits[kept], targets[kept]
+        return self.base(logits, smooth_targets(logits, targets, self.smoothing))
+
+
+def smooth_targets(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """(1 - smoothing) · target + smoothing / C.
+
+    Args:
+        logits: (B, C); only their shape, dtype and device are read.
+        targets: (B,) class indices from 0 to C - 1, or (B, C) probabilities.
+        smoothing: share of the target that is spread over all classes, in [0, 1).
+
+    Returns:
+        (B, C) in float32, or in float64 if the logits are: bfloat16 cannot hold 1 - 0.1 + 0.1 / C.
+
+    Raises:
+        DataError: if the shapes do not fit.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if targets.shape == logits.shape:
+        return targets.to(dtype) * (1 - smoothing) + smoothing / logits.shape[1]
+    if logits.dim() != 2 or targets.shape != logits.shape[:1] or targets.is_floating_point():
+        raise DataError(
+            f"LabelSmoothing: logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)} of "
+            f"{targets.dtype}; give logits (B, C) with class indices (B,) or probabilities (B, C)."
+        )
+    soft = torch.full(logits.shape, smoothing / logits.shape[1], dtype=dtype, device=logits.device)
+    return soft.scatter_(1, targets.long()[:, None], 1 - smoothing + smoothing / logits.shape[1])
+
+
+def _is_cross_entropy(loss: Loss) -> bool:
+    return loss is F.cross_entropy or (
+        isinstance(loss, functools.partial) and loss.func is F.cross_entropy and not loss.args
+    )
+
+
+__all__ = ["LabelSmoothing", "SmoothedLoss", "smooth_targets"]
