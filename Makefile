@@ -37,7 +37,7 @@ check: install
 	MYPYPATH=.build $(BIN)/mypy --cache-dir .mypy_cache -m drivetrain $(PACKAGES:%=-p drivetrain.%)
 
 lock:
-	$(BIN)/uv pip compile --quiet --universal --all-extras --no-strip-extras --upgrade \
+	$(BIN)/uv pip compile --quiet --universal --all-extras --upgrade \
 		--custom-compile-command "make lock" pyproject.toml -o requirements.txt
 
 bench: install

@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from ..errors import require
-from .ledger_result import LOADER, MODEL, PLAIN, Ledger
+from .ledger_result import LOADER, MODEL, PLAIN, Ledger, Row
 
 INK, BAR, PALE = "#222222", "#2f6f9f", "#b8c4cc"
 
@@ -20,7 +20,7 @@ def draw(ledger: Ledger, form: str) -> bytes:
     """
     figure_class = require("matplotlib.figure", "plot", "draw the ledger").Figure
     rows = ledger.rows
-    figure = figure_class(figsize=(8, 1.9 + 0.42 * len(rows)), layout="constrained")
+    figure = figure_class(figsize=(8, 2.0 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     places = range(len(rows))
     speeds = [row.images_per_s for row in rows]
@@ -37,15 +37,15 @@ def draw(ledger: Ledger, form: str) -> bytes:
         height=0.62,
     )
     axes.set_yticks(places, [row.name for row in rows])
-    axes.invert_yaxis()
     longest = max(speed.high for speed in speeds)
     model, loader = ledger.ceilings[MODEL].median, ledger.ceilings[LOADER].median
-    reach = 1.18 * max(longest, *(ceiling for ceiling in (model, loader) if ceiling < 1.5 * longest), longest)
+    near = [ceiling for ceiling in (model, loader) if ceiling < 1.5 * longest]
+    reach = 1.1 * max(longest, *near)
     for place, row in zip(places, rows, strict=True):
-        text = f" {row.images_per_s.median:,.0f}   {row.ratio.median:.2f} ×"
-        axes.text(max(row.images_per_s.high, 0), place, text, va="center", color=INK, fontsize=9)
-    _ceiling(axes, model, "model alone", "#b5452c", reach, len(rows))
-    _ceiling(axes, loader, "loader alone", "#3f8f4f", reach, len(rows))
+        _label(axes, place, row, inside=row.images_per_s.low > 0.4 * reach)
+    _ceiling(axes, model, "model alone", "#b5452c", reach, height=-0.62)
+    _ceiling(axes, loader, "loader alone", "#3f8f4f", reach, height=-0.92)
+    axes.set_ylim(len(rows) - 0.5, -1.15)
     axes.set_xlim(0, reach)
     axes.set_xlabel("training throughput, images/s (median, quartiles)")
     axes.spines[["top", "right"]].set_visible(False)
@@ -57,14 +57,25 @@ def draw(ledger: Ledger, form: str) -> bytes:
     return buffer.getvalue()
 
 
-def _ceiling(axes: Any, value: float, name: str, color: str, reach: float, rows: int) -> None:
+def _label(axes: Any, place: int, row: Row, *, inside: bool) -> None:
+    """The figures of a bar: within it where they fit, else behind it."""
+    text = f"{row.images_per_s.median:,.0f} images/s    {row.ratio.median:.2f} ×"
+    plain = row.name == PLAIN
+    if inside:
+        color = INK if plain else "white"
+        axes.text(row.images_per_s.low, place, f"{text}  ", ha="right", va="center", color=color, fontsize=9)
+    else:
+        axes.text(row.images_per_s.high, place, f"  {text}", va="center", color=INK, fontsize=9)
+
+
+def _ceiling(axes: Any, value: float, name: str, color: str, reach: float, *, height: float) -> None:
     """A dashed line where the ceiling stands; one beyond the picture is said at its edge."""
     if value <= reach:
-        axes.axvline(value, color=color, linestyle="--", linewidth=1.2)
-        axes.text(value, rows - 0.42, f"{name} ", ha="right", va="center", color=color, fontsize=8)
+        axes.axvline(value, ymax=0.94, color=color, linestyle="--", linewidth=1.2)
+        text, at = f"{name}: {value:,.0f} ", value
     else:
-        text = f"{name}: {value:,.0f} →"
-        axes.text(reach, -0.55, text, ha="right", va="center", color=color, fontsize=8)
+        text, at = f"{name}: {value:,.0f} →", reach
+    axes.text(at, height, text, ha="right", va="center", color=color, fontsize=8)
 
 
 def _caption(ledger: Ledger) -> str:
