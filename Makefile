@@ -1,7 +1,7 @@
 # make quickstart   set up, then the main job: CIFAR-10 from raw files to a trained model and a ledger
 # make test         set up what is missing, then lint, types and tests (make test-all: the long ones, too)
 # make install      the set-up alone        make lock   write requirements.txt anew
-# make check        ruff and mypy           make bench  measure; writes benchmarks/results/
+# make check        ruff and mypy           make bench PHOTOS=FOLDER  loading speed on a folder of photographs
 
 PYTHON ?= $(shell .ci/find-python)
 BIN := .venv/bin
@@ -41,7 +41,7 @@ lock:
 		--custom-compile-command "make lock" pyproject.toml -o requirements.txt
 
 bench: install
-	$(BIN)/python benchmarks/loaders.py
+	$(BIN)/python benchmarks/loaders.py "$(PHOTOS)"
 
 clean:
 	rm -rf .venv .build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,4 +33,5 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise DrivetrainError(f"{path} could not be written: {error.strerror or error}.") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # it was renamed, or never made
+            temporary.unlink()

@@ -7,13 +7,16 @@ FFCV itself checks only the version number; a damaged file then hangs, crashes o
 
 from __future__ import annotations
 
+import io
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from ..errors import BetonError
 
@@ -73,6 +76,36 @@ class Beton:
     def __len__(self) -> int:
         return len(self.modes)
 
+    def stored(self, index: int) -> bytes:
+        """A sample's image as it is stored: a JPEG file's bytes, or its pixels row by row."""
+        start = int(self.pointers[index])
+        return self.data[start : start + int(self.sizes[index])].tobytes()
+
+    def image(self, index: int) -> Image.Image:
+        """A sample's image, decoded by Pillow.
+
+        Raises:
+            BetonError: if it does not decode, or to another size than the metadata says.
+        """
+        stored, size = self.stored(index), (int(self.widths[index]), int(self.heights[index]))
+        if self.modes[index] == MODE_RAW:
+            return Image.frombytes("RGB", size, stored)
+        try:
+            image = Image.open(io.BytesIO(stored)).convert("RGB")
+        except Exception as error:  # Pillow's readers raise whatever a damaged file leads them to
+            raise self.sample_error(index, f"its JPEG data does not decode ({error})") from error
+        if image.size != size:
+            raise self.sample_error(
+                index, f"its JPEG has {image.size} pixels, the file's metadata says {size}"
+            )
+        return image
+
+    def sample_error(self, index: int, reason: str) -> BetonError:
+        """The error for a sample that cannot be used."""
+        return BetonError(
+            f"{self.path}: sample {index}: {reason}. Leave it out with indices=, or convert the data again."
+        )
+
     @property
     def classes(self) -> list[str]:
         """Class names in label order; empty if the file came without a manifest."""
@@ -82,6 +115,23 @@ class Beton:
     def num_classes(self) -> int:
         """Number of classes: the names' count, or the largest label plus one."""
         return len(self.classes) or int(self.labels.max()) + 1
+
+
+def tables_start(fields: int) -> int:
+    """Where the metadata begins: after the header and so many field descriptors."""
+    return HEADER.itemsize + fields * FIELD.itemsize
+
+
+def tables_checksum(data: NDArray[np.uint8], samples: int, type_ids: list[int], table_ptr: int) -> int:
+    """CRC-32 of everything in the file but the images: header, fields, metadata, allocation table."""
+    end = tables_start(len(type_ids)) + samples * metadata_dtype(type_ids).itemsize
+    return zlib.crc32(data[table_ptr:].data, zlib.crc32(data[:end].data))
+
+
+def checksum(stored: bytes, label: Any) -> int:
+    """CRC-32 of a sample: its image's bytes as stored, then its label's eight bytes (little-endian)."""
+    kind = "<f8" if isinstance(label, float | np.floating) else "<i8"
+    return zlib.crc32(np.array(label, dtype=kind).tobytes(), zlib.crc32(stored))
 
 
 def manifest_path(path: Path) -> Path:
@@ -103,21 +153,24 @@ def open_beton(path: str | Path) -> Beton:
     fields, names = _read_fields(path, header)
     data = np.memmap(path, dtype=np.uint8, mode="r")
     rows = _read_metadata(path, data, header, fields)
-    table = _read_allocations(path, data, header, len(rows))
+    first = tables_start(len(fields)) + rows.nbytes
+    table = _read_allocations(path, data, header, first, len(rows))
     image = rows[f"f{fields.index(IMAGE_FIELD)}"]
     label = rows[f"f{next(i for i, kind in enumerate(fields) if kind != IMAGE_FIELD)}"]
     sizes = _match_allocations(path, image, table)
+    manifest = _read_manifest(path, data, header, fields, names)
+    _check_labels(path, label, len(manifest.get("classes", [])))
     return Beton(
         path=path,
         data=np.asarray(data),
-        modes=np.ascontiguousarray(image["mode"]),
-        widths=np.ascontiguousarray(image["width"]),
-        heights=np.ascontiguousarray(image["height"]),
-        pointers=np.ascontiguousarray(image["data_ptr"]),
+        modes=image["mode"].copy(),  # a copy is contiguous and writeable, as the compiled loader wants it
+        widths=image["width"].copy(),
+        heights=image["height"].copy(),
+        pointers=image["data_ptr"].copy(),
         sizes=sizes,
-        labels=np.ascontiguousarray(label),
+        labels=label.copy(),
         page_size=int(header["page_size"]),
-        manifest=_read_manifest(path, len(rows), names),
+        manifest=manifest,
     )
 
 
@@ -166,7 +219,7 @@ def _read_fields(path: Path, header: Any) -> tuple[list[int], list[str]]:
 
 
 def _read_metadata(path: Path, data: NDArray[np.uint8], header: Any, fields: list[int]) -> Any:
-    start = HEADER.itemsize + len(fields) * FIELD.itemsize
+    start = tables_start(len(fields))
     dtype = metadata_dtype(fields)
     end = start + int(header["num_samples"]) * dtype.itemsize
     if end > len(data):
@@ -177,7 +230,8 @@ def _read_metadata(path: Path, data: NDArray[np.uint8], header: Any, fields: lis
     return data[start:end].view(dtype)
 
 
-def _read_allocations(path: Path, data: NDArray[np.uint8], header: Any, samples: int) -> Any:
+def _read_allocations(path: Path, data: NDArray[np.uint8], header: Any, first: int, samples: int) -> Any:
+    """The allocation table; images may lie from byte `first` up to the table itself."""
     start = int(header["alloc_table_ptr"])
     if start > len(data) or (len(data) - start) % ALLOCATION.itemsize:
         raise BetonError(
@@ -188,6 +242,7 @@ def _read_allocations(path: Path, data: NDArray[np.uint8], header: Any, samples:
     page, limit = np.uint64(header["page_size"]), np.uint64(start)
     ends = table["ptr"] + table["size"]
     bad = (table["sample_id"] >= samples) | (ends > limit) | (ends < table["ptr"]) | (table["size"] == 0)
+    bad |= table["ptr"] < np.uint64(first)
     bad |= table["ptr"] // page != (ends - np.uint64(1)) // page
     if bad.any():
         row = int(np.argmax(bad))
@@ -211,7 +266,7 @@ def _match_allocations(path: Path, image: Any, table: Any) -> NDArray[np.uint64]
         missing = table["sample_id"][order][at] != np.arange(len(wanted))
     if missing.any():
         raise BetonError(f"{path}: sample {int(np.argmax(missing))} points to data that was never written.")
-    found = np.ascontiguousarray(sizes[at])
+    found: NDArray[np.uint64] = sizes[at]
     pixels = image["width"].astype(np.uint64) * image["height"].astype(np.uint64) * np.uint64(3)
     wrong = (pixels == 0) | (image["mode"] > MODE_RAW) | ((image["mode"] == MODE_RAW) & (found != pixels))
     if wrong.any():
@@ -223,15 +278,41 @@ def _match_allocations(path: Path, image: Any, table: Any) -> NDArray[np.uint64]
     return found
 
 
-def _read_manifest(path: Path, samples: int, names: list[str]) -> dict[str, Any]:
+def _check_labels(path: Path, labels: Any, classes: int) -> None:
+    """Refuses labels that no data set has, such as ints read as floats because one bit of a type flipped."""
+    if labels.dtype == np.int64:
+        bad = (labels < -(1 << 31)) | (labels >= (1 << 31))
+        if classes:
+            bad |= (labels < 0) | (labels >= classes)
+        allowed = f"a class from 0 to {classes - 1}" if classes else "a 32-bit class index"
+    else:
+        tiny, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+        bad = (labels != 0) & ~((np.abs(labels) >= tiny) & (np.abs(labels) <= largest))
+        allowed = "a number that float32 holds"
+    if bad.any():
+        sample = int(np.argmax(bad))
+        raise BetonError(
+            f"{path}: sample {sample} has the label {labels[sample]}, which is not {allowed}. Convert the data again."
+        )
+
+
+def _read_manifest(
+    path: Path, data: NDArray[np.uint8], header: Any, fields: list[int], names: list[str]
+) -> dict[str, Any]:
     beside = manifest_path(path)
     if not beside.exists():
         return {}
     try:
-        manifest = json.loads(beside.read_text())
-        consistent = manifest["samples"] == samples and list(manifest["fields"]) == names
-    except (ValueError, KeyError, TypeError) as error:
+        manifest = dict(json.loads(beside.read_text()))
+        own = manifest["samples"] == header["num_samples"] and list(manifest["fields"]) == names
+        classes, checksum = list(manifest["classes"]), int(manifest["tables_crc32"])
+        whole = len(manifest["crc32"]) == manifest["samples"] and all(isinstance(c, str) for c in classes)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise BetonError(f"{beside} is not a manifest ({error!r}). Delete it, or convert again.") from None
-    if not consistent:
-        raise BetonError(f"{beside} does not belong to {path.name}. Delete it, or convert again.")
-    return dict(manifest)
+    found = tables_checksum(data, int(header["num_samples"]), fields, int(header["alloc_table_ptr"]))
+    if not own or not whole or found != checksum:
+        raise BetonError(
+            f"{beside} does not belong to {path.name}, or one of them is damaged: its samples, fields or "
+            "checksum of the tables differ. Convert the data again; or, if the .beton is known to be good, delete it."
+        )
+    return manifest

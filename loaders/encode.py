@@ -49,7 +49,7 @@ def encode_image(image: Any, *, max_resolution: int | None, quality: int) -> Enc
     if isinstance(image, bytes):
         return _encode_file(image, max_resolution, quality)
     if isinstance(image, Image.Image):
-        return _store(*_to_rgb(image), max_resolution, quality)
+        return _encode_pil(image, max_resolution, quality)
     return _store(Image.fromarray(_to_array(image)), "stored", max_resolution, quality)
 
 
@@ -69,8 +69,18 @@ def _encode_file(data: bytes, max_resolution: int | None, quality: int) -> Encod
             return _store(rgb, how, max_resolution, quality, jpeg=image.format == "JPEG")
     except UnidentifiedImageError:
         raise DataError("it is not an image that Pillow can read") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"it cannot be decoded: {error}") from None
+    except DataError:
+        raise
+    except Exception as error:  # Pillow's readers raise whatever a damaged file leads them to
+        raise DataError(f"it cannot be decoded: {error}") from error
+
+
+def _encode_pil(image: Image.Image, max_resolution: int | None, quality: int) -> Encoded:
+    try:
+        image.load()  # opened lazily, it may still be damaged
+    except Exception as error:
+        raise DataError(f"it cannot be decoded: {error}") from error
+    return _store(*_to_rgb(image), max_resolution, quality)
 
 
 def _to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
@@ -80,13 +90,15 @@ def _to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
     if upright.mode == "RGB":
         return upright, how
     if upright.mode.startswith("I"):  # 16 bits a pixel; Pillow's own conversion would clip at 255
-        levels = np.asarray(upright).astype(np.uint32) >> 8
+        levels = np.asarray(upright).astype(np.int64) >> 8
+        if levels.min() < 0 or levels.max() > 255:
+            raise DataError(f"its pixels (mode {upright.mode}) do not lie from 0 to 65535")
         return Image.fromarray(levels.astype(np.uint8)).convert("RGB"), "converted from 16 bits"
     return upright.convert("RGB"), f"converted from {upright.mode}"
 
 
 def _to_array(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    array = image.numpy() if isinstance(image, torch.Tensor) else np.asarray(image)
+    array = image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else np.asarray(image)
     if array.dtype != np.uint8:
         raise DataError(f"its pixels are {array.dtype}; give uint8, 0 to 255")
     if array.ndim == 3 and array.shape[0] == 3 and array.shape[2] != 3:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from .order import check_batch_size, epoch_batches, rank_slice
-from .settings import Settings, check_indices
+from .settings import Settings, check_indices, is_whole
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Images `(B, 3, H, W)` and labels `(B,)`."""
@@ -32,14 +32,20 @@ class EpochLoader(ABC):
         self.set_indices(indices)
         self._next_epoch, self._resume_at = 0, 0
         self._epoch, self._position = 0, 0
+        self._running = 0  # number of the iteration that may go on; a new one, or close(), ends the older
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, from number `start` on."""
 
     @abstractmethod
+    def _release(self) -> None:
+        """Gives back threads and processes, and waits until they are gone."""
+
     def close(self) -> None:
-        """Gives back threads and processes. Iterating again starts new ones."""
+        """Gives back threads and processes. The loader may be iterated again; it then starts new ones."""
+        self._running += 1
+        self._release()
 
     @property
     @abstractmethod
@@ -55,12 +61,18 @@ class EpochLoader(ABC):
         self._epoch, start = self._next_epoch, self._resume_at
         self._next_epoch, self._resume_at = self._epoch + 1, 0
         self._position = start
-        return self._counted(self._epoch, start)
+        self._running += 1
+        return self._counted(self._epoch, start, self._running)
 
-    def _counted(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _counted(self, epoch: int, start: int, iteration: int) -> Iterator[Batch]:
         for batch in self._batches(epoch, start):
             self._position += 1
             yield batch
+            if self._running != iteration:
+                raise DataError(
+                    f"The loader was closed, or iterated anew, during this loop over epoch {epoch}. Use one "
+                    "loop at a time, or two loaders."
+                )
 
     def _shares(self, epoch: int) -> list[NDArray[np.int64]]:
         """This rank's sample indices of each batch of an epoch."""
@@ -81,15 +93,16 @@ class EpochLoader(ABC):
         check_batch_size(
             self.settings.batch_size,
             len(chosen),
-            train=self.settings.train,
+            full=self.settings.train or self.settings.drop_last,
             world_size=self.settings.world_size,
         )
         self.indices: NDArray[np.int64] = chosen
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`, from its first batch."""
-        if epoch < 0:
-            raise DataError(f"epoch={epoch} must not be negative.")
+        if not is_whole(epoch, 0):
+            raise DataError(f"epoch={epoch!r} must be an integer from 0 on.")
+        epoch = int(epoch)
         self._next_epoch, self._resume_at = epoch, 0
         self._epoch, self._position = epoch, 0
 
@@ -98,8 +111,8 @@ class EpochLoader(ABC):
         return {
             "epoch": self._epoch,
             "position": self._position,
-            "seed": self.settings.seed,
-            "batch_size": self.settings.batch_size,
+            "seed": int(self.settings.seed),
+            "batch_size": int(self.settings.batch_size),
             "samples": len(self.indices),
         }
 
@@ -110,9 +123,15 @@ class EpochLoader(ABC):
             DataError: if the state is of another seed, batch size or data set.
         """
         own = self.state_dict()
+        for key in own:
+            if not isinstance(state.get(key), int) or state[key] < 0:
+                raise DataError(f"The loader's state has {key}={state.get(key)!r}; it is no state_dict().")
         for key in ("seed", "batch_size", "samples"):
-            if state.get(key) != own[key]:
-                raise DataError(f"The loader's state has {key}={state.get(key)}, this loader {own[key]}.")
+            if state[key] != own[key]:
+                raise DataError(
+                    f"The loader's state has {key}={state[key]}, this loader {own[key]}. Make the loader "
+                    "as it was, or start a new epoch with set_epoch."
+                )
         finished = state["position"] >= len(self)
         self.set_epoch(state["epoch"] + finished)
         self._resume_at = self._position = 0 if finished else state["position"]

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import BetonError, DataError
+from ..errors import DataError
 from .beton import open_beton
 from .epochs import Batch, EpochLoader
 from .machine import available_cores
-from .settings import Settings
+from .settings import Settings, is_whole, make_settings
 
 
 class FFCVLoader(EpochLoader):
@@ -77,12 +77,12 @@ class FFCVLoader(EpochLoader):
     ) -> None:
         order = order or ("random" if train else "sequential")
         settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
-        if workers is not None and workers < 1:
-            raise DataError(f"workers={workers} must be at least 1, or None for one per core.")
-        if batches_ahead < 1:
-            raise DataError(f"batches_ahead={batches_ahead} must be at least 1.")
+        if workers is not None and not is_whole(workers, 1):
+            raise DataError(f"workers={workers!r} must be at least 1, or None for one per core.")
+        if not is_whole(batches_ahead, 1):
+            raise DataError(f"batches_ahead={batches_ahead!r} must be at least 1.")
         self.beton = open_beton(path)
-        super().__init__(Settings(order=order, **settings), indices, len(self.beton))
+        super().__init__(make_settings(order=order, **settings), indices, len(self.beton))
         self.workers = workers or available_cores()
         self.device = torch.device(device)
         self._ahead = batches_ahead
@@ -138,8 +138,7 @@ class FFCVLoader(EpochLoader):
         """Number of classes of the data set."""
         return self.beton.num_classes
 
-    def close(self) -> None:
-        """Ends the threads. The loader may be iterated again; it then starts new ones."""
+    def _release(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
@@ -214,10 +213,7 @@ class _Kernel:
         )  # fmt: skip
         if status.any():
             at = int(np.argmax(status))
-            raise BetonError(
-                f"{beton.path}: sample {chosen[at]}: {self._reasons[int(status[at])]}. "
-                "Leave it out with indices=, or convert the data again."
-            )
+            raise beton.sample_error(chosen[at], self._reasons[int(status[at])])
 
 
 def _check_padded_sizes(beton: Any, image_size: int) -> None:

@@ -8,6 +8,7 @@ the batch or the rank that handles a sample.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba as nb
@@ -22,6 +23,18 @@ CENTER, RANDOM_RESIZED, PADDED = 0, 1, 2
 # Every argument as int64: the C callee reads the low bits of its register or stack slot.
 _IMDECODE = types.int32(*[types.int64] * 13)
 _RESIZE = types.void(*[types.int64] * 11)
+
+
+def _jit(signature: Any) -> Callable[[Any], Any]:
+    """Compiles without the GIL, keeping the result in numba's cache where that can be written."""
+
+    def decorate(function: Any) -> Any:
+        try:
+            return nb.njit(signature, cache=True, nogil=True)(function)
+        except (RuntimeError, OSError):  # no folder can be written, or the disk is full
+            return nb.njit(signature, nogil=True)(function)
+
+    return decorate
 
 
 class CFunction(types.WrapperAddressProtocol):
@@ -42,7 +55,7 @@ def functions() -> tuple[CFunction, CFunction]:
     return CFunction("imdecode", _IMDECODE), CFunction("resize", _RESIZE)
 
 
-@nb.njit(nb.uint64(nb.uint64), cache=True, nogil=True)
+@_jit(nb.uint64(nb.uint64))
 def _mix(x: Any) -> Any:
     """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection that avalanches."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -50,7 +63,7 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> np.uint64(31))
 
 
-@nb.njit(nb.uint64(nb.uint64, nb.uint64, nb.uint64), cache=True, nogil=True)
+@_jit(nb.uint64(nb.uint64, nb.uint64, nb.uint64))
 def sample_key(seed: Any, epoch: Any, index: Any) -> Any:
     """The key of all random draws for one sample in one epoch."""
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -59,14 +72,14 @@ def sample_key(seed: Any, epoch: Any, index: Any) -> Any:
     return _mix(key ^ (index + golden))
 
 
-@nb.njit(nb.float64(nb.uint64, nb.int64), cache=True, nogil=True)
+@_jit(nb.float64(nb.uint64, nb.int64))
 def uniform(key: Any, draw: Any) -> Any:
     """The `draw`-th uniform number in [0, 1) of a key."""
     bits = _mix(key + np.uint64(draw + 1) * np.uint64(0x9E3779B97F4A7C15))
     return np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@nb.njit("UniTuple(int64, 2)(Array(uint8, 1, 'C', readonly=True))", cache=True, nogil=True)
+@_jit("UniTuple(int64, 2)(Array(uint8, 1, 'C', readonly=True))")
 def jpeg_size(data: Any) -> Any:
     """(height, width) from a JPEG's frame header; (0, 0) if there is none."""
     at = 2
@@ -85,7 +98,7 @@ def jpeg_size(data: Any) -> Any:
     return 0, 0
 
 
-@nb.njit("UniTuple(int64, 4)(uint64, int64, int64, float64[::1], float64[::1])", cache=True, nogil=True)
+@_jit("UniTuple(int64, 4)(uint64, int64, int64, float64[::1], float64[::1])")
 def random_resized_crop(key: Any, height: Any, width: Any, scale: Any, ratio: Any) -> Any:
     """(top, left, height, width) of Inception's crop; ten tries, then the centre.
 
@@ -109,13 +122,7 @@ def random_resized_crop(key: Any, height: Any, width: Any, scale: Any, ratio: An
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-@nb.njit(
-    nb.void(
-        types.Array(nb.uint8, 3, "C", readonly=True), nb.int64, nb.int64, nb.uint8[:, :, ::1]
-    ),
-    cache=True,
-    nogil=True,
-)  # fmt: skip
+@_jit(nb.void(types.Array(nb.uint8, 3, "C", readonly=True), nb.int64, nb.int64, nb.uint8[:, :, ::1]))
 def shifted_copy(source: Any, down: Any, right: Any, target: Any) -> None:
     """Copies an image of the target's size moved by up to `down`, `right` pixels, edges reflected."""
     height, width = source.shape[0], source.shape[1]
@@ -129,7 +136,7 @@ def shifted_copy(source: Any, down: Any, right: Any, target: Any) -> None:
                 target[y, x, c] = source[from_y, from_x, c]
 
 
-@nb.njit(nb.void(nb.uint8[:, :, ::1]), cache=True, nogil=True)
+@_jit(nb.void(nb.uint8[:, :, ::1]))
 def flip(image: Any) -> None:
     """Mirrors an image left to right, in place."""
     height, width = image.shape[0], image.shape[1]
@@ -205,7 +212,7 @@ _SIGNATURE = types.void(
 )  # fmt: skip
 
 
-@nb.njit(_SIGNATURE, cache=True, nogil=True)
+@_jit(_SIGNATURE)
 def load_samples(
     imdecode: Any, resize: Any, data: Any,
     modes: Any, widths: Any, heights: Any, pointers: Any, sizes: Any,

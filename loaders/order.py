@@ -35,12 +35,12 @@ def rank_slice(batch: NDArray[np.int64], rank: int, world_size: int) -> NDArray[
     return np.array_split(batch, world_size)[rank]
 
 
-def check_batch_size(batch_size: int, samples: int, *, train: bool, world_size: int) -> None:
+def check_batch_size(batch_size: int, samples: int, *, full: bool, world_size: int) -> None:
     """Refuses a global batch size that cannot be used.
 
     Raises:
-        DataError: if it is not positive, does not divide by the number of ranks, or (in training,
-            where no full batch would exist) exceeds the number of samples.
+        DataError: if it is not positive, does not divide by the number of ranks, or exceeds the
+            number of samples where a `full` batch is needed: in training, and with drop_last.
     """
     if batch_size < 1:
         raise DataError(f"batch_size={batch_size} must be at least 1.")
@@ -49,8 +49,8 @@ def check_batch_size(batch_size: int, samples: int, *, train: bool, world_size: 
             f"batch_size={batch_size} is global and does not divide by {world_size} ranks; "
             f"use {max(batch_size - batch_size % world_size, world_size)}."
         )
-    if train and batch_size > samples:
+    if full and batch_size > samples:
         raise DataError(
             f"batch_size={batch_size} is larger than the data set of {samples} samples, so no full "
-            f"training batch exists; use at most {samples}."
+            f"batch exists; use at most {samples}."
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -50,19 +51,52 @@ class Settings:
             if not valid:
                 raise DataError(f"{name}={getattr(self, name)!r} must be {allowed}.")
 
-        check("image_size", isinstance(self.image_size, int) and self.image_size >= 1, "at least 1 pixel")
-        check("batch_size", isinstance(self.batch_size, int) and self.batch_size >= 1, "at least 1")
-        check("seed", isinstance(self.seed, int) and 0 <= self.seed < 2**63, "an integer from 0 on")
+        for name in ("image_size", "batch_size", "seed", "padding", "rank", "world_size"):
+            check(name, is_whole(getattr(self, name)), "an integer")
+        for name, count in (("scale", 2), ("ratio", 2), ("mean", 3), ("std", 3)):
+            check(name, _are_numbers(getattr(self, name), count), f"{count} numbers")
+        check("image_size", self.image_size >= 1, "at least 1 pixel")
+        check("batch_size", self.batch_size >= 1, "at least 1")
+        check("world_size", self.world_size >= 1, "at least 1")
+        check("seed", 0 <= self.seed < 2**63, "an integer from 0 on")
         check("order", self.order in ORDERS, f"an order.{suggest(str(self.order), ORDERS)}"[:-1])
         check("crop", self.crop in CROPS, f"a crop.{suggest(str(self.crop), CROPS)}"[:-1])
         check("scale", 0 < self.scale[0] <= self.scale[1] <= 1, "two shares of the area, 0 < low ≤ high ≤ 1")
         check("ratio", 0 < self.ratio[0] <= self.ratio[1], "two aspect ratios, 0 < low ≤ high")
-        check("padding", 0 <= self.padding < self.image_size, "from 0 to less than image_size pixels")
-        check("eval_ratio", 0 < self.eval_ratio <= 1, "a share of the shorter side, above 0 and up to 1")
-        check("std", len(self.std) == 3 and min(self.std) > 0, "three positive numbers")
-        check("mean", len(self.mean) == 3, "three numbers")
+        if self.train and self.crop == "padded":
+            check("padding", 0 <= self.padding < self.image_size, "from 0 to less than image_size pixels")
+        check(
+            "eval_ratio",
+            _are_numbers([self.eval_ratio], 1) and 0 < self.eval_ratio <= 1,
+            "a share of the shorter side, above 0 and up to 1",
+        )
+        check("std", min(self.std) > 0, "three positive numbers")
         check("dtype", self.dtype in (torch.uint8, torch.float32), "torch.float32 or torch.uint8")
         check("rank", 0 <= self.rank < self.world_size, f"from 0 to world_size - 1 = {self.world_size - 1}")
+
+
+def is_whole(value: Any, low: int | None = None, high: int | None = None) -> bool:
+    """Whether a value is an integer (Python's or numpy's) from `low` to `high`."""
+    if not isinstance(value, Integral):
+        return False
+    return (low is None or int(value) >= low) and (high is None or int(value) <= high)
+
+
+def _are_numbers(value: Any, count: int) -> bool:
+    return isinstance(value, tuple | list) and len(value) == count and all(isinstance(x, Real) for x in value)
+
+
+def make_settings(**settings: Any) -> Settings:
+    """The settings, checked.
+
+    Raises:
+        DataError: also for one that does not exist.
+    """
+    known = [field.name for field in fields(Settings)]
+    for name in settings:
+        if name not in known:
+            raise DataError(f"{name}= is not a setting of a loader.{suggest(name, known)}")
+    return Settings(**settings)
 
 
 def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:

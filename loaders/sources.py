@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,11 @@ from ..errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """torchvision's `IMG_EXTENSIONS`."""
+
+SMALLEST_TARGET, LARGEST_TARGET = (
+    float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
+)
+"""Float labels are loaded as float32; what is smaller counts as zero."""
 
 
 class Source(Protocol):
@@ -103,6 +107,16 @@ class ArraySource:
     kind = "arrays"
 
     def __init__(self, images: Any, labels: Any) -> None:
+        dtype = str(images.dtype).removeprefix("torch.")
+        if dtype != "uint8" or len(images.shape) not in (3, 4):
+            raise DataError(
+                f"The images are {dtype} of shape {tuple(images.shape)}; give uint8, 0 to 255, of shape "
+                "(N, H, W, 3), (N, 3, H, W) or (N, H, W)."
+            )
+        if len(labels.shape) != 1:
+            raise DataError(
+                f"The labels have the shape {tuple(labels.shape)}; give one number per image, (N,)."
+            )
         if len(images) != len(labels):
             raise DataError(f"There are {len(images)} images and {len(labels)} labels; give as many of each.")
         self._images, self._labels = images, labels
@@ -161,7 +175,11 @@ def plain_label(label: Any) -> int | float:
     if isinstance(label, torch.Tensor | np.ndarray | np.generic) and getattr(label, "ndim", 0) == 0:
         label = label.item()
     if isinstance(label, bool) or not isinstance(label, int | float):
-        raise DataError(f"its label is {label!r}; an int (class) or a float (target) is needed")
-    if isinstance(label, float) and not math.isfinite(label):
-        raise DataError(f"its label is {label}")
+        raise DataError(f"its label is {label!r:.80}; an int (class) or a float (target) is needed")
+    if isinstance(label, float) and not abs(label) <= LARGEST_TARGET:
+        raise DataError(f"its label is {label}; a target must be finite and fit float32")
+    if isinstance(label, int) and abs(label) >= 1 << 31:
+        raise DataError(f"its label is {label}; a class must fit 32 bits")
+    if isinstance(label, float) and abs(label) < SMALLEST_TARGET:
+        return 0.0
     return label

@@ -6,24 +6,23 @@ distribution of augmentations, made by torchvision's transforms in DataLoader's 
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder, VisionDataset
 from torchvision.transforms import v2
 
-from ..errors import DataError
-from .beton import MODE_JPEG, Beton, open_beton
+from ..errors import DataError, DrivetrainError
+from .beton import Beton, checksum, open_beton
 from .epochs import Batch, EpochLoader
 from .machine import available_cores
-from .settings import Settings
+from .settings import Settings, is_whole, make_settings
 from .sources import FolderSource
 
 
@@ -49,13 +48,9 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         beton = self.beton
-        start, size = int(beton.pointers[index]), int(beton.sizes[index])
-        stored = beton.data[start : start + size]
-        if beton.modes[index] == MODE_JPEG:
-            image = Image.open(io.BytesIO(stored.tobytes())).convert("RGB")
-        else:
-            image = Image.fromarray(stored.reshape(int(beton.heights[index]), int(beton.widths[index]), 3))
-        label = beton.labels[index].item()
+        image, label = beton.image(index), beton.labels[index].item()
+        if beton.manifest and checksum(beton.stored(index), label) != beton.manifest["crc32"][index]:
+            raise beton.sample_error(index, "its data changed since the conversion (CRC-32)")
         return (image if self.transform is None else self.transform(image)), label
 
 
@@ -64,7 +59,8 @@ class TorchLoader(EpochLoader):
 
     Arguments and batches as `FFCVLoader`'s; images are contiguous `(B, 3, H, W)`, as PyTorch makes
     them. `workers` are processes, started by spawn, because forking after numba or torch has computed
-    can hang; 0 loads in this process. Augmentation repeats exactly for the same number of workers.
+    can hang; 0 loads in this process. Order and augmentation are functions of (seed, epoch, sample
+    index), whatever the number of workers and ranks.
 
     Raises:
         DataError, BetonError: as `FFCVLoader`.
@@ -87,15 +83,17 @@ class TorchLoader(EpochLoader):
     ) -> None:
         order = order or ("random" if train else "sequential")
         settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
-        if workers is not None and workers < 0:
-            raise DataError(f"workers={workers} must not be negative.")
-        checked = Settings(order=order, **settings)
+        if workers is not None and not is_whole(workers, 0):
+            raise DataError(f"workers={workers!r} must be an integer from 0 on, or None for one per core.")
+        if not is_whole(batches_ahead, 1):
+            raise DataError(f"batches_ahead={batches_ahead!r} must be at least 1.")
+        checked = make_settings(order=order, **settings)
         self.dataset = _dataset(source, _transform(checked))
         super().__init__(checked, indices, len(self.dataset))
         self.workers = available_cores() if workers is None else workers
         self.device = torch.device(device)
         self._sampler = _Sampler()
-        self._generator = torch.Generator()
+        self._generator = torch.Generator()  # DataLoader draws from it; the global one is left alone
         self._ahead = batches_ahead
         self._loader: DataLoader[Any] | None = None
 
@@ -109,8 +107,10 @@ class TorchLoader(EpochLoader):
         return len(self.dataset.classes)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        self._sampler.batches = [share.tolist() for share in self._shares(epoch)[start:]]
-        self._generator.manual_seed((self.settings.seed * 1_000_003 + epoch) % 2**63)
+        shares = self._shares(epoch)[start:]
+        self._sampler.batches = [
+            [(epoch, index) for index in share.tolist()] for share in shares if len(share)
+        ]
         if self._loader is None:
             self._loader = self._make_loader()
         with _main_module_hidden(self.dataset):
@@ -118,6 +118,16 @@ class TorchLoader(EpochLoader):
         for images, labels in batches:
             labels = labels.float() if labels.is_floating_point() else labels
             yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        if shares and not len(shares[-1]):  # fewer samples than ranks are left in the last batch
+            yield self._empty_batch()
+
+    def _empty_batch(self) -> Batch:
+        side, floats = self.settings.image_size, False
+        if isinstance(self.dataset, BetonDataset):
+            floats = self.dataset.beton.labels.dtype != np.int64
+        images = torch.empty(0, 3, side, side, dtype=self.settings.dtype, device=self.device)
+        labels = torch.empty(0, dtype=torch.float32 if floats else torch.int64, device=self.device)
+        return images, labels
 
     def _make_loader(self) -> DataLoader[Any]:
         parallel: dict[str, Any] = {}
@@ -130,25 +140,49 @@ class TorchLoader(EpochLoader):
                 "prefetch_factor": ahead,
             }
         return DataLoader(
-            self.dataset,
+            _Keyed(self.dataset, self.settings.seed),
             batch_sampler=self._sampler,
             generator=self._generator,
             pin_memory=self.device.type == "cuda",
             **parallel,
         )
 
-    def close(self) -> None:
-        """Ends the worker processes. The loader may be iterated again; it then starts new ones."""
-        self._loader = None
+    def _release(self) -> None:
+        loader, self._loader = self._loader, None
+        iterator = getattr(loader, "_iterator", None)
+        if iterator is not None:  # left to the garbage collector, they would live as long as any reference
+            iterator._shutdown_workers()
+
+
+class _Keyed(Dataset[Any]):
+    """The data set, indexed by (epoch, sample): torch's random numbers are those of that pair and the seed."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, int(seed)
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        state = np.random.SeedSequence([self._seed, epoch, index]).generate_state(1, np.uint64)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int(state[0]))
+            try:
+                return self._dataset[index]
+            except DrivetrainError:
+                raise
+            except Exception as error:  # whatever the data set's own code raises
+                raise DataError(
+                    f"Sample {index} of {type(self._dataset).__name__} could not be loaded: "
+                    f"{type(error).__name__}: {error}. Leave it out with indices=, or mend it."
+                ) from error
 
 
 class _Sampler:
-    """The batches of the epoch that is about to run, as lists of sample indices."""
+    """The batches of the epoch that is about to run, as lists of (epoch, sample index)."""
 
     def __init__(self) -> None:
-        self.batches: list[list[int]] = []
+        self.batches: list[list[tuple[int, int]]] = []
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return iter(self.batches)
 
     def __len__(self) -> int:

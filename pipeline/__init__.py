@@ -1,11 +1,26 @@
-"""The builder and what drives it: plan, recipes, loop, ledger, command line."""
+"""The builder and what drives it: plan, recipes, loop, ledger, command line.
 
-from .build import Built
-from .builder import Pipeline
-from .loop import evaluate, train_epoch
-from .plan import Plan, Step
-from .recipes import RECIPES
-from .result import Epoch, FitResult, History, TrainingInterrupted
+Names are imported at first use: the command line's `--help` needs none of them, and they cost seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "RECIPES": "recipes",
+    "Built": "build",
+    "Epoch": "result",
+    "FitResult": "result",
+    "History": "result",
+    "Pipeline": "builder",
+    "Plan": "plan",
+    "Step": "plan",
+    "TrainingInterrupted": "result",
+    "evaluate": "loop",
+    "train_epoch": "loop",
+}
 
 __all__ = [
     "RECIPES",
@@ -20,3 +35,21 @@ __all__ = [
     "evaluate",
     "train_epoch",
 ]
+
+if TYPE_CHECKING:
+    from .build import Built
+    from .builder import Pipeline
+    from .loop import evaluate, train_epoch
+    from .plan import Plan, Step
+    from .recipes import RECIPES
+    from .result import Epoch, FitResult, History, TrainingInterrupted
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

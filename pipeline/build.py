@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -13,14 +14,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .. import strategies
+from .. import loaders, strategies
 from ..errors import PlanError
-from ..loaders import FFCVLoader, TorchLoader, resolve
+from ..loaders import libffcv
 from ..loaders.epochs import EpochLoader
 from ..strategies import Engine
 from ..transforms import Loss, Report
-from .builder import Data, Pipeline
+from .builder import Pipeline
+from .checks import check_output, count_classes
 from .plan import sort_transforms
+from .stages import Data
 
 
 @dataclass
@@ -65,11 +68,13 @@ def build(pipeline: Pipeline, *, indices: Any = None) -> Built:
     pipeline.plan()
     data = pipeline.data
     assert data is not None  # the plan has checked
+    how = pipeline.distribution
     train = _loader(pipeline, data, data.train, train=True, indices=indices)
     val = None if data.val is None else _loader(pipeline, data, data.val, train=False)
+    classes = count_classes(train, val, data)
     model, reports = build_model(pipeline)
-    check_classes(model, train, val, data)
-    how = pipeline.distribution
+    with seeded(pipeline.seed):
+        check_output(model, classes, data, how.precision)
     engine = strategies.get(how.strategy, **how.options).prepare(
         model,
         pipeline.optimization.factory,
@@ -85,9 +90,11 @@ def build(pipeline: Pipeline, *, indices: Any = None) -> Built:
 
 def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool, indices: Any = None) -> EpochLoader:
     in_group = dist.is_available() and dist.is_initialized()
-    kind: Any = FFCVLoader if data.loader == "ffcv" else TorchLoader
+    if data.loader == "ffcv":
+        libffcv.library()  # where it cannot be loaded, this names the extra
+    kind: Any = loaders.FFCVLoader if data.loader == "ffcv" else loaders.TorchLoader
     loader: EpochLoader = kind(
-        resolve(source),
+        source_file(data, source),
         batch_size=data.batch_size,
         image_size=data.image_size,
         train=train,
@@ -102,18 +109,36 @@ def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool, indices
     return loader
 
 
+def source_file(data: Data, source: str, *, progress: bool = True) -> Path:
+    """The file (for the torch loader, also the folder) of a data source; made now if it is a named one."""
+    if data.loader == "torch" and Path(source).is_dir():
+        return Path(source)
+    return loaders.resolve(source, progress=progress)
+
+
 def build_model(pipeline: Pipeline) -> tuple[nn.Module, tuple[Report, ...]]:
     """The model after surgery, on the CPU, and what each surgery changed. The global RNG is put back."""
     with seeded(pipeline.seed):
-        if isinstance(pipeline.model, nn.Module):
-            model = copy.deepcopy(pipeline.model)
-        else:
-            model = pipeline.model(**pipeline.model_options)
-        if not isinstance(model, nn.Module):
-            raise PlanError(f"The factory {pipeline.model_name} gave a {type(model).__name__}, not a module.")
+        model = _fresh_model(pipeline)
         ordered = sort_transforms(pipeline.transforms)
         reports = tuple(transform.apply(model) for transform in ordered if transform.kind != "loss")
     return model, reports
+
+
+def _fresh_model(pipeline: Pipeline) -> nn.Module:
+    options = ", ".join(f"{name}={value!r:.40}" for name, value in pipeline.model_options.items())
+    if isinstance(pipeline.model, nn.Module):
+        try:
+            return copy.deepcopy(pipeline.model).cpu()
+        except (RuntimeError, TypeError) as error:
+            raise PlanError(f"Your model cannot be copied: {error}. Give its factory instead.") from error
+    try:
+        model: object = pipeline.model(**pipeline.model_options)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{pipeline.model_name}({options}) cannot be built: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"The factory {pipeline.model_name} gave a {type(model).__name__}, not a module.")
+    return model
 
 
 def training_loss(pipeline: Pipeline) -> Loss:
@@ -125,36 +150,11 @@ def training_loss(pipeline: Pipeline) -> Loss:
     return loss
 
 
-def check_classes(model: nn.Module, train: EpochLoader, val: EpochLoader | None, data: Data) -> None:
-    """Compares the model's output with the number of classes of the data, by one forward of two images.
-
-    Raises:
-        PlanError: if they differ, or the model cannot take the images.
-    """
-    classes, side = train.num_classes, data.image_size
-    if val is not None and val.num_classes != classes:
-        raise PlanError(
-            f"{data.train} has {classes} classes, {data.val} has {val.num_classes}; they must agree."
-        )
-    training = model.training
-    try:
-        with torch.no_grad():
-            output = model.eval()(torch.zeros(2, 3, side, side))
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise PlanError(f"The model cannot take images of {side} × {side} pixels: {error}") from error
-    finally:
-        model.train(training)
-    found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-    if found != (2, classes):
-        raise PlanError(
-            f"The model gives {found} for 2 images, and {data.train} has {classes} classes. Build it with "
-            f"num_classes={classes}, so that it gives (2, {classes})."
-        )
-
-
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """torch's random numbers from `seed` on inside the block, and as before after it."""
-    with torch.random.fork_rng():
+    # CUDA's generators are left out where CUDA has not started: naming them would start it.
+    here = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=here):
         torch.manual_seed(seed)
         yield

@@ -2,54 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
 from .. import strategies
-from ..errors import PlanError, suggest
+from ..errors import PlanError
 from ..strategies import OptimizerFactory, Strategy
 from ..transforms import Transform
 from .models import model_factory
 from .optimizers import Optimization
 from .plan import Plan, make_plan, sort_transforms
+from .stages import ONE_DEVICE, Data, Distribution, is_whole, source_name
 
 if TYPE_CHECKING:
     from .build import Built
     from .ledger_result import Ledger
     from .result import FitResult
-
-LOADERS = ("ffcv", "torch")
-
-
-@dataclass(frozen=True)
-class Data:
-    """What `.load()` was told; see there."""
-
-    train: str
-    val: str | None
-    batch_size: int
-    image_size: int
-    loader: str
-    workers: int | None
-    settings: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """What `.distribute()` was told; see there."""
-
-    strategy: str | Strategy = "single"
-    devices: int = 1
-    precision: strategies.Precision = "fp32"
-    accumulate: int = 1
-    clip_norm: float | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    asked: bool = False
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -75,10 +48,10 @@ class Pipeline:
 
     model: Callable[..., nn.Module] | nn.Module
     model_options: Mapping[str, Any]
+    optimization: Optimization
     data: Data | None = None
     transforms: tuple[Transform, ...] = ()
-    optimization: Optimization = field(default_factory=Optimization)
-    distribution: Distribution = field(default_factory=Distribution)
+    distribution: Distribution = ONE_DEVICE
     optimized: bool = False
     seed: int = 0
     epochs: int | None = None
@@ -95,20 +68,15 @@ class Pipeline:
             )
         if not callable(model):
             raise PlanError(f"A model must be a module, a factory or a name, not {model!r:.80}.")
-        if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        if not is_whole(seed, 0) or seed >= 2**63:
             raise PlanError(f"seed={seed!r} must be an integer from 0 on.")
-        defaults = {
-            f.name: f.default_factory() for f in dataclasses.fields(self) if callable(f.default_factory)
-        }
-        values = {"model": model, "model_options": dict(model_options), "seed": seed}
-        for name, value in (defaults | values).items():
-            object.__setattr__(self, name, value)
+        # The other fields have their defaults from the class; a frozen dataclass refuses assignment.
+        vars(self).update(model=model, model_options=model_options, seed=seed, optimization=Optimization())
 
     def _with(self, **changes: Any) -> Self:
         """A copy with some fields changed; `dataclasses.replace` would call the public constructor."""
-        new = object.__new__(type(self))
-        for name in (f.name for f in dataclasses.fields(self)):
-            object.__setattr__(new, name, changes.get(name, getattr(self, name)))
+        new = copy.copy(self)
+        vars(new).update(changes)
         return new
 
     @classmethod
@@ -152,28 +120,8 @@ class Pipeline:
             workers: threads (`ffcv`) or processes (`torch`) per rank; None: one per core.
             settings: the loader's others: `crop`, `scale`, `padding`, `flip`, `mean`, `std`, …
         """
-        if loader not in LOADERS:
-            raise PlanError(f"No loader is named {loader!r}.{suggest(str(loader), LOADERS)}")
-        from ..loaders.settings import Settings
-
-        known = {f.name for f in dataclasses.fields(Settings)} - {
-            "batch_size", "image_size", "train", "seed", "rank", "world_size", "drop_last", "dtype", "order"
-        }  # fmt: skip
-        for name in settings:
-            if name not in known:
-                raise PlanError(f"load() has no setting {name!r}.{suggest(name, known)}")
-        Settings(batch_size=batch_size, image_size=image_size, **settings)
-        return self._with(
-            data=Data(
-                str(train),
-                None if val is None else str(val),
-                batch_size,
-                image_size,
-                loader,
-                workers,
-                settings,
-            )
-        )
+        names = source_name(train, "train"), None if val is None else source_name(val, "val")
+        return self._with(data=Data(*names, batch_size, image_size, loader, workers, settings))
 
     def transform(self, *transforms: Transform) -> Pipeline:
         """Adds transforms, in any order; the plan sorts them.
@@ -231,15 +179,6 @@ class Pipeline:
         Raises:
             StrategyError: for an unknown strategy, with the nearest name, or one that cannot run here.
         """
-        strategies.get(strategy, **options)
-        if not isinstance(devices, int) or devices < 1:
-            raise PlanError(f"devices={devices!r} must be an integer from 1 on.")
-        if not isinstance(accumulate, int) or accumulate < 1:
-            raise PlanError(f"accumulate={accumulate!r} must be an integer from 1 on.")
-        if precision not in ("fp32", "bf16"):
-            raise PlanError(f"precision={precision!r} must be 'fp32' or 'bf16'.")
-        if clip_norm is not None and clip_norm <= 0:
-            raise PlanError(f"clip_norm={clip_norm} must be positive, or None for no clipping.")
         return self._with(
             distribution=Distribution(
                 strategy, devices, precision, accumulate, clip_norm, options, asked=True
@@ -290,6 +229,5 @@ class Pipeline:
             lines.append(f"  .transform({', '.join(map(repr, self.transforms))})")
         lines.append(f"  .optimize({self.optimization.describe()})")
         how = self.distribution
-        name = how.strategy if isinstance(how.strategy, str) else how.strategy.name
-        lines.append(f"  .distribute({name!r}, devices={how.devices}, precision={how.precision!r})")
+        lines.append(f"  .distribute({how.name!r}, devices={how.devices}, precision={how.precision!r})")
         return "\n".join(lines)

@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
 
 from ..errors import DrivetrainError
 
+if TYPE_CHECKING:
+    from .builder import Pipeline
+
+
+class _Commands(TyperGroup):
+    """The commands; here, because typer itself would end on Ctrl-C without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a command. An error of Drivetrain, and Ctrl-C, become a line on stderr and an exit status."""
+        try:
+            return super().invoke(ctx)
+        except DrivetrainError as error:
+            _say(type(error).__name__, str(error))
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt as interrupt:
+            result = getattr(interrupt, "result", None)
+            kept = f" Epoch {len(result.history.epochs)} was the last to be finished." if result else ""
+            _say("Interrupted", f"on your wish.{kept}")
+            raise typer.Exit(130) from None
+
+
+def _say(head: str, text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(
+        Text(f"{head}: ", style="bold red").append(text, style="not bold default")
+    )
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Fast training of PyTorch image models: FFCV loading, model surgery and a distribution strategy "
     "behind one pipeline, and a ledger that measures what each brings.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
 )
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the results; made if it is not there.")]
 Train = Annotated[
-    str | None, typer.Option(help="Training data: a .beton file, or a name such as cifar10:train.")
+    str | None, typer.Option("--train", help="Training data: a .beton file, or a name such as cifar10:train.")
 ]
 Val = Annotated[str | None, typer.Option(help="Validation data, likewise.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         help="Values of the recipe to replace, e.g. epochs=36 batch_size=512 optimizer.lr=0.5. Values are read "
         "as JSON where they are JSON. The keys: drivetrain recipes --keys.",
     ),
@@ -79,7 +108,6 @@ def train(
     ledger.json and ledger.png. Ctrl-C stops, and keeps the epochs that were finished.
     """
     from .builder import Pipeline
-    from .fit import make_folder
 
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
     print(pipeline.plan())
@@ -89,11 +117,7 @@ def train(
     if result.accuracy is not None:
         print(f"top-1 accuracy {result.accuracy:.2%} after {len(result.history.epochs)} epochs")
     if ledger:
-        measured = pipeline.ledger(seconds=ledger_seconds)
-        print(measured)
-        if out is not None:
-            measured.save(make_folder(out) / "ledger.json")
-            measured.save(out / "ledger.png")
+        _measure(pipeline, ledger_seconds, out)
     if out is not None:
         print(f"{out}: " + ", ".join(sorted(path.name for path in out.iterdir() if path.is_file())))
 
@@ -113,13 +137,9 @@ def ledger(
     With --out, ledger.json and ledger.png are written there.
     """
     from .builder import Pipeline
-    from .fit import make_folder
 
-    measured = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val)).ledger(seconds=seconds)
-    print(measured)
-    if out is not None:
-        measured.save(make_folder(out) / "ledger.json")
-        measured.save(out / "ledger.png")
+    pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
+    _measure(pipeline, seconds, out)
 
 
 @app.command()
@@ -149,6 +169,17 @@ def doctor() -> None:
     raise typer.Exit(0 if healthy else 1)
 
 
+def _measure(pipeline: Pipeline, seconds: float, out: Path | None) -> None:
+    from .fit import make_folder
+
+    folder = None if out is None else make_folder(out)  # first: a ledger that cannot be written is time lost
+    measured = pipeline.ledger(seconds=seconds)
+    print(measured)
+    if folder is not None:
+        measured.save(folder / "ledger.json")
+        measured.save(folder / "ledger.png")
+
+
 def _overrides(pairs: list[str] | None, data: str | None, val: str | None) -> dict[str, Any]:
     from .recipes import parse_overrides
 
@@ -160,13 +191,5 @@ def _overrides(pairs: list[str] | None, data: str | None, val: str | None) -> di
 
 
 def main() -> None:
-    """The entry point: errors of Drivetrain become one line on stderr and exit status 1."""
-    try:
-        app()
-    except DrivetrainError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]{type(error).__name__}:[/] ", end="")
-        print(error, file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("Interrupted. What was finished is kept.", file=sys.stderr)
-        sys.exit(130)
+    """The entry point."""
+    app()

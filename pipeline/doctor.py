@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from ..errors import MissingExtra
@@ -51,7 +52,8 @@ def examine() -> tuple[bool, Table]:
     table = Table("", "what", "found", "remedy", title="drivetrain doctor", title_justify="left")
     for finding in findings:
         mark = "[green]ok[/]" if finding.good else "[yellow]missing[/]"
-        table.add_row(mark, finding.what, finding.found, finding.remedy)
+        # Escaped: rich would take the name of an extra, [ffcv], for markup.
+        table.add_row(mark, *map(escape, (finding.what, finding.found, finding.remedy)))
     return all(finding.good for finding in core), table
 
 

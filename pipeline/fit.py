@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import signal
+import tempfile
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -13,16 +18,17 @@ from time import perf_counter
 import torch
 
 from .. import strategies
-from ..errors import DrivetrainError, PlanError
-from ..loaders import resolve
+from ..errors import DrivetrainError, PlanError, StrategyError
+from ..strategies.group import under_torchrun
 from ..transforms import NothingChanged, Report
-from .build import Built, build, build_model, seeded
+from .build import Built, build, build_model, seeded, source_file
 from .builder import Pipeline
 from .loop import evaluate, train_epoch
 from .optimizers import Schedule
 from .progress import Progress
 from .provenance import provenance
 from .result import Epoch, FitResult, History, TrainingInterrupted, save_weights
+from .stages import is_whole
 
 
 @dataclass
@@ -37,24 +43,36 @@ class Outcome:
 def fit(pipeline: Pipeline, *, epochs: int | None, out: str | Path | None, progress: bool) -> FitResult:
     """See `Pipeline.fit`."""
     epochs = pipeline.epochs if epochs is None else epochs
-    if epochs is None or epochs < 1:
-        raise PlanError(f"epochs={epochs} must be at least 1; give fit(epochs=…).")
+    if epochs is None:
+        raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
+    if not is_whole(epochs, 1):
+        raise PlanError(f"epochs={epochs!r} must be an integer from 1 on.")
     pipeline.plan()
     pipeline = with_files(pipeline, progress)
     folder = None if out is None else make_folder(Path(out))
-    how = pipeline.distribution
     try:
-        if how.devices == 1 and not _in_ranks():
-            outcome = train_rank(pipeline, epochs, folder, progress)
-        else:
-            outcome = strategies.launch(train_rank, pipeline, epochs, folder, progress, devices=how.devices)[
-                0
-            ]
-    except TrainingInterrupted as interrupt:
-        raise TrainingInterrupted(None, _finish(pipeline, interrupt.outcome)) from None
-    result = _finish(pipeline, outcome)
-    assert result is not None
-    return result
+        outcome = _run(pipeline, epochs, folder, progress)
+    except KeyboardInterrupt as interrupt:
+        interrupted = TrainingInterrupted(None, _finish(pipeline, getattr(interrupt, "outcome", None)))
+    else:
+        result = _finish(pipeline, outcome)
+        assert result is not None
+        return result
+    # Raised here, it does not hold the frames of the loop, and with them the loaders' processes.
+    raise interrupted
+
+
+def _run(pipeline: Pipeline, epochs: int, folder: Path | None, progress: bool) -> Outcome:
+    """Trains here or on ranks; an error of Drivetrain on a rank is raised as if it were here."""
+    devices = pipeline.distribution.devices
+    if devices == 1 and not _in_ranks():
+        return train_rank(pipeline, epochs, folder, progress)
+    try:
+        return strategies.launch(train_rank, pipeline, epochs, folder, progress, devices=devices)[0]
+    except StrategyError as error:
+        if isinstance(error.__cause__, DrivetrainError):
+            raise error.__cause__ from None
+        raise
 
 
 def _in_ranks() -> bool:
@@ -65,19 +83,25 @@ def with_files(pipeline: Pipeline, progress: bool) -> Pipeline:
     """The pipeline with named data sets replaced by their files, fetched and converted now if need be."""
     data = pipeline.data
     assert data is not None  # the plan has checked
-    if data.loader == "torch" and Path(data.train).is_dir():
-        return pipeline
-    train = str(resolve(data.train, progress=progress))
-    val = None if data.val is None else str(resolve(data.val, progress=progress))
+    train = str(source_file(data, data.train, progress=progress))
+    val = None if data.val is None else str(source_file(data, data.val, progress=progress))
     return pipeline._with(data=dataclasses.replace(data, train=train, val=val))
 
 
 def make_folder(folder: Path) -> Path:
-    """The folder, made if it is not there, with its parents."""
+    """The folder, made if it is not there, with its parents; it is sure that files can be written there.
+
+    Raises:
+        DrivetrainError: if not, before anything was spent on what would be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (FileExistsError, NotADirectoryError):
+        raise DrivetrainError(f"{folder} cannot be a folder: it, or a part of it, is a file.") from None
     except OSError as error:
-        raise DrivetrainError(f"The folder {folder} cannot be made: {error.strerror}.") from None
+        raise DrivetrainError(f"Nothing can be written to the folder {folder}: {error.strerror}.") from None
     return folder
 
 
@@ -104,13 +128,13 @@ def _train(
         start = perf_counter()
         with Progress(number, epochs, len(built.train) * batch_size, show=progress and lead) as bar:
             stats = train_epoch(engine, built.train, built.loss, schedule.advance, bar.update)
-            if not math.isfinite(stats.loss):
-                raise DrivetrainError(
-                    f"The loss of epoch {number} is {stats.loss}. Lower the learning rate "
-                    f"({pipeline.optimization.describe()}), add a warm-up, or set clip_norm."
-                )
             engine.sync_buffers()
             val_loss, accuracy = evaluate(engine, built.val) if built.val else (None, None)
+            if not math.isfinite(stats.loss) or not math.isfinite(val_loss or 0.0):
+                raise DrivetrainError(
+                    f"In epoch {number} the loss is {stats.loss}, in validation {val_loss}. Lower the learning "
+                    f"rate ({pipeline.optimization.describe()}), add a warm-up, or set clip_norm."
+                )
             epoch = Epoch(
                 epoch=number,
                 loss=stats.loss,
@@ -121,14 +145,36 @@ def _train(
                 seconds=perf_counter() - start,
                 lr=schedule.lr,
             )
+            state = engine.export_state() if lead or under_torchrun() else {}
+            _keep(outcome, epoch, state, folder if lead else None)
             bar.line(str(epoch))
-        if lead:
-            state = engine.export_state()
-            if folder is not None:
-                save_weights(state, folder / "model.safetensors")
-                History([*outcome.history.epochs, epoch], outcome.history.facts).save(folder / "history.json")
-            outcome.state = state
-        outcome.history.epochs.append(epoch)
+
+
+def _keep(outcome: Outcome, epoch: Epoch, state: dict[str, torch.Tensor], folder: Path | None) -> None:
+    """Adds a finished epoch; weights and history are of the same one, in memory and on disk."""
+    history = History([*outcome.history.epochs, epoch], outcome.history.facts)
+    with interrupts_held():
+        if folder is not None:
+            save_weights(state, folder / "model.safetensors")
+            history.save(folder / "history.json")
+        outcome.state, outcome.history = state, history
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C inside the block takes effect at its end. Only the main thread is ever interrupted."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _finish(pipeline: Pipeline, outcome: Outcome | None) -> FitResult | None:

@@ -18,16 +18,17 @@ from typing import Any, Literal
 import torch
 from tqdm.auto import tqdm
 
-from .. import strategies
 from ..errors import PlanError
-from ..loaders.epochs import Batch
+from ..strategies import launch
+from ..strategies.group import under_torchrun
 from .build import Built, build, seeded
-from .builder import Distribution, Pipeline
+from .builder import Pipeline
 from .fit import with_files
 from .ledger_result import LOADER, MODEL, PLAIN, Ledger, Turn
 from .loop import train_epoch
 from .plan import sort_transforms
 from .provenance import provenance
+from .stages import Distribution
 
 MIN_ROUNDS, AIM_ROUNDS, MAX_ROUNDS = 3, 8, 30
 MIN_BATCHES = 4  # in a turn; fewer, and filling the loader's queue would count
@@ -49,7 +50,8 @@ def variants(pipeline: Pipeline) -> list[Variant]:
     """Plain PyTorch, each stage added in turn in the plan's order up to the whole, and the two ceilings."""
     data, how = pipeline.data, pipeline.distribution
     assert data is not None  # the plan has checked
-    one = Distribution()
+    device = how.options.get("device", getattr(how.strategy, "device", None))
+    one = Distribution(options={} if device is None else {"device": device})
     current = pipeline._with(data=dataclasses.replace(data, loader="torch"), transforms=(), distribution=one)
     found = [Variant(PLAIN, current)]
 
@@ -66,9 +68,15 @@ def variants(pipeline: Pipeline) -> list[Variant]:
         one = dataclasses.replace(one, precision=how.precision)
         add(f"+ {how.precision}", distribution=one)
     if dataclasses.replace(how, asked=False) != one:
-        name = how.strategy if isinstance(how.strategy, str) else how.strategy.name
-        add(f"+ {name} × {how.devices}", distribution=how)
+        add(f"+ {_distribution_name(how)}", distribution=how)
     return [*found, Variant(LOADER, current, "loader"), Variant(MODEL, current, "model")]
+
+
+def _distribution_name(how: Distribution) -> str:
+    parts = [f"{how.name} × {how.devices}"] if how.name != "single" else []
+    parts += [f"accumulate {how.accumulate}"] if how.accumulate > 1 else []
+    parts += [f"clip_norm {how.clip_norm:g}"] if how.clip_norm is not None else []
+    return ", ".join(parts) or how.name
 
 
 def measure(pipeline: Pipeline, *, seconds: float = 120.0, progress: bool = True) -> Ledger:
@@ -83,17 +91,21 @@ def measure(pipeline: Pipeline, *, seconds: float = 120.0, progress: bool = True
     Raises:
         PlanError, DataError, StrategyError: as `Pipeline.fit`.
     """
-    if seconds <= 0:
+    if not seconds > 0:
         raise PlanError(f"seconds={seconds} must be positive.")
+    if under_torchrun():
+        raise PlanError("The ledger starts its ranks itself, between other turns. Start it without torchrun.")
     begin = perf_counter()
     pipeline.plan()
     pipeline = with_files(pipeline, progress)
     bar = tqdm(desc="ledger: warming up", unit=" turns", disable=not progress, leave=False)
     with ExitStack() as stack:
         stack.callback(bar.close)
-        takers = {variant.name: _taker(variant, stack) for variant in variants(pipeline)}
+        takers = [_taker(group, stack) for group in _groups(pipeline)]
         batches = _warm_up(takers, begin + seconds, bar)
         rounds = _measure_rounds(takers, batches, begin + seconds, bar)
+    assert pipeline.data is not None  # the plan has checked
+    batches = rounds[0][PLAIN].images // pipeline.data.batch_size  # the data may have fewer
     return Ledger(
         rounds=rounds,
         facts={
@@ -106,40 +118,61 @@ def measure(pipeline: Pipeline, *, seconds: float = 120.0, progress: bool = True
     )
 
 
-TakeTurn = Callable[[int, int], Turn]
-"""Runs one turn: the epoch (which decides the samples), the number of global batches."""
+TakeTurns = Callable[[int, int, bool], dict[str, Turn]]
+"""Runs turns by name: the epoch (which decides the samples), the number of global batches, backwards or not."""
 
 
-def _taker(variant: Variant, stack: ExitStack) -> TakeTurn:
-    """How a variant takes a turn: in this process, kept built; or on ranks that start for each turn."""
-    how = variant.pipeline.distribution
-    if how.devices == 1:
-        with seeded(variant.pipeline.seed):
-            built = stack.enter_context(build(variant.pipeline))
-        return partial(take_turn, built, variant.kind)
+def _groups(pipeline: Pipeline) -> list[list[Variant]]:
+    """The variants in order; those of one and the same pipeline are one group, which is built once."""
+    groups: list[list[Variant]] = []
+    for variant in variants(pipeline):
+        if groups and groups[-1][0].pipeline is variant.pipeline:
+            groups[-1].append(variant)
+        else:
+            groups.append([variant])
+    return groups
 
-    def launched(epoch: int, batches: int) -> Turn:
-        return strategies.launch(
-            _turn_on_rank, variant.pipeline, variant.kind, epoch, batches, devices=how.devices
-        )[0]
+
+def _taker(group: list[Variant], stack: ExitStack) -> TakeTurns:
+    """How a group takes its turns: in this process, kept built; or on ranks that start for each round."""
+    pipeline, kinds = group[0].pipeline, {variant.name: variant.kind for variant in group}
+    devices = pipeline.distribution.devices
+    if devices == 1:
+        with seeded(pipeline.seed):
+            built = stack.enter_context(build(pipeline))
+        take_turn(built, "train", 0, MIN_BATCHES)  # warms up
+        return partial(_take_turns, built, kinds)
+
+    def launched(epoch: int, batches: int, backwards: bool) -> dict[str, Turn]:
+        return launch(_turns_on_rank, pipeline, kinds, epoch, batches, backwards, devices=devices)[0]
 
     return launched
 
 
-def _turn_on_rank(pipeline: Pipeline, kind: Kind, epoch: int, batches: int) -> Turn:
+def _turns_on_rank(
+    pipeline: Pipeline, kinds: dict[str, Kind], epoch: int, batches: int, backwards: bool
+) -> dict[str, Turn]:
     with seeded(pipeline.seed), build(pipeline) as built:
-        take_turn(built, kind, 0, MIN_BATCHES)  # the ranks are new: warm them up, too
-        return take_turn(built, kind, epoch, batches)
+        take_turn(built, "train", 0, MIN_BATCHES)  # the ranks are new: warm them up, too
+        return _take_turns(built, kinds, epoch, batches, backwards)
+
+
+def _take_turns(
+    built: Built, kinds: dict[str, Kind], epoch: int, batches: int, backwards: bool
+) -> dict[str, Turn]:
+    names = list(kinds)[:: -1 if backwards else 1]
+    return {name: take_turn(built, kinds[name], epoch, batches) for name in names}
 
 
 def take_turn(built: Built, kind: Kind, epoch: int, batches: int) -> Turn:
     """Trains on (or only loads, or only computes) `batches` global batches, and times it."""
     loader, engine = built.train, built.engine
-    loader.set_indices(range(min(batches * loader.settings.batch_size, loader.samples)))
+    batch_size = loader.settings.batch_size
+    batches = min(batches, loader.samples // batch_size)
+    # One batch is loaded to its end, so that no loader works ahead while the model alone is measured.
+    loader.set_indices(range((1 if kind == "model" else batches) * batch_size))
     loader.set_epoch(epoch)
-    source: Any = loader
-    if kind == "model":
-        source = _repeat(next(iter(loader)), len(loader))
+    source: Any = list(loader) * batches if kind == "model" else loader
     engine.barrier()
     start = perf_counter()
     if kind == "loader":
@@ -154,39 +187,35 @@ def take_turn(built: Built, kind: Kind, epoch: int, batches: int) -> Turn:
     return Turn(images=images, seconds=seconds, waited=waited)
 
 
-def _repeat(batch: Batch, times: int) -> list[Batch]:
-    return [batch] * times
-
-
-def _warm_up(takers: dict[str, TakeTurn], deadline: float, bar: Any) -> int:
-    """Runs every variant twice, and chooses how many batches a turn has so that the rounds fit the time."""
-    seconds_per_batch = 0.0
-    for take in takers.values():
-        take(0, MIN_BATCHES)
-        bar.update()
+def _warm_up(takers: list[TakeTurns], deadline: float, bar: Any) -> int:
+    """Runs every variant once more, and chooses how many batches a turn has so that the rounds fit the time."""
     start = perf_counter()
-    for take in takers.values():
-        turn = take(0, MIN_BATCHES)
-        seconds_per_batch += turn.seconds / MIN_BATCHES
-        bar.update()
-    overhead = perf_counter() - start - seconds_per_batch * MIN_BATCHES  # ranks that start, mostly
+    turns = _round(takers, 0, MIN_BATCHES, bar)
+    training = sum(turn.seconds for turn in turns.values())
+    overhead = perf_counter() - start - training  # ranks that start, mostly
     per_round = (deadline - perf_counter()) / AIM_ROUNDS - overhead
-    return max(int(per_round / seconds_per_batch), MIN_BATCHES)
+    return max(int(MIN_BATCHES * per_round / training), MIN_BATCHES)
 
 
 def _measure_rounds(
-    takers: dict[str, TakeTurn], batches: int, deadline: float, bar: Any
+    takers: list[TakeTurns], batches: int, deadline: float, bar: Any
 ) -> list[dict[str, Turn]]:
     rounds: list[dict[str, Turn]] = []
     longest = 0.0
     while len(rounds) < MIN_ROUNDS or (perf_counter() + longest < deadline and len(rounds) < MAX_ROUNDS):
         start = perf_counter()
         bar.set_description(f"ledger: round {len(rounds) + 1}")
-        turns: dict[str, Turn] = {}
-        # Every second round runs backwards, so that none always follows the same neighbour.
-        for name in list(takers)[:: -1 if len(rounds) % 2 else 1]:
-            turns[name] = takers[name](len(rounds) + 1, batches)
-            bar.update()
-        rounds.append({name: turns[name] for name in takers})
+        rounds.append(_round(takers, len(rounds) + 1, batches, bar))
         longest = max(longest, perf_counter() - start)
     return rounds
+
+
+def _round(takers: list[TakeTurns], number: int, batches: int, bar: Any) -> dict[str, Turn]:
+    """One turn of every variant, by name, in the order of the rows."""
+    backwards = number % 2 == 0  # every second round, so that none always follows the same neighbour
+    found: list[dict[str, Turn]] = []
+    for take in takers[:: -1 if backwards else 1]:
+        found.append(take(number, batches, backwards))
+        bar.update(len(found[-1]))
+    turns = [turn for group in found for turn in group.items()]
+    return dict(turns[:: -1 if backwards else 1])

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..errors import DrivetrainError
@@ -157,7 +158,7 @@ class Ledger:
     def __str__(self) -> str:
         n = len(self.rounds)
         table = Table(
-            title=f"Ledger: {self.facts.get('recipe') or 'your pipeline'}",
+            title=f"Ledger: {escape(self.facts.get('recipe') or 'your pipeline')}",
             caption=f"median of {n} interleaved rounds, quartiles in brackets",
             title_justify="left", caption_justify="left",
         )  # fmt: skip

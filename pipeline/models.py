@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torchvision
 from torch import nn
 
 from ..errors import RecipeError, suggest
@@ -19,6 +18,8 @@ def model_factory(name: str) -> Callable[..., nn.Module]:
     """
     if name == "cifar_resnet":
         return cifar_resnet
+    import torchvision  # here, because it takes 3 s
+
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         raise RecipeError(f"No model is named {name!r}.{suggest(name, ['cifar_resnet', *known])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 
 from ..errors import PlanError, suggest
 from ..strategies import OptimizerFactory
+from .stages import is_number
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -54,16 +56,20 @@ class Optimization:
             )
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             raise PlanError(f"No optimizer is named {self.optimizer!r}.{suggest(self.optimizer, OPTIMIZERS)}")
+        if not isinstance(self.optimizer, str) and not callable(self.optimizer):
+            raise PlanError(
+                f"optimize() takes the name of an optimizer or a function, not {self.optimizer!r:.80}."
+            )
         if not isinstance(self.optimizer, str) and self.options:
             raise PlanError(
                 f"optimize() got a factory and the options {dict(self.options)}; put them into it."
             )
-        if self.schedule not in SCHEDULES:
+        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             raise PlanError(
                 f"No schedule is named {self.schedule!r}.{suggest(str(self.schedule), SCHEDULES)}"
             )
-        if not 0 <= self.warmup < 1:
-            raise PlanError(f"warmup={self.warmup} is a share of all steps; it must lie from 0 to below 1.")
+        if not is_number(self.warmup) or not 0 <= self.warmup < 1:
+            raise PlanError(f"warmup={self.warmup!r} is a share of all steps; it must lie from 0 to below 1.")
         if isinstance(self.optimizer, str):
             self._try_options()
 
@@ -71,6 +77,10 @@ class Optimization:
         return type(self), (self.optimizer, dict(self.options), self.schedule, self.warmup)
 
     def _try_options(self) -> None:
+        known = list(inspect.signature(OPTIMIZERS[str(self.optimizer)]).parameters)[1:]
+        for name in self.options:
+            if name not in known:
+                raise PlanError(f"optimize({self.optimizer!r}) has no option {name!r}.{suggest(name, known)}")
         try:
             self.factory([torch.nn.Parameter(torch.zeros(1))])
         except (TypeError, ValueError) as error:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .. import strategies
@@ -51,7 +52,7 @@ class Plan:
         for column in ("", "step", "asked for by", "why here"):
             table.add_column(column, overflow="fold")
         for number, step in enumerate(self.steps, 1):
-            table.add_row(str(number), step.what, step.asked_by, step.why)
+            table.add_row(str(number), *map(escape, (step.what, step.asked_by, step.why)))
         console = Console(file=io.StringIO(), width=120)
         console.print(table)
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]

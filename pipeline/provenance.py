@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shlex
 import subprocess
@@ -26,7 +27,7 @@ def provenance() -> dict[str, Any]:
         "git_revision": _git_revision(),
         "hardware": {
             "processor": _processor(),
-            "cores": len(psutil.Process().cpu_affinity()),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from .. import transforms
-from ..errors import PlanError, RecipeError, suggest
+from ..errors import DataError, PlanError, RecipeError, StrategyError, suggest
 from ..loaders.settings import IMAGENET_MEAN, IMAGENET_STD
 from .builder import Pipeline
+from .stages import is_whole
 
 KEYS = {
     "description": "what the recipe is for, and what it has reached, where",
@@ -56,7 +59,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
 }
 
-_CIFAR_LOADING = {
+_CIFAR_LOADING: dict[str, Any] = {
     "crop": "padded",
     "padding": 4,
     "eval_ratio": 1.0,
@@ -76,7 +79,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "loader": "torch",
         "batch_size": 256,
         "image_size": 32,
-        "loading": _CIFAR_LOADING,
+        "loading": copy.deepcopy(_CIFAR_LOADING),
         "optimizer": {"name": "sgd", "lr": 0.3, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True},
         "schedule": "linear",
         "warmup": 0.25,
@@ -92,7 +95,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "val": "cifar10:test",
         "batch_size": 256,
         "image_size": 32,
-        "loading": _CIFAR_LOADING,
+        "loading": copy.deepcopy(_CIFAR_LOADING),
         "transforms": [
             {"name": "BlurPool"},
             {"name": "ChannelsLast"},
@@ -144,8 +147,10 @@ def complete(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | Non
         if recipe not in RECIPES:
             raise RecipeError(f"No recipe is named {recipe!r}.{suggest(recipe, RECIPES)}")
         given: dict[str, Any] = RECIPES[recipe] | {"name": recipe}
-    else:
+    elif isinstance(recipe, Mapping):
         given = dict(recipe)
+    else:
+        raise RecipeError(f"A recipe is a name or a dict, not {recipe!r:.80}.{suggest('', RECIPES)}")
     name = given.pop("name", None)
     full = dict(DEFAULTS)
     for key, value in (*given.items(), *(overrides or {}).items()):
@@ -158,7 +163,7 @@ def complete(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | Non
     for key in KEYS:
         if key not in full:
             raise RecipeError(f"The recipe has no {key!r}: {KEYS[key]}.")
-    return full | {"name": name}
+    return copy.deepcopy(full) | {"name": name}  # the table stays as it is, whatever becomes of this
 
 
 def build_pipeline(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Pipeline:
@@ -189,33 +194,30 @@ def build_pipeline(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]
                 clip_norm=full["clip_norm"],
             )
         )
-    except PlanError as error:
+    except (PlanError, DataError, StrategyError, TypeError) as error:  # TypeError: an argument given twice
         raise RecipeError(f"Recipe {full['name'] or '(dict)'}: {error}") from error
     return pipeline._with(epochs=full["epochs"], recipe=full["name"])
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "model": str,
-    "model_options": Mapping,
-    "train": str,
-    "val": (str, type(None)),
-    "batch_size": int,
-    "image_size": int,
-    "loading": Mapping,
-    "transforms": list,
-    "optimizer": Mapping,
-    "warmup": (int, float),
-    "devices": int,
-    "accumulate": int,
-    "epochs": int,
-    "seed": int,
+# Numbers and names are checked by the stages that they go to; here only what decides how they get there.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "model_options": (Mapping,),
+    "train": (str, Path),
+    "val": (str, Path, type(None)),
+    "strategy": (str,),
+    "loading": (Mapping,),
+    "transforms": (list,),
+    "optimizer": (Mapping,),
 }
 
 
 def _check_types(full: Mapping[str, Any]) -> None:
     for key, kinds in _TYPES.items():
-        if not isinstance(full[key], kinds) or isinstance(full[key], bool):
+        if not isinstance(full[key], kinds):
             raise RecipeError(f"The recipe's {key}={full[key]!r} has the wrong type; it is: {KEYS[key]}.")
+    if not is_whole(full["epochs"], 1):
+        raise RecipeError(f"The recipe's epochs={full['epochs']!r} must be an integer from 1 on.")
     if "name" not in full["optimizer"]:
         raise RecipeError(f"The recipe's optimizer={dict(full['optimizer'])} needs a name: sgd or adamw.")
     for entry in full["transforms"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from .recipes import DEFAULTS, KEYS, RECIPES, complete
@@ -14,7 +15,7 @@ def recipes_table() -> Table:
     """Every recipe with what it is for."""
     table = Table("recipe", "what it is for", show_lines=True)
     for name, recipe in RECIPES.items():
-        table.add_row(name, recipe["description"])
+        table.add_row(escape(name), escape(recipe["description"]))
     return table
 
 
@@ -36,4 +37,4 @@ def keys_table() -> Table:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return escape(value if isinstance(value, str) else json.dumps(value))

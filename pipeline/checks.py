@@ -1,0 +1,102 @@
+"""Whether a model and its data go together, found out before any training."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ..errors import PlanError
+from ..loaders.beton import Beton
+from ..loaders.epochs import EpochLoader
+from ..strategies import Precision
+from .stages import Data
+
+
+def count_classes(train: EpochLoader, val: EpochLoader | None, data: Data) -> int:
+    """The number of classes: of the names, where a file has some, else the largest training label plus one.
+
+    Validation data without names may lack the last classes.
+
+    Raises:
+        PlanError: if labels are no class numbers, or the two files number their classes differently.
+    """
+    names, labels = _names_and_labels(train, data.train)
+    classes = len(names) or int(labels.max()) + 1
+    if val is None or data.val is None:
+        return classes
+    val_names, val_labels = _names_and_labels(val, data.val)
+    if names and val_names and names != val_names:
+        raise PlanError(_difference(data, names, val_names))
+    classes = classes if names else max(len(val_names), classes)
+    if val_labels.max() >= classes or labels.max() >= classes:
+        raise PlanError(
+            f"{data.train} has {classes} classes, and {data.val} has the label {int(val_labels.max())}: a model of "
+            f"{classes} classes cannot give it. Convert both from data of the same classes."
+        )
+    return classes
+
+
+def _names_and_labels(loader: EpochLoader, source: str) -> tuple[list[str], NDArray[Any]]:
+    """Class names (none in a file without a manifest) and all labels."""
+    opened: Any = getattr(loader, "dataset", loader)  # torchvision's data set, or an FFCVLoader
+    opened = getattr(opened, "beton", opened)
+    labels = np.asarray(opened.labels if isinstance(opened, Beton) else opened.targets)
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise PlanError(
+            f"{source} has float labels, and a pipeline trains with cross entropy, which needs class numbers. "
+            "Convert it with integer labels; for targets, use FFCVLoader in a loop of your own."
+        )
+    if labels.min() < 0:
+        raise PlanError(
+            f"{source} has the label {labels.min()}; classes are numbered from 0. Convert it anew."
+        )
+    return list(opened.classes), labels
+
+
+def _difference(data: Data, names: list[str], val_names: list[str]) -> str:
+    remedy = "Convert both from data of the same classes."
+    if len(names) != len(val_names):
+        return f"{data.train} has {len(names)} classes, {data.val} has {len(val_names)}. {remedy}"
+    number = next(i for i, (one, other) in enumerate(zip(names, val_names, strict=True)) if one != other)
+    return f"Class {number} is {names[number]!r} in {data.train} and {val_names[number]!r} in {data.val}. {remedy}"
+
+
+def check_output(model: nn.Module, classes: int, data: Data, precision: Precision) -> None:
+    """Compares the model's output with the number of classes, by a forward of two images in either mode.
+
+    The model's buffers stay as they are. Random numbers are drawn if the model draws some.
+
+    Raises:
+        PlanError: if they differ, or the model cannot take the images.
+    """
+    training, side = model.training, data.image_size
+    images = torch.zeros(2, 3, side, side)
+    context = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+    try:
+        with torch.no_grad(), context:
+            output = model.eval()(images)
+            # Lazy modules have their shapes now. BatchNorm's statistics move in the copies only.
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            trained = torch.func.functional_call(model.train(), buffers, images)
+    except Exception as error:  # whatever a model does with images that it cannot take
+        raise PlanError(
+            f"The model cannot take images of {side} × {side} pixels: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        model.train(training)
+    if isinstance(output, torch.Tensor) and not isinstance(trained, torch.Tensor):
+        raise PlanError(
+            f"The model gives a {type(trained).__name__} in training, and a loss needs one tensor of logits. "
+            "Turn its further outputs off (torchvision's: aux_logits=False)."
+        )
+    found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+    if found != (2, classes):
+        raise PlanError(
+            f"The model gives {found} for 2 images, and {data.train} has {classes} classes. Build it with "
+            f"num_classes={classes}, so that it gives (2, {classes})."
+        )

@@ -1,0 +1,117 @@
+"""What `.load()` and `.distribute()` were told, as values that check themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from .. import strategies
+from ..errors import PlanError, suggest
+from ..loaders.settings import Settings
+from ..strategies import Strategy
+
+LOADERS = ("ffcv", "torch")
+
+# What a loader is told by the pipeline itself: by load()'s own arguments, the seed, and the strategy.
+_NOT_SETTINGS = {
+    "batch_size", "image_size", "train", "seed", "rank", "world_size", "drop_last", "dtype", "order"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Data:
+    """What `Pipeline.load` was told; see there.
+
+    Raises:
+        PlanError, DataError: naming the value that cannot be used.
+    """
+
+    train: str
+    val: str | None
+    batch_size: int
+    image_size: int
+    loader: str
+    workers: int | None
+    settings: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.loader not in LOADERS:
+            raise PlanError(f"No loader is named {self.loader!r}.{suggest(str(self.loader), LOADERS)}")
+        least = 0 if self.loader == "torch" else 1
+        if self.workers is not None and not is_whole(self.workers, least):
+            raise PlanError(
+                f"workers={self.workers!r} must be an integer from {least} on, or None for one per core."
+            )
+        known = {f.name for f in dataclasses.fields(Settings)} - _NOT_SETTINGS
+        for name in self.settings:
+            if name not in known:
+                raise PlanError(f"load() has no setting {name!r}.{suggest(name, known)}")
+        try:
+            Settings(batch_size=self.batch_size, image_size=self.image_size, **self.settings)
+        except (TypeError, IndexError) as error:  # a number where a pair belongs, and the like
+            raise PlanError(f"load() cannot use the settings {dict(self.settings)}: {error}.") from error
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What `Pipeline.distribute` was told; see there.
+
+    Raises:
+        PlanError, StrategyError: naming the value that cannot be used.
+    """
+
+    strategy: str | Strategy = "single"
+    devices: int = 1
+    precision: strategies.Precision = "fp32"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    asked: bool = False
+
+    def __post_init__(self) -> None:
+        strategies.get(self.strategy, **self.options)
+        for name in ("devices", "accumulate"):
+            if not is_whole(getattr(self, name), 1):
+                raise PlanError(f"{name}={getattr(self, name)!r} must be an integer from 1 on.")
+        known = get_args(strategies.Precision)
+        if self.precision not in known:
+            raise PlanError(f"No precision is named {self.precision!r}.{suggest(str(self.precision), known)}")
+        norm: Any = self.clip_norm
+        if norm is not None and not (is_number(norm) and norm > 0):
+            raise PlanError(f"clip_norm={norm!r} must be a positive number, or None for no clipping.")
+
+    @property
+    def name(self) -> str:
+        """Of the strategy."""
+        return self.strategy if isinstance(self.strategy, str) else self.strategy.name
+
+
+def source_name(source: object, argument: str) -> str:
+    """A data source as text.
+
+    Raises:
+        PlanError: if it is no path or name, such as a data set that was not converted.
+    """
+    if not isinstance(source, str | Path):
+        raise PlanError(
+            f"load() takes the path of a .beton file (or a name such as 'cifar10:train') as {argument}, not "
+            f"a {type(source).__name__}. Convert a data set first: drivetrain.loaders.convert(it, 'train.beton')."
+        )
+    return str(source)
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether it is an integer from `least` on. True is not one."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an int or a float. True is not one."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+ONE_DEVICE = Distribution()
+"""Of a pipeline whose `distribute` was not called."""

@@ -1,0 +1,82 @@
+"""A toy data set that a tiny model learns in seconds, and such models. A module, because ranks import it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from drivetrain import Pipeline
+from drivetrain.loaders import convert
+from torch import nn
+
+CLASSES, SIDE = 4, 16
+TRAIN, VAL, BATCH = 128, 50, 32  # the last validation batch is partial
+
+
+def toy_arrays(samples: int, seed: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray]:
+    """Noise in which one quarter of the image is brighter: the class says which quarter."""
+    random = np.random.default_rng(seed)
+    labels = np.arange(samples) % CLASSES
+    images = random.integers(0, 120, (samples, side, side, 3), dtype=np.uint8)
+    half = side // 2
+    for image, label in zip(images, labels, strict=True):
+        row, column = divmod(int(label), 2)
+        image[row * half : (row + 1) * half, column * half : (column + 1) * half] += 100
+    return images, labels
+
+
+def write_toy(
+    path: Path, samples: int, seed: int, classes: Any = ("a", "b", "c", "d"), side: int = SIDE
+) -> Path:
+    convert(toy_arrays(samples, seed, side), path, classes=classes, progress=False)
+    return path
+
+
+class Toy:
+    """The files of a data set."""
+
+    def __init__(self, folder: Path) -> None:
+        self.train = str(write_toy(folder / "train.beton", TRAIN, seed=1))
+        self.val = str(write_toy(folder / "val.beton", VAL, seed=2))
+
+    def pipeline(self, model: Any = None, **load: Any) -> Pipeline:
+        """SGD at a constant rate on one device; any argument of `load` can be replaced."""
+        load = {"batch_size": BATCH, "image_size": SIDE, "flip": False, "workers": 1} | load
+        made = Pipeline(plain_model if model is None else model).load(self.train, self.val, **load)
+        return made.optimize("sgd", lr=0.1, momentum=0.9, schedule="constant")
+
+
+def plain_model(classes: int = CLASSES) -> nn.Module:
+    """Without BatchNorm: what a rank computes does not depend on how the batch is split."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+        nn.Linear(8 * 16, classes),
+    )  # fmt: skip
+
+
+def batch_norm_model(classes: int = CLASSES) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(), nn.Linear(8 * 16, classes),
+    )  # fmt: skip
+
+
+class Sleepy(nn.Module):
+    """A model whose forward takes `seconds` at least, from the first training step on."""
+
+    def __init__(self, seconds: float, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.layers, self.seconds = plain_model(classes), seconds
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        result: torch.Tensor = self.layers(images)
+        return result
+
+
+def numbers(result: Any) -> list[tuple[float, float, float]]:
+    """What must agree between two runs, of each epoch: loss, validation loss, accuracy."""
+    return [(epoch.loss, epoch.val_loss, epoch.accuracy) for epoch in result.history.epochs]

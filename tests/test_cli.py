@@ -1,0 +1,196 @@
+"""The command line, as processes: help, results, files, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from drivetrain import RECIPES
+from drivetrain.pipeline.models import cifar_resnet
+from drivetrain.pipeline.recipes import KEYS
+from PIL import Image
+from pipeline_data import CLASSES, Toy, toy_arrays
+from safetensors.torch import load_file
+
+COMMANDS = ("convert", "train", "recipes", "ledger", "doctor")
+ENVIRONMENT = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
+
+# Runs commands one after another in one process, because starting one takes seconds.
+SEVERAL = """
+import contextlib, io, json, sys
+commands, blocked = json.loads(sys.argv[1])
+sys.modules.update(dict.fromkeys(blocked))
+from drivetrain.pipeline.cli import main
+ends = []
+for command in commands:
+    sys.argv[:] = ["drivetrain", *command]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    ends.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(ends))
+"""
+
+
+@dataclass(frozen=True)
+class End:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def line(self) -> str:
+        """The one line on stderr of a command that fails."""
+        assert (self.code, self.err.count("\n"), self.out) == (1, 1, ""), self
+        return self.err
+
+
+def run(*command: str) -> End:
+    """One command, by the installed program."""
+    program = Path(sys.executable).with_name("drivetrain")
+    done = subprocess.run(
+        [str(program), *command], capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT
+    )
+    return End(done.returncode, done.stdout, done.stderr)
+
+
+def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End]:
+    """Several commands in one process, in which the `blocked` modules cannot be imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL, json.dumps([commands, blocked])],
+        capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [End(*end) for end in json.loads(done.stdout.splitlines()[-1])]
+
+
+def test_help_describes_every_command_and_option() -> None:
+    page, *pages = run_several(["--help"], *([command, "--help"] for command in COMMANDS))
+    for command, own in zip(COMMANDS, pages, strict=True):
+        assert re.search(rf"^. {command} +[A-Z].*\w", page.out, re.MULTILINE), page.out
+        options = re.findall(r"^. +(--[a-z-]+)(.*)", own.out, re.MULTILINE)
+        assert options, own
+        for option, rest in options:
+            assert re.search(r"[A-Z][A-Za-z]+", rest), f"{command} {option} is not described:\n{own.out}"
+
+
+def test_recipes_are_listed_shown_and_explained() -> None:
+    every, one, keys = run_several(["recipes"], ["recipes", "baseline"], ["recipes", "--keys"])
+    for name in RECIPES:
+        assert name in every.out
+    for key in KEYS:
+        assert re.search(rf"^. {key} ", one.out, re.MULTILINE), key
+    assert "(must be given)" in keys.out
+    assert re.search(r"precision +. fp32 ", keys.out)
+    assert (every.code, one.code, keys.code) == (0, 0, 0)
+
+
+def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    files = [*toy_values(toy), "--out", str(tmp_path / "file")]
+    recipe, key, pair, data, train, ledger, option = run_several(
+        ["recipes", "baselin"],
+        ["train", "baseline", "epoch=3"],
+        ["ledger", "baseline", "epochs"],
+        ["train", "baseline", "--train", "no.beton", "--val", "no.beton"],
+        ["train", "cifar10-quickstart", *files],
+        ["ledger", "cifar10-quickstart", *files],
+        ["train", "baseline", "model_options.num_clases=4", *toy_values(toy)],
+    )
+    assert "No recipe is named 'baselin'. Did you mean 'baseline'?" in recipe.line
+    assert "Did you mean 'epochs'?" in key.line
+    assert "'epochs' is not KEY=VALUE" in pair.line
+    for end, message in ((data, "no.beton does not exist"), (train, "is a file"), (option, "num_clases")):
+        assert end.code == 1
+        assert message in end.err.splitlines()[-1]
+        assert "Traceback" not in end.err
+    assert "is a file" in ledger.line  # before it measures
+    end = run("tran")
+    assert end.code == 2
+    assert "No such command 'tran'" in end.err
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for number, image in enumerate(toy_arrays(6, 0)[0]):
+        folder = tmp_path / "photos" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{number}.jpg")
+    return tmp_path / "photos"
+
+
+def test_convert(photos: Path) -> None:
+    out, other = photos.parent / "photos.beton", photos.parent / "other.beton"
+    end = run("convert", str(photos), str(out))
+    assert "6 images" in end.out
+    assert json.loads((photos.parent / "photos.beton.json").read_text())["classes"] == ["a", "b"]
+    (photos / "a" / "bad.jpg").write_bytes(b"no image")
+    bad, quality = run_several(
+        ["convert", str(photos), str(other)], ["convert", str(photos), str(out), "--quality", "0"]
+    )
+    assert "bad.jpg: it is not an image" in bad.err.splitlines()[-1]
+    assert bad.code == 1
+    assert "quality=0 must" in quality.line
+    assert not other.exists()
+    (skipped,) = run_several(["convert", str(photos), str(other), "--skip-bad", "--quality", "80"])
+    assert "left out" in skipped.out
+    assert "bad.jpg" in skipped.out
+    assert (skipped.code, other.exists()) == (0, True)
+
+
+def toy_values(toy: Toy) -> list[str]:
+    return [
+        "batch_size=32", "image_size=16", "loading={}", "workers=1", "epochs=2", "model_options.width=4",
+        f"model_options.num_classes={CLASSES}", "--train", toy.train, "--val", toy.val,
+    ]  # fmt: skip
+
+
+def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "one"
+    end = run(
+        "train", "cifar10-quickstart", *toy_values(toy), "--out", str(out), "--ledger", "--ledger-seconds", "1"
+    )  # fmt: skip
+    assert end.code == 0, end.err
+    for text in ("BlurPool", "epoch 2  loss", "top-1 accuracy", "after 2 epochs", "plain PyTorch", "bind"):
+        assert text in end.out, text
+    names = ["history.json", "ledger.json", "ledger.png", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert end.out.splitlines()[-1] == f"{out}: {', '.join(names)}"
+    history = json.loads((out / "history.json").read_text())
+    assert history["recipe"] == "cifar10-quickstart"
+    assert history["provenance"]["command"].startswith("drivetrain train cifar10-quickstart batch_size=32")
+    assert history["epochs"][1]["accuracy"] is not None
+    trained = cifar_resnet(CLASSES, width=4)
+    trained.load_state_dict(load_file(out / "model.safetensors"))
+    measured = json.loads((out / "ledger.json").read_text())
+    assert [row["name"] for row in measured["rows"]][:2] == ["plain PyTorch", "+ FFCV loader"]
+
+
+def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
+    (whole,) = run_several(["doctor"])
+    assert whole.code == 0
+    assert re.search(r"ok . extra ffcv", whole.out)
+    assert re.search(r"ok . torch ", whole.out)
+    assert "strategy ddp" in whole.out
+    doctor, train = run_several(
+        ["doctor"],
+        ["train", "cifar10-quickstart", *toy_values(toy)],
+        blocked=("ffcv", "ffcv.libffcv", "numba"),
+    )
+    assert doctor.code == 0  # the core is whole
+    assert re.search(r"missing . extra ffcv", doctor.out)
+    assert "drivetrain[ffcv]" in re.sub(r"[│\s]", "", doctor.out)
+    assert train.code == 1
+    line = train.err.splitlines()[-1]
+    assert line.startswith("MissingExtra: numba is needed to load .beton files")
+    assert line.endswith("pip install 'drivetrain[ffcv]'")

@@ -1,0 +1,244 @@
+"""`convert` refuses: sources, images, labels and arguments that cannot be used, by name, leaving no file."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain.errors import DataError
+from drivetrain.loaders import convert, open_beton
+from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
+from PIL import Image
+
+IMAGES, LABELS = raw_pictures(5, 12)
+PICTURE = picture(3, 90, 120)
+
+
+def refused(source: Any, tmp_path: Path, words: str, **options: Any) -> str:
+    """The message; no file, finished or not, may be left."""
+    out = tmp_path / "out"
+    out.mkdir(exist_ok=True)
+    with pytest.raises(DataError, match=words) as caught:
+        convert(source, out / "out.beton", **{"progress": False, **options})
+    assert list(out.iterdir()) == []
+    return str(caught.value)
+
+
+def truncated_jpeg(path: Path) -> None:
+    path.write_bytes(jpeg_bytes(PICTURE)[:1500])
+
+
+def text(path: Path) -> None:
+    path.write_text("words, not pixels")
+
+
+def empty(path: Path) -> None:
+    path.touch()
+
+
+def folder_named_so(path: Path) -> None:
+    path.mkdir()
+
+
+def dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def cut_png(path: Path) -> None:
+    Image.fromarray(PICTURE).save(path, "PNG")
+    os.truncate(path, 3000)
+
+
+def jpeg_header_only(path: Path) -> None:
+    path.write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF")
+
+
+BAD = {
+    truncated_jpeg: "it cannot be decoded: .*truncated",
+    text: "not an image that Pillow can read",
+    empty: "not an image that Pillow can read",
+    folder_named_so: "it cannot be read: Is a directory",
+    dangling_link: "it cannot be read: No such file",
+    cut_png: "it cannot be decoded",
+    jpeg_header_only: "not an image|cannot be decoded",
+}
+
+
+@pytest.mark.parametrize("make", BAD, ids=lambda make: make.__name__)
+def test_bad_image(tmp_path: Path, make: Any) -> None:
+    folder = jpeg_folder(tmp_path / "images")
+    bad = folder / "bee" / "0010.jpg"
+    make(bad)
+    message = refused(folder, tmp_path, BAD[make], workers=2)
+    assert message.startswith(f"{bad}: ")
+    assert message.endswith("Mend or remove it, or use on_error='skip'.")
+    assert ".." not in message
+
+    report = convert(folder, tmp_path / "out.beton", on_error="skip", progress=False)
+    assert report.samples == len(open_beton(tmp_path / "out.beton")) == 18
+    ((name, reason),) = report.skipped
+    assert name == str(bad)
+    assert re.search(BAD[make], reason)
+    assert f"left out {bad}" in str(report)
+
+
+def test_all_images_bad(tmp_path: Path) -> None:
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    text(tmp_path / "images" / "a" / "x.jpg")
+    refused(tmp_path / "images", tmp_path, "None of the 1 samples.*x.jpg: it is not", on_error="skip")
+
+
+def test_folders_that_hold_nothing(tmp_path: Path) -> None:
+    refused(tmp_path / "none", tmp_path, "none does not exist")
+    root = tmp_path / "images"
+    root.mkdir()
+    refused(root, tmp_path, "images holds no folders")
+    Image.fromarray(PICTURE).save(root / "stray.jpg")
+    refused(root, tmp_path, "images holds no folders")
+    refused(root / "stray.jpg", tmp_path, "stray.jpg is a file")
+    (root / "a").mkdir()
+    refused(root, tmp_path, "a holds no images")
+    (root / "b").mkdir()
+    Image.fromarray(PICTURE).save(root / "b" / "x.jpg")
+    (root / "a" / "notes.txt").touch()
+    refused(str(root), tmp_path, "a holds no images.*remove it")
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "words"),
+    [
+        (IMAGES.astype(np.float32), LABELS, "float32"),
+        (torch.rand(5, 3, 12, 12), LABELS, "float32"),
+        (IMAGES.astype(np.int64), LABELS, "int64"),
+        (IMAGES[0, 0], LABELS, r"shape \(12, 3\)"),
+        (IMAGES[None], LABELS, r"shape \(1, 5, 12, 12, 3\)"),
+        (IMAGES[..., :2], LABELS, r"sample 0: its shape is \(12, 12, 2\)"),
+        (IMAGES[:, :0], LABELS, "sample 0: its shape is"),
+        (IMAGES, LABELS[:4], "5 images and 4 labels"),
+        (IMAGES, LABELS[:, None], r"shape \(5, 1\)"),
+        (IMAGES[:0], LABELS[:0], "no samples"),
+        (IMAGES, LABELS - 1, "Sample 0 has the class -1; classes start at 0"),
+        (IMAGES, np.array([0, 1, np.nan, 1, 0]), "sample 2: its label is nan"),
+        (IMAGES, np.array([0, 1, 2, np.inf, 0]), "sample 3: its label is inf"),
+        (IMAGES, np.array([0, 1, 2, 1e300, 0]), "sample 3: its label is 1e.300"),
+        (IMAGES, LABELS + (1 << 40), "sample 0: its label is 1099511627776"),
+        (IMAGES, LABELS > 2, "sample 0: its label is False"),
+        (IMAGES, np.array(list("abcde")), "sample 0: its label is 'a'"),
+        (IMAGES, LABELS.astype(complex), "sample 0: its label is 0j"),
+    ],
+)
+def test_arrays(tmp_path: Path, images: Any, labels: Any, words: str) -> None:
+    refused((images, labels), tmp_path, words)
+
+
+def test_fewer_classes_than_labels(tmp_path: Path) -> None:
+    refused(
+        (IMAGES, LABELS), tmp_path, "Sample 3 has the class 4|Sample 4 has the class 4", classes=list("abcd")
+    )
+
+
+@pytest.mark.parametrize("source", [7, None, object(), {1, 2}, iter([1])], ids=str)
+def test_what_is_no_source(tmp_path: Path, source: Any) -> None:
+    refused(source, tmp_path, "cannot be converted. Give a folder")
+
+
+class Awkward:
+    """A data set whose third sample is not right."""
+
+    def __init__(self, third: Any) -> None:
+        self.third = third
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        if index != 2:
+            return IMAGES[index], index
+        if isinstance(self.third, Exception):
+            raise self.third
+        return self.third
+
+
+def lazily_opened(tmp_path: Path) -> Image.Image:
+    truncated_jpeg(tmp_path / "lazy.jpg")
+    return Image.open(tmp_path / "lazy.jpg")
+
+
+@pytest.mark.parametrize(
+    ("third", "words"),
+    [
+        (KeyError("no such row"), "reading it raised KeyError: 'no such row'"),
+        (OSError(5, "Input/output error"), "reading it raised OSError"),
+        (RuntimeError("lost."), "reading it raised RuntimeError: lost. Mend"),
+        (StopIteration(), "reading it raised StopIteration"),
+        (IMAGES[0], "it is a ndarray; a pair"),
+        ((IMAGES[0], 1, 2), "it is a tuple; a pair"),
+        ((IMAGES[0], "cat"), "its label is 'cat'"),
+        ({"picture": 1, "label": 2}, r"keys \['label', 'picture'\]"),
+        ({"image": IMAGES[0]}, r"keys \['image'\]"),
+        ((None, 1), "sample 2: "),
+        (("a/path.jpg", 1), "sample 2: "),
+        ((torch.rand(3, 12, 12), 1), "its pixels are torch.float32|its pixels are float32"),
+        ((b"", 1), "not an image"),
+        ((Image.fromarray(np.full((9, 9), 1 << 20, np.int32)), 1), "do not lie from 0 to 65535"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_data_set_with_a_bad_sample(tmp_path: Path, third: Any, words: str) -> None:
+    message = refused(Awkward(third), tmp_path, words)
+    assert message.startswith("sample 2: ")
+    report = convert(Awkward(third), tmp_path / "out.beton", on_error="skip", progress=False)
+    assert [name for name, _ in report.skipped] == ["sample 2"]
+    assert open_beton(tmp_path / "out.beton").labels.tolist() == [0, 1, 3, 4]
+
+
+def test_the_cause_is_kept(tmp_path: Path) -> None:
+    cause = KeyError("no such row")
+    with pytest.raises(DataError) as caught:
+        convert(Awkward(cause), tmp_path / "out.beton", progress=False)
+    assert caught.value.__cause__ is cause
+
+
+def test_picture_opened_lazily_and_cut(tmp_path: Path) -> None:
+    with lazily_opened(tmp_path) as image:
+        refused(Awkward((image, 1)), tmp_path, "sample 2: it cannot be decoded: .*truncated")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"quality": 0}, "quality=0"),
+        ({"quality": 101}, "quality=101 must be an integer from 1 to 100"),
+        ({"quality": 90.5}, "quality=90.5"),
+        ({"quality": "90"}, "quality='90'"),
+        ({"max_resolution": 0}, "max_resolution=0"),
+        ({"max_resolution": -5}, "max_resolution=-5"),
+        ({"max_resolution": 99.5}, "max_resolution=99.5"),
+        ({"workers": 0}, "workers=0"),
+        ({"workers": -1}, "workers=-1"),
+        ({"workers": 1.5}, "workers=1.5"),
+        ({"on_error": "ignore"}, "on_error='ignore' must be 'raise' or 'skip'"),
+    ],
+    ids=str,
+)
+def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    refused((IMAGES, LABELS), tmp_path, words, **options)
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    def to(out: Path, words: str) -> None:
+        with pytest.raises(DataError, match=words):
+            convert((IMAGES, LABELS), out, progress=False)
+
+    to(tmp_path, "is a folder; name the file")
+    to(tmp_path / "no" / "x.beton", "no does not exist; make it first")
+    (tmp_path / "file").touch()
+    to(tmp_path / "file" / "x.beton", "does not exist")
+    os.mkfifo(tmp_path / "pipe")
+    to(tmp_path / "pipe", "not an ordinary file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]

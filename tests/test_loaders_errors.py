@@ -1,0 +1,158 @@
+"""What the loaders and `resolve` refuse: one typed error each, naming the value and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain.errors import BetonError, DataError
+from drivetrain.loaders import FFCVLoader, TorchLoader, resolve
+from loader_pictures import jpeg_folder, raw_beton
+
+COUNT, SIDE = 10, 12
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return raw_beton(tmp_path_factory.mktemp("errors") / "file.beton", COUNT, SIDE)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+    ({"batch_size": -4}, "batch_size=-4"),
+    ({"batch_size": 2.5}, "batch_size=2.5 must be an integer"),
+    ({"batch_size": "4"}, "batch_size='4' must be an integer"),
+    ({"batch_size": 11}, "batch_size=11 is larger than the data set of 10 .*at most 10"),
+    ({"batch_size": 11, "train": False, "drop_last": True}, "no full batch exists; use at most 10"),
+    ({"batch_size": 6, "indices": range(5)}, "data set of 5 samples"),
+    ({"batch_size": 5, "world_size": 2}, "does not divide by 2 ranks; use 4"),
+    ({"batch_size": 1, "world_size": 2}, "use 2"),
+    ({"world_size": 0}, "world_size=0"),
+    ({"rank": 1}, "rank=1 must be from 0 to world_size - 1 = 0"),
+    ({"rank": -1, "world_size": 2}, "rank=-1"),
+    ({"image_size": 0}, "image_size=0 must be at least 1 pixel"),
+    ({"image_size": 12.0}, "image_size=12.0 must be an integer"),
+    ({"seed": -1}, "seed=-1 must be an integer from 0 on"),
+    ({"seed": 2**63}, "seed=9223372036854775808"),
+    ({"seed": None}, "seed=None"),
+    ({"order": "randon"}, "order='randon' must be an order. Did you mean 'random'"),
+    ({"crop": "pad"}, "crop='pad' must be a crop. .*Known: padded, resized"),
+    ({"scale": (0, 1)}, r"scale=\(0, 1\)"),
+    ({"scale": (0.5, 0.2)}, "scale="),
+    ({"scale": (0.5, 2)}, "scale="),
+    ({"scale": 0.5}, "scale=0.5 must be 2 numbers"),
+    ({"scale": "ab"}, "scale='ab' must be 2 numbers"),
+    ({"ratio": (-1, 1)}, "ratio="),
+    ({"ratio": (1, 2, 3)}, "ratio=.*2 numbers"),
+    ({"crop": "padded", "padding": SIDE}, "padding=12 must be from 0 to less than image_size"),
+    ({"crop": "padded", "padding": -1}, "padding=-1"),
+    ({"eval_ratio": 0}, "eval_ratio=0"),
+    ({"eval_ratio": 1.1}, "eval_ratio=1.1"),
+    ({"eval_ratio": "all"}, "eval_ratio='all'"),
+    ({"mean": (0.5,)}, "mean=.*3 numbers"),
+    ({"mean": 0.5}, "mean=0.5 must be 3 numbers"),
+    ({"std": (0, 1, 1)}, "std=.*positive"),
+    ({"dtype": torch.float16}, "dtype=torch.float16 must be torch.float32 or torch.uint8"),
+    ({"workers": -1}, "workers=-1"),
+    ({"workers": 1.5}, "workers=1.5"),
+    ({"batches_ahead": 0}, "batches_ahead=0"),
+    ({"indices": []}, "indices must be a non-empty list"),
+    ({"indices": [0, 10]}, "indices holds 10; the data set has samples 0 to 9"),
+    ({"indices": [-1]}, "indices holds -1"),
+    ({"indices": [0.5]}, "indices must be"),
+    ({"indices": [[1], [2]]}, "indices must be"),
+    ({"indices": 3}, "indices must be"),
+    ({"image_sise": 12}, "image_sise= is not a setting of a loader. Did you mean 'image_size'"),
+    ({"shuffle": True}, "shuffle= is not a setting"),
+]
+
+
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=[str(options) for options, _ in REFUSED])
+def test_both_loaders_refuse(path: Path, kind: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        kind(path, **{"batch_size": 2, "image_size": SIDE, **options})
+
+
+def test_ffcv_loader_needs_a_thread(path: Path) -> None:
+    with pytest.raises(DataError, match="workers=0 must be at least 1"):
+        FFCVLoader(path, batch_size=2, image_size=SIDE, workers=0)
+
+
+def test_numpy_integers_will_do(path: Path) -> None:
+    with FFCVLoader(
+        path, batch_size=np.int64(5), image_size=np.int32(SIDE), seed=np.uint8(3), workers=np.int64(1)
+    ) as loader:
+        assert len(list(loader)) == 2
+        assert all(type(value) is int for value in loader.state_dict().values())
+
+
+def test_padded_crop_needs_images_of_one_size(path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"crop='padded' .* 16 × 16 pixels; sample 0 of .* has 12 × 12.*'resized'"
+    ):
+        FFCVLoader(path, batch_size=2, image_size=16, crop="padded")
+
+
+def test_indices_that_became_too_few(path: Path) -> None:
+    """The refusal leaves the loader as it was."""
+    with FFCVLoader(path, batch_size=4, image_size=SIDE) as loader:
+        with pytest.raises(DataError, match="batch_size=4 is larger"):
+            loader.set_indices([1, 2, 3])
+        with pytest.raises(DataError, match="indices holds 99"):
+            loader.set_indices([1, 2, 3, 99])
+        assert len(list(loader)) == 3
+
+
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+def test_file_that_is_not_there(tmp_path: Path, kind: Any) -> None:
+    with pytest.raises(BetonError, match=r"none\.beton does not exist. Make it with: drivetrain convert"):
+        kind(tmp_path / "none.beton", batch_size=2, image_size=SIDE)
+
+
+def test_folders(tmp_path: Path) -> None:
+    folder = jpeg_folder(tmp_path / "images", per_class=1)
+    with pytest.raises(BetonError, match=r"images is not a file\. Convert a folder with: drivetrain convert"):
+        FFCVLoader(folder, batch_size=2, image_size=SIDE)
+    (folder / "dog").mkdir()
+    with pytest.raises(DataError, match="dog holds no images"):
+        TorchLoader(folder, batch_size=2, image_size=SIDE)
+    with pytest.raises(DataError, match="A list cannot be loaded"):
+        TorchLoader([1, 2], batch_size=2, image_size=SIDE)
+
+
+# resolve
+
+
+def test_resolve_leaves_files_alone(path: Path, tmp_path: Path) -> None:
+    assert resolve(path) == path
+    assert resolve(str(path)) == path
+    assert resolve(tmp_path / "later.beton") == tmp_path / "later.beton"  # opening it says what is wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cifar10:trian", "Did you mean 'cifar10:train'"),
+        ("cifar10:Test", "Did you mean 'cifar10:test'"),
+        ("CIFAR10", "Known: cifar10:test, cifar10:train"),
+        ("imagenet", "no data set of that name"),
+        ("", ""),
+    ],
+)
+def test_resolve_unknown_names(name: str, words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        resolve(name, progress=False)
+    words = words or "is a folder|no data set"
+    assert caught.match(words)
+
+
+def test_resolve_refuses_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(
+        DataError, match=r"photos is a folder. Convert it first: drivetrain convert .*photos\.beton"
+    ):
+        resolve(tmp_path / "photos")

@@ -1,0 +1,274 @@
+"""FFCVLoader's values: shapes, normalisation, and each crop held to a reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain.loaders import FFCVLoader, convert, open_beton
+from drivetrain.loaders.kernels import random_resized_crop, sample_key, shifted_copy, uniform
+from loader_pictures import jpeg_beton, picture, raw_beton, raw_pictures
+from PIL import Image
+from torchvision.transforms import v2
+
+SIDE = 12
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jpeg_beton(tmp_path_factory.mktemp("values") / "photos.beton")
+
+
+@pytest.fixture(scope="module")
+def raws(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return raw_beton(tmp_path_factory.mktemp("values") / "raws.beton", 10, SIDE)
+
+
+def load(path: Path, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole file as one pair."""
+    with FFCVLoader(path, **{"batch_size": 4, "image_size": 32, "workers": 2, **options}) as loader:
+        batches = list(loader)
+    return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
+
+
+def test_shapes_types_and_layout(photos: Path) -> None:
+    with FFCVLoader(photos, batch_size=4, image_size=32) as loader:
+        batches = list(loader)
+    assert [len(labels) for _, labels in batches] == [4, 4, 4, 4, 2]
+    for images, labels in batches:
+        assert images.shape == (len(labels), 3, 32, 32)
+        assert images.dtype == torch.float32
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert labels.dtype == torch.int64
+    images, _ = load(photos, dtype=torch.uint8)
+    assert images.dtype == torch.uint8
+    assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_floats_are_the_bytes_normalised(photos: Path, train: bool) -> None:
+    mean, std = (0.1, 0.5, 0.7), (0.2, 0.3, 0.5)
+    floats, labels = load(photos, train=train, mean=mean, std=std)
+    levels, same = load(photos, train=train, dtype=torch.uint8)
+    expected = (levels.float() / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    assert torch.allclose(floats, expected, atol=1e-6)
+    assert labels.tolist() == same.tolist()
+
+
+def test_one_sample_alone(tmp_path: Path) -> None:
+    """An array of one element passes for contiguous wherever it lies."""
+    raw_beton(tmp_path / "one.beton", 1, SIDE)
+    images, labels = load(tmp_path / "one.beton", batch_size=1, image_size=SIDE, train=False, eval_ratio=1.0)
+    assert images.shape == (1, 3, SIDE, SIDE)
+    assert labels.tolist() == [0]
+
+
+def test_stored_pixels_come_out_exactly(raws: Path) -> None:
+    images, labels = load(raws, image_size=SIDE, train=False, eval_ratio=1.0, dtype=torch.uint8)
+    assert np.array_equal(images.permute(0, 2, 3, 1).numpy(), raw_pictures(10, SIDE)[0])
+    assert labels.tolist() == list(range(10))
+
+
+def area_weights(count: int, source: int) -> np.ndarray:
+    """`(count, source)`: the share of each source pixel in each pixel of the line shrunk to `count`."""
+    edges = np.linspace(0, source, count + 1)
+    begin, end = edges[:-1, None], edges[1:, None]
+    pixels = np.arange(source)
+    overlap = np.minimum(end, pixels + 1) - np.maximum(begin, pixels)
+    return overlap.clip(0) / (source / count)
+
+
+def centre_average(image: np.ndarray, side: int, ratio: float) -> np.ndarray:
+    """The central square, shrunk to `side` by exact averages of areas."""
+    height, width, _ = image.shape
+    edge = round(min(height, width) * ratio)
+    top, left = (height - edge) // 2, (width - edge) // 2
+    weights = area_weights(side, edge)
+    cut = image[top : top + edge, left : left + edge].astype(float)
+    averages: np.ndarray = np.einsum("ij,jkc,lk->ilc", weights, cut, weights)
+    return averages
+
+
+@pytest.mark.parametrize(("side", "ratio"), [(32, 224 / 256), (64, 1.0), (24, 0.5)])
+def test_evaluation_averages_the_centre(photos: Path, tmp_path: Path, side: int, ratio: float) -> None:
+    """Against numpy: raw images to the last level, JPEGs up to the decoders' difference (fast inverse DCT)."""
+    shapes = [(70, 58), (58, 70), (64, 64)]
+    samples = [(picture(seed, *shape), seed) for seed, shape in enumerate(shapes)]
+    options = {"image_size": side, "train": False, "eval_ratio": ratio, "dtype": torch.uint8}
+    if side < 58 * ratio:
+        convert(samples, tmp_path / "raw.beton", progress=False)
+        beton = open_beton(tmp_path / "raw.beton")
+        assert beton.modes.tolist() == [1, 1, 1]
+        images, _ = load(beton.path, **options)
+        for image, (pixels, _) in zip(images, samples, strict=True):
+            expected = centre_average(pixels, side, ratio)
+            assert np.abs(image.permute(1, 2, 0).numpy() - expected).max() < 0.51
+    images, _ = load(photos, **options)
+    for index, image in enumerate(images):
+        expected = centre_average(np.asarray(open_beton(photos).image(index)), side, ratio)
+        error = np.abs(image.permute(1, 2, 0).numpy() - expected)
+        assert error.mean() < 1.5
+        assert error.max() < 10
+
+
+def test_evaluation_magnifies_smoothly(photos: Path) -> None:
+    beton = open_beton(photos)
+    images, _ = load(photos, image_size=150, train=False, eval_ratio=1.0, dtype=torch.uint8)
+    for index in range(len(beton)):
+        image = beton.image(index)
+        edge = min(image.size)
+        left, top = (image.width - edge) // 2, (image.height - edge) // 2
+        cut = image.crop((left, top, left + edge, top + edge)).resize((150, 150), Image.Resampling.BILINEAR)
+        assert np.abs(images[index].permute(1, 2, 0).numpy() - np.asarray(cut).astype(int)).mean() < 4
+
+
+def crops(height: int, width: int, scale: Any, ratio: Any, count: int) -> np.ndarray:
+    """`(count, 4)`: top, left, height, width, as the kernel draws them for so many samples."""
+    limits = np.array(scale), np.array(ratio)
+    keys = (sample_key(np.uint64(1), np.uint64(2), np.uint64(index)) for index in range(count))
+    return np.array([random_resized_crop(key, height, width, *limits) for key in keys])
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "scale"), [(100, 140, (0.25, 1.0)), (333, 500, (0.08, 1.0)), (60, 300, (0.7, 1.0))]
+)
+def test_random_resized_crop_is_torchvisions(height: int, width: int, scale: tuple[float, float]) -> None:
+    """Area share, aspect and position have the same distributions (two-sample Kolmogorov–Smirnov)."""
+    ratio, count = (3 / 4, 4 / 3), 3000
+    ours = crops(height, width, scale, ratio, count)
+    torch.manual_seed(0)
+    reference = v2.RandomResizedCrop(10, scale=scale, ratio=ratio)
+    image = torch.empty(3, height, width)
+    drawn = [reference.make_params([image]) for _ in range(count)]
+    theirs = np.array([[d["top"], d["left"], d["height"], d["width"]] for d in drawn])
+    for quantity in (
+        lambda c: c[:, 2] * c[:, 3] / (height * width),
+        lambda c: c[:, 3] / c[:, 2],
+        lambda c: c[:, 0] / np.maximum(height - c[:, 2], 1),
+        lambda c: c[:, 1] / np.maximum(width - c[:, 3], 1),
+    ):
+        assert distance(quantity(ours), quantity(theirs)) < 1.95 * np.sqrt(2 / count)  # p ≈ 0.001
+    assert (ours[:, 0] + ours[:, 2] <= height).all()
+    assert (ours[:, 1] + ours[:, 3] <= width).all()
+    assert (ours[:, :2] >= 0).all()
+    assert (ours[:, 2:] >= 1).all()
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference of two empirical distribution functions."""
+    points = np.concatenate([one, other])
+    shares = [np.searchsorted(np.sort(values), points, side="right") / len(values) for values in (one, other)]
+    return float(np.abs(shares[0] - shares[1]).max())
+
+
+def test_crops_of_extreme_shapes_stay_inside() -> None:
+    for height, width in [(1, 1), (1, 500), (500, 1), (2, 3), (65535, 2)]:
+        for top, left, h, w in crops(height, width, (0.25, 1.0), (3 / 4, 4 / 3), 50):
+            assert 0 <= top <= top + h <= height
+            assert 0 <= left <= left + w <= width
+            assert min(h, w) >= 1
+
+
+def test_images_of_extreme_shapes_load(tmp_path: Path) -> None:
+    shapes = [(1, 1), (1, 60), (60, 1), (3, 200), (200, 3)]
+    samples = [(np.full((*shape, 3), 10 * n, np.uint8), n) for n, shape in enumerate(shapes, 1)]
+    convert(samples, tmp_path / "odd.beton", progress=False)
+    for train in (True, False):
+        images, labels = load(tmp_path / "odd.beton", train=train, dtype=torch.uint8)
+        for image, label in zip(images, labels, strict=True):
+            assert (image == 10 * label).all()
+
+
+@pytest.mark.parametrize("padding", [1, 4, SIDE - 1])
+def test_shifted_copy_is_a_reflected_pad_and_crop(padding: int) -> None:
+    image = raw_pictures(1, SIDE)[0][0]
+    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
+    target = np.empty_like(image)
+    for top in range(2 * padding + 1):
+        for left in range(2 * padding + 1):
+            shifted_copy(image, padding - top, padding - left, target)
+            assert np.array_equal(target, padded[top : top + SIDE, left : left + SIDE])
+
+
+def test_padded_crop_gives_every_offset_and_nothing_else(tmp_path: Path) -> None:
+    """200 copies of one picture, 12 epochs: each of the 9 × 9 offsets, each mirrored and not, about as often."""
+    image = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+    convert(
+        (np.repeat(image[None], 200, axis=0), np.zeros(200, int)), tmp_path / "same.beton", progress=False
+    )
+    padded = np.pad(image, ((4, 4), (4, 4), (0, 0)), mode="reflect")
+    names = {}
+    for top in range(9):
+        for left in range(9):
+            cut = padded[top : top + SIDE, left : left + SIDE]
+            names[cut.tobytes()] = (top, left, False)
+            names[np.ascontiguousarray(cut[:, ::-1]).tobytes()] = (top, left, True)
+    assert len(names) == 162
+    options = {"batch_size": 200, "image_size": SIDE, "crop": "padded", "dtype": torch.uint8, "workers": 1}
+    with FFCVLoader(tmp_path / "same.beton", **options) as loader:
+        drawn = [
+            names[np.ascontiguousarray(one.permute(1, 2, 0).numpy()).tobytes()]
+            for _ in range(12)
+            for images, _ in loader
+            for one in images
+        ]
+    counts = {name: drawn.count(name) for name in names.values()}
+    expected = 2400 / 162
+    chi_square = sum((count - expected) ** 2 / expected for count in counts.values())
+    assert chi_square < 161 + 3.5 * np.sqrt(2 * 161)
+    assert min(counts.values()) > 0
+
+
+def test_flip_share_and_switch(raws: Path) -> None:
+    keys = [sample_key(np.uint64(0), np.uint64(e), np.uint64(i)) for e in range(40) for i in range(100)]
+    share = np.mean([uniform(key, 40) < 0.5 for key in keys])
+    assert abs(share - 0.5) < 0.03
+    options = {
+        "image_size": SIDE,
+        "crop": "padded",
+        "padding": 0,
+        "dtype": torch.uint8,
+        "order": "sequential",
+    }
+    plain, _ = load(raws, flip=False, **options)
+    originals = torch.from_numpy(raw_pictures(10, SIDE)[0]).permute(0, 3, 1, 2)
+    assert torch.equal(plain, originals)
+    mirrored, _ = load(raws, **options)
+    as_is = (mirrored == originals).flatten(1).all(1)
+    turned = (mirrored == originals.flip(3)).flatten(1).all(1)
+    assert (as_is ^ turned).all()
+    assert 0 < turned.sum() < 10
+
+
+def test_uniform_draws_are_uniform_and_unrelated() -> None:
+    keys = [sample_key(np.uint64(0), np.uint64(0), np.uint64(index)) for index in range(4000)]
+    draws = np.array([[uniform(key, draw) for draw in (0, 1, 40)] for key in keys])
+    assert (draws >= 0).all()
+    assert (draws < 1).all()
+    for column in draws.T:
+        assert distance(column, np.linspace(0, 1, 4000)) < 1.95 / np.sqrt(4000)
+    assert np.abs(np.corrcoef(draws.T) - np.eye(3)).max() < 0.06
+
+
+def test_batches_kept_are_not_overwritten(photos: Path) -> None:
+    with FFCVLoader(photos, batch_size=2, image_size=32, workers=2, batches_ahead=1) as loader:
+        copies, kept = [], []
+        for images, labels in loader:
+            kept.append((images, labels))
+            copies.append((images.clone(), labels.clone()))
+        list(loader)
+    assert len({images.data_ptr() for images, _ in kept}) == len(kept)
+    for (a, b), (c, d) in zip(kept, copies, strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, d)
+
+
+def test_changing_a_batch_changes_nothing_else(raws: Path) -> None:
+    with FFCVLoader(raws, batch_size=5, image_size=SIDE, train=False) as loader:
+        for images, labels in loader:
+            images.zero_()
+            labels.fill_(99)
+        assert torch.cat([labels for _, labels in loader]).tolist() == list(range(10))

@@ -1,0 +1,234 @@
+"""Which sample comes when: keyed by (seed, epoch), the same for any workers and ranks, and resumable exactly."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain.errors import DataError
+from drivetrain.loaders import FFCVLoader, TorchLoader
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loader_pictures import jpeg_beton, raw_beton, run_python
+
+COUNT, SIDE = 23, 12
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw pictures whose labels number them."""
+    return raw_beton(tmp_path_factory.mktemp("order") / "numbered.beton", COUNT, SIDE)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JPEG files of several sizes, 18 of them."""
+    return jpeg_beton(tmp_path_factory.mktemp("order") / "photos.beton")
+
+
+def loader(path: Path, **options: Any) -> FFCVLoader:
+    return FFCVLoader(path, **{"batch_size": 4, "image_size": 16, "workers": 1, **options})
+
+
+def epoch(path: Path, **options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    number = options.pop("epoch", 0)
+    with loader(path, **options) as made:
+        made.set_epoch(number)
+        return list(made)
+
+
+def order(path: Path, **options: Any) -> list[int]:
+    return [int(label) for _, labels in epoch(path, **options) for label in labels]
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(one, other, strict=True)
+    )
+
+
+def joined(parts: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The ranks' batches, put together again."""
+    return [
+        (torch.cat([images for images, _ in batch]), torch.cat([labels for _, labels in batch]))
+        for batch in zip(*parts, strict=True)
+    ]
+
+
+def test_each_sample_once_and_in_another_order_each_epoch(numbered: Path) -> None:
+    orders = [order(numbered, seed=seed, epoch=number) for seed in range(4) for number in range(4)]
+    assert all(sorted(one) == list(range(COUNT)) for one in orders)
+    assert len({tuple(one) for one in orders}) == 16  # keyed by the sum seed + epoch there would be 7
+    assert order(numbered, seed=3, epoch=2) == orders[14]
+
+
+def test_augmentation_is_keyed_by_the_pair_too(photos: Path) -> None:
+    one = epoch(photos, seed=1, epoch=2, order="sequential")
+    other = epoch(photos, seed=2, epoch=1, order="sequential")
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(one, other, strict=True))
+    assert not any(torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
+
+
+def test_epochs_move_on_and_set_epoch_returns(photos: Path) -> None:
+    with loader(photos) as made:
+        first, second = list(made), list(made)
+        assert not same(first, second)
+        made.set_epoch(1)
+        assert same(list(made), second)
+        made.set_epoch(0)
+        assert same(list(made), first)
+
+
+def test_sequential_order_is_the_files(numbered: Path) -> None:
+    assert order(numbered, order="sequential") == list(range(COUNT))
+    assert order(numbered, train=False) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_any_number_of_workers(photos: Path, train: bool) -> None:
+    one = epoch(photos, train=train, seed=5, epoch=3)
+    for workers in (2, 4):
+        assert same(epoch(photos, train=train, seed=5, epoch=3, workers=workers), one)
+    assert same(epoch(photos, train=train, seed=5, epoch=3, batches_ahead=1), one)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_ranks_make_up_the_global_batch(photos: Path, world: int, drop_last: bool) -> None:
+    whole = epoch(photos, seed=9, drop_last=drop_last)
+    parts = [epoch(photos, seed=9, drop_last=drop_last, rank=rank, world_size=world) for rank in range(world)]
+    assert same(joined(parts), whole)
+    assert len(whole) == (4 if drop_last else 5)
+    assert [len(labels) for _, labels in parts[-1]][:4] == [4 // world] * 4
+
+
+def test_last_batch_smaller_than_the_world(numbered: Path) -> None:
+    """21 samples in batches of 4 leave one: a rank gets it, the others get an empty batch, none waits."""
+    parts = [
+        epoch(numbered, indices=range(21), rank=rank, world_size=4, dtype=torch.uint8) for rank in range(4)
+    ]
+    assert [len(part) for part in parts] == [6] * 4
+    assert [len(part[-1][1]) for part in parts] == [1, 0, 0, 0]
+    assert parts[3][-1][0].shape == (0, 3, 16, 16)
+    assert same(joined(parts), epoch(numbered, indices=range(21), dtype=torch.uint8))
+
+
+def test_another_process_gives_the_same_pixels(photos: Path) -> None:
+    code = """
+import hashlib, sys
+from drivetrain.loaders import FFCVLoader
+loader = FFCVLoader(sys.argv[1], batch_size=4, image_size=16, seed=8, workers=2)
+loader.set_epoch(5)
+print(hashlib.sha256(b"".join(images.numpy().tobytes() for images, _ in loader)).hexdigest())
+"""
+    run = run_python(code, photos)
+    assert run.returncode == 0, run.stderr
+    own = b"".join(images.numpy().tobytes() for images, _ in epoch(photos, seed=8, epoch=5))
+    assert run.stdout.strip() == hashlib.sha256(own).hexdigest()
+
+
+def test_drop_last_and_the_length(numbered: Path) -> None:
+    for drop_last, count in ((False, 6), (True, 5)):
+        with loader(numbered, drop_last=drop_last) as made:
+            assert len(made) == count
+            assert len(list(made)) == count
+    with loader(numbered, batch_size=COUNT, drop_last=True) as made:
+        assert len(made) == len(list(made)) == 1
+
+
+def test_indices_choose_and_can_be_changed(numbered: Path) -> None:
+    chosen = [3, 7, 20, 11, 5]
+    assert order(numbered, indices=chosen, order="sequential") == chosen
+    assert sorted(order(numbered, indices=np.array(chosen))) == sorted(chosen)
+    with loader(numbered, train=False) as made:
+        assert len([made.set_indices([2, 1]), *made]) == 2
+        assert [labels.tolist() for _, labels in made] == [[2, 1]]
+        made.set_indices(None)
+        assert len(made) == 6
+
+
+# Resuming
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_resuming_is_exact(numbered: Path, data: st.DataObject) -> None:
+    """After any batch of any epoch, with any other number of ranks, pixels included."""
+    count = data.draw(st.integers(1, COUNT), label="samples")
+    batch = data.draw(st.integers(1, count), label="batch")
+    worlds = [world for world in (1, 2, 3, 4) if batch % world == 0]
+    before, after = (data.draw(st.sampled_from(worlds), label="world") for _ in range(2))
+    number = data.draw(st.integers(0, 3), label="epoch")
+    options = {
+        "batch_size": batch, "indices": range(count), "dtype": torch.uint8, "image_size": SIDE,
+        "seed": data.draw(st.integers(0, 2**40), label="seed"),
+        "drop_last": data.draw(st.booleans(), label="drop_last"),
+    }  # fmt: skip
+    with loader(numbered, **options, rank=before - 1, world_size=before) as first:
+        position = data.draw(st.integers(0, len(first)), label="position")
+        first.set_epoch(number)
+        batches = iter(first)
+        for _ in range(position):
+            next(batches)
+        state = first.state_dict()
+    rest = epoch(numbered, epoch=number, **options)[position:] or epoch(numbered, epoch=number + 1, **options)
+    parts = []
+    for rank in range(after):
+        with loader(numbered, **options, rank=rank, world_size=after) as second:
+            second.load_state_dict(state)
+            assert second.state_dict()["position"] == position % len(second)
+            parts.append(list(second))
+    assert same(joined(parts), rest)
+
+
+def test_resuming_then_the_next_epoch_is_whole(photos: Path) -> None:
+    with loader(photos, seed=4) as made:
+        made.set_epoch(6)
+        batches = iter(made)
+        next(batches)
+        next(batches)
+        state = made.state_dict()
+        expected = [*batches, *made]
+    with loader(photos, seed=4) as other:
+        other.load_state_dict(state)
+        assert same([*other, *other], expected)
+        assert other.state_dict() == {"epoch": 7, "position": 5, "seed": 4, "batch_size": 4, "samples": 18}
+
+
+def test_set_epoch_forgets_the_place_within_one(photos: Path) -> None:
+    with loader(photos) as made:
+        made.load_state_dict({"epoch": 2, "position": 3, "seed": 0, "batch_size": 4, "samples": 18})
+        made.set_epoch(2)
+        assert len(list(made)) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 1}, "seed=1, this loader 0"),
+        ({"batch_size": 8}, "batch_size=8, this loader 4"),
+        ({"samples": 17}, "samples=17, this loader 23"),
+        ({"position": None}, "position=None"),
+        ({"epoch": -1}, "epoch=-1"),
+        ({"epoch": "2"}, "epoch='2'"),
+    ],
+)
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+def test_state_of_another_loader(numbered: Path, kind: Any, change: dict[str, Any], words: str) -> None:
+    made = kind(numbered, batch_size=4, image_size=16, workers=1)
+    before = made.state_dict()
+    with pytest.raises(DataError, match=words):
+        made.load_state_dict(before | change)
+    with pytest.raises(DataError, match="epoch=None"):
+        made.load_state_dict({})
+    assert made.state_dict() == before
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "2"])
+def test_epoch_that_is_none(numbered: Path, number: Any) -> None:
+    with pytest.raises(DataError, match="epoch="):
+        loader(numbered).set_epoch(number)

@@ -1,0 +1,234 @@
+"""FFCVLoader gives back what it takes: threads, descriptors and memory; and it leaves the process as it was."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from drivetrain.errors import BetonError, DataError
+from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
+from loader_pictures import jpeg_beton, run_python
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jpeg_beton(tmp_path_factory.mktemp("resources") / "photos.beton")
+
+
+def loader(path: Path, **options: object) -> FFCVLoader:
+    return FFCVLoader(path, **{"batch_size": 3, "image_size": 32, "workers": 2, **options})
+
+
+def held() -> tuple[int, int, int]:
+    """Python threads, threads of the process, and descriptors."""
+    gc.collect()
+    process = psutil.Process()
+    return threading.active_count(), process.num_threads(), process.num_fds()
+
+
+def settled(expected: tuple[int, int, int]) -> tuple[int, int, int]:
+    """What is held once threads that have ended are gone from /proc, a few milliseconds later."""
+    deadline = time.monotonic() + 5
+    while held() != expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return held()
+
+
+def warm_up(path: Path) -> None:
+    with loader(path) as made:
+        list(made)
+
+
+def leave_early(path: Path) -> None:
+    made = loader(path)
+    for _ in range(20):
+        for number, _ in enumerate(made):
+            if number == 1:
+                break
+    made.close()
+
+
+def leave_early_and_forget(path: Path) -> None:
+    for _ in range(20):
+        next(iter(loader(path)))
+
+
+def two_at_once(path: Path) -> None:
+    with loader(path, seed=1) as one, loader(path, seed=2) as other:
+        pairs = list(zip(one, other, strict=True))
+        assert len(pairs) == 6
+        assert not any(torch.equal(a[0], b[0]) for a, b in pairs)
+
+
+def fifty_epochs(path: Path) -> None:
+    with loader(path) as made:
+        for _ in range(50):
+            assert len(list(made)) == 6
+
+
+def raise_in_the_loop(path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), loader(path) as made:
+        _ = [1 // (len(labels) - 3) for _, labels in made]
+
+
+@pytest.mark.parametrize(
+    "use", [leave_early, leave_early_and_forget, two_at_once, fifty_epochs, raise_in_the_loop]
+)
+def test_threads_and_descriptors_come_back(photos: Path, use: Callable[[Path], None]) -> None:
+    warm_up(photos)
+    use(photos)  # once before counting: OpenCV and torch start pools of their own at first use
+    before = held()
+    use(photos)
+    assert settled(before) == before
+
+
+def test_an_open_loader_does_not_grow(photos: Path) -> None:
+    with loader(photos) as made:
+        list(made)
+        before = held()
+        for _ in range(20):
+            next(iter(made))
+        assert settled(before) == before
+
+
+def test_memory_does_not_grow(photos: Path) -> None:
+    process = psutil.Process()
+    with loader(photos, image_size=160) as made:
+        for _ in range(15):
+            list(made)
+        gc.collect()
+        before = process.memory_info().rss
+        for _ in range(50):
+            list(made)
+        gc.collect()
+        assert process.memory_info().rss - before < 12 << 20  # one epoch alone allocates 7 MB of batches
+
+
+def test_close_twice_and_iterate_again(photos: Path) -> None:
+    made = loader(photos, train=False)
+    made.close()
+    first = list(made)
+    made.close()
+    made.close()
+    again = list(made)
+    made.close()
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
+    assert not [t for t in threading.enumerate() if t.name.startswith("drivetrain-load")]
+
+
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+def test_a_loop_that_was_overtaken_says_so(photos: Path, kind: type[FFCVLoader] | type[TorchLoader]) -> None:
+    made = kind(photos, batch_size=3, image_size=32, workers=1 if kind is FFCVLoader else 0)
+    old = iter(made)
+    next(old)
+    made.close()
+    with pytest.raises(DataError, match="closed, or iterated anew"):
+        next(old)
+    old = iter(made)
+    next(old)
+    state = made.state_dict()
+    new = iter(made)
+    with pytest.raises(DataError, match="Use one loop at a time"):
+        next(old)
+    next(new)
+    assert (state["epoch"], state["position"]) == (1, 1)
+    assert (made.state_dict()["epoch"], made.state_dict()["position"]) == (2, 1)
+    made.close()
+
+
+def test_thread_counts_are_left_alone_and_nothing_is_printed(photos: Path) -> None:
+    code = """
+import sys, warnings
+warnings.simplefilter("error")
+import torch
+torch.set_num_threads(2)
+import numba
+numba_threads = numba.get_num_threads()
+from drivetrain.loaders import FFCVLoader
+loader = FFCVLoader(sys.argv[1], batch_size=4, image_size=32)
+for images, labels in loader:
+    pass
+next(iter(loader))
+assert torch.get_num_threads() == 2, torch.get_num_threads()
+assert numba.get_num_threads() == numba_threads
+"""  # it ends with a loop left early and nothing closed
+    run = run_python(code, photos, OMP_NUM_THREADS="2")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+def test_numba_cache_that_cannot_be_written(photos: Path) -> None:
+    """Installed read-only, without a home: compiled anew, but it works."""
+    code = """
+import sys
+from numba.core import caching
+caching.CacheImpl._locator_classes = []  # what is left where no locator finds a folder to write
+from drivetrain.loaders import FFCVLoader
+print(len(list(FFCVLoader(sys.argv[1], batch_size=6, image_size=16))))
+"""
+    run = run_python(code, photos)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "3\n", "")
+
+
+# Samples that do not decode
+
+
+@pytest.fixture
+def damaged(photos: Path, tmp_path: Path) -> Path:
+    """A copy whose samples 4 (headers) and 9 (all of it) are zeroed, and 13 cut short by its end marker."""
+    path = Path(shutil.copy(photos, tmp_path / "damaged.beton"))
+    beton = open_beton(photos)
+    starts, sizes = beton.pointers.astype(int), beton.sizes.astype(int)
+    with path.open("r+b") as file:
+        for index, begin, count in ((4, 2, 100), (9, 0, sizes[9]), (13, sizes[13] // 2, 300)):
+            file.seek(starts[index] + begin)
+            file.write(bytes(count))
+    return path
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_sample_that_does_not_decode(damaged: Path, workers: int) -> None:
+    with loader(damaged, batch_size=1, order="sequential", workers=workers) as made:
+        for index, words in (
+            (4, "sample 4: "),
+            (9, "sample 9: "),
+            (13, "sample 13: its JPEG data does not decode"),
+        ):
+            made.set_indices([0, 1, 2, index, 3])
+            begin = time.monotonic()
+            with pytest.raises(BetonError, match=words) as caught:
+                list(made)
+            assert time.monotonic() - begin < 1
+            assert str(damaged) in str(caught.value)
+            assert "Leave it out with indices=" in str(caught.value)
+            assert made.state_dict()["position"] == 3
+        made.set_indices([i for i in range(18) if i not in (4, 9, 13)])
+        assert len(list(made)) == 15
+    with loader(damaged, workers=workers) as made, pytest.raises(BetonError, match=r"sample (4|9|13): "):
+        list(made)
+
+
+@pytest.mark.parametrize(("index", "workers"), [(4, 0), (9, 0), (9, 1)])
+def test_torch_loader_notices_them_too(damaged: Path, index: int, workers: int) -> None:
+    with (
+        TorchLoader(damaged, batch_size=1, image_size=32, workers=workers, indices=[index]) as made,
+        pytest.raises(BetonError, match=f"sample {index}: its JPEG data does not decode"),
+    ):
+        list(made)
+
+
+def test_torch_loader_notices_the_third_by_its_checksum(damaged: Path, photos: Path) -> None:
+    """Pillow alone would give a picture whose lower half is wrong."""
+    shutil.copy(f"{photos}.json", f"{damaged}.json")
+    with (
+        TorchLoader(damaged, batch_size=1, image_size=32, workers=0, indices=[13]) as made,
+        pytest.raises(BetonError, match="sample 13: "),
+    ):
+        list(made)

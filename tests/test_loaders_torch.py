@@ -1,0 +1,227 @@
+"""TorchLoader is the same loader by PyTorch's means: same samples and batches, near the same values."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from drivetrain.errors import DataError
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
+from loader_pictures import jpeg_beton, raw_beton, raw_pictures
+from PIL import Image
+from torchvision.datasets import ImageFolder
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its images stand beside it, in `photos-images`."""
+    return jpeg_beton(tmp_path_factory.mktemp("torch") / "photos.beton")
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return raw_beton(tmp_path_factory.mktemp("torch") / "numbered.beton", 23)
+
+
+def load(kind: Any, source: Any, epoch: int = 0, **options: Any) -> Batches:
+    workers = 0 if kind is TorchLoader else 1
+    with kind(source, **{"batch_size": 4, "image_size": 16, "workers": workers, **options}) as loader:
+        loader.set_epoch(epoch)
+        return list(loader)
+
+
+def same(one: Batches, other: Batches) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"drop_last": True},
+        {"train": False},
+        {"seed": 7, "epoch": 3},
+        {"indices": range(3, 20)},
+        {"world_size": 2, "rank": 1},
+        {"indices": range(21), "world_size": 4, "rank": 3},
+    ],
+    ids=str,
+)
+def test_same_samples_in_the_same_batches(numbered: Path, options: dict[str, Any]) -> None:
+    ours, theirs = load(FFCVLoader, numbered, **options), load(TorchLoader, numbered, **options)
+    assert [labels.tolist() for _, labels in ours] == [labels.tolist() for _, labels in theirs]
+    assert [images.shape for images, _ in ours] == [images.shape for images, _ in theirs]
+    assert {images.dtype for images, _ in theirs} == {torch.float32}
+    assert {labels.dtype for _, labels in theirs} == {torch.int64}
+
+
+def test_evaluation_is_close(photos: Path) -> None:
+    """Two decoders, two ways to resize: near, on average, on smooth pictures; and nearest to its own."""
+    ours = torch.cat([images for images, _ in load(FFCVLoader, photos, train=False, image_size=48)])
+    theirs = torch.cat([images for images, _ in load(TorchLoader, photos, train=False, image_size=48)])
+    assert (ours - theirs).abs().mean() < 0.12
+    distances = (ours[:, None] - theirs[None]).abs().mean(dim=(2, 3, 4))
+    assert distances.argmin(dim=1).tolist() == list(range(18))
+
+
+def test_stored_pixels_come_out_exactly(numbered: Path) -> None:
+    options = {"train": False, "image_size": 12, "eval_ratio": 1.0, "dtype": torch.uint8}
+    ours, theirs = load(FFCVLoader, numbered, **options), load(TorchLoader, numbered, **options)
+    assert same(ours, theirs)
+    padded = {"crop": "padded", "image_size": 12, "padding": 0, "flip": False, "dtype": torch.uint8}
+    assert same(load(FFCVLoader, numbered, **padded), load(TorchLoader, numbered, **padded))
+
+
+def test_padded_crop_shifts_over_reflected_edges(numbered: Path) -> None:
+    images, _ = raw_pictures(23)
+    ((drawn, labels), *_) = load(
+        TorchLoader, numbered, crop="padded", image_size=12, flip=False, dtype=torch.uint8
+    )
+    for one, label in zip(drawn.permute(0, 2, 3, 1).numpy(), labels, strict=True):
+        padded = np.pad(images[label], ((4, 4), (4, 4), (0, 0)), mode="reflect")
+        places = [padded[y : y + 12, x : x + 12] for y in range(9) for x in range(9)]
+        assert any(np.array_equal(one, place) for place in places)
+
+
+def test_image_folder_and_data_set_sources(photos: Path) -> None:
+    folder = photos.parent / "photos-images"
+    from_beton = load(TorchLoader, photos)
+    assert same(load(TorchLoader, folder), from_beton)
+    assert same(load(TorchLoader, str(folder)), from_beton)
+    assert same(load(TorchLoader, ImageFolder(str(folder))), from_beton)
+    for source in (photos, folder):
+        with TorchLoader(source, batch_size=4, image_size=16, workers=0) as loader:
+            assert loader.num_classes == 3
+
+
+def test_float_targets(tmp_path: Path) -> None:
+    images, _ = raw_pictures(5)
+    convert((images, np.linspace(-1, 1, 5)), tmp_path / "t.beton", progress=False)
+    for rank in (0, 1):  # one sample is left for the last batch: rank 1 gets an empty one
+        options = {"batch_size": 2, "world_size": 2, "rank": rank, "train": False}
+        ours = load(FFCVLoader, tmp_path / "t.beton", **options)
+        theirs = load(TorchLoader, tmp_path / "t.beton", **options)
+        assert [labels.tolist() for _, labels in ours] == [labels.tolist() for _, labels in theirs]
+        assert {labels.dtype for _, labels in theirs} == {torch.float32}
+
+
+def test_augmentation_is_keyed_by_sample_and_epoch(photos: Path) -> None:
+    """So any number of ranks and a resumed epoch give the same pixels; the global random state is left alone."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    whole = load(TorchLoader, photos, seed=2, epoch=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert same(load(TorchLoader, photos, seed=2, epoch=1), whole)
+    assert not same(load(TorchLoader, photos, seed=2, epoch=2), whole)
+    assert not same(load(TorchLoader, photos, seed=1, epoch=2), whole)
+    parts = [load(TorchLoader, photos, seed=2, epoch=1, rank=rank, world_size=2) for rank in range(2)]
+    joined = [(torch.cat([a, c]), torch.cat([b, d])) for (a, b), (c, d) in zip(*parts, strict=True)]
+    assert same(joined, whole)
+    with TorchLoader(photos, batch_size=4, image_size=16, workers=0, seed=2) as first:
+        first.set_epoch(1)
+        batches = iter(first)
+        next(batches)
+        next(batches)
+        state = first.state_dict()
+    with TorchLoader(photos, batch_size=4, image_size=16, workers=0, seed=2) as second:
+        second.load_state_dict(state)
+        assert same(list(second), whole[2:])
+
+
+def test_worker_processes(photos: Path) -> None:
+    """The same batches; an epoch left early; none of the processes remains after close()."""
+    whole = load(TorchLoader, photos), load(TorchLoader, photos, epoch=1)
+    with TorchLoader(photos, batch_size=4, image_size=16, workers=2) as loader:
+        assert same(list(loader), whole[0])
+        next(iter(loader))
+        loader.set_epoch(1)
+        assert same(list(loader), whole[1])
+        processes = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+        assert len(processes) == 2
+    deadline = time.monotonic() + 5
+    while any(process.is_running() for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(process.is_running() for process in processes)
+
+
+def test_script_without_a_main_guard(photos: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+from drivetrain.loaders import TorchLoader
+print("begin")
+with TorchLoader({str(photos)!r}, batch_size=6, image_size=16, workers=1) as loader:
+    print(len(list(loader)), len(list(loader)))
+print(__file__)
+""")
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == f"begin\n3 3\n{script}\n"
+
+
+class Awkward:
+    """A data set whose second sample cannot be read."""
+
+    transform: Any = None
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        if index:
+            raise KeyError("no such row")
+        return self.transform(Image.new("RGB", (16, 16))), 0
+
+
+def test_data_set_that_raises() -> None:
+    with TorchLoader(Awkward(), batch_size=1, image_size=16, workers=0, train=False) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(
+            DataError, match="Sample 1 of Awkward could not be loaded: KeyError: 'no such row'"
+        ):
+            next(batches)
+        with pytest.raises(DataError, match="Awkward has no attribute `classes`"):
+            _ = loader.num_classes
+
+
+def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "x.jpg").write_text("words")
+    with (
+        TorchLoader(tmp_path / "images", batch_size=1, image_size=16, workers=0) as loader,
+        pytest.raises(DataError, match=r"Sample 0 of ImageFolder could not be loaded: .*x\.jpg"),
+    ):
+        list(loader)
+
+
+def test_changed_pixels_are_noticed_by_the_manifest(numbered: Path, tmp_path: Path) -> None:
+    """Raw pixels decode to anything; only the checksum knows."""
+    path = tmp_path / "changed.beton"
+    beton = open_beton(numbered)
+    data = bytearray(beton.data)
+    data[int(beton.pointers[7]) + 5] ^= 1
+    path.write_bytes(data)
+    assert len(load(TorchLoader, path, train=False)) == 6  # without one nobody can tell
+    (tmp_path / "changed.beton.json").write_bytes(numbered.with_name("numbered.beton.json").read_bytes())
+    with pytest.raises(DataError, match=r"sample 7: its data changed since the conversion \(CRC-32\)"):
+        load(TorchLoader, path, train=False)

@@ -1,0 +1,143 @@
+"""`Pipeline.fit` on two ranks: the same numbers as on one device, and the same errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import DrivetrainError, Pipeline, PlanError
+from drivetrain.pipeline import FitResult
+from drivetrain.strategies import launch
+from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, numbers, plain_model, write_toy
+
+
+def fit(pipeline: Pipeline) -> FitResult:
+    return pipeline.fit(epochs=2, progress=False)
+
+
+def fit_all(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
+    """On each rank: the numbers, weights and errors of several trainings, so that one launch serves them all."""
+    found: dict[str, Any] = {}
+    for name, pipeline in pipelines.items():
+        try:
+            result = fit(pipeline)
+            found[name] = numbers(result), result.model.state_dict()
+        except DrivetrainError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pipeline, dict[str, Any]]]:
+    """Name: a pipeline, and how one device must distribute to compute the same."""
+    lone = write_toy(tmp_path_factory.mktemp("lone") / "val.beton", BATCH + 1, seed=3)
+    lonely = {"train": toy.train, "val": lone, "batch_size": BATCH, "image_size": SIDE, "workers": 1}
+    torch_loader = lonely | {"loader": "torch", "workers": 0}
+    return {
+        "plain": (toy.pipeline(plain_model), {}),
+        "clipped": (toy.pipeline(plain_model), {"clip_norm": 0.05}),
+        "accumulated": (toy.pipeline(plain_model), {"accumulate": 2}),
+        "batch norm": (toy.pipeline(batch_norm_model), {}),
+        "a module": (toy.pipeline(plain_model()), {}),
+        "a rank without a share": (toy.pipeline().load(**lonely), {}),
+        "torch loader": (
+            toy.pipeline().load(**torch_loader, flip=False, scale=(1.0, 1.0), ratio=(1.0, 1.0)),
+            {},
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
+    pipelines = {
+        name: pipeline.distribute("ddp", devices=2, **how) for name, (pipeline, how) in cases.items()
+    }
+    pipelines["diverging"] = pipelines["plain"].optimize("sgd", lr=1e9)
+    return launch(fit_all, pipelines, devices=2, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "clipped", "accumulated", "a module", "a rank without a share", "torch loader"]
+)
+def test_two_ranks_train_as_one_device(name: str, cases: Any, on_two_ranks: list[dict[str, Any]]) -> None:
+    pipeline, how = cases[name]
+    alone = fit(pipeline.distribute("single", **how))
+    assert not isinstance(on_two_ranks[0][name], str), on_two_ranks[0][name]
+    found, weights = on_two_ranks[0][name]
+    for one, two in zip(numbers(alone), found, strict=True):
+        assert two == pytest.approx(one, abs=1e-5)
+    torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_batch_norm_on_two_ranks_is_that_of_two_microbatches(
+    cases: Any, on_two_ranks: list[dict[str, Any]]
+) -> None:
+    alone = fit(cases["batch norm"][0].distribute("single", accumulate=2))
+    found, weights = on_two_ranks[0]["batch norm"]
+    assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in numbers(alone)], abs=1e-5)
+    parameters = dict(alone.model.named_parameters())
+    torch.testing.assert_close({n: weights[n] for n in parameters}, parameters, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loss_that_is_lost_is_one_error_on_every_rank(on_two_ranks: list[dict[str, Any]]) -> None:
+    for rank in on_two_ranks:
+        assert rank["diverging"].startswith("DrivetrainError: In epoch 1 the loss is")
+        assert "Lower the learning rate" in rank["diverging"]
+
+
+def test_an_error_on_a_rank_comes_as_if_it_were_here(toy: Toy, tmp_path: Path) -> None:
+    """And not as a StrategyError with a rank's traceback in it; nothing is left in the folder."""
+    pipeline = toy.pipeline(plain_model)._with(model_options={"classes": CLASSES + 1})
+    with pytest.raises(PlanError, match=r"gives \(2, 5\) for 2 images, and .* has 4 classes") as caught:
+        pipeline.distribute("ddp", devices=2).fit(epochs=1, out=tmp_path, progress=False)
+    assert "Traceback" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from drivetrain import Pipeline
+
+class Mine(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, classes))
+
+    def forward(self, images):
+        return self.layers(images)
+
+pipeline = Pipeline(Mine, classes=4).load(
+    sys.argv[1], sys.argv[2], batch_size=32, image_size=16, workers=1
+).optimize("sgd", lr=0.5)
+two = pipeline.distribute("ddp", devices=2).fit(epochs=2, out=sys.argv[3], progress=True)
+one = pipeline.fit(epochs=2, progress=False)
+assert type(two.model) is Mine
+assert two.model(torch.zeros(1, 3, 16, 16)).shape == (1, 4)
+for left, right in zip(one.model.parameters(), two.model.parameters()):
+    torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+for left, right in zip(one.history.epochs, two.history.epochs):
+    assert abs(left.loss - right.loss) < 1e-5, (left, right)
+    assert left.accuracy == right.accuracy
+print("the same")
+"""
+
+
+def test_a_model_of_a_script_without_a_main_guard(toy: Toy, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    out = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, str(script), toy.train, toy.val, str(out)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch 1  loss") == 1  # rank 0 alone shows progress
+    assert done.stdout.endswith("the same\n")
+    assert len(json.loads((out / "history.json").read_text())["epochs"]) == 2

@@ -1,0 +1,276 @@
+"""`Pipeline.fit` on one device: it learns, agrees with plain PyTorch, repeats, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from drivetrain import Pipeline
+from drivetrain.loaders import FFCVLoader
+from drivetrain.pipeline import FitResult
+from drivetrain.pipeline.optimizers import Optimization, Schedule
+from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
+from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, VAL, Toy, batch_norm_model, plain_model
+from safetensors.torch import load_file
+from torch import nn
+
+
+def assert_equal_states(left: nn.Module, right: nn.Module, tolerance: float = 0.0) -> None:
+    torch.testing.assert_close(left.state_dict(), right.state_dict(), rtol=tolerance, atol=tolerance)
+
+
+def batches(path: str, train: bool, epochs: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    with FFCVLoader(
+        path, batch_size=BATCH, image_size=SIDE, train=train, flip=False, seed=0, workers=1, drop_last=train
+    ) as loader:
+        for _ in range(epochs):
+            yield list(loader)
+
+
+def plain_training(
+    toy: Toy, epochs: int, accumulate: int = 1, clip_norm: float | None = None, warmup: float = 0.0
+) -> tuple[nn.Module, list[float], list[tuple[float, float]]]:
+    """Training as anybody would write it by hand, with a triangular learning rate."""
+    torch.manual_seed(0)
+    model = batch_norm_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    steps, step = epochs * (TRAIN // BATCH), 0
+    losses, evaluations = [], []
+    for train, val in zip(
+        batches(toy.train, True, epochs), batches(toy.val, False, epochs), strict=True
+    ):  # fmt: skip
+        total = 0.0
+        model.train()
+        for images, labels in train:
+            rising = warmup * steps
+            factor = (step + 1) / (rising + 1) if step < rising else 1 - (step - rising) / (steps - rising)
+            optimizer.param_groups[0]["lr"] = 0.1 * factor
+            optimizer.zero_grad()
+            for part in range(accumulate):
+                share = slice(part * BATCH // accumulate, (part + 1) * BATCH // accumulate)
+                loss = F.cross_entropy(model(images[share]), labels[share]) / accumulate
+                loss.backward()
+                total += loss.item()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            step += 1
+        losses.append(total / len(train))
+        model.eval()
+        with torch.no_grad():
+            logits = torch.cat([model(images) for images, _ in val])
+        labels = torch.cat([labels for _, labels in val])
+        assert len(labels) == VAL
+        evaluations.append(
+            (F.cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).float().mean().item())
+        )
+    return model, losses, evaluations
+
+
+def fit(pipeline: Pipeline, epochs: int, **arguments: Any) -> FitResult:
+    return pipeline.fit(epochs=epochs, progress=False, **arguments)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"accumulate": 2}, {"clip_norm": 0.05}, {"accumulate": 4, "clip_norm": 0.05, "warmup": 0.3}],
+    ids=["plain", "accumulated", "clipped", "all with warm-up"],
+)
+def test_agrees_with_a_loop_written_by_hand(toy: Toy, case: dict[str, Any]) -> None:
+    model, losses, evaluations = plain_training(toy, 3, **case)
+    warmup = case.get("warmup", 0.0)
+    pipeline = (
+        toy.pipeline(batch_norm_model)
+        .optimize("sgd", lr=0.1, momentum=0.9, weight_decay=1e-3, schedule="linear", warmup=warmup)
+        .distribute("single", **{key: value for key, value in case.items() if key != "warmup"})
+    )
+    result = fit(pipeline, 3)
+    found = result.history.epochs
+    assert [epoch.loss for epoch in found] == pytest.approx(losses, abs=1e-6)
+    assert [epoch.val_loss for epoch in found] == pytest.approx([loss for loss, _ in evaluations], abs=1e-6)
+    assert [epoch.accuracy for epoch in found] == pytest.approx([right for _, right in evaluations], abs=1e-6)
+    assert_equal_states(result.model, model, 1e-6)
+
+
+def test_clipping_and_accumulation_matter_here(toy: Toy) -> None:
+    """Else the parity above would hold without them."""
+    plain, _, _ = plain_training(toy, 1)
+    clipped, _, _ = plain_training(toy, 1, clip_norm=0.05)
+    accumulated, _, _ = plain_training(toy, 1, accumulate=2)
+    for other in (clipped, accumulated):
+        with pytest.raises(AssertionError):
+            assert_equal_states(plain, other, 1e-6)
+
+
+def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -> None:
+    pipeline = toy.pipeline(batch_norm_model).transform(LabelSmoothing(0.1), ChannelsLast())
+    result = pipeline.fit(epochs=4, out=tmp_path / "a" / "run")
+    first, *_, last = result.history.epochs
+    assert last.loss < 0.7 * first.loss
+    assert result.accuracy == last.accuracy
+    assert (result.accuracy or 0) > 0.9  # chance is 0.25
+    for number, epoch in enumerate(result.history.epochs, 1):
+        assert epoch.epoch == number
+        assert epoch.lr == 0.1
+        assert 0 <= epoch.waiting <= 1
+        # The training of TRAIN images took a part of the epoch's time.
+        assert TRAIN / epoch.images_per_s < epoch.seconds
+        assert round(epoch.accuracy * VAL, 6) == round(epoch.accuracy * VAL)  # type: ignore[operator]
+    assert str(result.history).count("\n") == 3
+    assert "accuracy" in result.history._repr_html_()
+    output = capsys.readouterr()
+    assert output.out.count("epoch ") + output.err.count("images/s  waiting") >= 4
+
+    written = json.loads((tmp_path / "a" / "run" / "history.json").read_text())
+    assert written == result.history.to_dict()
+    assert written["seed"] == 0
+    assert written["provenance"]["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert sorted(path.name for path in (tmp_path / "a" / "run").iterdir()) == [
+        "history.json",
+        "model.safetensors",
+    ]
+    loaded = batch_norm_model()
+    loaded.load_state_dict(load_file(tmp_path / "a" / "run" / "model.safetensors"), strict=True)
+    assert_equal_states(loaded, result.model)
+    assert not result.model.training
+    assert evaluated(loaded, toy.val) == pytest.approx(result.accuracy, abs=1e-6)
+
+
+def evaluated(model: nn.Module, path: str) -> float:
+    model.eval()
+    right = count = 0
+    with torch.no_grad():
+        for images, labels in next(batches(path, False, 1)):
+            right += int((model(images).argmax(1) == labels).sum())
+            count += len(labels)
+    return right / count
+
+
+def test_without_validation_data(toy: Toy) -> None:
+    pipeline = Pipeline(plain_model).load(toy.train, batch_size=BATCH, image_size=SIDE, workers=1)
+    result = fit(pipeline, 1)
+    assert (result.accuracy, result.history.epochs[0].val_loss) == (None, None)
+
+
+def test_bf16_learns_with_fp32_weights(toy: Toy) -> None:
+    pipeline = toy.pipeline(batch_norm_model).transform(ChannelsLast())
+    bf16 = fit(pipeline.distribute("single", precision="bf16"), 3)
+    fp32 = fit(pipeline, 3)
+    assert (bf16.accuracy or 0) > 0.8
+    assert {value.dtype for value in bf16.model.parameters()} == {torch.float32}
+    assert bf16.history.epochs[0].loss != fp32.history.epochs[0].loss
+    assert bf16.history.epochs[0].loss == pytest.approx(fp32.history.epochs[0].loss, rel=0.05)
+
+
+def test_same_seed_same_bits_and_another_seed_another_run(toy: Toy) -> None:
+    pipeline = toy.pipeline(batch_norm_model, flip=True).transform(BlurPool(), ChannelsLast())
+    pipeline = pipeline._with(model=lambda: nn.Sequential(plain_pool(), nn.Dropout(0.3)))
+    one, two = fit(pipeline, 2), fit(pipeline, 2)
+    assert [e.loss for e in one.history.epochs] == [e.loss for e in two.history.epochs]
+    assert_equal_states(one.model, two.model)
+    other = fit(pipeline._with(seed=1), 2)
+    assert other.history.epochs[0].loss != one.history.epochs[0].loss
+
+
+def plain_pool() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES)
+    )
+
+
+def test_touches_nothing_outside(toy: Toy) -> None:
+    """The user's module, random states, threads, default dtype and signal handlers are as before."""
+    model = batch_norm_model()
+    before = copy.deepcopy(model.state_dict())
+    random.seed(7)
+    np.random.seed(7)  # noqa: NPY002
+    torch.manual_seed(7)
+    pipeline = toy.pipeline(model).transform(ChannelsLast(), BlurPool(), LabelSmoothing())
+
+    def surroundings() -> tuple[Any, ...]:
+        return (
+            random.getstate(), np.random.get_state()[1].tolist(),  # type: ignore[index]  # noqa: NPY002
+            torch.get_rng_state().tolist(), torch.get_num_threads(), torch.get_num_interop_threads(),
+            torch.get_default_dtype(), torch.is_grad_enabled(), signal.getsignal(signal.SIGINT),
+            signal.getsignal(signal.SIGTERM), torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+
+    at_first = surroundings()
+    with pytest.warns(match="BlurPool changed nothing"):
+        result = fit(pipeline, 1)
+    with pytest.warns(match="BlurPool changed nothing"):
+        pipeline.ledger(seconds=0.1, progress=False)
+    assert surroundings() == at_first
+    assert model.training
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert model[0].weight.is_contiguous()
+    assert result.model is not model
+    assert [type(layer) for layer in model] == [type(layer) for layer in batch_norm_model()]
+    assert [thread for thread in threading.enumerate() if not thread.daemon] == [threading.main_thread()]
+    assert not [
+        child for child in psutil.Process().children() if "resource_tracker" not in str(child.cmdline())
+    ]
+
+
+def test_the_same_from_a_module_as_from_its_factory(toy: Toy) -> None:
+    torch.manual_seed(0)
+    assert_equal_states(fit(toy.pipeline(plain_model()), 1).model, fit(toy.pipeline(plain_model), 1).model)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_schedules(schedule: str) -> None:
+    optimization = Optimization("sgd", {"lr": 2.0}, schedule, warmup=0.25)
+    layers = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [layers.weight]}, {"params": [layers.bias], "lr": 1.0}], lr=2.0)
+    made = Schedule(optimization, optimizer, 8)
+    rates = []
+    for _ in range(8):
+        made.advance()
+        rates.append(made.lr)
+        assert optimizer.param_groups[1]["lr"] == pytest.approx(made.lr / 2)
+    progress = np.arange(6) / 6
+    falling = {"constant": np.ones(6), "linear": 1 - progress, "cosine": (1 + np.cos(np.pi * progress)) / 2}
+    assert rates == pytest.approx([2 / 3, 4 / 3, *(2.0 * falling[schedule])])
+
+
+def test_an_optimizer_factory_gets_the_final_parameters(toy: Toy) -> None:
+    seen: list[list[torch.Tensor]] = []
+
+    def factory(parameters: Any) -> torch.optim.Optimizer:
+        seen.append(list(parameters))
+        return torch.optim.AdamW(seen[-1], lr=0.01)
+
+    pipeline = toy.pipeline(batch_norm_model).transform(ChannelsLast()).optimize(factory)
+    with pipeline.build() as built:
+        own = list(built.engine.plain_model.parameters())
+        assert [id(p) for p in seen[-1]] == [id(p) for p in own]
+        assert isinstance(built.engine.optimizer, torch.optim.AdamW)
+        assert not own[0].is_contiguous()
+
+
+def test_the_torch_loader_trains_too_also_from_a_folder(toy: Toy, tmp_path: Path) -> None:
+    from PIL import Image
+    from pipeline_data import toy_arrays
+
+    images, labels = toy_arrays(64, seed=5)
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        folder = tmp_path / "photos" / ("a", "b", "c", "d")[label]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{number}.png")
+    pipeline = toy.pipeline(loader="torch", workers=0)
+    assert fit(pipeline, 3).history.epochs[-1].loss < 1.3
+    folder_pipeline = Pipeline(plain_model).load(
+        tmp_path / "photos", toy.val, batch_size=BATCH, image_size=SIDE, loader="torch", workers=0
+    )
+    assert fit(folder_pipeline, 1).accuracy is not None

@@ -1,0 +1,229 @@
+"""Ctrl-C: training ends at once, leaves nothing running, and keeps the epochs that were finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from drivetrain.loaders import FFCVLoader
+from drivetrain.pipeline import TrainingInterrupted
+from drivetrain.pipeline.fit import interrupts_held
+from PIL import Image
+from pipeline_data import CLASSES, SIDE, VAL, Sleepy, Toy, plain_model
+from safetensors.torch import load_file
+
+PATIENCE = 5.0  # seconds that a script may take to end
+
+SCRIPT = """
+import sys, threading
+import psutil
+from drivetrain import Pipeline
+from drivetrain.pipeline import TrainingInterrupted
+from pipeline_data import Sleepy
+
+train, val, out, how = sys.argv[1:]
+pipeline = Pipeline(Sleepy, seconds=0.15).load(
+    train, val, batch_size=32, image_size=16, workers=1, loader="torch" if how == "torch" else "ffcv"
+).optimize("sgd", lr=0.1)
+if how == "ddp":
+    pipeline = pipeline.distribute("ddp", devices=2)
+try:
+    pipeline.fit(epochs=100, out=out)
+except TrainingInterrupted as interrupt:
+    result = interrupt.result
+    print("kept", len(result.history.epochs), result.accuracy, flush=True)
+    threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    children = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    children = [child for child in children if "resource_tracker" not in str(child)]
+    print("left", threads, children, flush=True)
+    raise
+"""
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that a test starts; whatever is left of them and their children is killed."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate()
+
+
+def start(started: list[subprocess.Popen[str]], command: list[str]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )  # fmt: skip
+    started.append(process)
+    return process
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Sends SIGINT as a terminal does, to the whole group; returns the output when all of it has ended."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    os.killpg(process.pid, signal.SIGINT)
+    begin = time.monotonic()
+    output = process.communicate(timeout=PATIENCE)
+    _, alive = psutil.wait_procs(family[1:], timeout=max(PATIENCE - (time.monotonic() - begin), 0))
+    assert not alive
+    return output
+
+
+def accuracy_of(weights: Path, val: str) -> float:
+    model = Sleepy(0)
+    model.load_state_dict(load_file(weights))
+    with FFCVLoader(val, batch_size=VAL, image_size=SIDE, train=False, workers=1) as loader:
+        images, labels = next(iter(loader))
+    found: float = (model.eval()(images).argmax(1) == labels).float().mean().item()
+    return found
+
+
+def test_scripts_that_are_interrupted(toy: Toy, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    """On one device, on two ranks, and with the worker processes of PyTorch's loader; all at the same time."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    running = {
+        tmp_path / how: start(
+            started, [sys.executable, str(script), toy.train, toy.val, str(tmp_path / how), how]
+        )
+        for how in ("single", "ddp", "torch")
+    }
+    while running:
+        for out in [out for out in running if (out / "history.json").exists()]:
+            assert_keeps_the_first_epoch(running.pop(out), out, toy.val)
+        for process in running.values():
+            wait_for(lambda: True, process)
+        time.sleep(0.01)
+
+
+def assert_keeps_the_first_epoch(process: subprocess.Popen[str], out: Path, val: str) -> None:
+    time.sleep(0.3)  # into epoch 2: 4 steps of 0.15 s, then the evaluation
+    output, errors = interrupt(process)
+    assert process.returncode not in (0, None)
+    kept, left = output.splitlines()[-2:]
+    history = json.loads((out / "history.json").read_text())
+    assert sorted(path.name for path in out.iterdir()) == ["history.json", "model.safetensors"]
+    assert kept == f"kept {len(history['epochs'])} {history['epochs'][-1]['accuracy']}"
+    assert accuracy_of(out / "model.safetensors", val) == pytest.approx(history["epochs"][-1]["accuracy"])
+    assert left == "left ['MainThread'] []"
+    assert errors.count("Traceback") == 1, errors  # the script's own, of what it raised again
+
+
+def interrupted_when(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_the_exception_carries_what_was_finished(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.pipeline(Sleepy(0.05))
+    handler = signal.getsignal(signal.SIGINT)
+    threading.Thread(target=interrupted_when, args=(tmp_path / "history.json",), daemon=True).start()
+    with pytest.raises(TrainingInterrupted) as caught:
+        pipeline.fit(epochs=1000, out=tmp_path, progress=False)
+    result = caught.value.result
+    assert result is not None
+    written = json.loads((tmp_path / "history.json").read_text())
+    assert [epoch["epoch"] for epoch in written["epochs"]] == [e.epoch for e in result.history.epochs]
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        assert (result.model.state_dict()[name] == value).all()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not [t for t in threading.enumerate() if t.name.startswith("drivetrain")]
+
+
+def test_before_the_first_epoch_there_is_no_result(toy: Toy, tmp_path: Path) -> None:
+    def factory() -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(TrainingInterrupted) as caught:
+        toy.pipeline(factory).fit(epochs=1, out=tmp_path, progress=False)
+    assert caught.value.result is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_waits_for_the_end_of_what_belongs_together() -> None:
+    done = []
+
+    def write() -> None:
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            done.extend(["weights", "history"])
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert done == ["weights", "history"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_outside_the_main_thread_training_works(toy: Toy) -> None:
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.append(toy.pipeline(plain_model).fit(epochs=1, progress=False))
+    )
+    thread.start()
+    thread.join(30)
+    assert found[0].accuracy is not None
+
+
+def command(*arguments: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("drivetrain")), *arguments]
+
+
+def test_the_command_line_ends_with_a_line(
+    toy: Toy, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    """Training, the ledger and a conversion, at the same time."""
+    values = ["batch_size=4", "image_size=16", "loading={}", "workers=1", "epochs=5000", "precision=fp32"]
+    values += [f"model_options.num_classes={CLASSES}", "transforms=[]"]
+    files = ["--train", toy.train, "--val", toy.val]
+    run, measured, photos = tmp_path / "run", tmp_path / "ledger", tmp_path / "photos"
+    (photos / "a").mkdir(parents=True)
+    Image.effect_noise((3000, 3000), 80).save(photos / "a" / "first.ppm")
+    for number in range(40):
+        (photos / "a" / f"{number}.ppm").hardlink_to(photos / "a" / "first.ppm")
+    train = start(started, command("train", "cifar10-quickstart", *values, *files, "--out", str(run)))
+    ledger = start(
+        started,
+        command("ledger", "cifar10-quickstart", *values, *files, "--out", str(measured), "--seconds", "600"),
+    )
+    convert = start(started, command("convert", str(photos), str(tmp_path / "photos.beton")))
+    wait_for(lambda: list(tmp_path.glob(".photos.beton*")), convert)
+    _, errors = interrupt(convert)
+    assert (convert.returncode, errors.count("Traceback")) == (130, 0), errors
+    assert errors.splitlines()[-1].startswith("Interrupted: ")
+    assert not list(tmp_path.glob("*photos.beton*"))
+
+    wait_for((run / "history.json").exists, train)
+    _, errors = interrupt(train)
+    assert (train.returncode, errors.count("Traceback")) == (130, 0), errors
+    assert "was the last to be finished" in errors.splitlines()[-1]
+    assert sorted(path.name for path in run.iterdir()) == ["history.json", "model.safetensors"]
+
+    wait_for(measured.exists, ledger)
+    time.sleep(2)
+    _, errors = interrupt(ledger)
+    assert (ledger.returncode, errors.count("Traceback")) == (130, 0), errors
+    assert errors.splitlines()[-1].startswith("Interrupted: ")
+    assert list(measured.iterdir()) == []

@@ -1,0 +1,87 @@
+"""The README's example and the quickstart do what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drivetrain import DataError
+from drivetrain.loaders import cifar10, convert
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BIN = Path(sys.executable).parent
+
+
+def _example() -> str:
+    """The first Python block: the ten lines."""
+    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def _run_script(text: str, folder: Path, timeout: int) -> str:
+    script = folder / "example.py"
+    script.write_text(text)
+    done = subprocess.run(
+        [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def cifar() -> None:
+    """Skips where CIFAR-10 is neither cached nor to be had."""
+    try:
+        cifar10.fetch_cifar10()
+    except DataError as error:
+        pytest.skip(str(error).splitlines()[0])
+
+
+def test_the_example_runs_on_small_data(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (1000, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(1000) % 10
+    for name in ("train", "test"):
+        convert((images, labels), tmp_path / f"{name}.beton", classes=cifar10.CLASSES, progress=False)
+    text = _example()
+    for name in ("train", "test"):
+        assert f'"cifar10:{name}"' in text
+        text = text.replace(f'"cifar10:{name}"', f'"{name}.beton"')
+    told = _run_script(text + "\nprint(len(result.history.epochs), result.accuracy)", tmp_path, 200)
+    assert "BlurPool" in told
+    assert re.search(r"^1 0\.\d+$", told, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("cifar")
+def test_the_example_runs_as_printed(tmp_path: Path) -> None:
+    told = _run_script(_example() + "\nprint('accuracy', result.accuracy)", tmp_path, 800)
+    accuracy = float(told.rsplit("accuracy ", 1)[1])
+    assert accuracy > 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("cifar")
+def test_the_quickstart_trains_evaluates_and_measures(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [BIN / "drivetrain", "train", "cifar10-quickstart", "--out", "out", "--ledger"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
+        "history.json", "model.safetensors", "ledger.json", "ledger.png"
+    }  # fmt: skip
+    last = json.loads((tmp_path / "out" / "history.json").read_text())["epochs"][-1]
+    assert last["accuracy"] >= 0.75
+    assert f"{last['accuracy']:.2%}" in done.stdout
+    ledger = json.loads((tmp_path / "out" / "ledger.json").read_text())
+    assert ledger["bound"] in done.stdout.replace("\n", " ")
+    assert [row["name"] for row in ledger["rows"]][:2] == ["plain PyTorch", "+ FFCV loader"]
