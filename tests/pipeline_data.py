@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,9 @@ TRAIN, VAL, BATCH = 128, 50, 32  # the last validation batch is partial
 
 def toy_arrays(samples: int, seed: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray]:
     """Noise in which one quarter of the image is brighter: the class says which quarter."""
-    random = np.random.default_rng(seed)
+    noise = np.random.default_rng(seed)
     labels = np.arange(samples) % CLASSES
-    images = random.integers(0, 120, (samples, side, side, 3), dtype=np.uint8)
+    images = noise.integers(0, 120, (samples, side, side, 3), dtype=np.uint8)
     half = side // 2
     for image, label in zip(images, labels, strict=True):
         row, column = divmod(int(label), 2)
@@ -80,3 +82,13 @@ class Sleepy(nn.Module):
 def numbers(result: Any) -> list[tuple[float, float, float]]:
     """What must agree between two runs, of each epoch: loss, validation loss, accuracy."""
     return [(epoch.loss, epoch.val_loss, epoch.accuracy) for epoch in result.history.epochs]
+
+
+def surroundings() -> tuple[Any, ...]:
+    """The global state that no run may change."""
+    return (
+        random.getstate(), np.random.get_state()[1].tolist(),  # type: ignore[index]  # noqa: NPY002
+        torch.get_rng_state().tolist(), torch.get_num_threads(), torch.get_num_interop_threads(),
+        torch.get_default_dtype(), torch.is_grad_enabled(), signal.getsignal(signal.SIGINT),
+        signal.getsignal(signal.SIGTERM), torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip

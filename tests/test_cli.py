@@ -10,7 +10,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 from drivetrain import RECIPES
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes import KEYS
@@ -120,32 +119,27 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
     assert "No such command 'tran'" in end.err
 
 
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def test_convert(tmp_path: Path) -> None:
+    good, bad, out = tmp_path / "good", tmp_path / "bad", tmp_path / "out.beton"
     for number, image in enumerate(toy_arrays(6, 0)[0]):
-        folder = tmp_path / "photos" / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(folder / f"{number}.jpg")
-    return tmp_path / "photos"
-
-
-def test_convert(photos: Path) -> None:
-    out, other = photos.parent / "photos.beton", photos.parent / "other.beton"
-    end = run("convert", str(photos), str(out))
-    assert "6 images" in end.out
-    assert json.loads((photos.parent / "photos.beton.json").read_text())["classes"] == ["a", "b"]
-    (photos / "a" / "bad.jpg").write_bytes(b"no image")
-    bad, quality = run_several(
-        ["convert", str(photos), str(other)], ["convert", str(photos), str(out), "--quality", "0"]
+        for root in (good, bad):
+            (root / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(root / "ab"[number % 2] / f"{number}.jpg")
+    (bad / "a" / "bad.jpg").write_bytes(b"no image")
+    converted, refused, skipped, quality = run_several(
+        ["convert", str(good), str(out)],
+        ["convert", str(bad), str(tmp_path / "refused.beton")],
+        ["convert", str(bad), str(tmp_path / "skipped.beton"), "--skip-bad", "--quality", "80"],
+        ["convert", str(good), str(tmp_path / "refused.beton"), "--quality", "0"],
     )
-    assert "bad.jpg: it is not an image" in bad.err.splitlines()[-1]
-    assert bad.code == 1
-    assert "quality=0 must" in quality.line
-    assert not other.exists()
-    (skipped,) = run_several(["convert", str(photos), str(other), "--skip-bad", "--quality", "80"])
+    assert (converted.code, refused.code, skipped.code) == (0, 1, 0)
+    assert "6 images" in converted.out
+    assert json.loads((tmp_path / "out.beton.json").read_text())["classes"] == ["a", "b"]
+    assert "bad.jpg: it is not an image" in refused.err.splitlines()[-1]
     assert "left out" in skipped.out
     assert "bad.jpg" in skipped.out
-    assert (skipped.code, other.exists()) == (0, True)
+    assert "quality=0 must" in quality.line
+    assert sorted(path.name for path in tmp_path.glob("*.beton")) == ["out.beton", "skipped.beton"]
 
 
 def toy_values(toy: Toy) -> list[str]:

@@ -16,7 +16,7 @@ from drivetrain.loaders import convert
 from drivetrain.pipeline.ledger import MIN_ROUNDS, variants
 from drivetrain.pipeline.ledger_result import LOADER, MODEL, PLAIN, Ledger, Turn
 from drivetrain.transforms import ChannelsLast, LabelSmoothing
-from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model
+from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
 from torch import nn
 
 WHOLE = "+ FFCV loader"
@@ -131,7 +131,9 @@ def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
         .transform(LabelSmoothing(0.1), ChannelsLast())
         .distribute("single", precision="bf16", accumulate=2, clip_norm=1.0)
     )
+    at_first = surroundings()
     ledger = pipeline.ledger(seconds=0.5, progress=False)
+    assert surroundings() == at_first
     names = [PLAIN, WHOLE, "+ ChannelsLast", "+ LabelSmoothing", "+ bf16", "+ accumulate 2, clip_norm 1"]
     assert [row.name for row in ledger.rows] == names
     assert [list(turns) for turns in ledger.rounds] == [[*names, LOADER, MODEL]] * len(ledger.rounds)
