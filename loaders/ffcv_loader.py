@@ -88,6 +88,7 @@ class FFCVLoader(EpochLoader):
         self._ahead = batches_ahead
         self._kernel = _Kernel(self.beton, self.settings)
         self._pool: ThreadPoolExecutor | None = None
+        self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         shares = self._shares(epoch)[start:]
@@ -117,6 +118,7 @@ class FFCVLoader(EpochLoader):
             for at in range(0, len(indices), step)
         ]
         labels = torch.from_numpy(self._kernel.labels[indices])
+        labels = labels.pin_memory() if pinned else labels
         return _Pending(parts, pixels if floats is None else floats, labels)
 
     def _deliver(self, batch: Batch) -> Batch:
@@ -126,12 +128,16 @@ class FFCVLoader(EpochLoader):
             return images, labels
         images = images.to(self.device, non_blocking=True)
         if self.settings.dtype == torch.float32:
-            mean, std = (
-                torch.tensor(values, device=self.device).mul_(255).view(1, 3, 1, 1)
-                for values in (self.settings.mean, self.settings.std)
-            )
+            mean, std = self._statistics()
             images = images.float().sub_(mean).div_(std)
         return images, labels.to(self.device, non_blocking=True)
+
+    def _statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and deviation of pixels 0–255 on the device, `(1, 3, 1, 1)`; copied there once."""
+        if self._on_device is None or self._on_device[0].device != self.device:
+            both = torch.tensor([self.settings.mean, self.settings.std], device=self.device).mul_(255)
+            self._on_device = both[0].view(1, 3, 1, 1), both[1].view(1, 3, 1, 1)
+        return self._on_device
 
     @property
     def num_classes(self) -> int:
