@@ -200,6 +200,10 @@ def _read_header(path: Path) -> Any:
 def _read_fields(path: Path, header: Any) -> tuple[list[int], list[str]]:
     count = int(header["num_fields"])
     descriptors = np.fromfile(path, dtype=FIELD, count=count, offset=HEADER.itemsize)
+    if len(descriptors) < count:
+        raise BetonError(
+            f"{path} is truncated: it ends within its {count} field descriptors. Convert the data again."
+        )
     kinds = [int(kind) for kind in descriptors["type_id"]]
     try:
         names = [bytes(name).split(b"\0")[0].decode("ascii") for name in descriptors["name"]]

@@ -88,7 +88,7 @@ class FFCVLoader(EpochLoader):
         self._ahead = batches_ahead
         self._kernel = _Kernel(self.beton, self.settings)
         self._pool: ThreadPoolExecutor | None = None
-        self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._copied: tuple[torch.device, torch.Tensor, torch.Tensor] | None = None
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         shares = self._shares(epoch)[start:]
@@ -134,10 +134,10 @@ class FFCVLoader(EpochLoader):
 
     def _statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and deviation of pixels 0–255 on the device, `(1, 3, 1, 1)`; copied there once."""
-        if self._on_device is None or self._on_device[0].device != self.device:
+        if self._copied is None or self._copied[0] != self.device:
             both = torch.tensor([self.settings.mean, self.settings.std], device=self.device).mul_(255)
-            self._on_device = both[0].view(1, 3, 1, 1), both[1].view(1, 3, 1, 1)
-        return self._on_device
+            self._copied = self.device, both[0].view(1, 3, 1, 1), both[1].view(1, 3, 1, 1)
+        return self._copied[1:]
 
     @property
     def num_classes(self) -> int:

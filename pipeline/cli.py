@@ -1,4 +1,4 @@
-"""The command line: `drivetrain convert | train | recipes | ledger | doctor`."""
+"""The command line: `drivetrain convert | inspect | verify | train | recipes | ledger | doctor`."""
 
 from __future__ import annotations
 
@@ -90,6 +90,42 @@ def convert(
         on_error="skip" if skip_bad else "raise",
     )  # fmt: skip
     print(report)
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A .beton file.")],
+    sheet: Annotated[
+        Path | None, typer.Option(help="Also write a contact sheet of pictures spread over the file, a .png.")
+    ] = None,
+) -> None:
+    """Says what a .beton file holds: fields, counts, classes, sizes.
+
+    Reads the tables only, so that it takes no longer for a large file.
+    """
+    from ..loaders import contact_sheet
+    from ..loaders import inspect as run
+
+    print(run(file))
+    if sheet is not None:
+        contact_sheet(file, sheet)
+        print(sheet)
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(help="A .beton file.")],
+    workers: Annotated[int | None, typer.Option(help="Threads. Default: one per core.")] = None,
+) -> None:
+    """Examines a .beton file whole: its structure, every checksum, every image by decoding it.
+
+    Lists the bad samples and exits with status 1 if there are any.
+    """
+    from ..loaders import verify as run
+
+    found = run(file, workers=workers)
+    print(found)
+    raise typer.Exit(0 if found.sound else 1)
 
 
 @app.command()

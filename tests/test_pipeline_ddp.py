@@ -13,7 +13,17 @@ import torch
 from drivetrain import DrivetrainError, Pipeline, PlanError
 from drivetrain.pipeline import FitResult
 from drivetrain.strategies import launch
-from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, numbers, plain_model, write_toy
+from pipeline_data import (
+    BATCH,
+    CLASSES,
+    SIDE,
+    Toy,
+    batch_norm_model,
+    evaluated,
+    numbers,
+    plain_model,
+    write_toy,
+)
 
 
 def fit(pipeline: Pipeline) -> FitResult:
@@ -75,13 +85,17 @@ def test_two_ranks_train_as_one_device(name: str, cases: Any, on_two_ranks: list
 
 
 def test_batch_norm_on_two_ranks_is_that_of_two_microbatches(
-    cases: Any, on_two_ranks: list[dict[str, Any]]
+    toy: Toy, cases: Any, on_two_ranks: list[dict[str, Any]]
 ) -> None:
     alone = fit(cases["batch norm"][0].distribute("single", accumulate=2))
     found, weights = on_two_ranks[0]["batch norm"]
     assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in numbers(alone)], abs=1e-5)
     parameters = dict(alone.model.named_parameters())
     torch.testing.assert_close({n: weights[n] for n in parameters}, parameters, rtol=1e-5, atol=1e-5)
+    # Both ranks evaluated with the statistics that were saved.
+    saved = batch_norm_model()
+    saved.load_state_dict(weights)
+    assert evaluated(saved, toy.val) == pytest.approx(found[-1][1:], abs=1e-5)
 
 
 def test_a_loss_that_is_lost_is_one_error_on_every_rank(on_two_ranks: list[dict[str, Any]]) -> None:

@@ -19,7 +19,18 @@ from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
 from drivetrain.pipeline.optimizers import Optimization, Schedule
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
-from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, VAL, Toy, batch_norm_model, plain_model, surroundings
+from pipeline_data import (
+    BATCH,
+    CLASSES,
+    SIDE,
+    TRAIN,
+    VAL,
+    Toy,
+    batch_norm_model,
+    evaluated,
+    plain_model,
+    surroundings,
+)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -142,17 +153,7 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
     loaded.load_state_dict(load_file(tmp_path / "a" / "run" / "model.safetensors"), strict=True)
     assert_equal_states(loaded, result.model)
     assert not result.model.training
-    assert evaluated(loaded, toy.val) == pytest.approx(result.accuracy, abs=1e-6)
-
-
-def evaluated(model: nn.Module, path: str) -> float:
-    model.eval()
-    right = count = 0
-    with torch.no_grad():
-        for images, labels in next(batches(path, False, 1)):
-            right += int((model(images).argmax(1) == labels).sum())
-            count += len(labels)
-    return right / count
+    assert evaluated(loaded, toy.val) == pytest.approx((last.val_loss, last.accuracy), abs=1e-6)
 
 
 def test_without_validation_data(toy: Toy) -> None:

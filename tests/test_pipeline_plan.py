@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import numpy as np
@@ -15,8 +16,9 @@ import torch
 import torchvision
 from drivetrain import BetonError, DataError, DrivetrainError, Pipeline, PlanError, RecipeError, StrategyError
 from drivetrain.loaders import convert
+from drivetrain.pipeline.plan import sort_transforms
 from drivetrain.strategies import DDP
-from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
+from drivetrain.transforms import BlurPool, ChannelsLast, Kind, LabelSmoothing, Transform
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, plain_model, toy_arrays, write_toy
 from torch import nn
 
@@ -48,6 +50,44 @@ def test_the_order_reaches_the_model(toy: Toy) -> None:
             for p in built.engine.plain_model.parameters()
             if p.dim() == 4
         )
+
+
+@dataclass(frozen=True)
+class Second(Transform):
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "this test"
+    after: ClassVar[tuple[str, ...]] = ("First",)
+
+
+@dataclass(frozen=True)
+class First(Transform):
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "this test"
+
+
+@dataclass(frozen=True)
+class Format(Transform):
+    kind: ClassVar[Kind] = "memory_format"
+    source: ClassVar[str] = "this test"
+
+
+@dataclass(frozen=True)
+class Stubborn(First):
+    after: ClassVar[tuple[str, ...]] = ("Obstinate",)
+
+
+@dataclass(frozen=True)
+class Obstinate(First):
+    after: ClassVar[tuple[str, ...]] = ("Stubborn",)
+
+
+def test_declared_facts_decide_the_order(toy: Toy) -> None:
+    """Kinds first; within a kind what a transform follows; else the order of the user."""
+    sort = sort_transforms
+    assert sort((Format(), Second(), First(), BlurPool())) == (First(), Second(), BlurPool(), Format())
+    assert sort((Second(), BlurPool())) == (Second(), BlurPool())
+    with pytest.raises(PlanError, match="Obstinate and Stubborn each ask to follow the other. Remove one"):
+        toy.pipeline().transform(Stubborn(), Obstinate())
 
 
 def test_a_plan_prints_and_shows_every_step(toy: Toy) -> None:

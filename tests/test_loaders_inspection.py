@@ -1,0 +1,120 @@
+"""`inspect`, `verify` and the contact sheet, on real files and on damaged ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drivetrain import BetonError, DataError
+from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
+from loader_pictures import jpeg_folder, picture
+from PIL import Image
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Eighteen JPEGs of three classes."""
+    convert(jpeg_folder(tmp_path / "photos"), tmp_path / "photos.beton", progress=False)
+    return tmp_path / "photos.beton"
+
+
+def damage(path: Path, sample: int, *, offset: float) -> None:
+    """Overwrites four bytes of a sample's image, `offset` of its length into it."""
+    beton = open_beton(path)
+    at = int(beton.pointers[sample] + int(offset * beton.sizes[sample]))
+    with path.open("r+b") as file:
+        file.seek(at)
+        old = file.read(4)
+        file.seek(at)
+        file.write(bytes(255 - value for value in old))
+
+
+def test_inspection_counts_what_is_there(photos: Path) -> None:
+    found = inspect(photos)
+    assert (found.samples, found.jpegs, found.raws, found.checked) == (18, 18, 0, True)
+    assert found.classes == {"ant": 6, "bee": 6, "cat": 6}
+    assert found.fields == {"image": "rgb_image", "label": "int"}
+    beton = open_beton(photos)
+    assert found.width.largest == beton.widths.max()
+    assert found.image_bytes.mean == pytest.approx(beton.sizes.mean())
+    assert found.size == photos.stat().st_size
+    assert "cat: 6" in str(found)
+
+
+def test_inspection_without_a_manifest_numbers_the_classes(tmp_path: Path) -> None:
+    images = np.stack([picture(seed, 16, 16) for seed in range(6)])
+    convert((images, np.array([0, 0, 2, 2, 2, 1])), tmp_path / "a.beton", progress=False)
+    (tmp_path / "a.beton.json").unlink()
+    found = inspect(tmp_path / "a.beton")
+    assert (found.classes, found.checked, found.raws) == ({"0": 2, "1": 1, "2": 3}, False, 6)
+    assert verify(tmp_path / "a.beton", progress=False).sound
+
+
+def test_float_labels_have_no_classes(tmp_path: Path) -> None:
+    images = np.stack([picture(seed, 16, 16) for seed in range(3)])
+    convert((images, np.array([0.5, 1.5, -2.0])), tmp_path / "a.beton", progress=False)
+    assert inspect(tmp_path / "a.beton").classes == {}
+    assert verify(tmp_path / "a.beton", progress=False).sound
+
+
+def test_verify_names_each_changed_sample_and_no_other(photos: Path) -> None:
+    assert verify(photos, progress=False).sound
+    damage(photos, 3, offset=0.7)
+    damage(photos, 11, offset=0.5)
+    found = verify(photos, workers=2, progress=False)
+    assert [number for number, _ in found.bad] == [3, 11]
+    assert all("checksum" in reason for _, reason in found.bad)
+
+
+def test_verify_without_checksums_still_decodes(photos: Path) -> None:
+    photos.with_name("photos.beton.json").unlink()
+    damage(photos, 5, offset=0.0)  # the JPEG's first bytes
+    found = verify(photos, progress=False)
+    assert [number for number, _ in found.bad] == [5]
+    assert not found.checked
+
+
+def test_contact_sheet_shows_pictures_in_a_grid(photos: Path, tmp_path: Path) -> None:
+    contact_sheet(photos, tmp_path / "sheet.png", columns=4, rows=3, side=64)
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size == (4 * 64, 3 * 78)
+        pixels = np.asarray(sheet)
+    beton = open_beton(photos)
+    small = beton.image(0)
+    small.thumbnail((60, 60))
+    shown = pixels[(64 - small.height) // 2 :, (64 - small.width) // 2 :][: small.height, : small.width]
+    assert np.array_equal(shown, np.asarray(small))
+    with pytest.raises(DataError, match=r"\.png"):
+        contact_sheet(photos, tmp_path / "sheet.jpg")
+
+
+def test_command_line(photos: Path, tmp_path: Path) -> None:
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [BIN / "drivetrain", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+
+    shown = run("inspect", photos, "--sheet", "sheet.png")
+    assert shown.returncode == 0, shown.stderr
+    assert "18 samples" in shown.stdout
+    assert (tmp_path / "sheet.png").exists()
+    assert run("verify", photos).returncode == 0
+    damage(photos, 7, offset=0.6)
+    bad = run("verify", photos)
+    assert bad.returncode == 1
+    assert "sample 7" in bad.stdout
+    missing = run("verify", tmp_path / "none.beton")
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("BetonError")
+
+
+def test_an_unsound_structure_is_an_error(photos: Path) -> None:
+    with photos.open("r+b") as file:
+        file.truncate(1000)
+    for function in (inspect, verify):
+        with pytest.raises(BetonError, match="truncated"):
+            function(photos)
