@@ -8,7 +8,7 @@ from typing import Literal, cast
 from ..errors import BetonError, DataError, suggest
 from . import cifar10
 from .beton import open_beton
-from .convert import convert
+from .conversion import convert
 
 NAMES = ("cifar10:train", "cifar10:test")
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from . import libffcv
 from .beton import open_beton
 from .epochs import Batch, EpochLoader
 from .machine import available_cores
@@ -171,6 +172,7 @@ class _Kernel:
     """The compiled loading function, bound to a file and to settings."""
 
     def __init__(self, beton: Any, settings: Settings) -> None:
+        libffcv.library()  # where FFCV or numba is missing, this names the extra
         from . import kernels  # compiles, or reads its cache: only where a loader is really made
 
         self._load, self._functions, self._beton = kernels.load_samples, kernels.functions(), beton

@@ -16,7 +16,6 @@ from torch import nn
 
 from .. import loaders, strategies
 from ..errors import PlanError
-from ..loaders import libffcv
 from ..loaders.epochs import EpochLoader
 from ..strategies import Engine
 from ..transforms import Loss, Report
@@ -90,8 +89,6 @@ def build(pipeline: Pipeline, *, indices: Any = None) -> Built:
 
 def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool, indices: Any = None) -> EpochLoader:
     in_group = dist.is_available() and dist.is_initialized()
-    if data.loader == "ffcv":
-        libffcv.library()  # where it cannot be loaded, this names the extra
     kind: Any = loaders.FFCVLoader if data.loader == "ffcv" else loaders.TorchLoader
     loader: EpochLoader = kind(
         source_file(data, source),

@@ -16,7 +16,7 @@ from drivetrain.errors import BetonError, DataError, DrivetrainError
 from drivetrain.files import atomic_file
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.beton import manifest_path
-from drivetrain.loaders.convert import _encoded_samples
+from drivetrain.loaders.conversion import _encoded_samples
 from drivetrain.loaders.sources import open_source
 from loader_pictures import jpeg_folder, raw_beton, raw_pictures
 

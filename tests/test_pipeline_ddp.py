@@ -95,7 +95,7 @@ def test_batch_norm_on_two_ranks_is_that_of_two_microbatches(
     # Both ranks evaluated with the statistics that were saved.
     saved = batch_norm_model()
     saved.load_state_dict(weights)
-    assert evaluated(saved, toy.val) == pytest.approx(found[-1][1:], abs=1e-5)
+    assert evaluated(saved, toy.val) == pytest.approx(found[-1][1:], rel=1e-3, abs=0)
 
 
 def test_a_loss_that_is_lost_is_one_error_on_every_rank(on_two_ranks: list[dict[str, Any]]) -> None:
