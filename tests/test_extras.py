@@ -1,0 +1,54 @@
+"""Each optional package that is missing is one MissingExtra that names the extra, wherever it is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drivetrain.loaders import convert
+
+BLOCK = """
+import sys
+for name in {blocked!r}:
+    sys.modules[name] = None
+from drivetrain import MissingExtra
+try:
+    {statement}
+except MissingExtra as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("blocked", "statement", "extra"),
+    [
+        (["numba"], "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch_size=2, image_size=8)", "ffcv"),
+        (["ffcv"], "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch_size=2, image_size=8)", "ffcv"),
+        (["ffcv"], "from drivetrain.loaders import verify; verify({path!r})", "ffcv"),
+        (
+            ["matplotlib.figure"],
+            "from drivetrain.pipeline.ledger_result import Ledger, Turn; "
+            "Ledger([dict.fromkeys(['plain PyTorch', 'loader alone', 'model alone'], Turn(1, 1.0, 0.0))], {{}})"
+            ".save('a.png')",
+            "plot",
+        ),
+    ],
+)  # fmt: skip
+def test_missing_extra(blocked: list[str], statement: str, extra: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.beton")
+    convert((np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)), path, progress=False)
+    program = BLOCK.format(blocked=blocked, statement=statement.format(path=path))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"pip install 'drivetrain[{extra}]'" in done.stdout
+    assert not (tmp_path / "a.png").exists()
