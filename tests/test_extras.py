@@ -22,11 +22,14 @@ except MissingExtra as error:
 """
 
 
+LOAD = "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch_size=2, image_size=8)"
+
+
 @pytest.mark.parametrize(
     ("blocked", "statement", "extra"),
     [
-        (["numba"], "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch_size=2, image_size=8)", "ffcv"),
-        (["ffcv"], "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch_size=2, image_size=8)", "ffcv"),
+        (["numba"], LOAD, "ffcv"),
+        (["ffcv"], LOAD, "ffcv"),
         (["ffcv"], "from drivetrain.loaders import verify; verify({path!r})", "ffcv"),
         (
             ["matplotlib.figure"],
