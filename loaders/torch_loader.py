@@ -6,6 +6,7 @@ distribution of augmentations, made by torchvision's transforms in DataLoader's 
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,6 +137,7 @@ class TorchLoader(EpochLoader):
             parallel = {
                 "num_workers": self.workers,
                 "multiprocessing_context": "spawn",
+                "worker_init_fn": _leave_interrupts_to_the_parent,
                 "persistent_workers": True,
                 "prefetch_factor": ahead,
             }
@@ -152,6 +154,14 @@ class TorchLoader(EpochLoader):
         iterator = getattr(loader, "_iterator", None)
         if iterator is not None:  # left to the garbage collector, they would live as long as any reference
             iterator._shutdown_workers()
+
+
+def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — DataLoader passes its number
+    """Ctrl-C reaches the whole terminal group; a worker that ends by itself may hang on its full queue.
+
+    The parent would then wait 5 s for it before it ends it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Keyed(Dataset[Any]):
