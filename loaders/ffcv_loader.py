@@ -195,6 +195,7 @@ class _Kernel:
         ).astype(np.float32)
         is_class = beton.labels.dtype == np.int64
         self.labels = beton.labels if is_class else beton.labels.astype(np.float32)
+        self._modes = beton.modes.astype(np.int32)
         self._largest = int((beton.widths.astype(np.int64) * beton.heights).max()) * 3
         self._local = threading.local()
 
@@ -208,13 +209,13 @@ class _Kernel:
     ) -> None:
         """Loads `indices[part]` into the same rows of `pixels`, and of `floats` if given."""
         chosen = np.ascontiguousarray(indices[part])
-        beton, status = self._beton, np.empty(len(chosen), dtype=np.uint8)
+        beton, status = self._beton, np.empty(len(chosen), dtype=np.int32)
         if not hasattr(self._local, "scratch"):
-            self._local.scratch = np.empty(self._largest, dtype=np.uint8)
+            self._local.scratch = np.empty((1, self._largest), dtype=np.uint8)
         normalised = np.empty((0, 0, 0, 3), np.float32) if floats is None else floats[part].numpy()
         self._load(
             *self._functions, beton.data,
-            beton.modes, beton.widths, beton.heights, beton.pointers, beton.sizes,
+            self._modes, beton.widths, beton.heights, beton.pointers, beton.sizes,
             chosen, self._seed, np.uint64(epoch), self._crop,
             np.array(self._scale, dtype=np.float64), self._ratio, self._flip,
             self._local.scratch, pixels[part].numpy(), normalised, self._table, status,

@@ -20,7 +20,9 @@ from . import libffcv
 OK, UNDECODABLE, WRONG_SIZE = 0, 1, 2
 CENTER, RANDOM_RESIZED, PADDED = 0, 1, 2
 
-# Every argument as int64: the C callee reads the low bits of its register or stack slot.
+# No argument is a writable one-dimensional uint8 array, and none is made: a stock `ffcv.Loader` in the same
+# process declares that very type, which numba shares, to be read-only (os_cache.py, `state_type`).
+# Every argument of the C functions as int64: the callee reads the low bits of its register or stack slot.
 _IMDECODE = types.int32(*[types.int64] * 13)
 _RESIZE = types.void(*[types.int64] * 11)
 
@@ -122,18 +124,22 @@ def random_resized_crop(key: Any, height: Any, width: Any, scale: Any, ratio: An
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-@_jit(nb.void(types.Array(nb.uint8, 3, "C", readonly=True), nb.int64, nb.int64, nb.uint8[:, :, ::1]))
-def shifted_copy(source: Any, down: Any, right: Any, target: Any) -> None:
-    """Copies an image of the target's size moved by up to `down`, `right` pixels, edges reflected."""
-    height, width = source.shape[0], source.shape[1]
+@_jit(nb.void(nb.uint8[:, ::1], nb.int64, nb.int64, nb.uint8[:, :, ::1]))
+def shifted_copy(scratch: Any, down: Any, right: Any, target: Any) -> None:
+    """Copies the image in `scratch` `(1, bytes)`, of the target's size, moved by up to `down`, `right` pixels.
+
+    Edges are reflected.
+    """
+    height, width = target.shape[0], target.shape[1]
     for y in range(height):
         from_y = abs(y - down)
         from_y = 2 * (height - 1) - from_y if from_y >= height else from_y
         for x in range(width):
             from_x = abs(x - right)
             from_x = 2 * (width - 1) - from_x if from_x >= width else from_x
+            at = (from_y * width + from_x) * 3
             for c in range(3):
-                target[y, x, c] = source[from_y, from_x, c]
+                target[y, x, c] = scratch[0, at + c]
 
 
 @_jit(nb.void(nb.uint8[:, :, ::1]))
@@ -150,9 +156,10 @@ def flip(image: Any) -> None:
 
 @nb.njit(nogil=True)
 def _fetch(imdecode: Any, stored: Any, mode: Any, height: Any, width: Any, scratch: Any) -> Any:
-    """Puts a sample's pixels, `height · width · 3` bytes, at the start of `scratch`; its status."""
+    """Puts a sample's pixels, `height · width · 3` bytes, at the start of `scratch` `(1, bytes)`; its status."""
     if mode != 0:
-        scratch[: len(stored)] = stored
+        for k in range(len(stored)):
+            scratch[0, k] = stored[k]
         return OK
     found = jpeg_size(stored)
     if found[0] != height or found[1] != width:
@@ -181,7 +188,7 @@ def _crop(
         reach = nb.int64(scale[0])
         down = nb.int64(uniform(key, 0) * (2 * reach + 1)) - reach
         right = nb.int64(uniform(key, 1) * (2 * reach + 1)) - reach
-        shifted_copy(scratch[: height * width * 3].reshape((height, width, 3)), down, right, target)
+        shifted_copy(scratch, down, right, target)
         return
     if crop == RANDOM_RESIZED:
         top, left, h, w = random_resized_crop(key, height, width, scale, ratio)
@@ -206,9 +213,9 @@ def _normalise(pixels: Any, table: Any, floats: Any) -> None:
 _READONLY = types.Array(nb.uint8, 1, "C", readonly=True)
 _SIGNATURE = types.void(
     types.FunctionType(_IMDECODE), types.FunctionType(_RESIZE), _READONLY,
-    nb.uint8[::1], nb.uint16[::1], nb.uint16[::1], nb.uint64[::1], nb.uint64[::1],
+    nb.int32[::1], nb.uint16[::1], nb.uint16[::1], nb.uint64[::1], nb.uint64[::1],
     nb.int64[::1], nb.uint64, nb.uint64, nb.int64, nb.float64[::1], nb.float64[::1], nb.float64,
-    nb.uint8[::1], nb.uint8[:, :, :, ::1], nb.float32[:, :, :, ::1], nb.float32[:, ::1], nb.uint8[::1],
+    nb.uint8[:, ::1], nb.uint8[:, :, :, ::1], nb.float32[:, :, :, ::1], nb.float32[:, ::1], nb.int32[::1],
 )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def measure(pipeline: Pipeline, *, seconds: float = 120.0, progress: bool = True
     if under_torchrun():
         raise PlanError("The ledger starts its ranks itself, between other turns. Start it without torchrun.")
     begin = perf_counter()
-    pipeline.plan()
+    plan = pipeline.plan()
     pipeline = with_files(pipeline, progress)
     bar = tqdm(desc="ledger: warming up", unit=" turns", disable=not progress, leave=False)
     with ExitStack() as stack:
@@ -110,7 +110,7 @@ def measure(pipeline: Pipeline, *, seconds: float = 120.0, progress: bool = True
         rounds=rounds,
         facts={
             "recipe": pipeline.recipe,
-            "plan": pipeline.plan().to_dict()["steps"],
+            "plan": plan.to_dict()["steps"],
             "batches_per_turn": batches,
             "seconds": round(perf_counter() - begin, 1),
             "provenance": provenance(),

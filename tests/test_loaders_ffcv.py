@@ -189,7 +189,7 @@ def test_shifted_copy_is_a_reflected_pad_and_crop(padding: int) -> None:
     target = np.empty_like(image)
     for top in range(2 * padding + 1):
         for left in range(2 * padding + 1):
-            shifted_copy(image, padding - top, padding - left, target)
+            shifted_copy(image.reshape(1, -1), padding - top, padding - left, target)
             assert np.array_equal(target, padded[top : top + SIDE, left : left + SIDE])
 
 
