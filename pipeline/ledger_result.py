@@ -55,7 +55,7 @@ class Row:
     gain: Figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ledger:
     """What `Pipeline.ledger` measured.
 
@@ -155,7 +155,7 @@ class Ledger:
             (f"ceiling: {name}", spread(figure, ",.0f"), "", "") for name, figure in self.ceilings.items()
         ]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         n = len(self.rounds)
         table = Table(
             title=f"Ledger: {escape(self.facts.get('recipe') or 'your pipeline')}",

@@ -37,7 +37,7 @@ class Step:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The steps in order. Prints as a table; shows as one in a notebook."""
 
@@ -47,7 +47,7 @@ class Plan:
         """`{"steps": [{"what", "asked_by", "why"}, …]}`."""
         return {"steps": [asdict(step) for step in self.steps]}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         table = Table(title="Plan", title_justify="left")
         for column in ("", "step", "asked for by", "why here"):
             table.add_column(column, overflow="fold")

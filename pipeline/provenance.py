@@ -23,7 +23,7 @@ def provenance() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "git_revision": _git_revision(),
         "hardware": {
             "processor": _processor(),
@@ -34,6 +34,13 @@ def provenance() -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     }
+
+
+def _command() -> str:
+    """The command line; a notebook's kernel was started by one that says nothing."""
+    if "ipykernel" in sys.modules:
+        return "a notebook"
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def version(package: str) -> str | None:

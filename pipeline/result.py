@@ -53,7 +53,7 @@ class Epoch:
         return "  ".join(parts)
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
     """The epochs so far, and the facts about the run that produced them."""
 
@@ -69,8 +69,8 @@ class History:
         with atomic_file(Path(path)) as file:
             file.write(json.dumps(self.to_dict(), indent=1).encode())
 
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.epochs))
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self.epochs)) or "no finished epoch"
 
     def _repr_html_(self) -> str:
         if not self.epochs:
