@@ -84,7 +84,10 @@ class Optimization:
         try:
             self.factory([torch.nn.Parameter(torch.zeros(1))])
         except (TypeError, ValueError) as error:
-            raise PlanError(f"optimize({self.optimizer!r}, …): {error}") from None
+            raise PlanError(
+                f"optimize({self.optimizer!r}) cannot use {dict(self.options)}: {error}. Give numbers as "
+                f"torch.optim's {OPTIMIZERS[str(self.optimizer)].__name__} takes them."
+            ) from None
 
     def factory(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """Builds the optimizer; strategies call it when the parameters are the final ones."""
