@@ -90,6 +90,7 @@ def test_importing_the_package_is_free_of_heavy_imports() -> None:
 
 
 def test_install_files_name_no_address_and_no_path_of_a_machine() -> None:
+    forbidden = ("http://", "https://", "file:", str(ROOT), str(Path.home()))
     for name in (
         "requirements.txt",
         "pyproject.toml",
@@ -99,7 +100,7 @@ def test_install_files_name_no_address_and_no_path_of_a_machine() -> None:
         ".ci/find-python",
     ):
         text = (ROOT / name).read_text()
-        assert not re.search(r"https?://|file:|/home/|/root/|/work/", text), name
+        assert not [word for word in forbidden if word in text], name
 
 
 def test_requirements_pin_every_dependency_exactly() -> None:
