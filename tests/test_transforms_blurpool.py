@@ -467,3 +467,22 @@ def test_nothing_changed_names_the_obstacle() -> None:
 def test_bad_options(options: dict[str, object]) -> None:
     with pytest.raises(PlanError, match=next(iter(options))):
         BlurPool(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_on_the_cpu_is_the_fp32_filter_rounded(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 9, 11).to(dtype).contiguous(memory_format=torch.channels_last)
+    exact = x.float().requires_grad_()
+    half = x.clone().requires_grad_()
+    wanted = blur(exact, (2, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = blur(half, (2, 2))
+    assert found.dtype == dtype
+    assert torch.equal(found, wanted.to(dtype))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    wanted.sum().backward()
+    found.float().sum().backward()
+    assert exact.grad is not None
+    assert half.grad is not None
+    assert torch.equal(half.grad, exact.grad.to(dtype))
