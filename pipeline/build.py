@@ -55,11 +55,8 @@ class Built:
         self.close()
 
 
-def build(pipeline: Pipeline, *, indices: Any = None) -> Built:
+def build(pipeline: Pipeline) -> Built:
     """Builds everything for this process, which is a rank if a process group runs.
-
-    Args:
-        indices: train on these samples only (the ledger measures on a part); None: all.
 
     Raises:
         PlanError, DataError, StrategyError: before any training.
@@ -68,7 +65,7 @@ def build(pipeline: Pipeline, *, indices: Any = None) -> Built:
     data = pipeline.data
     assert data is not None  # the plan has checked
     how = pipeline.distribution
-    train = _loader(pipeline, data, data.train, train=True, indices=indices)
+    train = _loader(pipeline, data, data.train, train=True)
     val = None if data.val is None else _loader(pipeline, data, data.val, train=False)
     classes = count_classes(train, val, data)
     model, reports = build_model(pipeline)
@@ -87,7 +84,7 @@ def build(pipeline: Pipeline, *, indices: Any = None) -> Built:
     return Built(engine, train, val, training_loss(pipeline), reports)
 
 
-def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool, indices: Any = None) -> EpochLoader:
+def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool) -> EpochLoader:
     in_group = dist.is_available() and dist.is_initialized()
     kind: Any = loaders.FFCVLoader if data.loader == "ffcv" else loaders.TorchLoader
     loader: EpochLoader = kind(
@@ -97,7 +94,6 @@ def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool, indices
         train=train,
         seed=pipeline.seed,
         workers=data.workers,
-        indices=indices,
         drop_last=train,  # a partial batch would weigh its samples more, and differently on each rank
         rank=dist.get_rank() if in_group else 0,
         world_size=dist.get_world_size() if in_group else 1,

@@ -20,7 +20,7 @@ import torch
 from .. import strategies
 from ..errors import DrivetrainError, PlanError, StrategyError
 from ..strategies.group import under_torchrun
-from ..transforms import NothingChanged, Report
+from ..transforms import NothingChanged
 from .build import Built, build, build_model, seeded, source_file
 from .builder import Pipeline
 from .loop import evaluate, train_epoch
@@ -37,7 +37,6 @@ class Outcome:
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     history: History = field(default_factory=History)
-    reports: tuple[Report, ...] = ()
 
 
 def fit(pipeline: Pipeline, *, epochs: int | None, out: str | Path | None, progress: bool) -> FitResult:
@@ -110,7 +109,6 @@ def train_rank(pipeline: Pipeline, epochs: int, folder: Path | None, progress: b
     outcome = Outcome()
     try:
         with seeded(pipeline.seed), build(pipeline) as built:
-            outcome.reports = built.reports
             _train(pipeline, built, epochs, folder, progress, outcome)
     except KeyboardInterrupt:
         raise TrainingInterrupted(outcome) from None
