@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from process_state import wait_until_ended
 
 HEAD = """
 import os, signal, sys, time
@@ -55,8 +56,7 @@ class Script:
         """The rest of the output; fails if the script or a rank is there after `seconds`."""
         deadline = time.monotonic() + seconds
         output, _ = self.process.communicate(timeout=seconds)
-        _, alive = psutil.wait_procs(self.ranks, timeout=max(0.0, deadline - time.monotonic()))
-        assert not alive
+        assert not wait_until_ended(self.ranks, deadline - time.monotonic())
         return output
 
 

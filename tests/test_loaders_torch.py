@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from loader_pictures import jpeg_beton, raw_beton, raw_pictures
 from PIL import Image
+from process_state import wait_until_ended
 from torchvision.datasets import ImageFolder
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -153,10 +153,7 @@ def test_worker_processes(photos: Path) -> None:
         assert len(processes) == 2
         kept = iter(loader)  # a loop that somebody still holds must not keep them alive
         next(kept)
-    deadline = time.monotonic() + 5
-    while any(process.is_running() for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(process.is_running() for process in processes)
+    assert not wait_until_ended(processes, 5)
 
 
 def test_script_without_a_main_guard(photos: Path, tmp_path: Path) -> None:

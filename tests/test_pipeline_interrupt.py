@@ -19,6 +19,7 @@ from drivetrain.pipeline import TrainingInterrupted
 from drivetrain.pipeline.fit import interrupts_held
 from PIL import Image
 from pipeline_data import CLASSES, Sleepy, Toy, evaluated, plain_model
+from process_state import wait_until_ended
 from safetensors.torch import load_file
 
 PATIENCE = 5.0  # seconds that a script may take to end
@@ -85,8 +86,7 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
     os.killpg(process.pid, signal.SIGINT)
     begin = time.monotonic()
     output = process.communicate(timeout=PATIENCE)
-    _, alive = psutil.wait_procs(family[1:], timeout=max(PATIENCE - (time.monotonic() - begin), 0))
-    assert not alive
+    assert not wait_until_ended(family[1:], PATIENCE - (time.monotonic() - begin))
     return output
 
 
