@@ -106,6 +106,26 @@ class Beton:
             f"{self.path}: sample {index}: {reason}. Leave it out with indices=, or convert the data again."
         )
 
+    label_name = "label"
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return {"image": "rgb_image", "label": "int" if self.labels.dtype == np.int64 else "float"}
+
+    def read(
+        self,
+        name: str,  # noqa: ARG002
+        indices: Any,
+    ) -> Any:
+        return self.labels[indices]
+
+    def checksum(self, index: int) -> int:
+        return checksum(self.stored(index), self.labels[index])
+
+    @property
+    def checksums(self) -> Any:
+        return self.manifest.get("crc32")
+
     @property
     def classes(self) -> list[str]:
         """Class names in label order; empty if the file came without a manifest."""

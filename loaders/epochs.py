@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ..errors import DataError, suggest
+from .beton import Beton
 from .order import check_batch_size, epoch_batches, rank_slice
 from .settings import Settings, check_indices, is_whole
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""Images `(B, 3, H, W)` and labels `(B,)`."""
+Batch = tuple[Any, ...]
+"""Images `(B, 3, H, W)` and labels `(B,)` or `(B, K)`; then the further fields that were asked for by name."""
 
 
 class EpochLoader(ABC):
@@ -25,11 +27,17 @@ class EpochLoader(ABC):
     same samples in the same batches.
     """
 
+    settings: Settings
     device: torch.device
+    beton: Beton | None
+    """The file; None where the source is none."""
 
-    def __init__(self, settings: Settings, indices: Any, samples: int) -> None:
-        self.settings, self.samples = settings, samples
+    def __init__(self, settings: Settings, indices: Any, samples: int, beton: Beton | None) -> None:
+        self.settings, self.samples, self.beton = settings, samples, beton
+        _check_contents(settings, beton)
+        self._pages = None if beton is None else beton.pointers.astype(np.int64) // beton.page_size
         self.set_indices(indices)
+        self._shares(0)  # an order that this source cannot have is an error now
         self._next_epoch, self._resume_at = 0, 0
         self._epoch, self._position = 0, 0
         self._running = 0  # number of the iteration that may go on; a new one, or close(), ends the older
@@ -49,13 +57,38 @@ class EpochLoader(ABC):
 
     @property
     @abstractmethod
+    def classes(self) -> list[str]:
+        """Names of the classes in label order; empty if the data set names none."""
+
+    @property
+    @abstractmethod
+    def labels(self) -> NDArray[Any]:
+        """The labels of all samples of the data set, `(N,)` or `(N, K)`."""
+
+    @property
     def num_classes(self) -> int:
-        """Number of classes of the data set."""
+        """Number of classes: the names' count, or the largest label plus one."""
+        return len(self.classes) or int(self.labels.max()) + 1
+
+    def _values(self, indices: NDArray[np.int64], names: Iterable[str]) -> list[Any]:
+        """Those fields of the samples `indices` `(n,)`: tensors, or lists of bytes or of JSON values."""
+        assert self.beton is not None
+        return [_collated(self.beton, name, indices) for name in names]
 
     def __len__(self) -> int:
         """Batches in an epoch."""
         full, rest = divmod(len(self.indices), self.settings.batch_size)
         return full + (rest > 0 and not self.settings.drop_last)
+
+    @property
+    def dropped(self) -> int:
+        """Samples that each epoch leaves out, because drop_last was asked for; over all ranks."""
+        return len(self.indices) % self.settings.batch_size if self.settings.drop_last else 0
+
+    @property
+    def padded(self) -> int:
+        """Samples that each epoch gives twice, because pad_last was asked for; over all ranks."""
+        return -len(self.indices) % self.settings.batch_size if self.settings.pad_last else 0
 
     def __iter__(self) -> Iterator[Batch]:
         self._epoch, start = self._next_epoch, self._resume_at
@@ -79,7 +112,7 @@ class EpochLoader(ABC):
         own = self.settings
         batches = epoch_batches(
             self.indices, order=own.order, seed=own.seed, epoch=epoch,
-            batch_size=own.batch_size, drop_last=own.drop_last,
+            batch_size=own.batch_size, drop_last=own.drop_last, pad_last=own.pad_last, pages=self._pages,
         )  # fmt: skip
         return [rank_slice(batch, own.rank, own.world_size) for batch in batches]
 
@@ -93,10 +126,19 @@ class EpochLoader(ABC):
         check_batch_size(
             self.settings.batch_size,
             len(chosen),
-            full=self.settings.train or self.settings.drop_last,
+            full=(self.settings.train or self.settings.drop_last) and not self.settings.pad_last,
             world_size=self.settings.world_size,
         )
         self.indices: NDArray[np.int64] = chosen
+
+    def set_image_size(self, image_size: int) -> None:
+        """Chooses the side of the images, in pixels, from the next epoch on (progressive resizing).
+
+        Raises:
+            DataError: if it cannot be; and by a loop over the loader that is under way, at its next batch.
+        """
+        self.close()
+        self.settings = dataclasses.replace(self.settings, image_size=image_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`, from its first batch."""
@@ -106,7 +148,7 @@ class EpochLoader(ABC):
         self._next_epoch, self._resume_at = epoch, 0
         self._epoch, self._position = epoch, 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: the epoch, and how many of its global batches it has given out."""
         return {
             "epoch": self._epoch,
@@ -114,19 +156,21 @@ class EpochLoader(ABC):
             "seed": int(self.settings.seed),
             "batch_size": int(self.settings.batch_size),
             "samples": len(self.indices),
+            "order": self.settings.order,
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues exactly after the last batch of `state`, also with another number of ranks.
 
         Raises:
-            DataError: if the state is of another seed, batch size or data set.
+            DataError: if the state is of another seed, batch size, order or data set.
         """
         own = self.state_dict()
-        for key in own:
-            if not isinstance(state.get(key), int) or state[key] < 0:
-                raise DataError(f"The loader's state has {key}={state.get(key)!r}; it is no state_dict().")
-        for key in ("seed", "batch_size", "samples"):
+        for key, value in own.items():
+            given = state.get(key)
+            if type(given) is not type(value) or (isinstance(given, int) and given < 0):
+                raise DataError(f"The loader's state has {key}={given!r}; it is no state_dict().")
+        for key in ("seed", "batch_size", "samples", "order"):
             if state[key] != own[key]:
                 raise DataError(
                     f"The loader's state has {key}={state[key]}, this loader {own[key]}. Make the loader "
@@ -141,3 +185,25 @@ class EpochLoader(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _collated(beton: Beton, name: str, indices: NDArray[np.int64]) -> Any:
+    values = beton.read(name, indices)
+    if isinstance(values, list):
+        return values
+    tensor = torch.from_numpy(values)
+    return tensor.float() if beton.fields[name] == "float" else tensor  # float64 is the file's only float
+
+
+def _check_contents(settings: Settings, beton: Beton | None) -> None:
+    """Refuses settings that ask for what the source does not have."""
+    known = [] if beton is None else list(beton.fields)
+    for name in settings.fields:
+        if name not in known:
+            where = "this source has none (convert it to a .beton file)" if beton is None else beton.path
+            raise DataError(
+                f"fields={list(settings.fields)}: {name!r} is no field; {where}.{suggest(name, known)}"
+            )
+    if settings.verify and (beton is None or beton.checksums is None):
+        where = "the source is no .beton file" if beton is None else f"{beton.path} came without its manifest"
+        raise DataError(f"verify=True compares samples with the checksums of a manifest, and {where}.")

@@ -1,13 +1,12 @@
-"""`FFCVLoader`: batches from a `.beton` file, decoded by FFCV's C library in threads of our own."""
+"""`FFCVLoader`: batches from a `.beton` file, decoded in threads of our own."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,18 +14,21 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from . import libffcv
-from .beton import open_beton
+from .beton import Beton, open_beton
 from .epochs import Batch, EpochLoader
 from .machine import available_cores
-from .settings import Settings, is_whole, make_settings
+from .settings import is_whole, make_settings
+
+if TYPE_CHECKING:
+    from .decoding import Decoder
 
 
 class FFCVLoader(EpochLoader):
     """Loads a `.beton` file, the same samples and pixels for any number of workers and ranks.
 
-    Yields `(images, labels)`: images `(B, 3, H, W)` with channels-last strides, float32 normalised or
-    uint8; labels `(B,)` int64 (classes) or float32 (targets). Each batch is memory of its own: keep it
-    as long as you like.
+    Yields `(images, labels)`: images `(B, 3, H, W)` with channels-last strides, float32 or bfloat16
+    normalised, or uint8; labels `(B,)` int64 (classes) or float32 (targets), or `(B, K)` float32 (vectors).
+    Each batch is memory of its own: keep it as long as you like.
 
     Order and augmentation are functions of (seed, epoch, sample index) only. Each `for` over the
     loader is one epoch; the next one moves on by itself, `set_epoch` chooses.
@@ -34,12 +36,21 @@ class FFCVLoader(EpochLoader):
     Args:
         path: the file; it is validated before anything is decoded.
         batch_size: the *global* batch, over all ranks.
-        image_size: side of the square images that come out, in pixels.
-        train: random crop and flip; False: the centre, in order.
+        image_size: side of the square images that come out, in pixels; `set_image_size` changes it between
+            epochs. A JPEG whose crop is at least twice as large is decoded at a half (a quarter, an eighth).
+        train: random crop, flip and the rest; False: the centre, in order.
         seed: of order and augmentation.
         workers: threads; None: one per available core.
-        order: `"random"` or `"sequential"`; None: random in training.
-        drop_last: leave out a last batch that is not full.
+        order: `"random"`, `"sequential"`, or `"quasi_random"`, which mixes about 16 batches at a time, so that
+            a file larger than the memory is read in long stretches; None: random in training.
+        indices: the samples to use; None: all.
+        device: where the batches go; on a GPU they are copied from pinned memory without waiting.
+        batches_ahead: batches in preparation while one is in use. 3, FFCV's default.
+        operations: further FFCV operations (`ffcv.transforms`), applied to the uint8 images of each sample
+            after colours and before the cut-out square; their random numbers are seeded for each sample.
+
+        drop_last: leave out a last batch that is not full; `dropped` says how many samples that are.
+        pad_last: fill it up with the epoch's first samples; `padded` says how many are given twice.
         crop: in training, `"resized"` (Inception's random resized crop) or `"padded"` (the whole image
             shifted by up to `padding` pixels over its reflected edges; the usual choice for CIFAR).
         scale: share of the area a resized crop covers. (0.25, 1), as in ffcv-imagenet's recipes.
@@ -47,17 +58,25 @@ class FFCVLoader(EpochLoader):
         padding: pixels of shift for the padded crop. 4, the usual choice for CIFAR's 32 pixels.
         eval_ratio: in evaluation, the crop's side over the image's shorter side. 224/256, the custom
             for ImageNet.
+        interpolation: `"bilinear"`, antialiased, as Pillow and torchvision resize (within one level where the
+            JPEG is decoded whole); or `"area"`, OpenCV's, with FFCV's own pixels bit for bit.
         flip: mirror every second training image.
+        color_jitter: how far brightness, contrast and saturation of a training image may move from 1, each at
+            random, as torchvision's `ColorJitter`. (0, 0, 0): not at all.
+        cutout: side, in pixels, of a square at a random place of a training image that is filled with `mean`
+            (DeVries and Taylor 2017, arXiv:1708.04552). 0: none.
         mean, std: of each channel, for pixels scaled to 0–1; ImageNet's.
-        dtype: `torch.float32`, normalised; `torch.uint8`, as stored.
-        indices: the samples to use; None: all.
+        dtype: `torch.float32` or `torch.bfloat16`, normalised; `torch.uint8`, as stored.
+        fields: names of further fields of the file, yielded after the labels: a tensor for numbers and arrays,
+            a list for bytes and JSON.
+        verify: compare each sample with its CRC-32 in the manifest before it is used. False, because it costs
+            time; `drivetrain verify` examines the whole file once.
         rank, world_size: this process's share of each batch (a contiguous slice).
-        device: where the batches go; on a GPU they are copied from pinned memory without waiting.
-        batches_ahead: batches in preparation while one is in use. 3, FFCV's default.
 
     Raises:
-        BetonError: a file that cannot be used, or (while iterating) a sample that does not decode.
-        DataError: an argument that cannot be used.
+        BetonError: a file that cannot be used, or (while iterating) a sample that does not decode, or has
+            changed since the conversion (`verify`).
+        DataError: an argument that cannot be used, or settings that need more memory than there is.
         MissingExtra: without FFCV.
     """
 
@@ -74,6 +93,7 @@ class FFCVLoader(EpochLoader):
         indices: Any = None,
         device: torch.device | str = "cpu",
         batches_ahead: int = 3,
+        operations: Sequence[Any] = (),
         **settings: Any,
     ) -> None:
         order = order or ("random" if train else "sequential")
@@ -82,14 +102,37 @@ class FFCVLoader(EpochLoader):
             raise DataError(f"workers={workers!r} must be at least 1, or None for one per core.")
         if not is_whole(batches_ahead, 1):
             raise DataError(f"batches_ahead={batches_ahead!r} must be at least 1.")
-        self.beton = open_beton(path)
-        super().__init__(make_settings(order=order, **settings), indices, len(self.beton))
-        self.workers = workers or available_cores()
-        self.device = torch.device(device)
-        self._ahead = batches_ahead
-        self._kernel = _Kernel(self.beton, self.settings)
+        self.workers, self.device = workers or available_cores(), torch.device(device)
+        self._ahead, self._operations = batches_ahead, tuple(operations)
+        self.beton: Beton = open_beton(path)
+        super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
         self._copied: tuple[torch.device, torch.Tensor, torch.Tensor] | None = None
+        self._decoder = self._make_decoder()
+
+    def _make_decoder(self) -> Decoder:
+        libffcv.library()  # where FFCV or numba is missing, this names the extra
+        from .decoding import (
+            Decoder,
+            check_memory,
+        )  # compiles, or reads its cache: only where a loader is made
+
+        decoder = Decoder(self.beton, self.settings, self._operations)
+        floats = self.settings.dtype.itemsize if self.device.type == "cpu" else 1
+        share = -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
+        batch = share * self.settings.image_size**2 * 3 * floats
+        self.memory = check_memory(decoder, self._ahead + 2, batch, self.workers)
+        return decoder
+
+    def set_image_size(self, image_size: int) -> None:
+        """As `EpochLoader.set_image_size`; the JPEGs are decoded at the smaller size where that saves time."""
+        before = self.settings
+        super().set_image_size(image_size)
+        try:
+            self._decoder = self._make_decoder()
+        except DataError:
+            self.settings = before
+            raise
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         shares = self._shares(epoch)[start:]
@@ -98,40 +141,40 @@ class FFCVLoader(EpochLoader):
             for number in range(len(shares)):
                 while len(ahead) <= self._ahead and number + len(ahead) < len(shares):
                     ahead.append(self._submit(shares[number + len(ahead)], epoch))
-                yield self._deliver(ahead.popleft().result())
+                yield self._deliver(ahead.popleft().result(), shares[number])
         finally:
             for pending in ahead:
                 pending.cancel()
 
     def _submit(self, indices: NDArray[np.int64], epoch: int) -> _Pending:
-        """Starts loading a batch, in about two parts per worker so that no worker idles at its end."""
+        """Starts loading a batch, in parts so small that no worker idles at its end."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
-        side = self.settings.image_size
-        pinned = self.device.type == "cuda"
-        pixels = torch.empty(len(indices), side, side, 3, dtype=torch.uint8, pin_memory=pinned)
-        floats = None
-        if self.settings.dtype == torch.float32 and not pinned:
-            floats = torch.empty(len(indices), side, side, 3)
-        step = max(-(-len(indices) // (2 * self.workers)), 1)
+        side, pinned = self.settings.image_size, self.device.type == "cuda"
+        dtype = torch.uint8 if pinned else self.settings.dtype
+        images = torch.empty(len(indices), side, side, 3, dtype=dtype, pin_memory=pinned)
+        job, decoder = self._decoder.choose(indices, epoch, images), self._decoder
+        step = max(min(-(-len(indices) // (2 * self.workers)), decoder.part), 1)
         parts = [
-            self._pool.submit(self._kernel.load, indices, slice(at, at + step), epoch, pixels, floats)
-            for at in range(0, len(indices), step)
+            self._pool.submit(decoder.load, job, slice(at, at + step)) for at in range(0, len(indices), step)
         ]
-        labels = torch.from_numpy(self._kernel.labels[indices])
-        labels = labels.pin_memory() if pinned else labels
-        return _Pending(parts, pixels if floats is None else floats, labels)
+        return _Pending(parts, images)
 
-    def _deliver(self, batch: Batch) -> Batch:
-        images, labels = batch
+    def _deliver(self, images: torch.Tensor, indices: NDArray[np.int64]) -> Batch:
         images = images.permute(0, 3, 1, 2)
+        labels, *further = self._values(indices, (self.beton.label_name, *self.settings.fields))
         if self.device.type == "cpu":
-            return images, labels
+            return images, labels, *further
         images = images.to(self.device, non_blocking=True)
-        if self.settings.dtype == torch.float32:
+        if self.settings.dtype != torch.uint8:
             mean, std = self._statistics()
-            images = images.float().sub_(mean).div_(std)
-        return images, labels.to(self.device, non_blocking=True)
+            images = images.float().sub_(mean).div_(std).to(self.settings.dtype)
+        return images, *(self._to_device(values) for values in (labels, *further))
+
+    def _to_device(self, values: Any) -> Any:
+        if not isinstance(values, torch.Tensor):
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)
 
     def _statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and deviation of pixels 0–255 on the device, `(1, 3, 1, 1)`; copied there once."""
@@ -141,95 +184,34 @@ class FFCVLoader(EpochLoader):
         return self._copied[1:]
 
     @property
-    def num_classes(self) -> int:
-        """Number of classes of the data set."""
-        return self.beton.num_classes
+    def classes(self) -> list[str]:
+        """Names of the classes in label order; empty if the file came without a manifest."""
+        return self.beton.classes
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """The labels of all samples of the file, `(N,)` or `(N, K)`."""
+        return self.beton.labels
 
     def _release(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
+        self._decoder.close()
 
 
 class _Pending:
     """A batch in preparation: its parts, and the memory they fill."""
 
-    def __init__(self, parts: list[Future[None]], images: torch.Tensor, labels: torch.Tensor) -> None:
-        self._parts, self._images, self._labels = parts, images, labels
+    def __init__(self, parts: list[Future[None]], images: torch.Tensor) -> None:
+        self._parts, self._images = parts, images
 
-    def result(self) -> Batch:
+    def result(self) -> torch.Tensor:
         """Waits for all parts; an exception in one of them is raised here."""
         for part in self._parts:
             part.result()
-        return self._images, self._labels
+        return self._images
 
     def cancel(self) -> None:
         for part in self._parts:
             part.cancel()
-
-
-class _Kernel:
-    """The compiled loading function, bound to a file and to settings."""
-
-    def __init__(self, beton: Any, settings: Settings) -> None:
-        libffcv.library()  # where FFCV or numba is missing, this names the extra
-        from . import kernels  # compiles, or reads its cache: only where a loader is really made
-
-        self._load, self._functions, self._beton = kernels.load_samples, kernels.functions(), beton
-        self._reasons = {
-            kernels.UNDECODABLE: "its JPEG data does not decode",
-            kernels.WRONG_SIZE: "its JPEG header gives another size than the file's metadata",
-        }
-        self._seed = np.uint64(settings.seed)
-        self._crop, self._scale = kernels.CENTER, (settings.eval_ratio, settings.eval_ratio)
-        if settings.train and settings.crop == "resized":
-            self._crop, self._scale = kernels.RANDOM_RESIZED, settings.scale
-        elif settings.train:
-            self._crop, self._scale = kernels.PADDED, (settings.padding, settings.padding)
-            _check_padded_sizes(beton, settings.image_size)
-        self._ratio = np.array(settings.ratio, dtype=np.float64)
-        self._flip = 0.5 if settings.train and settings.flip else 0.0
-        levels = np.arange(256, dtype=np.float32) / 255
-        self._table = np.stack(
-            [(levels - mean) / std for mean, std in zip(settings.mean, settings.std, strict=True)]
-        ).astype(np.float32)
-        is_class = beton.labels.dtype == np.int64
-        self.labels = beton.labels if is_class else beton.labels.astype(np.float32)
-        self._modes = beton.modes.astype(np.int32)
-        self._largest = int((beton.widths.astype(np.int64) * beton.heights).max()) * 3
-        self._local = threading.local()
-
-    def load(
-        self,
-        indices: NDArray[np.int64],
-        part: slice,
-        epoch: int,
-        pixels: torch.Tensor,
-        floats: torch.Tensor | None,
-    ) -> None:
-        """Loads `indices[part]` into the same rows of `pixels`, and of `floats` if given."""
-        chosen = np.ascontiguousarray(indices[part])
-        beton, status = self._beton, np.empty(len(chosen), dtype=np.int32)
-        if not hasattr(self._local, "scratch"):
-            self._local.scratch = np.empty((1, self._largest), dtype=np.uint8)
-        normalised = np.empty((0, 0, 0, 3), np.float32) if floats is None else floats[part].numpy()
-        self._load(
-            *self._functions, beton.data,
-            self._modes, beton.widths, beton.heights, beton.pointers, beton.sizes,
-            chosen, self._seed, np.uint64(epoch), self._crop,
-            np.array(self._scale, dtype=np.float64), self._ratio, self._flip,
-            self._local.scratch, pixels[part].numpy(), normalised, self._table, status,
-        )  # fmt: skip
-        if status.any():
-            at = int(np.argmax(status))
-            raise beton.sample_error(chosen[at], self._reasons[int(status[at])])
-
-
-def _check_padded_sizes(beton: Any, image_size: int) -> None:
-    odd = (beton.widths != image_size) | (beton.heights != image_size)
-    if odd.any():
-        at = int(np.argmax(odd))
-        raise DataError(
-            f"crop='padded' shifts whole images and needs all of them at {image_size} × {image_size} pixels; "
-            f"sample {at} of {beton.path} has {beton.widths[at]} × {beton.heights[at]}. Use crop='resized'."
-        )

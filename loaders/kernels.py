@@ -1,87 +1,40 @@
-"""The compiled inner loop: read a sample, decode, crop, flip, and write it into the batch.
+"""The compiled inner loop: decode a sample, crop, resize and mirror it, and write it into the batch.
 
 One function serves every loader, with all settings as arguments, so that it is compiled once (and
-kept in numba's cache on disk) instead of once per loader. It runs without the GIL in the loader's own
-threads. Randomness is a pure function of (seed, epoch, sample index): nothing depends on the thread,
-the batch or the rank that handles a sample.
+kept in numba's cache on disk) instead of once per loader. It runs without the GIL in the loader's threads.
+
+Resizing is antialiased bilinear (the triangle filter of Pillow and torchvision): first the rows, which lie in
+memory as vectors, then the picture is turned on its side, so that the columns do too. Weights are 8 bits and
+sums 16: the compiler makes 32 lanes of it. A crop of 300 × 400 to 224 takes 0.1 ms where OpenCV's area resize,
+which FFCV uses, takes 0.44, and is within one level of Pillow's result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba as nb
 import numpy as np
 from numba import types
 
-from . import libffcv
+from .compiling import CFunction, jit
 
 OK, UNDECODABLE, WRONG_SIZE = 0, 1, 2
-CENTER, RANDOM_RESIZED, PADDED = 0, 1, 2
+BILINEAR, AREA, SHIFT = 0, 1, 2
 
-# No argument is a writable one-dimensional uint8 array, and none is made: a stock `ffcv.Loader` in the same
-# process declares that very type, which numba shares, to be read-only (os_cache.py, `state_type`).
 # Every argument of the C functions as int64: the callee reads the low bits of its register or stack slot.
-_IMDECODE = types.int32(*[types.int64] * 13)
+_DECOMPRESS = types.int32(*[types.int64] * 9)
 _RESIZE = types.void(*[types.int64] * 11)
-
-
-def _jit(signature: Any) -> Callable[[Any], Any]:
-    """Compiles without the GIL, keeping the result in numba's cache where that can be written."""
-
-    def decorate(function: Any) -> Any:
-        try:
-            return nb.njit(signature, cache=True, nogil=True)(function)
-        except (RuntimeError, OSError):  # no folder can be written, or the disk is full
-            return nb.njit(signature, nogil=True)(function)
-
-    return decorate
-
-
-class CFunction(types.WrapperAddressProtocol):
-    """A C function as an argument of compiled code; captured as a constant it would forbid caching."""
-
-    def __init__(self, name: str, signature: Any) -> None:
-        self._address, self._signature = libffcv.address(name), signature
-
-    def __wrapper_address__(self) -> int:
-        return self._address
-
-    def signature(self) -> Any:
-        return self._signature
+_FASTDCT = 2048  # FFCV's choice: 3 % less time, and up to 2 levels from what Pillow decodes
+_READONLY = types.Array(nb.uint8, 1, "C", readonly=True)
 
 
 def functions() -> tuple[CFunction, CFunction]:
-    """`imdecode` and `resize` of FFCV's library, the first two arguments of `load_samples`."""
-    return CFunction("imdecode", _IMDECODE), CFunction("resize", _RESIZE)
+    """libjpeg-turbo's decoder and FFCV's area resize, the first two arguments of `load_samples`."""
+    return CFunction("tjDecompress2", _DECOMPRESS), CFunction("resize", _RESIZE)
 
 
-@_jit(nb.uint64(nb.uint64))
-def _mix(x: Any) -> Any:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection that avalanches."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-@_jit(nb.uint64(nb.uint64, nb.uint64, nb.uint64))
-def sample_key(seed: Any, epoch: Any, index: Any) -> Any:
-    """The key of all random draws for one sample in one epoch."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    key = _mix(seed + golden)
-    key = _mix(key ^ (epoch + golden))
-    return _mix(key ^ (index + golden))
-
-
-@_jit(nb.float64(nb.uint64, nb.int64))
-def uniform(key: Any, draw: Any) -> Any:
-    """The `draw`-th uniform number in [0, 1) of a key."""
-    bits = _mix(key + np.uint64(draw + 1) * np.uint64(0x9E3779B97F4A7C15))
-    return np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
-
-
-@_jit("UniTuple(int64, 2)(Array(uint8, 1, 'C', readonly=True))")
+@jit("UniTuple(int64, 2)(Array(uint8, 1, 'C', readonly=True))")
 def jpeg_size(data: Any) -> Any:
     """(height, width) from a JPEG's frame header; (0, 0) if there is none."""
     at = 2
@@ -100,36 +53,133 @@ def jpeg_size(data: Any) -> Any:
     return 0, 0
 
 
-@_jit("UniTuple(int64, 4)(uint64, int64, int64, float64[::1], float64[::1])")
-def random_resized_crop(key: Any, height: Any, width: Any, scale: Any, ratio: Any) -> Any:
-    """(top, left, height, width) of Inception's crop; ten tries, then the centre.
+@jit(nb.int64(nb.int64, nb.int64, nb.int64))
+def denominator(height: Any, width: Any, side: Any) -> Any:
+    """8, 4, 2 or 1: the smallest share of a JPEG in which a crop still has `side` pixels each way.
 
-    The same distribution as torchvision's `RandomResizedCrop.get_params`. Draws 0 to 39 of the key.
+    libjpeg decodes at that share directly, in less time; what is left to resize is less than a half.
     """
-    low, high = np.log(ratio[0]), np.log(ratio[1])
-    for attempt in range(10):
-        area = height * width * (scale[0] + (scale[1] - scale[0]) * uniform(key, 4 * attempt))
-        aspect = np.exp(low + (high - low) * uniform(key, 4 * attempt + 1))
-        w = nb.int64(round(np.sqrt(area * aspect)))
-        h = nb.int64(round(np.sqrt(area / aspect)))
-        if 0 < w <= width and 0 < h <= height:
-            top = nb.int64(uniform(key, 4 * attempt + 2) * (height - h + 1))
-            left = nb.int64(uniform(key, 4 * attempt + 3) * (width - w + 1))
-            return top, left, h, w
-    w, h = width, height
-    if width < ratio[0] * height:
-        h = max(nb.int64(round(width / ratio[0])), 1)
-    elif width > ratio[1] * height:
-        w = max(nb.int64(round(height * ratio[1])), 1)
-    return (height - h) // 2, (width - w) // 2, h, w
+    for share in (8, 4, 2):
+        if min(height, width) >= share * side:
+            return share
+    return 1
 
 
-@_jit(nb.void(nb.uint8[:, ::1], nb.int64, nb.int64, nb.uint8[:, :, ::1]))
-def shifted_copy(scratch: Any, down: Any, right: Any, target: Any) -> None:
-    """Copies the image in `scratch` `(1, bytes)`, of the target's size, moved by up to `down`, `right` pixels.
+@nb.njit(nogil=True)
+def _fetch(
+    decompress: Any, handle: Any, stored: Any, mode: Any,
+    height: Any, width: Any, share: Any, flags: Any, scratch: Any,
+) -> Any:  # fmt: skip
+    """Puts a sample's pixels, at 1/`share` of their size, at the start of `scratch` `(bytes,)`; its status."""
+    if mode != 0:
+        for k in range(len(stored)):
+            scratch[k] = np.int8(stored[k])
+        return OK
+    found = jpeg_size(stored)
+    if found[0] != height or found[1] != width:
+        return WRONG_SIZE
+    code = decompress(
+        handle, nb.int64(stored.ctypes.data), len(stored), nb.int64(scratch.ctypes.data),
+        (width + share - 1) // share, 0, (height + share - 1) // share, 0, flags,
+    )  # fmt: skip
+    return OK if code == 0 else UNDECODABLE
 
-    Edges are reflected.
+
+@nb.njit(nogil=True)
+def _weigh(start: Any, length: Any, limit: Any, count: Any) -> Any:
+    """For each of `count` outputs, its first source line `(count,)` and its weights `(count, most)`, of 256.
+
+    The triangle filter over the stretch from `start`, `length` long; lines from 0 to `limit` - 1 exist. The
+    rounding error of each weight is carried to the next, so that they sum to 256.
     """
+    step = length / count
+    support = max(step, 1.0)
+    first = np.zeros(count, dtype=np.int64)
+    weights = np.zeros((count, int(2 * support) + 3), dtype=np.uint16)
+    low = max(nb.int64(np.floor(start)), 0)
+    high = min(nb.int64(np.ceil(start + length)), limit)
+    for i in range(count):
+        center = start + (i + 0.5) * step
+        begin = min(max(nb.int64(center - support + 0.5), low), high - 1)
+        end = max(min(nb.int64(center + support + 0.5), high), begin + 1)
+        total = 0.0
+        for k in range(begin, end):
+            total += max(1.0 - abs(k + 0.5 - center) / support, 0.0)
+        reached, given = 0.0, 0
+        first[i] = begin
+        for k in range(begin, end):
+            share = max(1.0 - abs(k + 0.5 - center) / support, 0.0) / total if total > 0 else 1.0
+            reached += 256 * share
+            weights[i, k - begin] = nb.int64(reached + 0.5) - given
+            given += weights[i, k - begin]
+    return first, weights
+
+
+@nb.njit(nogil=True)
+def _blend_rows(source: Any, lanes: Any, first: Any, weights: Any, sums: Any, target: Any) -> None:
+    """Each row of `target` becomes the weighted mean of some rows of `source`, over its first `lanes` bytes."""
+    for i in range(len(first)):
+        row, weight = first[i], weights[i, 0]
+        for x in range(lanes):
+            sums[x] = np.uint16(np.uint16(128) + np.uint16(np.uint16(source[row, x]) * weight))
+        for k in range(1, weights.shape[1]):
+            weight = weights[i, k]
+            if weight != 0:
+                row = first[i] + k
+                for x in range(lanes):
+                    sums[x] = np.uint16(sums[x] + np.uint16(np.uint16(source[row, x]) * weight))
+        for x in range(lanes):
+            target[i, x] = np.uint8(sums[x] >> np.uint16(8))
+
+
+@nb.njit(nogil=True)
+def _turn(rows: Any, left: Any, width: Any, columns: Any) -> None:
+    """Row y's pixel `left` + x, three bytes of `rows` `(side, bytes)`, becomes the word `columns[x, y]`."""
+    for x in range(width):
+        at = 3 * (left + x)
+        for y in range(rows.shape[0]):
+            columns[x, y] = (
+                np.uint32(rows[y, at])
+                | (np.uint32(rows[y, at + 1]) << np.uint32(8))
+                | (np.uint32(rows[y, at + 2]) << np.uint32(16))
+            )
+
+
+@nb.njit(nogil=True)
+def _turn_back(columns: Any, flip: Any, target: Any) -> None:
+    """Writes `columns` `(side, side)` to the image `target` `(side, side, 3)`, mirrored if `flip`."""
+    side = target.shape[0]
+    for begin in range(0, side, 16):  # in strips, so that the lines written stay in the cache
+        for x in range(side):
+            at = side - 1 - x if flip else x
+            for y in range(begin, min(begin + 16, side)):
+                word = columns[x, y]
+                target[y, at, 0] = np.uint8(word & np.uint32(255))
+                target[y, at, 1] = np.uint8((word >> np.uint32(8)) & np.uint32(255))
+                target[y, at, 2] = np.uint8((word >> np.uint32(16)) & np.uint32(255))
+
+
+@nb.njit(nogil=True)
+def _resize(
+    image: Any, top: Any, left: Any, h: Any, w: Any, flip: Any,
+    sums: Any, rows: Any, columns: Any, small: Any, target: Any,
+) -> None:  # fmt: skip
+    """The crop of `image` `(height, 3 · width)`, its place given in fractions of pixels, to `target`."""
+    side = target.shape[0]
+    height, width = image.shape[0], image.shape[1] // 3
+    first, weights = _weigh(top, h, height, side)
+    _blend_rows(image, image.shape[1], first, weights, sums, rows)
+    begin = max(nb.int64(np.floor(left)), 0)
+    end = min(nb.int64(np.ceil(left + w)), width)
+    _turn(rows, begin, end - begin, columns)
+    first, weights = _weigh(left - begin, w, end - begin, side)
+    _blend_rows(columns.view(np.uint8), 4 * side, first, weights, sums, small.view(np.uint8))
+    _turn_back(small, flip, target)
+
+
+@jit(nb.void(nb.uint8[:, ::1], nb.int64, nb.int64, nb.uint8[:, :, ::1]))
+def shifted_copy(image: Any, down: Any, right: Any, target: Any) -> None:
+    """Copies `image` `(height, 3 · width)`, of the target's size, moved by so many pixels; edges are reflected."""
     height, width = target.shape[0], target.shape[1]
     for y in range(height):
         from_y = abs(y - down)
@@ -137,112 +187,81 @@ def shifted_copy(scratch: Any, down: Any, right: Any, target: Any) -> None:
         for x in range(width):
             from_x = abs(x - right)
             from_x = 2 * (width - 1) - from_x if from_x >= width else from_x
-            at = (from_y * width + from_x) * 3
             for c in range(3):
-                target[y, x, c] = scratch[0, at + c]
+                target[y, x, c] = image[from_y, 3 * from_x + c]
 
 
-@_jit(nb.void(nb.uint8[:, :, ::1]))
-def flip(image: Any) -> None:
-    """Mirrors an image left to right, in place."""
-    height, width = image.shape[0], image.shape[1]
-    for y in range(height):
-        for x in range(width // 2):
+@nb.njit(nogil=True)
+def _flip(image: Any) -> None:
+    """Mirrors `image` `(side, side, 3)` left to right, in place."""
+    side = image.shape[0]
+    for y in range(side):
+        for x in range(side // 2):
             for c in range(3):
-                other = image[y, width - 1 - x, c]
-                image[y, width - 1 - x, c] = image[y, x, c]
+                other = image[y, side - 1 - x, c]
+                image[y, side - 1 - x, c] = image[y, x, c]
                 image[y, x, c] = other
 
 
 @nb.njit(nogil=True)
-def _fetch(imdecode: Any, stored: Any, mode: Any, height: Any, width: Any, scratch: Any) -> Any:
-    """Puts a sample's pixels, `height · width · 3` bytes, at the start of `scratch` `(1, bytes)`; its status."""
-    if mode != 0:
-        for k in range(len(stored)):
-            scratch[0, k] = stored[k]
-        return OK
-    found = jpeg_size(stored)
-    if found[0] != height or found[1] != width:
-        return WRONG_SIZE
-    code = imdecode(
-        nb.int64(stored.ctypes.data), len(stored), height, width, nb.int64(scratch.ctypes.data),
-        height, width, 0, 0, 1, 1, 0, 0,
-    )  # fmt: skip
-    return OK if code == 0 else UNDECODABLE
-
-
-@nb.njit(nogil=True)
-def _crop(
-    resize: Any,
-    scratch: Any,
-    height: Any,
-    width: Any,
-    key: Any,
-    crop: Any,
-    scale: Any,
-    ratio: Any,
-    target: Any,
-) -> None:
-    """Writes the crop of the image in `scratch` to `target` `(H, W, 3)`. Draws 0 to 39 of the key."""
-    if crop == PADDED:
-        reach = nb.int64(scale[0])
-        down = nb.int64(uniform(key, 0) * (2 * reach + 1)) - reach
-        right = nb.int64(uniform(key, 1) * (2 * reach + 1)) - reach
-        shifted_copy(scratch, down, right, target)
-        return
-    if crop == RANDOM_RESIZED:
-        top, left, h, w = random_resized_crop(key, height, width, scale, ratio)
-    else:
-        h = w = max(nb.int64(round(min(height, width) * scale[0])), 1)
-        top, left = (height - h) // 2, (width - w) // 2
-    resize(
-        0, nb.int64(scratch.ctypes.data), height, width, top, top + h, left, left + w,
-        nb.int64(target.ctypes.data), target.shape[0], target.shape[1],
-    )  # fmt: skip
-
-
-@nb.njit(nogil=True)
-def _normalise(pixels: Any, table: Any, floats: Any) -> None:
-    """Looks each of the pixels `(H, W, 3)` up in its channel's row of `table` `(3, 256)`."""
-    for y in range(pixels.shape[0]):
-        for x in range(pixels.shape[1]):
+def _copy(image: Any, top: Any, left: Any, target: Any) -> None:
+    """The crop of the target's own size."""
+    for y in range(target.shape[0]):
+        for x in range(target.shape[1]):
             for c in range(3):
-                floats[y, x, c] = table[c, pixels[y, x, c]]
+                target[y, x, c] = image[top + y, 3 * (left + x) + c]
 
 
-_READONLY = types.Array(nb.uint8, 1, "C", readonly=True)
 _SIGNATURE = types.void(
-    types.FunctionType(_IMDECODE), types.FunctionType(_RESIZE), _READONLY,
+    types.FunctionType(_DECOMPRESS), types.FunctionType(_RESIZE), nb.int64, _READONLY,
     nb.int32[::1], nb.uint16[::1], nb.uint16[::1], nb.uint64[::1], nb.uint64[::1],
-    nb.int64[::1], nb.uint64, nb.uint64, nb.int64, nb.float64[::1], nb.float64[::1], nb.float64,
-    nb.uint8[:, ::1], nb.uint8[:, :, :, ::1], nb.float32[:, :, :, ::1], nb.float32[:, ::1], nb.int32[::1],
+    nb.int64[::1], nb.int64[:, ::1], nb.boolean[::1], nb.int64,
+    nb.int8[::1], nb.uint16[::1], nb.uint8[:, ::1], nb.uint32[:, ::1], nb.uint32[:, ::1],
+    nb.uint8[:, :, :, ::1], nb.int32[::1],
 )  # fmt: skip
 
 
-@_jit(_SIGNATURE)
+@jit(_SIGNATURE)
 def load_samples(
-    imdecode: Any, resize: Any, data: Any,
+    decompress: Any, area: Any, handle: Any, data: Any,
     modes: Any, widths: Any, heights: Any, pointers: Any, sizes: Any,
-    indices: Any, seed: Any, epoch: Any, crop: Any, scale: Any, ratio: Any, flip_probability: Any,
-    scratch: Any, pixels: Any, floats: Any, table: Any, status: Any,
+    indices: Any, boxes: Any, flips: Any, method: Any,
+    scratch: Any, sums: Any, rows: Any, columns: Any, small: Any,
+    pixels: Any, status: Any,
 ) -> None:  # fmt: skip
-    """Loads the samples `indices` into `pixels` `(n, H, W, 3)` and sets their `status`.
+    """Loads the samples `indices` `(n,)` into `pixels` `(n, side, side, 3)` and sets their `status` `(n,)`.
 
-    `crop` is CENTER (`scale[0]` is the crop's side over the image's shorter side), RANDOM_RESIZED
-    (`scale`, `ratio`), or PADDED (shifted by up to `scale[0]` pixels; the image has the target's size).
-    If `floats` is not empty it receives the pixels through `table` `(3, 256)`, the normalised value of
-    each channel's 256 levels.
+    `boxes` and `flips` are as in `augmentation.Choices`; `method` is BILINEAR, AREA (FFCV's), or SHIFT (for
+    the padded crop). `scratch`, `sums`, `rows`, `columns` and `small` are this thread's memory to work in.
     """
+    side = pixels.shape[1]
     for i in range(len(indices)):
-        index = indices[i]
+        index, target = indices[i], pixels[i]
+        top, left, h, w = boxes[i, 0], boxes[i, 1], boxes[i, 2], boxes[i, 3]
         height, width = nb.int64(heights[index]), nb.int64(widths[index])
+        share = denominator(h, w, side) if method == BILINEAR and modes[index] == 0 else 1
         stored = data[pointers[index] : pointers[index] + sizes[index]]
-        status[i] = _fetch(imdecode, stored, modes[index], height, width, scratch)
+        flags = _FASTDCT if method == AREA else 0
+        status[i] = _fetch(decompress, handle, stored, modes[index], height, width, share, flags, scratch)
         if status[i] != OK:
             continue
-        key = sample_key(seed, epoch, np.uint64(index))
-        _crop(resize, scratch, height, width, key, crop, scale, ratio, pixels[i])
-        if uniform(key, 40) < flip_probability:
-            flip(pixels[i])
-        if len(floats):
-            _normalise(pixels[i], table, floats[i])
+        height, width = (height + share - 1) // share, (width + share - 1) // share
+        image = scratch[: height * width * 3].reshape(height, width * 3).view(np.uint8)
+        flip = flips[i]
+        if method == SHIFT:
+            shifted_copy(image, top, left, target)
+        elif h == side and w == side:
+            _copy(image, top, left, target)
+        elif method == AREA:
+            area(
+                0, nb.int64(image.ctypes.data), height, width, top, top + h, left, left + w,
+                nb.int64(target.ctypes.data), side, side,
+            )  # fmt: skip
+        else:
+            _resize(
+                image, top / share, left / share, h / share, w / share, flip,
+                sums, rows, columns, small, target,
+            )  # fmt: skip
+            flip = False
+        if flip:
+            _flip(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -18,6 +19,8 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 """Of ImageNet's pixels scaled to 0–1; torchvision's documented values."""
 
 CROPS = ("resized", "padded")
+INTERPOLATIONS = ("bilinear", "area")
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,21 @@ class Settings:
     seed: int = 0
     order: str = "random"
     drop_last: bool = False
+    pad_last: bool = False
     crop: str = "resized"
     scale: tuple[float, float] = (0.25, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     padding: int = 4
     eval_ratio: float = 224 / 256
+    interpolation: str = "bilinear"
     flip: bool = True
+    color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    cutout: int = 0
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     dtype: torch.dtype = torch.float32
+    fields: tuple[str, ...] = ()
+    verify: bool = False
     rank: int = 0
     world_size: int = 1
 
@@ -51,16 +60,16 @@ class Settings:
             if not valid:
                 raise DataError(f"{name}={getattr(self, name)!r} must be {allowed}.")
 
-        for name in ("image_size", "batch_size", "seed", "padding", "rank", "world_size"):
-            check(name, is_whole(getattr(self, name)), "an integer")
-        for name, count in (("scale", 2), ("ratio", 2), ("mean", 3), ("std", 3)):
-            check(name, _are_numbers(getattr(self, name), count), f"{count} numbers")
+        self._check_types(check)
         check("image_size", self.image_size >= 1, "at least 1 pixel")
         check("batch_size", self.batch_size >= 1, "at least 1")
         check("world_size", self.world_size >= 1, "at least 1")
         check("seed", 0 <= self.seed < 2**63, "an integer from 0 on")
-        check("order", self.order in ORDERS, f"an order.{suggest(str(self.order), ORDERS)}"[:-1])
-        check("crop", self.crop in CROPS, f"a crop.{suggest(str(self.crop), CROPS)}"[:-1])
+        for name, known in (("order", ORDERS), ("crop", CROPS), ("interpolation", INTERPOLATIONS)):
+            value = getattr(self, name)
+            article = "an" if name[0] in "aeiou" else "a"
+            check(name, value in known, f"{article} {name}.{suggest(str(value), known)}"[:-1])
+        check("pad_last", not (self.pad_last and self.drop_last), "False where drop_last is True")
         check("scale", 0 < self.scale[0] <= self.scale[1] <= 1, "two shares of the area, 0 < low ≤ high ≤ 1")
         check("ratio", 0 < self.ratio[0] <= self.ratio[1], "two aspect ratios, 0 < low ≤ high")
         if self.train and self.crop == "padded":
@@ -70,9 +79,20 @@ class Settings:
             _are_numbers([self.eval_ratio], 1) and 0 < self.eval_ratio <= 1,
             "a share of the shorter side, above 0 and up to 1",
         )
+        check("color_jitter", min(self.color_jitter) >= 0, "three strengths from 0 on")
+        check("cutout", 0 <= self.cutout <= self.image_size, "a side from 0 to image_size pixels")
         check("std", min(self.std) > 0, "three positive numbers")
-        check("dtype", self.dtype in (torch.uint8, torch.float32), "torch.float32 or torch.uint8")
+        check("dtype", self.dtype in DTYPES, "torch.float32, torch.bfloat16 or torch.uint8")
         check("rank", 0 <= self.rank < self.world_size, f"from 0 to world_size - 1 = {self.world_size - 1}")
+
+    def _check_types(self, check: Callable[[str, bool, str], None]) -> None:
+        for name in ("image_size", "batch_size", "seed", "padding", "cutout", "rank", "world_size"):
+            check(name, is_whole(getattr(self, name)), "an integer")
+        for name, count in (("scale", 2), ("ratio", 2), ("mean", 3), ("std", 3), ("color_jitter", 3)):
+            check(name, _are_numbers(getattr(self, name), count), f"{count} numbers")
+        fields = self.fields
+        listed = isinstance(fields, tuple | list) and all(isinstance(name, str) for name in fields)
+        check("fields", listed, "a list of names")
 
 
 def is_whole(value: Any, low: int | None = None, high: int | None = None) -> bool:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torchvision.datasets import ImageFolder, VisionDataset
+from torchvision.datasets.vision import StandardTransform
 from torchvision.transforms import v2
 
 from ..errors import DataError, DrivetrainError
-from .beton import Beton, checksum, open_beton
+from .beton import Beton, open_beton
 from .epochs import Batch, EpochLoader
 from .machine import available_cores
 from .settings import Settings, is_whole, make_settings
@@ -28,11 +30,18 @@ from .sources import FolderSource
 
 
 class BetonDataset(VisionDataset):  # type: ignore[misc]
-    """A `.beton` file as an ordinary torchvision data set: PIL decodes, `transform` does the rest."""
+    """A `.beton` file as an ordinary torchvision data set: PIL decodes, `transform` does the rest.
 
-    def __init__(self, path: str | Path, transform: Any = None) -> None:
+    Args:
+        path: the file.
+        transform: from PIL image to what a batch is made of.
+        verify: compare each sample with its CRC-32 in the manifest.
+    """
+
+    def __init__(self, path: str | Path, transform: Any = None, verify: bool = False) -> None:
         super().__init__(str(path), transform=transform)
         self._beton: Beton | None = None
+        self._verify = verify
         self.classes = self.beton.classes
 
     @property
@@ -49,9 +58,10 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         beton = self.beton
-        image, label = beton.image(index), beton.labels[index].item()
-        if beton.manifest and checksum(beton.stored(index), label) != beton.manifest["crc32"][index]:
+        if self._verify and beton.checksums is not None and beton.checksum(index) != beton.checksums[index]:
             raise beton.sample_error(index, "its data changed since the conversion (CRC-32)")
+        image, label = beton.image(index), beton.read(beton.label_name, np.array([index]))[0]
+        label = label.item() if label.ndim == 0 else torch.from_numpy(label)
         return (image if self.transform is None else self.transform(image)), label
 
 
@@ -89,8 +99,11 @@ class TorchLoader(EpochLoader):
         if not is_whole(batches_ahead, 1):
             raise DataError(f"batches_ahead={batches_ahead!r} must be at least 1.")
         checked = make_settings(order=order, **settings)
-        self.dataset = _dataset(source, _transform(checked))
-        super().__init__(checked, indices, len(self.dataset))
+        if checked.interpolation != "bilinear":
+            raise DataError("interpolation='area' is FFCV's; PyTorch's transforms have 'bilinear'.")
+        self.dataset = _dataset(source, _transform(checked), checked.verify)
+        beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
+        super().__init__(checked, indices, len(self.dataset), beton)
         self.workers = available_cores() if workers is None else workers
         self.device = torch.device(device)
         self._sampler = _Sampler()
@@ -99,13 +112,31 @@ class TorchLoader(EpochLoader):
         self._loader: DataLoader[Any] | None = None
 
     @property
-    def num_classes(self) -> int:
-        """Number of classes of the data set."""
-        if isinstance(self.dataset, BetonDataset):
-            return self.dataset.beton.num_classes
-        if not hasattr(self.dataset, "classes"):
-            raise DataError(f"{type(self.dataset).__name__} has no attribute `classes` to count them by.")
-        return len(self.dataset.classes)
+    def classes(self) -> list[str]:
+        """Names of the classes in label order; empty if the data set names none."""
+        return list(getattr(self.dataset, "classes", []))
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """The labels of all samples of the data set, `(N,)` or `(N, K)`.
+
+        Raises:
+            DataError: if the data set does not list them.
+        """
+        if self.beton is not None:
+            return self.beton.labels
+        if not hasattr(self.dataset, "targets"):
+            raise DataError(
+                f"{type(self.dataset).__name__} has no attribute `targets` that lists its labels."
+            )
+        return np.asarray(self.dataset.targets)
+
+    def set_image_size(self, image_size: int) -> None:
+        """As `EpochLoader.set_image_size`; the worker processes are started anew."""
+        super().set_image_size(image_size)
+        self.dataset.transform = _transform(self.settings)
+        if hasattr(self.dataset, "transforms"):  # torchvision's data sets keep both
+            self.dataset.transforms = StandardTransform(self.dataset.transform)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         shares = self._shares(epoch)[start:]
@@ -116,19 +147,22 @@ class TorchLoader(EpochLoader):
             self._loader = self._make_loader()
         with _main_module_hidden(self.dataset):
             batches = iter(self._loader)
-        for images, labels in batches:
+        for (images, labels), share in zip(batches, shares, strict=False):
             labels = labels.float() if labels.is_floating_point() else labels
-            yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+            yield self._deliver(images, labels, share)
         if shares and not len(shares[-1]):  # fewer samples than ranks are left in the last batch
-            yield self._empty_batch()
+            side, none = self.settings.image_size, shares[-1]
+            empty = torch.empty(0, dtype=torch.int64)
+            labels = empty if self.beton is None else self._values(none, [self.beton.label_name])[0]
+            yield self._deliver(torch.empty(0, 3, side, side, dtype=self.settings.dtype), labels, none)
 
-    def _empty_batch(self) -> Batch:
-        side, floats = self.settings.image_size, False
-        if isinstance(self.dataset, BetonDataset):
-            floats = self.dataset.beton.labels.dtype != np.int64
-        images = torch.empty(0, 3, side, side, dtype=self.settings.dtype, device=self.device)
-        labels = torch.empty(0, dtype=torch.float32 if floats else torch.int64, device=self.device)
-        return images, labels
+    def _deliver(self, images: torch.Tensor, labels: torch.Tensor, share: NDArray[np.int64]) -> Batch:
+        fields = self.settings.fields
+        further = self._values(share, fields) if fields else []
+        return tuple(
+            values.to(self.device, non_blocking=True) if isinstance(values, torch.Tensor) else values
+            for values in (images, labels, *further)
+        )
 
     def _make_loader(self) -> DataLoader[Any]:
         parallel: dict[str, Any] = {}
@@ -208,7 +242,7 @@ class _Sampler:
         return len(self.batches)
 
 
-def _dataset(source: Any, transform: Any) -> Any:
+def _dataset(source: Any, transform: Any, verify: bool) -> Any:
     if not isinstance(source, str | Path):
         if not hasattr(source, "transform") or not hasattr(source, "__len__"):
             raise DataError(
@@ -220,7 +254,7 @@ def _dataset(source: Any, transform: Any) -> Any:
     if Path(source).is_dir():
         FolderSource(Path(source))  # its errors say what is wrong with the folder, and the remedy
         return ImageFolder(str(source), transform=transform)
-    return BetonDataset(source, transform)
+    return BetonDataset(source, transform, verify)
 
 
 def _transform(settings: Settings) -> Any:
@@ -235,10 +269,29 @@ def _transform(settings: Settings) -> Any:
         steps += [v2.Resize(round(side / settings.eval_ratio)), v2.CenterCrop(side)]
     if settings.train and settings.flip:
         steps.append(v2.RandomHorizontalFlip())
+    if settings.train and any(settings.color_jitter):
+        steps.append(v2.ColorJitter(*settings.color_jitter))
     steps.append(v2.PILToTensor())
-    if settings.dtype == torch.float32:
+    if settings.train and settings.cutout:
+        steps.append(_CutOut(settings.cutout, settings.mean))
+    if settings.dtype != torch.uint8:
         steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
+        steps.append(v2.ToDtype(settings.dtype))
     return v2.Compose(steps)
+
+
+class _CutOut(torch.nn.Module):
+    """Fills a square inside an image `(3, H, W)` uint8 with the mean colour, as `FFCVLoader` does."""
+
+    def __init__(self, side: int, mean: Sequence[float]) -> None:
+        super().__init__()
+        self.side = side
+        self.fill = torch.tensor([round(level * 255) for level in mean], dtype=torch.uint8).view(3, 1, 1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        top, left = (int(torch.randint(size - self.side + 1, ())) for size in image.shape[1:])
+        image[:, top : top + self.side, left : left + self.side] = self.fill
+        return image
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..errors import PlanError
-from ..loaders.beton import Beton
 from ..loaders.epochs import EpochLoader
 from ..strategies import Precision
 from .stages import Data
@@ -43,9 +42,7 @@ def count_classes(train: EpochLoader, val: EpochLoader | None, data: Data) -> in
 
 def _names_and_labels(loader: EpochLoader, source: str) -> tuple[list[str], NDArray[Any]]:
     """Class names (none in a file without a manifest) and all labels."""
-    opened: Any = getattr(loader, "dataset", loader)  # torchvision's data set, or an FFCVLoader
-    opened = getattr(opened, "beton", opened)
-    labels = np.asarray(opened.labels if isinstance(opened, Beton) else opened.targets)
+    labels = loader.labels
     if not np.issubdtype(labels.dtype, np.integer):
         raise PlanError(
             f"{source} has float labels, and a pipeline trains with cross entropy, which needs class numbers. "
@@ -55,7 +52,7 @@ def _names_and_labels(loader: EpochLoader, source: str) -> tuple[list[str], NDAr
         raise PlanError(
             f"{source} has the label {labels.min()}; classes are numbered from 0. Convert it anew."
         )
-    return list(opened.classes), labels
+    return loader.classes, labels
 
 
 def _difference(data: Data, names: list[str], val_names: list[str]) -> str:

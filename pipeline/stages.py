@@ -17,7 +17,8 @@ LOADERS = ("ffcv", "torch")
 
 # What a loader is told by the pipeline itself: by load()'s own arguments, the seed, and the strategy.
 _NOT_SETTINGS = {
-    "batch_size", "image_size", "train", "seed", "rank", "world_size", "drop_last", "dtype", "order"
+    "batch_size", "image_size", "train", "seed", "rank", "world_size", "drop_last", "pad_last", "dtype", "order",
+    "fields",
 }  # fmt: skip
 
 

@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.loaders import FFCVLoader, convert, open_beton
-from drivetrain.loaders.kernels import random_resized_crop, sample_key, shifted_copy, uniform
-from loader_pictures import jpeg_beton, picture, raw_beton, raw_pictures
+from drivetrain.loaders.augmentation import choose
+from drivetrain.loaders.draws import random_resized_crop, sample_key, sample_keys, uniform
+from drivetrain.loaders.kernels import BILINEAR, denominator, functions, load_samples, shifted_copy
+from drivetrain.loaders.settings import Settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loader_pictures import jpeg_beton, jpeg_bytes, picture, raw_beton, raw_pictures
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -93,11 +98,12 @@ def centre_average(image: np.ndarray, side: int, ratio: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("side", "ratio"), [(32, 224 / 256), (64, 1.0), (24, 0.5)])
-def test_evaluation_averages_the_centre(photos: Path, tmp_path: Path, side: int, ratio: float) -> None:
+def test_area_averages_the_centre(photos: Path, tmp_path: Path, side: int, ratio: float) -> None:
     """Against numpy: raw images to the last level, JPEGs up to the decoders' difference (fast inverse DCT)."""
     shapes = [(70, 58), (58, 70), (64, 64)]
     samples = [(picture(seed, *shape), seed) for seed, shape in enumerate(shapes)]
     options = {"image_size": side, "train": False, "eval_ratio": ratio, "dtype": torch.uint8}
+    options["interpolation"] = "area"
     if side < 58 * ratio:
         convert(samples, tmp_path / "raw.beton", progress=False)
         beton = open_beton(tmp_path / "raw.beton")
@@ -114,15 +120,92 @@ def test_evaluation_averages_the_centre(photos: Path, tmp_path: Path, side: int,
         assert error.max() < 10
 
 
-def test_evaluation_magnifies_smoothly(photos: Path) -> None:
+def pillows(image: Image.Image, box: tuple[int, int, int, int], side: int) -> np.ndarray:
+    """What Pillow, and so torchvision, makes of the crop (top, left, height, width)."""
+    top, left, height, width = box
+    cut = image.crop((left, top, left + width, top + height))
+    return np.asarray(cut.resize((side, side), Image.Resampling.BILINEAR)).astype(int)
+
+
+@pytest.mark.parametrize("side", [1, 7, 31, 44, 57, 58, 150])
+def test_bilinear_is_pillows(photos: Path, side: int) -> None:
+    """Shrunk, as it is, and magnified; where a JPEG is decoded whole."""
     beton = open_beton(photos)
-    images, _ = load(photos, image_size=150, train=False, eval_ratio=1.0, dtype=torch.uint8)
-    for index in range(len(beton)):
+    images, _ = load(photos, image_size=side, train=False, eval_ratio=1.0, dtype=torch.uint8)
+    for index, found in enumerate(images):
         image = beton.image(index)
         edge = min(image.size)
-        left, top = (image.width - edge) // 2, (image.height - edge) // 2
-        cut = image.crop((left, top, left + edge, top + edge)).resize((150, 150), Image.Resampling.BILINEAR)
-        assert np.abs(images[index].permute(1, 2, 0).numpy() - np.asarray(cut).astype(int)).mean() < 4
+        box = ((image.height - edge) // 2, (image.width - edge) // 2, edge, edge)
+        error = np.abs(found.permute(1, 2, 0).numpy() - pillows(image, box, side))
+        if edge < 2 * side:
+            assert error.max() <= 2
+            assert error.mean() < 0.3
+        else:  # decoded at a half or less: another filter, of the same width
+            assert error.mean() < 6
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_crop_of_raw_pixels_is_pillows(data: st.DataObject) -> None:
+    """The kernel alone, on noise: the worst case for a filter."""
+    height, width = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 90))
+    h, w = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
+    top, left = data.draw(st.integers(0, height - h)), data.draw(st.integers(0, width - w))
+    side, flip = data.draw(st.integers(1, 40)), data.draw(st.booleans())
+    image = np.random.default_rng(height * width).integers(0, 256, (height, width, 3), np.uint8)
+    found = resized(image, (top, left, h, w), side, flip)
+    expected = pillows(Image.fromarray(image), (top, left, h, w), side)
+    assert np.abs(found - (expected[:, ::-1] if flip else expected)).max() <= 2
+
+
+def resized(image: np.ndarray, box: tuple[int, int, int, int], side: int, flip: bool) -> np.ndarray:
+    """What `load_samples` makes of one raw image."""
+    height, width = image.shape[:2]
+    data = image.reshape(-1)
+    data.flags.writeable = False
+    pixels, status = np.empty((1, side, side, 3), np.uint8), np.empty(1, np.int32)
+    load_samples(
+        *functions(), 0, data,
+        np.array([1], np.int32), np.array([width], np.uint16), np.array([height], np.uint16),
+        np.array([0], np.uint64), np.array([data.size], np.uint64),
+        np.array([0]), np.array([box]), np.array([flip]), BILINEAR,
+        np.empty(data.size, np.int8), np.empty(4 * max(width, side), np.uint16),
+        np.empty((side, 3 * width), np.uint8), np.empty((width, side), np.uint32), np.empty((side, side), np.uint32),
+        pixels, status,
+    )  # fmt: skip
+    assert status[0] == 0
+    return pixels[0].astype(int)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "share"), [(63, 200, 1), (64, 64, 2), (200, 128, 4), (900, 256, 8)]
+)
+def test_jpegs_are_decoded_at_the_smallest_share_that_will_do(height: int, width: int, share: int) -> None:
+    assert denominator(height, width, 32) == share
+
+
+def test_small_images_of_large_jpegs(tmp_path: Path) -> None:
+    """Decoded at a half, a quarter and an eighth, a picture stays where it is and what it is."""
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    for seed in range(4):
+        (tmp_path / "images" / "a" / f"{seed}.jpg").write_bytes(jpeg_bytes(picture(seed, 261, 335)))
+    convert(tmp_path / "images", tmp_path / "large.beton", progress=False)
+    for side in (120, 60, 30):
+        options = {"image_size": side, "dtype": torch.uint8, "seed": 3, "order": "sequential"}
+        images, _ = load(tmp_path / "large.beton", **options)
+        made = settings_of(**options)
+        keys = sample_keys(np.uint64(3), np.uint64(0), np.arange(4))
+        chosen = choose(made, keys, np.full(4, 261), np.full(4, 335))
+        for index, found in enumerate(images):
+            expected = pillows(
+                open_beton(tmp_path / "large.beton").image(index), tuple(chosen.boxes[index]), side
+            )
+            expected = expected[:, ::-1] if chosen.flips[index] else expected
+            assert np.abs(found.permute(1, 2, 0).numpy() - expected).mean() < 2
+
+
+def settings_of(**options: Any) -> Settings:
+    return Settings(batch_size=4, **options)
 
 
 def crops(height: int, width: int, scale: Any, ratio: Any, count: int) -> np.ndarray:
@@ -189,7 +272,7 @@ def test_shifted_copy_is_a_reflected_pad_and_crop(padding: int) -> None:
     target = np.empty_like(image)
     for top in range(2 * padding + 1):
         for left in range(2 * padding + 1):
-            shifted_copy(image.reshape(1, -1), padding - top, padding - left, target)
+            shifted_copy(image.reshape(SIDE, -1), padding - top, padding - left, target)
             assert np.array_equal(target, padded[top : top + SIDE, left : left + SIDE])
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader
+from drivetrain.loaders.order import ORDERS, WINDOW, epoch_batches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_pictures import jpeg_beton, raw_beton, run_python
@@ -140,6 +141,72 @@ def test_drop_last_and_the_length(numbered: Path) -> None:
         assert len(made) == len(list(made)) == 1
 
 
+def test_pad_last_fills_up_with_the_first_samples(numbered: Path) -> None:
+    with loader(numbered, pad_last=True, batch_size=5) as made:
+        labels = [int(label) for _, labels in made for label in labels]
+        assert (len(made), made.padded, made.dropped) == (5, 2, 0)
+    assert labels[COUNT:] == labels[:2]
+    assert sorted(labels[:COUNT]) == list(range(COUNT))
+    with loader(numbered, drop_last=True, batch_size=5) as made:
+        assert (len(made), made.padded, made.dropped) == (4, 0, 3)
+    with loader(numbered, batch_size=5) as made:
+        assert (len(made), made.padded, made.dropped) == (5, 0, 0)
+    with loader(numbered, indices=[4, 2, 9], batch_size=8, pad_last=True, order="sequential") as made:
+        assert [labels.tolist() for _, labels in made] == [[4, 2, 9, 4, 2, 9, 4, 2]]
+    for kind in (FFCVLoader, TorchLoader):
+        with pytest.raises(DataError, match="pad_last=True must be False where drop_last is True"):
+            kind(numbered, batch_size=4, image_size=SIDE, pad_last=True, drop_last=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_quasi_random_order_goes_by_stretches_of_pages(data: st.DataObject) -> None:
+    """Every sample once; what is read at a time is a few whole pages; another order each epoch."""
+    samples = data.draw(st.integers(1, 400), label="samples")
+    per_page = data.draw(st.integers(1, 60), label="samples on a page")
+    batch = data.draw(st.integers(1, 8), label="batch")
+    indices = np.array(data.draw(st.permutations(range(samples)), label="indices"))[: samples // 2 + 1]
+    pages = np.arange(samples) // per_page
+    batches = epoch_batches(
+        indices, order="quasi_random", seed=1, epoch=data.draw(st.integers(0, 9)), batch_size=batch,
+        drop_last=False, pages=pages,
+    )  # fmt: skip
+    found = np.concatenate(batches)
+    assert sorted(found) == sorted(indices)
+    assert [len(one) for one in batches[:-1]] == [batch] * (len(batches) - 1)
+    places = {page: np.flatnonzero(pages[found] == page) for page in set(pages[indices].tolist())}
+    for where in places.values():  # a page lies within one stretch of 16 batches, or a page more
+        assert where.max() - where.min() < WINDOW * batch + per_page
+
+
+def test_quasi_random_order_mixes_and_changes() -> None:
+    pages = np.arange(1000) // 10
+    first, second, same = (
+        np.concatenate(
+            epoch_batches(
+                np.arange(1000),
+                order="quasi_random",
+                seed=4,
+                epoch=number,
+                batch_size=5,
+                drop_last=False,
+                pages=pages,
+            )
+        )
+        for number in (0, 1, 0)
+    )
+    assert np.array_equal(first, same)
+    assert not np.array_equal(first, second)
+    per_batch = [len(set(pages[first[start : start + 5]])) for start in range(0, 1000, 5)]
+    assert np.mean(per_batch) > 3  # a batch comes from several pages
+
+
+def test_quasi_random_order_needs_pages(photos: Path) -> None:
+    folder = photos.with_name("photos-images")
+    with pytest.raises(DataError, match=r"'quasi_random' reads a \.beton file page by page"):
+        TorchLoader(folder, batch_size=4, image_size=16, order="quasi_random")
+
+
 def test_indices_choose_and_can_be_changed(numbered: Path) -> None:
     chosen = [3, 7, 20, 11, 5]
     assert order(numbered, indices=chosen, order="sequential") == chosen
@@ -166,7 +233,8 @@ def test_resuming_is_exact(numbered: Path, data: st.DataObject) -> None:
     options = {
         "batch_size": batch, "indices": range(count), "dtype": torch.uint8, "image_size": SIDE,
         "seed": data.draw(st.integers(0, 2**40), label="seed"),
-        "drop_last": data.draw(st.booleans(), label="drop_last"),
+        "order": data.draw(st.sampled_from(ORDERS), label="order"),
+        **data.draw(st.sampled_from([{}, {"drop_last": True}, {"pad_last": True}]), label="last batch"),
     }  # fmt: skip
     with loader(numbered, **options, rank=before - 1, world_size=before) as first:
         position = data.draw(st.integers(0, len(first)), label="position")
@@ -196,12 +264,21 @@ def test_resuming_then_the_next_epoch_is_whole(photos: Path) -> None:
     with loader(photos, seed=4) as other:
         other.load_state_dict(state)
         assert same([*other, *other], expected)
-        assert other.state_dict() == {"epoch": 7, "position": 5, "seed": 4, "batch_size": 4, "samples": 18}
+        assert other.state_dict() == {
+            "epoch": 7,
+            "position": 5,
+            "seed": 4,
+            "batch_size": 4,
+            "samples": 18,
+            "order": "random",
+        }
 
 
 def test_set_epoch_forgets_the_place_within_one(photos: Path) -> None:
     with loader(photos) as made:
-        made.load_state_dict({"epoch": 2, "position": 3, "seed": 0, "batch_size": 4, "samples": 18})
+        made.load_state_dict(
+            {"epoch": 2, "position": 3, "seed": 0, "batch_size": 4, "samples": 18, "order": "random"}
+        )
         made.set_epoch(2)
         assert len(list(made)) == 5
 
@@ -212,6 +289,7 @@ def test_set_epoch_forgets_the_place_within_one(photos: Path) -> None:
         ({"seed": 1}, "seed=1, this loader 0"),
         ({"batch_size": 8}, "batch_size=8, this loader 4"),
         ({"samples": 17}, "samples=17, this loader 23"),
+        ({"order": "sequential"}, "order=sequential, this loader random"),
         ({"position": None}, "position=None"),
         ({"epoch": -1}, "epoch=-1"),
         ({"epoch": "2"}, "epoch='2'"),

@@ -230,7 +230,7 @@ def test_torch_loader_notices_the_third_by_its_checksum(damaged: Path, photos: P
     """Pillow alone would give a picture whose lower half is wrong."""
     shutil.copy(f"{photos}.json", f"{damaged}.json")
     with (
-        TorchLoader(damaged, batch_size=1, image_size=32, workers=0, indices=[13]) as made,
+        TorchLoader(damaged, batch_size=1, image_size=32, workers=0, indices=[13], verify=True) as made,
         pytest.raises(BetonError, match="sample 13: "),
     ):
         list(made)

@@ -45,7 +45,14 @@ def mixed_images(root: Path) -> Path:
 
 def ours(path: Path, side: int) -> tuple[np.ndarray, list[int]]:
     with FFCVLoader(
-        path, batch_size=4, image_size=side, train=False, eval_ratio=1.0, workers=1, dtype=torch.uint8
+        path,
+        batch_size=4,
+        image_size=side,
+        train=False,
+        eval_ratio=1.0,
+        workers=1,
+        dtype=torch.uint8,
+        interpolation="area",
     ) as loader:
         batches = list(loader)
     images = torch.cat([images for images, _ in batches]).permute(0, 2, 3, 1)

@@ -199,7 +199,7 @@ def test_data_set_that_raises() -> None:
             DataError, match="Sample 1 of Awkward could not be loaded: KeyError: 'no such row'"
         ):
             next(batches)
-        with pytest.raises(DataError, match="Awkward has no attribute `classes`"):
+        with pytest.raises(DataError, match="Awkward has no attribute `targets`"):
             _ = loader.num_classes
 
 
@@ -213,14 +213,17 @@ def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:
         list(loader)
 
 
-def test_changed_pixels_are_noticed_by_the_manifest(numbered: Path, tmp_path: Path) -> None:
-    """Raw pixels decode to anything; only the checksum knows."""
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+def test_changed_pixels_are_noticed_by_the_manifest(kind: Any, numbered: Path, tmp_path: Path) -> None:
+    """Raw pixels decode to anything; only the checksum knows, and only `verify=True` asks it."""
     path = tmp_path / "changed.beton"
     beton = open_beton(numbered)
     data = bytearray(beton.data)
     data[int(beton.pointers[7]) + 5] ^= 1
     path.write_bytes(data)
-    assert len(load(TorchLoader, path, train=False)) == 6  # without one nobody can tell
+    assert len(load(kind, path, train=False)) == 6
+    with pytest.raises(DataError, match=r"verify=True .*changed\.beton came without its manifest"):
+        load(kind, path, train=False, verify=True)
     (tmp_path / "changed.beton.json").write_bytes(numbered.with_name("numbered.beton.json").read_bytes())
     with pytest.raises(DataError, match=r"sample 7: its data changed since the conversion \(CRC-32\)"):
-        load(TorchLoader, path, train=False)
+        load(kind, path, train=False, verify=True)

@@ -1,0 +1,113 @@
+"""The image size that changes between epochs, and settings that memory does not hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain.errors import BetonError, DataError
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert
+from drivetrain.loaders.machine import available_memory
+from loader_pictures import jpeg_beton, raw_beton, raw_pictures
+
+LOADERS = [FFCVLoader, TorchLoader]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its images stand beside it, in `photos-images`."""
+    return jpeg_beton(tmp_path_factory.mktemp("sizes") / "photos.beton")
+
+
+def make(kind: Any, path: Path, **options: Any) -> Any:
+    workers = 0 if kind is TorchLoader else 2
+    return kind(
+        path, **{"batch_size": 4, "image_size": 32, "workers": workers, "dtype": torch.uint8, **options}
+    )
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_each_epoch_at_its_size_is_that_of_a_loader_of_that_size(kind: Any, photos: Path) -> None:
+    with make(kind, photos) as loader:
+        for epoch, side in enumerate((16, 40, 32)):
+            loader.set_image_size(side)
+            found = list(loader)
+            assert {tuple(images.shape[1:]) for images, _ in found} == {(3, side, side)}
+            with make(kind, photos, image_size=side) as other:
+                other.set_epoch(epoch)
+                for (images, labels), (expected, same) in zip(found, other, strict=True):
+                    assert torch.equal(images, expected)
+                    assert torch.equal(labels, same)
+
+
+def test_worker_processes_take_the_new_size(photos: Path) -> None:
+    with make(TorchLoader, photos.with_name("photos-images"), workers=1) as loader:
+        next(iter(loader))
+        loader.set_image_size(20)
+        assert next(iter(loader))[0].shape == (4, 3, 20, 20)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_sizes_that_cannot_be(kind: Any, photos: Path, tmp_path: Path) -> None:
+    with make(kind, photos) as loader:
+        before = list(loader)
+        for size, words in ((0, "at least 1 pixel"), (16.5, "an integer"), (None, "an integer")):
+            with pytest.raises(DataError, match=f"image_size={size} must be {words}"):
+                loader.set_image_size(size)
+        loader.set_epoch(0)
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(before, loader, strict=True))
+    raw_beton(tmp_path / "raw.beton", 8, 32)
+    with make(FFCVLoader, tmp_path / "raw.beton", crop="padded") as loader:
+        with pytest.raises(DataError, match="crop='padded'"):
+            loader.set_image_size(24)
+        assert next(iter(loader))[0].shape == (4, 3, 32, 32)
+
+
+def test_a_loop_under_way_is_told(photos: Path) -> None:
+    with make(FFCVLoader, photos) as loader:
+        batches = iter(loader)
+        next(batches)
+        loader.set_image_size(16)
+        with pytest.raises(DataError, match="closed, or iterated anew"):
+            next(batches)
+
+
+def test_memory_is_computed_before_it_is_taken(photos: Path) -> None:
+    """`memory` counts the batches ahead, the one in use, and what each worker needs."""
+    with make(FFCVLoader, photos, batches_ahead=1, workers=1) as small:
+        with make(FFCVLoader, photos, batches_ahead=5, workers=1) as more:
+            assert more.memory - small.memory == 4 * 4 * 32 * 32 * 3
+        with make(FFCVLoader, photos, batches_ahead=1, workers=1, dtype=torch.float32) as floats:
+            assert floats.memory - small.memory == 3 * 4 * 32 * 32 * 3 * 3
+        with make(FFCVLoader, photos, batches_ahead=1, workers=4) as many:
+            assert many.memory > small.memory + 3 * 72 * 96 * 3
+
+
+def test_what_cannot_fit_is_refused_at_once(photos: Path) -> None:
+    """The smallest size that memory cannot hold on this machine."""
+    side = int((available_memory() / (4 * 3 * 4 * 5)) ** 0.5) * 2
+    with pytest.raises(
+        DataError, match=r"would need [\d,.]+ GB \(5 batches of .* free\. Use a smaller batch_size"
+    ):
+        make(FFCVLoader, photos, image_size=side, dtype=torch.float32, workers=1)
+    with make(FFCVLoader, photos) as loader:
+        with pytest.raises(BetonError, match=r"largest image of the file needs .* max_resolution"):
+            loader.set_image_size(side * 10)
+        assert next(iter(loader))[0].shape == (4, 3, 32, 32)
+
+
+def test_labels_and_classes_are_there(photos: Path, tmp_path: Path) -> None:
+    for kind, source in (
+        (FFCVLoader, photos),
+        (TorchLoader, photos),
+        (TorchLoader, photos.with_name("photos-images")),
+    ):
+        with make(kind, source) as loader:
+            assert loader.classes == ["ant", "bee", "cat"]
+            assert loader.labels.tolist() == [0] * 6 + [1] * 6 + [2] * 6
+            assert loader.num_classes == 3
+    convert(raw_pictures(9), tmp_path / "plain.beton", progress=False)
+    with make(FFCVLoader, tmp_path / "plain.beton", image_size=12) as loader:
+        assert (loader.classes, loader.num_classes) == ([], 9)
