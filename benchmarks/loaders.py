@@ -1,17 +1,19 @@
-"""Loading speed of `FFCVLoader` against plain PyTorch and stock FFCV, interleaved in one run.
+"""Stage one's speed: loading, starting, converting and opening, against plain PyTorch and stock FFCV.
 
-    python benchmarks/loaders.py FOLDER [--rounds 5] [--workers 2] [--out benchmarks/results]
+    python benchmarks/loaders.py FOLDER [--rounds 7] [--workers 2] [--out benchmarks/results]
 
-FOLDER is an ImageFolder tree. All loaders do RandomResizedCrop (0.25, 1) to 224, flip and normalisation, with
-the same number of workers; PyTorch reads the files, the other two the `.beton` made of them. Prints a table of
-images/s (median and quartiles) and ratios taken round by round; writes JSON. The floor is what no loader can
-beat: each JPEG decoded once by libjpeg-turbo on every core, and nothing else.
+FOLDER is an ImageFolder tree of JPEGs. All loaders do RandomResizedCrop (0.25, 1) to 224, flip and
+normalisation, with the same number of workers; PyTorch reads the files, the others the `.beton` made of them.
+Prints tables of medians and quartiles and ratios taken round by round; writes JSON. The floor is what no
+loader that decodes whole JPEGs can beat: the entropy decoding of each on every core, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,94 +24,152 @@ from typing import Any
 import numpy as np
 import torch
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, libffcv, open_beton
-from drivetrain.pipeline.provenance import provenance
-from rich.console import Console
+from drivetrain.loaders.beton import ALLOCATION, FIELD, HEADER, MODE_RAW, metadata_dtype
+from measuring import Contender, compare, measure, save
+from one_shot import BATCH, SIDE, our_loader, stock_loader
 from rich.table import Table
 
-SIDE, BATCH = 224, 64
-Epoch = Callable[[], int]
-"""Runs one epoch and gives the number of images."""
+MILLION = 1_000_000
 
 
-def ours(path: Path, workers: int) -> Epoch:
-    """`FFCVLoader`, float32 normalised."""
-    loader = FFCVLoader(path, batch_size=BATCH, image_size=SIDE, workers=workers)
-    return lambda: sum(len(images) for images, _ in loader)
+def epochs_of(loader: Any) -> Contender:
+    """images/s of one epoch."""
+
+    def epoch() -> float:
+        start = perf_counter()
+        return sum(len(images) for images, _ in loader) / (perf_counter() - start)
+
+    return epoch
 
 
-def pytorch(folder: Path, workers: int) -> Epoch:
-    """torchvision's ImageFolder in a DataLoader."""
-    loader = TorchLoader(folder, batch_size=BATCH, image_size=SIDE, workers=workers)
-    return lambda: sum(len(images) for images, _ in loader)
-
-
-def stock_ffcv(path: Path, workers: int) -> Epoch:
-    """FFCV's own loader with the same operations."""
-    libffcv.library()
-    from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
-    from ffcv.loader import Loader, OrderOption
-    from ffcv.transforms import NormalizeImage, RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
-
-    mean, std = np.array([0.485, 0.456, 0.406]) * 255, np.array([0.229, 0.224, 0.225]) * 255
-    image = [
-        RandomResizedCropRGBImageDecoder((SIDE, SIDE), scale=(0.25, 1.0)),
-        RandomHorizontalFlip(),
-        NormalizeImage(mean, std, np.float32),
-        ToTensor(),
-        ToTorchImage(),
-    ]
-    loader = Loader(
-        str(path), batch_size=BATCH, num_workers=workers, order=OrderOption.RANDOM, seed=0, drop_last=False,
-        pipelines={"image": image, "label": [IntDecoder(), ToTensor(), Squeeze(1)]},
-    )  # fmt: skip
-    return lambda: sum(len(images) for images, _ in loader)
-
-
-def decoding(path: Path, workers: int) -> Epoch:
-    """The floor: every JPEG decoded once, in as many threads."""
-    beton = open_beton(path)
-    chosen = [i for i in range(len(beton)) if beton.modes[i] == 0]
-    pool = ThreadPoolExecutor(workers)
+def decoding(path: Path, workers: int, share: int) -> Contender:
+    """images/s of decoding each JPEG at 1/`share` of its size, in as many threads; 1/8 is entropy decoding alone."""
+    beton, pool, library = open_beton(path), ThreadPoolExecutor(workers), libffcv.library()
 
     def decode(i: int) -> bool:
-        start, size = int(beton.pointers[i]), int(beton.sizes[i])
-        return libffcv.decodes(
-            beton.data[start : start + size].tobytes(), int(beton.widths[i]), int(beton.heights[i])
-        )
-
-    return lambda: sum(pool.map(decode, chosen))
-
-
-def measure(contenders: dict[str, Epoch], rounds: int) -> dict[str, list[float]]:
-    """images/s of each contender in each round; a warm-up round is not counted."""
-    speeds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
-        for name, epoch in contenders.items():
-            start = perf_counter()
-            images = epoch()
-            if number:
-                speeds[name].append(images / (perf_counter() - start))
-    return speeds
-
-
-def summarise(values: list[float]) -> dict[str, float]:
-    low, median, high = np.percentile(values, [25, 50, 75]).tolist()
-    return {"median": median, "low": low, "high": high, "n": len(values)}
-
-
-def report(speeds: dict[str, list[float]]) -> tuple[Table, dict[str, Any]]:
-    """The table and the JSON of the same figures; ratios are ours over the other, round by round."""
-    table = Table("loader", "images/s", "quartiles", "FFCVLoader is … × this")
-    rows: dict[str, Any] = {}
-    for name, values in speeds.items():
-        own = summarise(values)
-        ratio = summarise([a / b for a, b in zip(speeds["FFCVLoader"], values, strict=True)])
-        rows[name] = {"images_per_s": own, "ours_over_this": ratio}
-        table.add_row(
-            name, f"{own['median']:,.0f}", f"{own['low']:,.0f} to {own['high']:,.0f}",
-            f"{ratio['median']:.2f}  ({ratio['low']:.2f} to {ratio['high']:.2f})",
+        stored = np.frombuffer(beton.stored(i), dtype=np.uint8)
+        width, height = int(beton.widths[i]), int(beton.heights[i])
+        target = np.empty((height + 7) * (width + 7) * 3, dtype=np.uint8)
+        code = library.imdecode(
+            stored.ctypes.data, stored.size, height, width, target.ctypes.data,
+            height, width, 0, 0, 1, share, False, False,
         )  # fmt: skip
-    return table, rows
+        return int(code) == 0
+
+    def epoch() -> float:
+        start = perf_counter()
+        assert all(pool.map(decode, range(len(beton))))
+        return len(beton) / (perf_counter() - start)
+
+    return epoch
+
+
+def loading(folder: Path, path: Path, workers: int, rounds: int) -> tuple[Table, dict[str, Any]]:
+    """images/s of the loaders and of the floors below them."""
+    threads = torch.get_num_threads()
+    options: dict[str, Any] = {"batch_size": BATCH, "image_size": SIDE, "workers": workers}
+    contenders = {
+        "FFCVLoader": epochs_of(our_loader(path, workers)),
+        "FFCVLoader, verify=True": epochs_of(FFCVLoader(path, verify=True, **options)),
+        "FFCVLoader, bfloat16": epochs_of(FFCVLoader(path, dtype=torch.bfloat16, **options)),
+        "FFCVLoader, uint8": epochs_of(FFCVLoader(path, dtype=torch.uint8, **options)),
+        "FFCVLoader, image_size 128": epochs_of(FFCVLoader(path, **{**options, "image_size": 128})),
+        "stock FFCV": epochs_of(stock_loader(path, workers)),
+        "PyTorch ImageFolder": epochs_of(TorchLoader(folder, **options)),
+        "floor: decoding alone": decoding(path, workers, 1),
+        "floor: entropy decoding alone": decoding(path, workers, 8),
+    }
+    figures = measure(contenders, rounds)
+    torch.set_num_threads(threads)  # stock FFCV sets it
+    return compare("loading", "images/s", figures, "FFCVLoader")
+
+
+def one_shot(task: str, kind: str, *arguments: Any) -> Callable[[], Any]:
+    """A task of `one_shot.py`, in a fresh process."""
+    script = Path(__file__).with_name("one_shot.py")
+
+    def run() -> Any:
+        command = [sys.executable, str(script), task, kind, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+def starting(path: Path, workers: int, rounds: int) -> tuple[Table, dict[str, Any]]:
+    """Seconds to the first batch in a fresh process, and to that of a second loader of the same pipeline."""
+    figures: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for kind, name in (("ours", "FFCVLoader"), ("stock", "stock FFCV")):
+            first, second = one_shot("start", kind, path, workers)()
+            figures.setdefault(f"{name}, first batch", []).append(first)
+            figures.setdefault(f"{name}, a second loader's", []).append(second)
+    return compare("starting", "s", figures, "FFCVLoader, first batch")
+
+
+def converting(folder: Path, scratch: Path, workers: int, rounds: int) -> tuple[Table, dict[str, Any]]:
+    """Seconds to convert the folder, each time in a fresh process."""
+    contenders = {
+        "drivetrain convert": one_shot("convert", "ours", folder, scratch / "ours.beton", workers),
+        "FFCV's DatasetWriter": one_shot("convert", "stock", folder, scratch / "stock.beton", workers),
+    }
+    return compare("converting", "s", measure(contenders, rounds, warm_up=0), "drivetrain convert")
+
+
+def million_samples(path: Path) -> None:
+    """A file of a million raw images of 16 × 16 pixels, of which only the tables are written, with its manifest."""
+    images = np.zeros(MILLION, dtype=metadata_dtype([2, 1]))
+    start, size = 1 << 28, 16 * 16 * 3
+    per_page = (1 << 23) // size
+    places = np.arange(MILLION)
+    pointers = start + places // per_page * (1 << 23) + places % per_page * size
+    images["f0"]["mode"], images["f0"]["width"], images["f0"]["height"] = MODE_RAW, 16, 16
+    images["f0"]["data_ptr"], images["f1"] = pointers, places % 1000
+    fields = np.zeros(2, dtype=FIELD)
+    fields["type_id"] = 2, 1
+    for row, name in zip(fields, (b"image", b"label"), strict=True):
+        row["name"][: len(name)] = np.frombuffer(name, dtype=np.uint8)
+    table = np.zeros(MILLION, dtype=ALLOCATION)
+    table["sample_id"], table["ptr"], table["size"] = places, pointers, size
+    end = int(pointers[-1]) + size
+    with path.open("wb") as file:
+        file.write(np.array([(2, 2, 1 << 23, MILLION, end)], dtype=HEADER).tobytes())
+        file.write(fields.tobytes() + images.tobytes())
+        file.seek(end)
+        file.write(table.tobytes())
+    random = np.random.default_rng(0)
+    manifest = {
+        "samples": MILLION,
+        "fields": {"image": "rgb_image", "label": "int"},
+        "classes": [f"class {number}" for number in range(1000)],
+        "tables_crc32": zlib_of(path, end),
+        "crc32": random.integers(0, 1 << 32, MILLION).tolist(),
+    }
+    path.with_name(path.name + ".json").write_text(json.dumps(manifest))
+
+
+def zlib_of(path: Path, end: int) -> int:
+    """The checksum of the tables, as a manifest has it."""
+    from drivetrain.loaders.beton import tables_checksum
+
+    return tables_checksum(np.memmap(path, dtype=np.uint8, mode="r"), MILLION, [2, 1], end)
+
+
+def opening(scratch: Path, rounds: int) -> tuple[Table, dict[str, Any]]:
+    """Seconds to open and validate a file of a million samples, with its manifest and without."""
+    path = scratch / "million.beton"
+    million_samples(path)
+
+    def seconds() -> float:
+        start = perf_counter()
+        assert len(open_beton(path)) == MILLION
+        return perf_counter() - start
+
+    with_manifest = measure({"with": seconds}, rounds)["with"]
+    path.with_name(path.name + ".json").unlink()
+    without = measure({"without": seconds}, rounds)["without"]
+    figures = {"with its manifest of checksums": with_manifest, "alone": without}
+    return compare("opening a million samples", "s", figures, "alone")
 
 
 def main() -> None:
@@ -117,28 +177,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    threads = torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "photos.beton"
+    few = max(options.rounds // 2, 1)
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        path = scratch / "photos.beton"
         print(convert(options.folder, path, workers=options.workers))
-        contenders = {
-            "FFCVLoader": ours(path, options.workers),
-            "stock FFCV": stock_ffcv(path, options.workers),
-            "PyTorch ImageFolder": pytorch(options.folder, options.workers),
-            "floor: decoding alone": decoding(path, options.workers),
+        parts = {
+            "starting": starting(path, options.workers, few),
+            "converting": converting(options.folder, scratch, options.workers, few),
+            "opening": opening(scratch, few),
+            "loading": loading(options.folder, path, options.workers, options.rounds),
         }
-        speeds = measure(contenders, options.rounds)
-    torch.set_num_threads(threads)  # stock FFCV sets it
-    table, rows = report(speeds)
-    Console().print(table)
-    options.out.mkdir(parents=True, exist_ok=True)
-    written = options.out / "loaders.json"
-    written.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1))
-    print(written)
+    tables = [table for table, _ in parts.values()]
+    save(tables, {name: rows for name, (_, rows) in parts.items()}, options.out / "loaders.json")
 
 
 if __name__ == "__main__":

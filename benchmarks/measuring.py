@@ -1,0 +1,65 @@
+"""What the benchmarks share: contenders measured in turn in one run, ratios round by round, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from drivetrain.pipeline.provenance import provenance
+from rich.console import Console
+from rich.table import Table
+
+Contender = Callable[[], float]
+"""Does its work once, and gives the figure: images/s, or seconds."""
+
+
+def measure(contenders: dict[str, Contender], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Each contender's figure of each round; every round runs them all. The first ones do not count."""
+    figures: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(warm_up + rounds):
+        for name, work in contenders.items():
+            figure = work()
+            if number >= warm_up:
+                figures[name].append(figure)
+    return figures
+
+
+def summarise(values: list[float]) -> dict[str, Any]:
+    """Median, quartiles, number, and the values themselves."""
+    low, median, high = np.percentile(values, [25, 50, 75]).tolist()
+    return {"median": median, "low": low, "high": high, "n": len(values), "values": values}
+
+
+def compare(
+    title: str, unit: str, figures: dict[str, list[float]], ours: str
+) -> tuple[Table, dict[str, Any]]:
+    """The table and the JSON of the same figures; `ours` over each other one, paired by round.
+
+    A ratio above 1 is in our favour: of images/s ours over theirs, of seconds theirs over ours.
+    """
+    table = Table(f"{title}", unit, "quartiles", f"{ours} is … times as fast", title_justify="left")
+    rows: dict[str, Any] = {}
+    digits = 3 if unit == "s" else 0
+    for name, values in figures.items():
+        pairs = list(zip(figures[ours], values, strict=True))
+        own = summarise(values)
+        ratio = summarise([b / a if unit == "s" else a / b for a, b in pairs])
+        rows[name] = {unit: own, "ours_is_times_as_fast": ratio}
+        table.add_row(
+            name, f"{own['median']:,.{digits}f}", f"{own['low']:,.{digits}f} to {own['high']:,.{digits}f}",
+            f"{ratio['median']:.2f}  ({ratio['low']:.2f} to {ratio['high']:.2f})",
+        )  # fmt: skip
+    return table, rows
+
+
+def save(tables: list[Table], results: dict[str, Any], path: Path) -> None:
+    """Prints the tables, and writes the results with their provenance."""
+    console = Console()
+    for table in tables:
+        console.print(table)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**results, "provenance": provenance()}, indent=1))
+    print(path)
