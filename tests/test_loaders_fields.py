@@ -1,0 +1,95 @@
+"""Further fields of a `.beton`, and vector labels: the same from both loaders, in any order and on any rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain.errors import DataError
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert
+from loader_pictures import raw_pictures
+
+COUNT, SIDE = 11, 12
+LOADERS = [FFCVLoader, TorchLoader]
+NAMES = ("weight", "rank", "box", "note", "facts")
+
+
+def sample(index: int) -> dict[str, Any]:
+    """What belongs to a picture besides its pixels."""
+    return {
+        "weight": index / 7,
+        "rank": index * 10**12,
+        "box": np.arange(6, dtype=np.float32).reshape(2, 3) + index,
+        "note": bytes(range(index)),
+        "facts": {"name": f"no. {index}", "list": [index, None]},
+    }
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    images, labels = raw_pictures(COUNT, SIDE)
+    data = [
+        {"image": image, "label": int(label), **sample(index)}
+        for index, (image, label) in enumerate(zip(images, labels, strict=True))
+    ]
+    out = tmp_path_factory.mktemp("fields") / "fields.beton"
+    convert(data, out, fields=NAMES, progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Labels of three numbers."""
+    images, _ = raw_pictures(COUNT, SIDE)
+    labels = np.random.default_rng(0).normal(size=(COUNT, 3)).astype(np.float32)
+    out = tmp_path_factory.mktemp("fields") / "vectors.beton"
+    convert([(image, label) for image, label in zip(images, labels, strict=True)], out, progress=False)
+    return out
+
+
+def make(kind: Any, path: Path, **options: Any) -> Any:
+    workers = 0 if kind is TorchLoader else 2
+    return kind(path, **{"batch_size": 4, "image_size": SIDE, "workers": workers, **options})
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("options", [{}, {"verify": True, "rank": 1, "world_size": 2}], ids=str)
+def test_fields_come_with_their_samples(kind: Any, path: Path, options: dict[str, Any]) -> None:
+    with make(kind, path, fields=NAMES, **options) as loader:
+        batches = list(loader)
+    assert len(batches) == 3
+    for images, labels, weight, rank, box, note, facts in batches:
+        expected = [sample(int(label)) for label in labels]
+        assert len(images) == len(expected)
+        assert weight.dtype == torch.float32
+        torch.testing.assert_close(weight, torch.tensor([one["weight"] for one in expected]))
+        assert rank.tolist() == [one["rank"] for one in expected]
+        assert box.dtype == torch.float32
+        assert np.array_equal(box.numpy(), np.array([one["box"] for one in expected]))
+        assert note == [one["note"] for one in expected]
+        assert facts == [one["facts"] for one in expected]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_only_what_was_asked_for(kind: Any, path: Path) -> None:
+    with make(kind, path) as loader:
+        assert len(next(iter(loader))) == 2
+    with make(kind, path, fields=["rank"]) as loader:
+        _, labels, rank = next(iter(loader))
+        assert rank.tolist() == [int(label) * 10**12 for label in labels]
+    with pytest.raises(DataError, match=r"'wieght' is no field; .*Did you mean 'weight'"):
+        make(kind, path, fields=["wieght"])
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_vector_labels(kind: Any, vectors: Path) -> None:
+    with make(kind, vectors, order="sequential") as loader:
+        labels = torch.cat([labels for _, labels in loader])
+        assert labels.dtype == torch.float32
+        assert labels.shape == (COUNT, 3)
+        assert np.array_equal(labels.numpy(), loader.labels)
+    with make(kind, vectors, rank=3, world_size=4) as loader:  # its share of the last batch is empty
+        assert list(loader)[-1][1].shape == (0, 3)
