@@ -15,8 +15,9 @@ import pytest
 from drivetrain.errors import BetonError, DataError, DrivetrainError
 from drivetrain.files import atomic_file
 from drivetrain.loaders import convert, open_beton
-from drivetrain.loaders.beton import manifest_path
-from drivetrain.loaders.conversion import _encoded_samples
+from drivetrain.loaders.encode import Encoding
+from drivetrain.loaders.manifest import manifest_path
+from drivetrain.loaders.sampling import Job, encoded_samples, first_fields
 from drivetrain.loaders.sources import open_source
 from loader_pictures import jpeg_folder, raw_beton, raw_pictures
 
@@ -168,7 +169,8 @@ def test_memory_is_bounded() -> None:
             return raw_pictures(1)[0][0], index
 
     source = Counted()
-    samples = _encoded_samples(open_source(source), None, 90, 2, "raise", False)
+    opened = open_source(source)
+    samples = encoded_samples(Job(opened, Encoding(), first_fields(opened, {}, "raise"), "raise"), 2, False)
     for number, _ in enumerate(samples, 1):
         if number % 20 == 0:
             time.sleep(0.01)

@@ -20,13 +20,15 @@ from typing import Any
 import numpy as np
 import pytest
 from drivetrain.loaders import convert, open_beton
-from drivetrain.loaders.beton import FIELD, HEADER, Beton, manifest_path, metadata_dtype
+from drivetrain.loaders.beton import Beton
+from drivetrain.loaders.layout import FIELD, HEADER, Field, metadata_dtype
+from drivetrain.loaders.manifest import manifest_path
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 
 MUTANTS, LIMIT = 200, 10.0
 METADATA = HEADER.itemsize + 2 * FIELD.itemsize
-ROW = metadata_dtype([2, 1]).itemsize
+ROW = metadata_dtype([Field("image", "rgb_image"), Field("label", "int")]).itemsize
 
 
 class Reader:
