@@ -66,11 +66,11 @@ def convert(
     source: Any,
     out: str | Path,
     *,
-    fields: Sequence[str] | Mapping[str, str] | None = None,
+    fields: Sequence[str] | Mapping[str, str | None] | None = None,
     max_resolution: int | None = None,
     min_resolution: int | None = None,
     quality: int = 90,
-    write_mode: Literal["auto", "jpg", "raw", "smart", "proportion"] = "auto",
+    write_mode: str = "auto",
     smart_threshold: int | None = None,
     compress_probability: float = 0.5,
     workers: int | None = None,
@@ -88,8 +88,8 @@ def convert(
             labels (N,) or (N, K))`; or an indexed data set of `(image, label, …)` or of dicts.
         out: the file to write; its manifest goes beside it, with `.json` after the name. The same
             bytes for any number of workers.
-        fields: further fields by name, or name to kind: int, float, ndarray, bytes or json; by name
-            alone, the first sample's value decides. Of dicts: their keys; of tuples: what follows
+        fields: further fields by name, or name to kind: int, float, ndarray, bytes, json or None; by
+            name alone, or with None, the first sample's value decides. Of dicts: their keys; of tuples: what follows
             (image, label); of shards: the members' extensions, e.g. `["json", "npy"]`.
         max_resolution: longest side in pixels; larger images are scaled down. None keeps all.
         min_resolution: shortest side in pixels to scale larger images down to; instead of

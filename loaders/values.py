@@ -24,7 +24,7 @@ Stored = int | float | bytes
 """A value as the file holds it: a number in the metadata, or bytes on a page."""
 
 
-def requested_fields(fields: Sequence[str] | Mapping[str, str] | None) -> dict[str, str | None]:
+def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) -> dict[str, str | None]:
     """The `fields=` of `convert`: name to kind, None where the first sample decides.
 
     Raises:

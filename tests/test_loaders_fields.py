@@ -209,7 +209,7 @@ def test_kinds_that_are_inferred_and_given(tmp_path: Path) -> None:
         "flag": None, "words": None, "floats": None, "none": None, "small": None, "count": "float",
         "raw": "bytes", "empty": None,
     }  # fmt: skip
-    convert(Mixed(), tmp_path / "a.beton", fields=wanted, progress=False)  # type: ignore[arg-type]
+    convert(Mixed(), tmp_path / "a.beton", fields=wanted, progress=False)
     beton = open_beton(tmp_path / "a.beton")
     assert list(beton.fields.values())[2:] == [
         "int", "json", "ndarray", "json", "float", "float", "bytes", "bytes",
