@@ -16,7 +16,7 @@ import drivetrain.loaders.kernels  # noqa: F401 — now, not in every child
 import numpy as np
 import torch
 from drivetrain.errors import BetonError
-from drivetrain.loaders import FFCVLoader, open_beton, verify
+from drivetrain.loaders import FFCVLoader, libffcv, open_beton, verify
 
 SIDE = 48
 
@@ -53,6 +53,7 @@ def further(path: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    libffcv.library()  # importing FFCV takes seconds
     for line in sys.stdin:
         how, path = line.strip().split(" ", 1)
         pid = os.fork()
