@@ -3,21 +3,84 @@
 from __future__ import annotations
 
 import io
+import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ..errors import DataError
+from ..errors import DataError, suggest
 from . import libffcv
-from .beton import MODE_JPEG, MODE_RAW
+from .layout import MODE_JPEG, MODE_RAW
+from .settings import is_whole
 
 RAW_LIMIT = 64 * 64 * 3
-"""Images of at most so many bytes of pixels are stored raw: lossless, and faster to read than a JPEG."""
+"""In mode auto, images of at most so many bytes of pixels are stored raw: lossless, and faster to read."""
+
+WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
 
 _ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How images are stored; see `convert` for each value's meaning.
+
+    Raises:
+        DataError: for a value that cannot be used.
+    """
+
+    max_resolution: int | None = None
+    min_resolution: int | None = None
+    quality: int = 90
+    write_mode: str = "auto"
+    smart_threshold: int | None = None
+    compress_probability: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("max_resolution", "min_resolution"):
+            value = getattr(self, name)
+            if value is not None and not is_whole(value, 1):
+                raise DataError(f"{name}={value!r} must be at least 1 pixel, or None for no limit.")
+        if self.max_resolution is not None and self.min_resolution is not None:
+            raise DataError("max_resolution and min_resolution each set the scale; give one of them.")
+        if not is_whole(self.quality, 1, 100):
+            raise DataError(f"quality={self.quality!r} must be an integer from 1 to 100.")
+        if self.write_mode not in WRITE_MODES:
+            raise DataError(
+                f"write_mode={self.write_mode!r} is unknown.{suggest(str(self.write_mode), WRITE_MODES)}"
+            )
+        if self.smart_threshold is not None and not is_whole(self.smart_threshold, 0):
+            raise DataError(f"smart_threshold={self.smart_threshold!r} must be a number of bytes, or None.")
+        if (
+            isinstance(self.compress_probability, bool | str | None)
+            or not 0 <= self.compress_probability <= 1
+        ):
+            raise DataError(f"compress_probability={self.compress_probability!r} must lie from 0 to 1.")
+
+    def target_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """The (width, height) to store of an image of this size: never larger."""
+        if self.max_resolution is not None:
+            ratio = self.max_resolution / max(size)
+        elif self.min_resolution is not None:
+            ratio = self.min_resolution / min(size)
+        else:
+            return size
+        return size if ratio >= 1 else (max(round(size[0] * ratio), 1), max(round(size[1] * ratio), 1))
+
+    def as_jpeg(self, number: int, size: tuple[int, int], is_jpeg: bool) -> bool:
+        """Whether sample `number`, stored at `size`, is to be a JPEG; FFCV's rules, and ours for auto."""
+        pixels = size[0] * size[1] * 3
+        if self.write_mode == "auto":
+            return is_jpeg or pixels > RAW_LIMIT
+        if self.write_mode == "smart":
+            return self.smart_threshold is not None and pixels > self.smart_threshold
+        if self.write_mode == "proportion":  # by the number alone: the same file for any number of workers
+            return random.Random(number).random() < self.compress_probability
+        return self.write_mode == "jpg"
 
 
 @dataclass(frozen=True)
@@ -31,42 +94,53 @@ class Encoded:
     how: str
 
 
-def encode_image(image: Any, *, max_resolution: int | None, quality: int) -> Encoded:
+def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
     """Encodes an image for storage, touching its pixels only where that cannot be avoided.
 
     Args:
-        image: the bytes of an image file; a PIL image; a uint8 array or tensor `(H, W, 3)`,
-            `(3, H, W)` or `(H, W)`.
-        max_resolution: longest side in pixels; larger images are scaled down. None: no limit.
-        quality: JPEG quality 1–100 for what must be encoded.
+        image: the bytes of an image file; a dict of `bytes` or `path` of one (Hugging Face's undecoded
+            images); a PIL image; a uint8 array or tensor `(H, W, 3)`, `(3, H, W)` or `(H, W)`.
+        encoding: how.
+        number: of the sample in its source, which decides in mode "proportion".
 
-    A JPEG file that is RGB, upright, within `max_resolution` and readable by the loader's decoder is
-    passed through byte for byte. Small images that are not JPEGs are stored as raw pixels.
+    A JPEG file that is RGB, upright, to be stored as a JPEG of its own size, and readable by the loader's
+    decoder is passed through byte for byte.
 
     Raises:
         DataError: if the image cannot be read, with the reason.
     """
+    if isinstance(image, dict) and set(image) == {"bytes", "path"}:
+        image = image["bytes"] if image["bytes"] is not None else _read(image["path"])
     if isinstance(image, bytes):
-        return _encode_file(image, max_resolution, quality)
+        return _encode_file(image, encoding, number)
     if isinstance(image, Image.Image):
-        return _encode_pil(image, max_resolution, quality)
-    return _store(Image.fromarray(_to_array(image)), "stored", max_resolution, quality)
+        return _encode_pil(image, encoding, number)
+    return _store(Image.fromarray(_to_array(image)), "stored", encoding, number)
 
 
-def _encode_file(data: bytes, max_resolution: int | None, quality: int) -> Encoded:
+def _read(path: Any) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, TypeError) as error:
+        raise DataError(f"its file {path} cannot be read: {getattr(error, 'strerror', error)}") from None
+
+
+def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
     try:
         with Image.open(io.BytesIO(data)) as image:
-            if image.format == "JPEG" and image.mode == "RGB":
+            is_jpeg, whole = image.format == "JPEG", False
+            if is_jpeg and image.mode == "RGB":
                 width, height = image.size
                 upright = image.getexif().get(_ORIENTATION, 1) == 1
-                fits = max_resolution is None or max(image.size) <= max_resolution
-                if upright and fits and libffcv.decodes(data, width, height):
+                whole = upright and encoding.target_size(image.size) == image.size
+                whole = whole and encoding.as_jpeg(number, image.size, is_jpeg)
+                if whole and libffcv.decodes(data, width, height):
                     return Encoded(MODE_JPEG, width, height, data, "passed through")
             image.load()
             rgb, how = _to_rgb(image)
-            if image.format == "JPEG" and how == "stored" and (max_resolution is None or fits):
+            if whole:
                 how = "mended: its JPEG decoded with a warning"
-            return _store(rgb, how, max_resolution, quality, jpeg=image.format == "JPEG")
+            return _store(rgb, how, encoding, number, is_jpeg)
     except UnidentifiedImageError:
         raise DataError("it is not an image that Pillow can read") from None
     except DataError:
@@ -75,12 +149,12 @@ def _encode_file(data: bytes, max_resolution: int | None, quality: int) -> Encod
         raise DataError(f"it cannot be decoded: {error}") from error
 
 
-def _encode_pil(image: Image.Image, max_resolution: int | None, quality: int) -> Encoded:
+def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:
     try:
         image.load()  # opened lazily, it may still be damaged
     except Exception as error:
         raise DataError(f"it cannot be decoded: {error}") from error
-    return _store(*_to_rgb(image), max_resolution, quality)
+    return _store(*_to_rgb(image), encoding, number)
 
 
 def _to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
@@ -110,17 +184,15 @@ def _to_array(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.ascontiguousarray(array)
 
 
-def _store(
-    image: Image.Image, how: str, max_resolution: int | None, quality: int, jpeg: bool = False
-) -> Encoded:
-    if max_resolution is not None and max(image.size) > max_resolution:
-        ratio = max_resolution / max(image.size)
-        width, height = (max(round(side * ratio), 1) for side in image.size)
-        image, how = image.resize((width, height), Image.Resampling.BOX), "scaled down"
-    if max(image.size) > 0xFFFF:
-        raise DataError(f"its longest side is {max(image.size)} pixels, the format holds 65535")
-    if not jpeg and image.width * image.height * 3 <= RAW_LIMIT:
-        return Encoded(MODE_RAW, image.width, image.height, image.tobytes(), how)
+def _store(image: Image.Image, how: str, encoding: Encoding, number: int, is_jpeg: bool = False) -> Encoded:
+    size = encoding.target_size(image.size)
+    if size != image.size:
+        image, how = image.resize(size, Image.Resampling.BOX), "scaled down"
+    if max(size) > 0xFFFF:
+        raise DataError(f"its longest side is {max(size)} pixels, the format holds 65535")
+    if not encoding.as_jpeg(number, size, is_jpeg):
+        how = "decoded to raw pixels" if is_jpeg and how == "stored" else how
+        return Encoded(MODE_RAW, *size, image.tobytes(), how)
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=quality)
-    return Encoded(MODE_JPEG, image.width, image.height, buffer.getvalue(), how)
+    image.save(buffer, "JPEG", quality=encoding.quality)
+    return Encoded(MODE_JPEG, *size, buffer.getvalue(), how)

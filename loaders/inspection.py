@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from tqdm.auto import tqdm
 
-from ..errors import DataError
+from ..errors import BetonError, DataError
 from ..files import atomic_file
 from . import libffcv
-from .beton import MODE_JPEG, Beton, checksum, open_beton
+from .beton import Beton, open_beton
+from .layout import MODE_JPEG
 from .machine import available_cores
 
 
@@ -47,9 +48,11 @@ class Inspection:
     Attributes:
         path: the file; `size`: its length in bytes; `page_size`: in bytes.
         samples: their number; `jpegs`, `raws`: how many are stored as JPEG and as raw pixels.
-        fields: field name to kind; empty without a manifest.
-        classes: class name (its number where the file names none) to its count; empty for float labels.
+        fields: field name to kind, an ndarray's with its type and shape.
+        classes: class name (its number where the file names none) to its count; empty for other labels
+            than ints.
         width, height: of the images, in pixels; `image_bytes`: as stored.
+        field_bytes: of each bytes and JSON field, as stored.
         checked: whether a manifest with checksums stands beside the file.
     """
 
@@ -64,6 +67,7 @@ class Inspection:
     width: Spread
     height: Spread
     image_bytes: Spread
+    field_bytes: dict[str, Spread]
     checked: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,10 +78,11 @@ class Inspection:
         lines = [
             f"{self.path}: {self.samples:,} samples, {self.size / 1e6:,.1f} MB, pages of {self.page_size >> 20} MiB",
             f"  stored: {self.jpegs:,} JPEG, {self.raws:,} raw",
-            f"  fields: {', '.join(f'{name} ({kind})' for name, kind in self.fields.items()) or 'no manifest'}",
+            f"  fields: {', '.join(f'{name} ({kind})' for name, kind in self.fields.items())}",
             f"  width:  {self.width} pixels",
             f"  height: {self.height} pixels",
             f"  image:  {self.image_bytes} bytes",
+            *(f"  {name}: {spread} bytes" for name, spread in self.field_bytes.items()),
             f"  checksums: {'yes' if self.checked else 'none (no manifest beside the file)'}",
         ]
         if self.classes:
@@ -104,21 +109,30 @@ def inspect(path: str | Path) -> Inspection:
         samples=len(beton),
         jpegs=jpegs,
         raws=len(beton) - jpegs,
-        fields=dict(beton.manifest.get("fields", {})),
+        fields={name: str(column.field) for name, column in beton.columns.items()},
         classes=_class_counts(beton),
         width=Spread.of(beton.widths),
         height=Spread.of(beton.heights),
         image_bytes=Spread.of(beton.sizes),
-        checked="crc32" in beton.manifest,
+        field_bytes={
+            name: Spread.of(column.sizes)
+            for name, column in beton.columns.items()
+            if column.field.kind in ("bytes", "json")
+        },
+        checked=beton.checksums is not None,
     )
 
 
 def _class_counts(beton: Beton) -> dict[str, int]:
-    if beton.labels.dtype != np.int64:
+    if beton.fields[beton.label_name] != "int":
         return {}
+    if not beton.classes:
+        return {
+            str(label): int(count)
+            for label, count in zip(*np.unique(beton.labels, return_counts=True), strict=True)
+        }
     counts = np.bincount(beton.labels, minlength=len(beton.classes))
-    names = beton.classes or [str(number) for number in range(len(counts))]
-    return {name: int(count) for name, count in zip(names, counts, strict=True)}
+    return {name: int(count) for name, count in zip(beton.classes, counts, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -162,24 +176,46 @@ def verify(path: str | Path, *, workers: int | None = None, progress: bool = Tru
     """
     beton = open_beton(path)
     libffcv.library()  # its absence is an error here, not in a thread
-    checksums = beton.manifest.get("crc32")
-
-    def examine(number: int) -> str | None:
-        stored = beton.stored(number)
-        if checksums is not None and checksum(stored, beton.labels[number]) != checksums[number]:
-            return "its checksum differs from the manifest's: the image or its label has changed"
-        width, height = int(beton.widths[number]), int(beton.heights[number])
-        if beton.modes[number] == MODE_JPEG and not libffcv.decodes(stored, width, height):
-            return "its JPEG data does not decode"
-        return None
-
     with ThreadPoolExecutor(workers or available_cores()) as pool:
         reasons = tqdm(
-            pool.map(examine, range(len(beton)), chunksize=64),
+            pool.map(lambda number: _fault(beton, number), range(len(beton)), chunksize=64),
             total=len(beton), desc="Verifying", unit="img", disable=not progress, leave=False,
         )  # fmt: skip
         bad = [(number, reason) for number, reason in enumerate(reasons) if reason is not None]
-    return Verification(str(path), len(beton), bad, checksums is not None)
+    return Verification(str(path), len(beton), bad, beton.checksums is not None)
+
+
+def _fault(beton: Beton, number: int) -> str | None:
+    """What is wrong with a sample; None if nothing is."""
+    if beton.checksums is not None and beton.checksum(number) != beton.checksums[number]:
+        return "its checksum differs from the manifest's: its image or another field has changed"
+    if beton.modes[number] == MODE_JPEG and not _decodes(beton, number):
+        return "its JPEG data does not decode"
+    for name, kind in beton.fields.items():
+        try:
+            values = beton.read(name, np.array([number])) if kind in ("json", "ndarray") else None
+        except BetonError:
+            return f"its field {name!r} is not JSON"
+        if name == beton.label_name and values is not None and not np.isfinite(values).all():
+            return "its label is not finite"
+    return None
+
+
+def _decodes(beton: Beton, number: int) -> bool:
+    stored, size = beton.stored(number), (int(beton.widths[number]), int(beton.heights[number]))
+    try:
+        with Image.open(io.BytesIO(stored)) as image:  # its header alone
+            return image.size == size and libffcv.decodes(stored, *size)
+    except Exception:  # Pillow's readers raise whatever a damaged file leads them to
+        return False
+
+
+def _label_text(beton: Beton, number: int) -> str:
+    """A label's class name, or its number or numbers."""
+    label = beton.read(beton.label_name, np.array([number]))[0]
+    if label.ndim:
+        return " ".join(f"{value:.3g}" for value in label.ravel())
+    return beton.classes[label] if beton.classes and label.dtype == np.int64 else f"{label:g}"
 
 
 def contact_sheet(
@@ -208,9 +244,11 @@ def contact_sheet(
         picture = beton.image(int(number))
         picture.thumbnail((side - 4, side - 4))
         sheet.paste(picture, (left + (side - picture.width) // 2, top + (side - picture.height) // 2))
-        label = beton.labels[number]
-        name = beton.classes[label] if beton.classes else f"{label:g}"
-        draw.text((left + 3, top + side - 1), f"{number} {name}"[: side // 6], fill="black")
+        draw.text(
+            (left + 3, top + side - 1),
+            f"{number} {_label_text(beton, int(number))}"[: side // 6],
+            fill="black",
+        )
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG")
     with atomic_file(Path(out)) as file:

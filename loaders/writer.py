@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,32 +14,12 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import atomic_file
-from .beton import (
-    ALLOCATION,
-    FIELD,
-    FLOAT_FIELD,
-    HEADER,
-    IMAGE_FIELD,
-    INT_FIELD,
-    MAX_PAGE,
-    METADATA_TYPES,
-    VERSION,
-    manifest_path,
-    metadata_dtype,
-    tables_start,
-)
-from .encode import Encoded
+from .columns import Columns, Sample
+from .layout import HEADER, MAX_PAGE, MODE_JPEG, VERSION, Field, metadata_dtype, tables_start
+from .manifest import manifest_path, write_manifest
 
 PAGE_SIZE = 1 << 23
 """8 MiB, FFCV's own default; doubled until the largest sample fits on a page."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An image as it will be stored, and its label."""
-
-    encoded: Encoded
-    label: int | float
 
 
 @dataclass(frozen=True)
@@ -53,141 +32,124 @@ class Skipped:
 
 @dataclass
 class Written:
-    """What was written: the manifest, how many images in which way, and what was left out."""
+    """What was written: the manifest's head, how many images in which way and mode, and what was left out."""
 
     manifest: dict[str, Any] = field(default_factory=dict)
     how: Counter[str] = field(default_factory=Counter)
+    modes: Counter[str] = field(default_factory=Counter)
     skipped: list[Skipped] = field(default_factory=list)
-    page_size: int = 0
 
 
-class PageTooSmall(Exception):
-    """A sample needs a page of at least `size` bytes; the file must be begun again."""
+class Pages:
+    """Places samples on pages: each whole on one, in the order they come.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    The page grows in place. What lies within pages of 8 MiB lies within pages of 16 MiB too, so that a
+    larger sample only has to begin at the next multiple of the larger page.
+    """
 
+    def __init__(self, tables: int) -> None:
+        self.size, self.end = PAGE_SIZE, -(-tables // PAGE_SIZE) * PAGE_SIZE
 
-@dataclass
-class _Columns:
-    """The metadata of the samples written so far, in their order."""
+    def place(self, size: int) -> int:
+        """Where a sample of `size` bytes goes.
 
-    images: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-    """mode, width, height, pointer, size"""
-    labels: list[int | float] = field(default_factory=list)
-    payloads: list[int] = field(default_factory=list)
-    """CRC-32 of each image's bytes"""
-
-    def checksums(self, label_kind: int) -> list[int]:
-        """Of each sample as `beton.checksum` defines it."""
-        labels = np.array(self.labels, dtype=METADATA_TYPES[label_kind])
-        pairs = zip(labels, self.payloads, strict=True)
-        return [zlib.crc32(label.tobytes(), payload) for label, payload in pairs]
+        Raises:
+            DataError: if it fits on no page of the format.
+        """
+        if size > MAX_PAGE:
+            raise DataError(f"A sample of {size:,} bytes is larger than the format's largest page, 2 GiB.")
+        while size > self.size:
+            self.size *= 2
+        page_end = (self.end // self.size + 1) * self.size
+        start = self.end if self.end + size <= page_end else page_end
+        self.end = start + size
+        return start
 
 
 def write_beton(
-    out: Path, samples: Iterable[Sample | Skipped], most: int, page_size: int, about: dict[str, Any]
+    out: Path, samples: Iterable[Sample | Skipped], most: int, fields: Sequence[Field], about: dict[str, Any]
 ) -> Written:
     """Writes the file and the manifest beside it.
 
     Args:
         out: the file.
         samples: in the order of the file, at most `most` of them.
-        page_size: in bytes.
+        fields: of every sample, the image first and the label second.
         about: what else the manifest says, `"classes"` (their names, or none) among it.
 
     Raises:
-        PageTooSmall: at the first sample that does not fit on a page.
         DataError: if no sample is left, or a label is not one of the classes.
         DrivetrainError: if a file cannot be written.
     """
-    written, columns = Written(page_size=page_size), _Columns()
+    written, columns = Written(), Columns(fields)
+    pages = Pages(tables_start(len(fields)) + most * metadata_dtype(fields).itemsize)
     with atomic_file(out) as file:
-        end = _write_images(file, samples, most, written, columns)
-        kind = _label_kind(columns.labels, len(about["classes"]))
+        _write_samples(file, samples, most, pages, columns, written)
+        _check_classes(columns, len(about["classes"]))
         written.manifest = {
             "format": "beton 2",
-            "samples": len(columns.images),
-            "fields": {"image": "rgb_image", "label": "int" if kind == INT_FIELD else "float"},
-            "page_size": page_size,
+            "samples": len(columns),
+            "fields": {field.name: field.kind for field in columns.fields},
+            "page_size": pages.size,
             "stored": dict(written.how.most_common()),
             **about,
-            "tables_crc32": _write_tables(file, columns, kind, end, page_size),
-            "crc32": columns.checksums(kind),
+            "tables_crc32": _write_tables(file, columns, pages),
         }
         # All that can fail comes before the two renames: an older pair is replaced whole or stays.
         file.flush()
         os.fsync(file.fileno())
         with atomic_file(manifest_path(out)) as beside:
-            beside.write(json.dumps(written.manifest, indent=1).encode())
+            write_manifest(beside, written.manifest, columns.checksums)
     return written
 
 
-def _write_images(
-    file: BinaryIO, samples: Iterable[Sample | Skipped], most: int, written: Written, columns: _Columns
-) -> int:
-    """Writes the images as they come, and gives the position after the last."""
-    tables = tables_start(2) + most * metadata_dtype([IMAGE_FIELD, INT_FIELD]).itemsize
-    cursor = -(-tables // written.page_size) * written.page_size
+def _write_samples(
+    file: BinaryIO,
+    samples: Iterable[Sample | Skipped],
+    most: int,
+    pages: Pages,
+    columns: Columns,
+    written: Written,
+) -> None:
+    """Writes the data as it comes."""
     for sample in samples:
         if isinstance(sample, Skipped):
             written.skipped.append(sample)
             continue
-        image = sample.encoded
-        cursor = _place(cursor, len(image.payload), written.page_size)
-        file.seek(cursor)
-        file.write(image.payload)
-        columns.images.append((image.mode, image.width, image.height, cursor, len(image.payload)))
-        columns.labels.append(sample.label)
-        columns.payloads.append(zlib.crc32(image.payload))
-        written.how[image.how] += 1
-        cursor += len(image.payload)
-    if not columns.images:
+        for position, data in columns.add(sample, pages.place(sample.size)):
+            file.seek(position)
+            file.write(data)
+        written.how[sample.encoded.how] += 1
+        written.modes["jpg" if sample.encoded.mode == MODE_JPEG else "raw"] += 1
+    if not len(columns):
         first = written.skipped[0]
         raise DataError(f"None of the {most} samples could be used; the first, {first.name}: {first.reason}.")
-    return cursor
 
 
-def _place(cursor: int, size: int, page_size: int) -> int:
-    """Where an allocation goes: at the cursor, or at the next page if it would cross into it."""
-    if size > page_size:
-        if size > MAX_PAGE:
-            raise DataError(f"A sample of {size:,} bytes is larger than the format's largest page, 2 GiB.")
-        raise PageTooSmall(size)
-    page_end = (cursor // page_size + 1) * page_size
-    return cursor if cursor + size <= page_end else page_end
+def _check_classes(columns: Columns, classes: int) -> None:
+    """Refuses class labels that have no class."""
+    labels = columns.labels
+    if labels is None or columns.fields[1].kind == "float":
+        return
+    for at, remedy in (
+        (int(labels.argmin()), "classes start at 0"),
+        (int(labels.argmax()), f"there are {classes} classes"),
+    ):
+        if labels[at] < 0 or (classes and labels[at] >= classes):
+            raise DataError(f"Sample {at} has the class {labels[at]}; {remedy}.")
 
 
-def _label_kind(labels: list[int | float], classes: int) -> int:
-    """The type of the label field: float if one label is, else int, checked against the classes."""
-    if any(isinstance(label, float) for label in labels):
-        return FLOAT_FIELD
-    for label, remedy in ((min(labels), "classes start at 0"), (max(labels), f"there are {classes} classes")):
-        if label < 0 or (classes and label >= classes):
-            raise DataError(f"Sample {labels.index(label)} has the class {label}; {remedy}.")
-    return INT_FIELD
-
-
-def _write_tables(file: BinaryIO, columns: _Columns, label_kind: int, end: int, page_size: int) -> int:
+def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> int:
     """Writes allocation table, fields, metadata and, last, the header; gives the CRC-32 of them all."""
-    count = len(columns.images)
-    table = np.zeros(count, dtype=ALLOCATION)
-    metadata = np.zeros(count, dtype=metadata_dtype([IMAGE_FIELD, label_kind]))
-    modes, widths, heights, pointers, sizes = (
-        np.array(column) for column in zip(*columns.images, strict=True)
-    )
-    table["sample_id"], table["ptr"], table["size"] = np.arange(count), pointers, sizes
-    image = metadata["f0"]
-    image["mode"], image["width"], image["height"], image["data_ptr"] = modes, widths, heights, pointers
-    metadata["f1"] = columns.labels
-    fields = np.zeros(2, dtype=FIELD)
-    for row, name, kind in zip(fields, (b"image", b"label"), (IMAGE_FIELD, label_kind), strict=True):
-        row["type_id"] = kind
-        row["name"][: len(name)] = np.frombuffer(name, dtype=np.uint8)
-    header = np.array([(VERSION, 2, page_size, count, end)], dtype=HEADER)
-
-    parts = [(end, table), (HEADER.itemsize, fields), (tables_start(2), metadata), (0, header)]
+    count = len(columns.fields)
+    fields = np.stack([field.descriptor() for field in columns.fields])
+    header = np.array([(VERSION, count, pages.size, len(columns), pages.end)], dtype=HEADER)
+    table, metadata = columns.allocations(), columns.metadata()
+    parts = [(pages.end, table), (HEADER.itemsize, fields), (tables_start(count), metadata), (0, header)]
+    crc = 0
+    for _, part in sorted(parts, key=lambda part: part[0]):
+        crc = zlib.crc32(part.view(np.uint8).data, crc)
     for position, part in parts:
         file.seek(position)
-        file.write(part.tobytes())
-    return zlib.crc32(b"".join(part.tobytes() for part in (header, fields, metadata, table)))
+        file.write(part.view(np.uint8).data)
+    return crc

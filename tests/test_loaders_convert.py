@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.loaders import Beton, FFCVLoader, convert, open_beton
-from drivetrain.loaders.beton import checksum, manifest_path
+from drivetrain.loaders.beton import checksum
+from drivetrain.loaders.manifest import manifest_path
 from drivetrain.loaders.writer import PAGE_SIZE
 from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
 from PIL import Image
@@ -239,7 +240,10 @@ def test_manifest(tmp_path: Path) -> None:
     assert manifest["stored"] == how
     assert set(how) == {"passed through", "scaled down", "stored"}
     assert manifest["classes"] == ["ant", "bee", "cat"]
-    assert manifest["settings"] == {"max_resolution": 100, "quality": 77}
+    assert manifest["settings"] == {
+        "max_resolution": 100, "min_resolution": None, "quality": 77, "write_mode": "auto",
+        "smart_threshold": None, "compress_probability": 0.5,
+    }  # fmt: skip
     for index in range(19):
         label = beton.labels[index]
         assert manifest["crc32"][index] == checksum(beton.stored(index), label)

@@ -9,14 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from drivetrain.errors import BetonError, DataError, DrivetrainError
 from drivetrain.files import atomic_file
 from drivetrain.loaders import convert, open_beton
-from drivetrain.loaders.beton import manifest_path
-from drivetrain.loaders.conversion import _encoded_samples
+from drivetrain.loaders.encode import Encoding
+from drivetrain.loaders.manifest import manifest_path
+from drivetrain.loaders.sampling import Job, encoded_samples, first_fields
 from drivetrain.loaders.sources import open_source
 from loader_pictures import jpeg_folder, raw_beton, raw_pictures
 
@@ -32,6 +35,7 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
         )
 
     def start(self, out: Path, limit: int = 0) -> int:
@@ -41,13 +45,23 @@ class Server:
         self.process.stdin.flush()
         pid = self._number()
         partial = out.with_name(f".{out.name}.{pid}.partial")
-        while not partial.exists():
-            time.sleep(0.005)
+        while not partial.exists() and Path(f"/proc/{pid}").exists():
+            time.sleep(0.002)
         return pid
 
     def status(self) -> int:
         """Waits until it ends."""
         return self._number()
+
+    def processes(self) -> list[int]:
+        """The server and whatever is left of those it started: all of its session."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it ended meanwhile
+                state, _, _, session, *_ = stat.read_text().rpartition(")")[2].split()
+                if int(session) == self.process.pid and state != "Z":
+                    found.append(int(stat.parent.name))
+        return found
 
     def _number(self) -> int:
         assert self.process.stdout is not None
@@ -103,17 +117,46 @@ def test_an_open_file_survives_its_replacement(tmp_path: Path) -> None:
     assert open_beton(out).stored(0) == before[4]
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.5])
-def test_sigkill_leaves_no_file_that_looks_finished(server: Server, tmp_path: Path, delay: float) -> None:
-    pid = server.start(tmp_path / "out.beton")
-    time.sleep(delay)
-    os.kill(pid, signal.SIGKILL)
-    assert server.status() == -signal.SIGKILL
-    (tmp_path / "out.beton.stderr").unlink()
-    (partial,) = tmp_path.iterdir()
-    assert partial.name == f".out.beton.{pid}.partial"
-    with pytest.raises(BetonError):
-        open_beton(partial)
+@pytest.mark.parametrize("older", [False, True], ids=["new", "older"])
+def test_sigkill_at_random_moments_leaves_no_file_that_looks_finished(
+    server: Server, tmp_path: Path, older: bool
+) -> None:
+    """Ten times each: an older pair of files stays whole or is refused with the remedy."""
+    killed, moments = 0, np.random.default_rng(11 + older).uniform(0, 0.75, 10)
+    for number, delay in enumerate(moments):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        out = folder / "out.beton"
+        if older:
+            raw_beton(out, 5)
+        pid = server.start(out)
+        time.sleep(delay)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        status = server.status()
+        killed += status == -signal.SIGKILL
+        assert status in (0, -signal.SIGKILL)
+        assert server.processes() == [server.process.pid]
+        for partial in folder.glob(".*.partial"):
+            with pytest.raises(BetonError):
+                open_beton(partial)
+        assert whole_or_refused(out) in ({60} if status == 0 else {0, 5, 60} if older else {0, 60})
+    assert killed >= 5
+
+
+def whole_or_refused(out: Path) -> int:
+    """The number of samples, each as its checksum says; 0 if the file is not there, or refused with the remedy."""
+    if not out.exists():
+        return 0
+    try:
+        beton = open_beton(out)
+    except BetonError:
+        with pytest.raises(BetonError, match="Convert the data again"):
+            open_beton(out)
+        return 0
+    assert beton.checksums is not None
+    assert [beton.checksum(index) for index in range(len(beton))] == beton.checksums.tolist()
+    return len(beton)
 
 
 def test_ctrl_c_stops_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
@@ -168,7 +211,8 @@ def test_memory_is_bounded() -> None:
             return raw_pictures(1)[0][0], index
 
     source = Counted()
-    samples = _encoded_samples(open_source(source), None, 90, 2, "raise", False)
+    opened = open_source(source)
+    samples = encoded_samples(Job(opened, Encoding(), first_fields(opened, {}, "raise"), "raise"), 2, False)
     for number, _ in enumerate(samples, 1):
         if number % 20 == 0:
             time.sleep(0.01)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from drivetrain import BetonError, DataError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
-from loader_pictures import jpeg_folder, picture
+from loader_pictures import jpeg_bytes, jpeg_folder, picture
 from PIL import Image
 
 BIN = Path(sys.executable).parent
@@ -118,3 +120,55 @@ def test_an_unsound_structure_is_an_error(photos: Path) -> None:
     for function in (inspect, verify):
         with pytest.raises(BetonError, match="truncated"):
             function(photos)
+
+
+def test_command_line_with_shards_fields_and_modes(tmp_path: Path) -> None:
+    """All that `convert` takes, then what `inspect` says of it."""
+    for number in range(2):
+        with tarfile.open(tmp_path / f"s-{number}.tar", "w") as tar:
+            for key in range(3):
+                members = {
+                    "jpg": jpeg_bytes(picture(key, 80, 100)), "cls": b"%d" % key, "txt": b"word" * key,
+                    "npy": b"",
+                }  # fmt: skip
+                buffer = io.BytesIO()
+                np.save(buffer, np.full(4, key, np.float32))
+                members["npy"] = buffer.getvalue()
+                for extension, data in members.items():
+                    info = tarfile.TarInfo(f"{key}.{extension}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [BIN / "drivetrain", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+
+    done = run(
+        "convert", "s-{0..1}.tar", "a.beton", "--field", "npy=ndarray", "--field", "txt", "--write-mode", "smart",
+        "--smart-threshold", "100", "--min-resolution", "40",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "6 images (6 scaled down)" in done.stdout
+    beton = open_beton(tmp_path / "a.beton")
+    assert beton.fields == {"image": "rgb_image", "label": "int", "npy": "ndarray", "txt": "bytes"}
+    assert set(beton.heights.tolist()) == {40}
+    shown = run("inspect", "a.beton", "--sheet", "sheet.png")
+    assert "npy (ndarray float32 (4,)), txt (bytes)" in shown.stdout
+    twice = run("convert", "s-0.tar", "b.beton", "--field", "txt", "--field", "txt=json")
+    assert twice.returncode == 1
+    assert "DataError: --field names one field twice" in twice.stderr
+
+
+def test_contact_sheet_with_vector_labels(tmp_path: Path) -> None:
+    images = np.stack([picture(seed, 16, 16) for seed in range(3)])
+    convert((images, np.eye(3)), tmp_path / "a.beton", classes=["a", "b", "c"], progress=False)
+    contact_sheet(tmp_path / "a.beton", tmp_path / "sheet.png", side=64)
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size == (3 * 64, 78)
+
+
+def test_labels_without_classes_may_be_any_number(tmp_path: Path) -> None:
+    """Of stock FFCV, say: neither small nor positive."""
+    images = np.stack([picture(seed, 16, 16) for seed in range(2)])
+    convert((images, np.array([0, (1 << 31) - 1])), tmp_path / "a.beton", progress=False)
+    assert inspect(tmp_path / "a.beton").classes == {"0": 1, str((1 << 31) - 1): 1}

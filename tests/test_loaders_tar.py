@@ -1,0 +1,199 @@
+"""WebDataset tar shards as a source: what is read from them, and what is wrong with them, by shard and key."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drivetrain.errors import DataError
+from drivetrain.loaders import convert, open_beton
+from drivetrain.loaders.tar_source import expand_shards
+from loader_pictures import jpeg_bytes, picture
+from PIL import Image
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def shard(path: Path, members: dict[str, bytes], form: int = tarfile.GNU_FORMAT) -> Path:
+    """A tar file of these members in this order."""
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def sample(key: str, label: int, **further: bytes) -> dict[str, bytes]:
+    image = jpeg_bytes(picture(label, 70, 90))
+    members = {"jpg": image, "cls": str(label).encode(), **further}
+    return {f"{key}.{extension}": data for extension, data in members.items()}
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Three shards of four samples each, their label the sample's number; `train-{000..002}.tar`."""
+    for number in range(3):
+        members: dict[str, bytes] = {}
+        for label in range(4 * number, 4 * number + 4):
+            members |= sample(f"dir/{label:05}", label)
+        shard(tmp_path / f"train-{number:03}.tar", members)
+    return tmp_path
+
+
+@pytest.mark.parametrize("pattern", ["train-{000..002}.tar", "train-*.tar", "train-{000,001,002}.tar"])
+def test_patterns(shards: Path, pattern: str) -> None:
+    report = convert(str(shards / pattern), shards / "out.beton", progress=False)
+    beton = open_beton(shards / "out.beton")
+    assert report.how == {"passed through": 12}
+    assert beton.labels.tolist() == list(range(12))
+    for index in range(12):
+        assert beton.stored(index) == jpeg_bytes(picture(index, 70, 90))
+
+
+def test_one_shard_a_list_and_any_number_of_workers(shards: Path) -> None:
+    paths = [shards / "train-002.tar", shards / "train-000.tar"]
+    files = []
+    for workers in (1, 3):
+        convert(paths, shards / "out.beton", workers=workers, classes=list("abcdefghijkl"), progress=False)
+        files.append((shards / "out.beton").read_bytes())
+    beton = open_beton(shards / "out.beton")
+    assert files[0] == files[1]
+    assert beton.labels.tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
+    assert beton.classes[8] == "i"
+    convert(shards / "train-001.tar", shards / "one.beton", progress=False)
+    assert open_beton(shards / "one.beton").labels.tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("extension", "text", "label"),
+    [
+        ("cls", b"007\n", 7),
+        ("cls", b" -1.5 ", -1.5),
+        ("json", b"3", 3),
+        ("json", b'{"label": 4, "cls": 9}', 4),
+        ("json", b'{"text": "x", "class": 5}', 5),
+        ("json", b'{"cls": [0.5, 2]}', [0.5, 2.0]),
+    ],
+)
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_labels(tmp_path: Path, extension: str, text: bytes, label: Any, form: int) -> None:
+    key = "a" * (80 if form == tarfile.USTAR_FORMAT else 300)  # long names have headers of their own
+    path = shard(tmp_path / "a.tar", {f"{key}.{extension}": text, f"{key}.PNG": png(picture(1, 9, 9))}, form)
+    convert(path, tmp_path / "a.beton", progress=False)
+    beton = open_beton(tmp_path / "a.beton")
+    assert beton.labels.tolist() == [label]
+    assert np.array_equal(np.asarray(beton.image(0)), picture(1, 9, 9))
+
+
+def test_further_members_are_fields(tmp_path: Path) -> None:
+    members: dict[str, bytes] = {}
+    for label in range(3):
+        members |= sample(
+            f"{label}", label, json=json.dumps({"n": label}).encode(), npy=npy(np.full((2, 2), label, "<f4")),
+            txt=b"words " * label, **{"seg.png": png(picture(label, 8, 8))},
+        )  # fmt: skip
+    path = shard(tmp_path / "a.tar", members)
+    convert(path, tmp_path / "a.beton", fields=["json", "npy", "txt", "seg.png"], progress=False)
+    beton, some = open_beton(tmp_path / "a.beton"), np.array([2, 0])
+    assert list(beton.fields.values())[2:] == ["json", "ndarray", "bytes", "bytes"]
+    assert beton.read("json", some) == [{"n": 2}, {"n": 0}]
+    assert beton.read("npy", some)[0].tolist() == [[2, 2], [2, 2]]
+    assert beton.read("txt", some) == [b"words words ", b""]
+    assert beton.read("seg.png", some)[1] == png(picture(0, 8, 8))
+    with pytest.raises(DataError, match=r"a\.tar: key 0: it has no member \.flac"):
+        convert(path, tmp_path / "b.beton", fields=["flac"], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"b.jpg": None}, "it has no image"),
+        ({"b.cls": None}, "it has no label"),
+        ({"b.cls": b"cat"}, "its member .cls cannot be read"),
+        ({"b.cls": None, "b.json": b'{"text": 1}'}, "its .json has the keys"),
+        ({"b.cls": b'"cat"'}, "its label is 'cat'"),
+        ({"b.jpg": b"words"}, "it is not an image"),
+    ],
+    ids=str,
+)
+def test_sample_that_lacks_something(tmp_path: Path, change: dict[str, bytes | None], words: str) -> None:
+    members = sample("a", 0) | sample("b", 1) | sample("c", 2) | change
+    path = shard(tmp_path / "x.tar", {name: data for name, data in members.items() if data is not None})
+    with pytest.raises(DataError, match=rf"x\.tar: key b: {words}"):
+        convert(path, tmp_path / "a.beton", progress=False)
+    report = convert(path, tmp_path / "a.beton", on_error="skip", progress=False)
+    assert [name for name, _ in report.skipped] == [f"{path}: key b"]
+    assert open_beton(tmp_path / "a.beton").labels.tolist() == [0, 2]
+
+
+def test_truncated_at_every_length_is_named(shards: Path) -> None:
+    path = shards / "train-001.tar"
+    data = path.read_bytes()
+    last = data.rstrip(b"\0")
+    for length in [0, 1, 511, 512, 600, 1024, len(data) // 2, len(last) - 1000, len(last) - 1, len(last)]:
+        path.write_bytes(data[:length])
+        with pytest.raises(DataError, match=r"train-001\.tar is truncated"):
+            convert(str(shards / "train-*.tar"), shards / "out.beton", progress=False)
+        assert not (shards / "out.beton").exists()
+
+
+def test_what_is_no_shard(tmp_path: Path) -> None:
+    def refused(source: Any, words: str) -> None:
+        with pytest.raises(DataError, match=words):
+            convert(source, tmp_path / "out.beton", progress=False)
+
+    (tmp_path / "words.tar").write_text("words, no archive " * 100)
+    refused(tmp_path / "words.tar", r"words\.tar is truncated, or no tar file")
+    refused(tmp_path / "none.tar", r"none\.tar does not exist")
+    refused(str(tmp_path / "no-{00..02}.tar"), r"no-00\.tar does not exist")
+    refused([tmp_path / "words.tar", tmp_path / "none.tar"], "does not exist")
+    refused(shard(tmp_path / "empty.tar", {}), "the tar shards holds no samples|holds no samples")
+    twice = tmp_path / "twice.tar"
+    with tarfile.open(twice, "w") as tar:
+        for _ in range(2):
+            info = tarfile.TarInfo("a.cls")
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"1"))
+    refused(twice, r"twice\.tar holds the member a\.cls twice")
+    damaged = bytearray(shard(tmp_path / "d.tar", sample("a", 0) | sample("b", 1)).read_bytes())
+    damaged[damaged.index(b"b.jpg") + 3] ^= 1  # a checksum that fails ends tarfile's reading without a word
+    (tmp_path / "d.tar").write_bytes(damaged)
+    refused(tmp_path / "d.tar", r"d\.tar is truncated or damaged at byte")
+
+
+def test_members_without_a_key_and_folders_are_no_samples(tmp_path: Path) -> None:
+    path = shard(tmp_path / "a.tar", {"README": b"words", ".hidden": b"x", **sample("a", 5)})
+    with tarfile.open(path, "a") as tar:
+        folder = tarfile.TarInfo("folder.d")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+    convert(path, tmp_path / "a.beton", progress=False)
+    assert open_beton(tmp_path / "a.beton").labels.tolist() == [5]
+
+
+def test_expanding(tmp_path: Path) -> None:
+    for name in ("a-08.tar", "a-09.tar", "a-10.tar", "b-08.tar"):
+        (tmp_path / name).touch()
+    assert [Path(p).name for p in expand_shards(str(tmp_path / "{a,b}-{08..08}.tar"))] == [
+        "a-08.tar",
+        "b-08.tar",
+    ]
+    assert [Path(p).name for p in expand_shards(str(tmp_path / "a-{08..10}.tar"))] == [
+        "a-08.tar", "a-09.tar", "a-10.tar",
+    ]  # fmt: skip
