@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, libffcv, open_beton
-from drivetrain.loaders.beton import ALLOCATION, FIELD, HEADER, MODE_RAW, metadata_dtype
+from drivetrain.loaders.layout import ALLOCATION, HEADER, MODE_RAW, Field, metadata_dtype
+from drivetrain.loaders.manifest import manifest_path, tables_checksum, write_manifest
 from measuring import Contender, compare, measure, save
 from one_shot import BATCH, SIDE, our_loader, stock_loader
 from rich.table import Table
@@ -118,41 +119,29 @@ def converting(folder: Path, scratch: Path, workers: int, rounds: int) -> tuple[
 
 def million_samples(path: Path) -> None:
     """A file of a million raw images of 16 × 16 pixels, of which only the tables are written, with its manifest."""
-    images = np.zeros(MILLION, dtype=metadata_dtype([2, 1]))
-    start, size = 1 << 28, 16 * 16 * 3
-    per_page = (1 << 23) // size
-    places = np.arange(MILLION)
-    pointers = start + places // per_page * (1 << 23) + places % per_page * size
-    images["f0"]["mode"], images["f0"]["width"], images["f0"]["height"] = MODE_RAW, 16, 16
-    images["f0"]["data_ptr"], images["f1"] = pointers, places % 1000
-    fields = np.zeros(2, dtype=FIELD)
-    fields["type_id"] = 2, 1
-    for row, name in zip(fields, (b"image", b"label"), strict=True):
-        row["name"][: len(name)] = np.frombuffer(name, dtype=np.uint8)
+    fields = [Field("image", "rgb_image"), Field("label", "int")]
+    rows = np.zeros(MILLION, dtype=metadata_dtype(fields))
+    page, size, places = 1 << 23, 16 * 16 * 3, np.arange(MILLION)
+    pointers = (1 << 28) + places // (page // size) * page + places % (page // size) * size
+    rows["f0"]["mode"], rows["f0"]["width"], rows["f0"]["height"] = MODE_RAW, 16, 16
+    rows["f0"]["data_ptr"], rows["f1"] = pointers, places % 1000
     table = np.zeros(MILLION, dtype=ALLOCATION)
     table["sample_id"], table["ptr"], table["size"] = places, pointers, size
     end = int(pointers[-1]) + size
     with path.open("wb") as file:
-        file.write(np.array([(2, 2, 1 << 23, MILLION, end)], dtype=HEADER).tobytes())
-        file.write(fields.tobytes() + images.tobytes())
+        file.write(np.array([(2, 2, page, MILLION, end)], dtype=HEADER).tobytes())
+        file.write(np.stack([field.descriptor() for field in fields]).tobytes() + rows.tobytes())
         file.seek(end)
         file.write(table.tobytes())
-    random = np.random.default_rng(0)
-    manifest = {
+    about = {
         "samples": MILLION,
-        "fields": {"image": "rgb_image", "label": "int"},
+        "fields": {field.name: field.kind for field in fields},
         "classes": [f"class {number}" for number in range(1000)],
-        "tables_crc32": zlib_of(path, end),
-        "crc32": random.integers(0, 1 << 32, MILLION).tolist(),
+        "tables_crc32": tables_checksum(np.memmap(path, dtype=np.uint8, mode="r"), MILLION, fields, end),
     }
-    path.with_name(path.name + ".json").write_text(json.dumps(manifest))
-
-
-def zlib_of(path: Path, end: int) -> int:
-    """The checksum of the tables, as a manifest has it."""
-    from drivetrain.loaders.beton import tables_checksum
-
-    return tables_checksum(np.memmap(path, dtype=np.uint8, mode="r"), MILLION, [2, 1], end)
+    checksums = np.random.default_rng(0).integers(0, 1 << 32, MILLION).astype(np.uint32)
+    with manifest_path(path).open("wb") as file:
+        write_manifest(file, about, checksums)
 
 
 def opening(scratch: Path, rounds: int) -> tuple[Table, dict[str, Any]]:
@@ -166,7 +155,7 @@ def opening(scratch: Path, rounds: int) -> tuple[Table, dict[str, Any]]:
         return perf_counter() - start
 
     with_manifest = measure({"with": seconds}, rounds)["with"]
-    path.with_name(path.name + ".json").unlink()
+    manifest_path(path).unlink()
     without = measure({"without": seconds}, rounds)["without"]
     figures = {"with its manifest of checksums": with_manifest, "alone": without}
     return compare("opening a million samples", "s", figures, "alone")

@@ -156,26 +156,6 @@ class Beton:
             f"{self.path}: sample {index}: {reason}. Leave it out with indices=, or convert the data again."
         )
 
-    label_name = "label"
-
-    @property
-    def fields(self) -> dict[str, str]:
-        return {"image": "rgb_image", "label": "int" if self.labels.dtype == np.int64 else "float"}
-
-    def read(
-        self,
-        name: str,  # noqa: ARG002
-        indices: Any,
-    ) -> Any:
-        return self.labels[indices]
-
-    def checksum(self, index: int) -> int:
-        return checksum(self.stored(index), self.labels[index])
-
-    @property
-    def checksums(self) -> Any:
-        return self.manifest.get("crc32")
-
     @property
     def classes(self) -> list[str]:
         """Class names in label order; empty if the file came without a manifest."""
@@ -188,12 +168,6 @@ class Beton:
         if label.field.kind == "ndarray":
             return len(self.classes) or int(np.prod(label.field.shape))
         return len(self.classes) or int(self.labels.max()) + 1
-
-
-def checksum(stored: bytes, label: Any) -> int:
-    """`Beton.checksum` of a sample of an image and a number alone: its bytes, then the label's eight."""
-    kind = "<f8" if isinstance(label, float | np.floating) else "<i8"
-    return zlib.crc32(np.array(label, dtype=kind).tobytes(), zlib.crc32(stored))
 
 
 def open_beton(path: str | Path) -> Beton:
@@ -222,9 +196,7 @@ def open_beton(path: str | Path) -> Beton:
     return Beton(
         path=path,
         data=np.asarray(data),
-        modes=image.values[
-            "mode"
-        ].copy(),  # a copy is contiguous and writeable, as the compiled loader wants it
+        modes=image.values["mode"].copy(),  # contiguous, as the compiled loader wants it
         widths=image.values["width"].copy(),
         heights=image.values["height"].copy(),
         pointers=image.pointers,

@@ -96,8 +96,8 @@ def _weigh(start: Any, length: Any, limit: Any, count: Any) -> Any:
     support = max(step, 1.0)
     first = np.zeros(count, dtype=np.int64)
     weights = np.zeros((count, int(2 * support) + 3), dtype=np.uint16)
-    low = max(nb.int64(np.floor(start)), 0)
-    high = min(nb.int64(np.ceil(start + length)), limit)
+    low = max(int(np.floor(start)), 0)
+    high = min(int(np.ceil(start + length)), limit)
     for i in range(count):
         center = start + (i + 0.5) * step
         begin = min(max(nb.int64(center - support + 0.5), low), high - 1)
@@ -169,8 +169,8 @@ def _resize(
     height, width = image.shape[0], image.shape[1] // 3
     first, weights = _weigh(top, h, height, side)
     _blend_rows(image, image.shape[1], first, weights, sums, rows)
-    begin = max(nb.int64(np.floor(left)), 0)
-    end = min(nb.int64(np.ceil(left + w)), width)
+    begin = max(int(np.floor(left)), 0)
+    end = min(int(np.ceil(left + w)), width)
     _turn(rows, begin, end - begin, columns)
     first, weights = _weigh(left - begin, w, end - begin, side)
     _blend_rows(columns.view(np.uint8), 4 * side, first, weights, sums, small.view(np.uint8))

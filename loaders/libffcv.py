@@ -33,11 +33,6 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def address(name: str) -> int:
-    """The address of one of the library's functions, for compiled code to call."""
-    return ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0
-
-
 def decodes(jpeg: bytes, width: int, height: int) -> bool:
     """Whether the loader's own decoder reads this JPEG, whole and without a warning.
 
