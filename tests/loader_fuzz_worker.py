@@ -12,44 +12,35 @@ import json
 import os
 import sys
 
-import drivetrain.loaders.kernels  # noqa: F401 — now, not in every child
-import numpy as np
+import drivetrain.loaders.decoding  # noqa: F401 — now, not in every child
 import torch
-from drivetrain.errors import BetonError
-from drivetrain.loaders import FFCVLoader, libffcv, open_beton, verify
+from drivetrain.loaders import FFCVLoader, libffcv, open_beton
 
 SIDE = 48
 
 
 def read(path: str, verified: bool) -> dict[str, object]:
-    """Opens the file and reads all of it, uncropped, as FFCVLoader does in evaluation, and every further field.
-
-    `verified` is to be passed on as FFCVLoader's `verify`; until it has that, `verify` goes first.
-    """
+    """Opens the file and reads all of it, uncropped, as FFCVLoader does in evaluation, with every further field."""
     try:
-        if verified and (bad := verify(path, workers=1, progress=False).bad):
-            raise BetonError(f"{path}: sample {bad[0][0]}: {bad[0][1]}")
+        beton = open_beton(path)
+        names = [name for name, kind in beton.fields.items() if kind != "rgb_image"]
+        names.remove(beton.label_name)
         with FFCVLoader(
-            path, batch_size=4, image_size=SIDE, train=False, workers=1, eval_ratio=1.0, dtype=torch.uint8
-        ) as loader:
+            path, batch_size=4, image_size=SIDE, train=False, workers=1, eval_ratio=1.0, dtype=torch.uint8,
+            fields=names, verify=verified,
+        ) as loader:  # fmt: skip
             samples = [
-                [label.item(), hashlib.sha256(image.numpy().tobytes()).hexdigest()]
-                for images, labels in loader
-                for image, label in zip(images, labels, strict=True)
+                [label.item(), digest(image.numpy().tobytes()), digest(repr(further).encode())]
+                for images, labels, *columns in loader
+                for image, label, *further in zip(images, labels, *columns, strict=True)
             ]
-        return {"samples": [[*pair, rest] for pair, rest in zip(samples, further(path), strict=True)]}
+        return {"samples": samples}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def further(path: str) -> list[str]:
-    """Digests of all fields but image and label, of each sample."""
-    beton = open_beton(path)
-    names = [name for name, kind in beton.fields.items() if kind != "rgb_image" and name != beton.label_name]
-    everything = np.arange(len(beton))
-    columns = [beton.read(name, everything) for name in names]
-    rows = [repr([np.asarray(column[index]).tolist() for column in columns]) for index in range(len(beton))]
-    return [hashlib.sha256(row.encode()).hexdigest() for row in rows]
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 if __name__ == "__main__":

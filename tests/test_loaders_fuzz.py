@@ -27,7 +27,7 @@ from drivetrain.loaders.layout import FIELD, HEADER, metadata_dtype, tables_star
 from drivetrain.loaders.manifest import manifest_path
 from loader_pictures import jpeg_bytes, picture
 
-MUTANTS, LIMIT = 320, 20.0
+MUTANTS, LIMIT = 400, 20.0
 NAMES = ["score", "box", "text", "meta"]
 
 
