@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ..errors import DataError, require
 from . import libffcv
 from .beton import Beton, open_beton
 from .epochs import Batch, EpochLoader
@@ -111,7 +111,8 @@ class FFCVLoader(EpochLoader):
         self._decoder = self._make_decoder()
 
     def _make_decoder(self) -> Decoder:
-        libffcv.library()  # where FFCV or numba is missing, this names the extra
+        require("numba", "ffcv", "load .beton files")
+        libffcv.library()
         from .decoding import (
             Decoder,
             check_memory,

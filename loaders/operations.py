@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from .libffcv import ffcv_module
 
 _OURS = {
     "ToTensor", "ToDevice", "ToTorchImage", "NormalizeImage", "Convert", "Squeeze", "View",
@@ -92,11 +93,10 @@ class _Step:
 
 
 def _compile(operation: Any, side: int) -> _Step:
-    from ffcv.pipeline.operation import Operation
-    from ffcv.pipeline.state import State
-
+    operation_class = ffcv_module("ffcv.pipeline.operation").Operation
+    state_class = ffcv_module("ffcv.pipeline.state").State
     name = type(operation).__name__
-    if not isinstance(operation, Operation):
+    if not isinstance(operation, operation_class):
         raise DataError(f"operations= holds {operation!r:.80}, which is no FFCV operation.")
     if name in _OURS:
         raise DataError(f"The operation {name} is the loader's own work; leave it out of operations=.")
@@ -106,7 +106,7 @@ def _compile(operation: Any, side: int) -> _Step:
             "loop (drivetrain.transforms)."
         )
     image, levels = (side, side, 3), np.dtype(np.uint8)
-    before = State(jit_mode=True, device=torch.device("cpu"), dtype=levels, shape=image)
+    before = state_class(jit_mode=True, device=torch.device("cpu"), dtype=levels, shape=image)
     after, memory = operation.declare_state_and_memory(before)
     if tuple(after.shape) != image or np.dtype(after.dtype) != levels or not after.jit_mode:
         raise DataError(

@@ -44,7 +44,7 @@ def digest(data: bytes) -> str:
 
 
 if __name__ == "__main__":
-    libffcv.library()  # importing FFCV takes seconds
+    libffcv.library()
     for line in sys.stdin:
         how, path = line.strip().split(" ", 1)
         pid = os.fork()

@@ -15,7 +15,7 @@ from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, convert, libffcv
 from loader_pictures import raw_beton, raw_pictures, run_python
 
-libffcv.library()  # before ffcv: importing it changes thread counts
+libffcv.ffcv_module("ffcv.transforms")  # importing it in any other way changes thread counts
 from ffcv.pipeline.allocation_query import AllocationQuery  # noqa: E402
 from ffcv.pipeline.operation import Operation  # noqa: E402
 from ffcv.transforms import (  # noqa: E402
