@@ -16,6 +16,7 @@ from .base import Kind as Kind
 from .base import Loss as Loss
 from .base import NothingChanged as NothingChanged
 from .base import Report as Report
+from .base import State as State
 from .base import Transform as Transform
 
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
