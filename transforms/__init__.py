@@ -22,6 +22,7 @@ from .base import Transform as Transform
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
 from .blurpool import BlurPool as BlurPool
 from .channels_last import ChannelsLast as ChannelsLast
+from .factorize import Factorize as Factorize
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 
 TRANSFORMS: dict[str, type[Transform]] = {
