@@ -23,6 +23,7 @@ from .base import Transform as Transform
 from .blurpool import BlurPool as BlurPool
 from .channels_last import ChannelsLast as ChannelsLast
 from .factorize import Factorize as Factorize
+from .ghost_batch_norm import GhostBatchNorm as GhostBatchNorm
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 
 TRANSFORMS: dict[str, type[Transform]] = {
