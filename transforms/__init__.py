@@ -25,6 +25,7 @@ from .channels_last import ChannelsLast as ChannelsLast
 from .factorize import Factorize as Factorize
 from .ghost_batch_norm import GhostBatchNorm as GhostBatchNorm
 from .label_smoothing import LabelSmoothing as LabelSmoothing
+from .squeeze_excite import SqueezeExcite as SqueezeExcite
 from .weight_standardization import WeightStandardization as WeightStandardization
 
 TRANSFORMS: dict[str, type[Transform]] = {
