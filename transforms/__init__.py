@@ -24,6 +24,7 @@ from .blurpool import BlurPool as BlurPool
 from .channels_last import ChannelsLast as ChannelsLast
 from .factorize import Factorize as Factorize
 from .ghost_batch_norm import GhostBatchNorm as GhostBatchNorm
+from .gyro_dropout import GyroDropout as GyroDropout
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .squeeze_excite import SqueezeExcite as SqueezeExcite
 from .stochastic_depth import StochasticDepth as StochasticDepth
