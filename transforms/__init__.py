@@ -26,6 +26,7 @@ from .factorize import Factorize as Factorize
 from .ghost_batch_norm import GhostBatchNorm as GhostBatchNorm
 from .gyro_dropout import GyroDropout as GyroDropout
 from .label_smoothing import LabelSmoothing as LabelSmoothing
+from .low_precision_group_norm import LowPrecisionGroupNorm as LowPrecisionGroupNorm
 from .low_precision_layer_norm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
 from .squeeze_excite import SqueezeExcite as SqueezeExcite
 from .stochastic_depth import StochasticDepth as StochasticDepth
