@@ -23,6 +23,7 @@ from .base import Transform as Transform
 from .blurpool import BlurPool as BlurPool
 from .channels_last import ChannelsLast as ChannelsLast
 from .factorize import Factorize as Factorize
+from .gated_linear_units import GatedLinearUnits as GatedLinearUnits
 from .ghost_batch_norm import GhostBatchNorm as GhostBatchNorm
 from .gyro_dropout import GyroDropout as GyroDropout
 from .label_smoothing import LabelSmoothing as LabelSmoothing
