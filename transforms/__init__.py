@@ -27,6 +27,7 @@ from .gated_linear_units import GatedLinearUnits as GatedLinearUnits
 from .ghost_batch_norm import GhostBatchNorm as GhostBatchNorm
 from .gyro_dropout import GyroDropout as GyroDropout
 from .label_smoothing import LabelSmoothing as LabelSmoothing
+from .layer_freezing import LayerFreezing as LayerFreezing
 from .low_precision_group_norm import LowPrecisionGroupNorm as LowPrecisionGroupNorm
 from .low_precision_layer_norm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
 from .squeeze_excite import SqueezeExcite as SqueezeExcite
