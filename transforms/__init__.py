@@ -20,6 +20,7 @@ from .base import State as State
 from .base import Transform as Transform
 
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
+from .alibi import ALiBi as ALiBi
 from .blurpool import BlurPool as BlurPool
 from .channels_last import ChannelsLast as ChannelsLast
 from .factorize import Factorize as Factorize
