@@ -19,6 +19,7 @@ from .base import Report as Report
 from .base import State as State
 from .base import Transform as Transform
 
+# isort: split
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
 from .alibi import ALiBi as ALiBi
 from .blurpool import BlurPool as BlurPool
