@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import surgery_models as models
@@ -14,6 +14,15 @@ import torch.nn.functional as F
 from drivetrain.transforms import BlurPool, StochasticDepth, Transform, WeightStandardization
 from surgery_cases import EXCITE, FACTORIZE, GHOST, cases, made, same_numbers
 from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models as small as these only wait for a second thread, for long if the machine has other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @cases
