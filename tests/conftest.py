@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import warnings
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -30,3 +31,13 @@ def composer() -> ModuleType:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return functional
+
+
+@pytest.fixture
+def one_process_group() -> Iterator[None]:
+    """A process group of this process alone, enough for DDP and FSDP2 to wrap a model."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

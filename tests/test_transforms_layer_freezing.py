@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import surgery_models as models
 import torch
-import torch.distributed as dist
 from drivetrain.errors import PlanError
 from drivetrain.transforms import LayerFreezing, SqueezeExcite
 from torch import nn
@@ -88,13 +86,6 @@ def test_progress_out_of_range(progress: float) -> None:
         LayerFreezing(freeze_start=1.0)
     with pytest.raises(PlanError, match="freeze_level"):
         LayerFreezing(freeze_level=1.5)
-
-
-@pytest.fixture
-def one_process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process_group")

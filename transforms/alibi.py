@@ -92,10 +92,16 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
     def forward(  # type: ignore[override]
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, need_weights: bool = False
     ) -> tuple[torch.Tensor, None]:
-        """As `nn.MultiheadAttention` with need_weights=False; key and value are not read but taken to be query."""
-        assert key is query
-        assert value is query
+        """As `nn.MultiheadAttention` with need_weights=False, of one tensor with itself.
+
+        Args:
+            query: (B, N, D).
+            key: the same; not read, for FSDP2 hands over three copies.
+            value: the same; not read.
+            need_weights: false.
+        """
         assert not need_weights
+        assert key.shape == value.shape == query.shape
         batch, count, _ = query.shape
         packed = F.linear(query, self.in_proj_weight, self.in_proj_bias)
         q, k, v = packed.view(batch, count, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
