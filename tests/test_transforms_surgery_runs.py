@@ -14,9 +14,6 @@ import torch.nn.functional as F
 from drivetrain.transforms import BlurPool, StochasticDepth, Transform, WeightStandardization
 from surgery_cases import EXCITE, FACTORIZE, GHOST, cases, made, same_numbers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 
 @pytest.fixture(autouse=True)
@@ -101,39 +98,6 @@ def test_meta_weights_then_to_empty(
         assert len(transform.apply(model).changed) == count
     model.to_empty(device="cpu").load_state_dict(reference.state_dict())
     same_numbers(model, reference)
-
-
-@cases
-@pytest.mark.usefixtures("one_process_group")
-# Plain models give both: the stride of a depthwise convolution's gradient, and the permuted output of a norm.
-@pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
-def test_sharded_around_each_changed_module(
-    transform: Transform, factory: Callable[[], nn.Module], count: int
-) -> None:
-    """FSDP2 around the changed modules, DDP around the model: outputs and gradients are those of the model."""
-    reference = made(factory)
-    report = transform.apply(reference)
-    model, replica = copy.deepcopy(reference), DistributedDataParallel(copy.deepcopy(reference))
-    mesh = init_device_mesh("cpu", (1,))
-    assert len(report.changed) == count
-    for name in report.changed:
-        if any(True for _ in model.get_submodule(name).parameters()):
-            fully_shard(model.get_submodule(name), mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    outs = []
-    for each in (reference, model, replica):
-        torch.manual_seed(7)
-        outs.append(each(models.images()))
-        outs[-1].square().sum().backward()
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    torch.testing.assert_close(outs[1], outs[0])
-    torch.testing.assert_close(outs[2], outs[0])
-    for name, parameter in model.named_parameters():
-        found = None if parameter.grad is None else parameter.grad.full_tensor()
-        torch.testing.assert_close(found, expected[name], msg=name)
-    for name, parameter in replica.module.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
 # ---- together ----

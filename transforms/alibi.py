@@ -139,14 +139,15 @@ class ALiBi(Transform):
     """Attention with linear biases, for vision transformers: logits minus slope · distance in patches.
 
     For the ViT of torchvision and those of timm (`VisionTransformer` with plain `Attention`). As in
-    Composer, whose surgery is for Hugging Face's BERT, RoBERTa and GPT-2 and needs `transformers`,
-    the position embeddings become 0 and are frozen, and each head has the slope of the source. Composer's distance is
-    |i - j| in a text; here it is the Euclidean one between the centres of two patches (as in Fuller et al., "CROMA",
-    2023, arXiv:2311.00566), and the class token and registers are at distance 0 from all.
+    Composer, whose surgery is for Hugging Face's BERT, RoBERTa and GPT-2 and needs `transformers`, the
+    position embeddings become 0 and are frozen, and each head has the slope of the source. Composer's
+    distance is |i - j| in a text; here it is the Euclidean one between the centres of two patches (as in
+    Fuller et al., "CROMA", 2023, arXiv:2311.00566), and the class token and registers are at distance 0
+    from all.
 
     It is a method for training from the start, or for long fine-tuning: a pretrained ViT loses its
-    positions. What it gives is a model that takes images of another size without interpolating embeddings. Both
-    libraries check the image size; timm's `dynamic_img_size=True` allows others.
+    positions. What it gives is a model that takes images of another size without interpolating
+    embeddings. Both libraries check the image size; timm's `dynamic_img_size=True` allows others.
 
     Names and shapes in the state dict stay. `from_plain` sets the position embeddings to 0. A plain model
     cannot express the bias: what `to_plain` gives loads, and computes something else.
@@ -217,7 +218,7 @@ def _judge(module: nn.Module, placed: bool) -> Verdict | str:
     if not placed:
         return "it is not part of a ViT whose grid of patches is known and complete"
     if full_name(module) in TIMM and "attn_mask" not in inspect.signature(module.forward).parameters:
-        return "this version of timm has no mask in its attention; timm 1.0.16 has"
+        return "this version of timm has no mask in its attention; a newer one has"
     return patched(module) or Verdict.CHANGE
 
 

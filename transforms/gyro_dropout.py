@@ -1,4 +1,4 @@
-"""GyroDropout: dropout that trains a few fixed subnetworks, each for many steps, rather than a new one each step.
+"""GyroDropout: dropout that trains a few fixed subnetworks, each for many steps.
 
 Shapes: B batch, F features: the last dimension, or the channels of images (B, F, H, W).
 """
@@ -73,14 +73,14 @@ class GyroDropoutLayer(nn.Dropout):
 class GyroDropout(Transform):
     """Replaces the random masks of dropout layers by a few preselected ones that stay for many steps.
 
-    The method and the period are Composer's, which works for (B, F) and batches that sigma and tau
-    divide, and fails in runs of fewer than sigma steps. Here any batch and any shape of two or more dimensions
-    work; in tokens (B, N, F) a subnetwork drops the same features of every token. A layer with p = 0 does
-    nothing and is left alone.
+    The method and the period are Composer's, which works for (B, F) and batches that tau divides, and
+    fails in runs of fewer than sigma steps. Here any batch and any shape of two or more dimensions work;
+    in tokens (B, N, F) a subnetwork drops the same features of every token, in images (B, F, H, W) the
+    same channels everywhere. A layer with p = 0 does nothing and is left alone.
 
-    Steps are counted in Python, so the layer stands outside a compiled graph. The count is not in the state dict: a
-    resumed run begins with the first period again. Every rank has the same subnetworks if the ranks have
-    the same seed when this is applied.
+    Steps are counted in Python, so the layer stands outside a compiled graph. The count is not in the
+    state dict: a resumed run begins with the first period again. Every rank has the same subnetworks if
+    the ranks have the same seed when this is applied.
 
     Attributes:
         p: share of the features that are dropped, in place of the layer's own. Number in [0, 1).

@@ -14,7 +14,7 @@ from .checks import check_fraction
 
 @dataclass(frozen=True)
 class LayerFreezing(Transform):
-    """Freezes a share of the layers that rises linearly from 0 at `freeze_start` to `freeze_level` at the end.
+    """Freezes a share of the layers that rises from 0 at `freeze_start` to `freeze_level` at the end.
 
     A layer is a module with parameters of its own, in the order of registration; the last one is never
     frozen. For models whose parameters are all in leaf modules, the layers and the schedule are those of

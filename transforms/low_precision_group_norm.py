@@ -1,4 +1,4 @@
-"""LowPrecisionGroupNorm: group normalisation in autocast's precision, which autocast itself keeps in float32."""
+"""LowPrecisionGroupNorm: group normalisation in autocast's precision, which autocast leaves in float32."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """StochasticDepth: in training, residual blocks leave out their branch at random, the deeper the likelier.
 
 A branch ends in a module that drops it. Blocks that have a place for one (torchvision's ConvNeXt, Swin,
-EfficientNet; timm's blocks) get it there; torchvision's ResNet and ViT blocks change their class. Such a module
-has no parameters, so no name in the state dict changes.
+EfficientNet; timm's blocks) get it there; torchvision's ResNet and ViT blocks change their class. Such a
+module has no parameters, so no name in the state dict changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StochasticDepth(Transform):
       that of the plain model, so pretrained weights keep their function and trained ones export as they are.
     - A dropped branch is computed and multiplied by 0. Composer's "block" skips it, which saves its time,
       but breaks the compiled graph at every block, leaves parameters without gradients (DDP must look for
-      them), and stops FSDP for ever when two ranks skip different blocks.
+      them), and has FSDP's ranks gather different weights when they skip different blocks.
     - Batch statistics of a dropped branch still move, for the same reason.
 
     A ViT block has two branches; each is dropped by itself, with the block's rate. Rates that the model was

@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from torch import nn
 
+from ..errors import PlanError
 from .base import Report, State, warn_nothing_changed
 
 
@@ -36,7 +37,11 @@ def operate(
         change: changes one module in place.
         looks_for: what the transform can change, completing "it looks for …" in the warning that nothing
             was found.
+
+    Raises:
+        PlanError: if the model is wrapped in DDP or sharded, before anything is changed.
     """
+    _refuse_wrapped(name, model)
     verdicts = [(place, module, judge(module)) for place, module in model.named_modules()]
     changed: list[str] = []
     for place, module, verdict in verdicts:
@@ -50,6 +55,15 @@ def operate(
     if not changed and not already:
         warn_nothing_changed(report, looks_for, model, stacklevel=4)
     return report
+
+
+def _refuse_wrapped(name: str, model: nn.Module) -> None:
+    """New parameters would not be synchronised, silently, and sharded ones are not whole."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise PlanError(f"{name}: the model is wrapped in DDP already. Apply it before, to the model itself.")
+    for place, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):  # a DTensor; importing its class takes a distributed build
+            raise PlanError(f"{name}: {place!r} is sharded already (DTensor). Apply it before sharding.")
 
 
 def obstacle(module: nn.Module, plain: type[nn.Module]) -> str | None:
