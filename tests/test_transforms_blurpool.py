@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 from drivetrain.errors import PlanError
@@ -347,13 +346,6 @@ def test_compiles_without_a_break(blur_first: bool) -> None:
         torch.testing.assert_close(compiled(images(2, 3, size, size)), model(images(2, 3, size, size)))
     explanation = torch._dynamo.explain(model)(images(2, 3, 16, 16))
     assert explanation.graph_break_count == 0
-
-
-@pytest.fixture
-def one_process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process_group")

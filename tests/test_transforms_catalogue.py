@@ -12,9 +12,27 @@ import pytest
 import torch.nn.functional as F
 from drivetrain import transforms
 from drivetrain.errors import PlanError
-from drivetrain.transforms import TRANSFORMS, BlurPool, ChannelsLast, LabelSmoothing, Transform, get, to_dict
+from drivetrain.transforms import (
+    TRANSFORMS,
+    BlurPool,
+    ChannelsLast,
+    Factorize,
+    LabelSmoothing,
+    LayerFreezing,
+    StochasticDepth,
+    Transform,
+    get,
+    to_dict,
+)
 
-SAMPLES = [BlurPool(), BlurPool(replace_maxpools=False, min_channels=3), ChannelsLast(), LabelSmoothing(0.2)]
+SAMPLES = [
+    *(cls() for cls in TRANSFORMS.values()),
+    BlurPool(replace_maxpools=False, min_channels=3),
+    Factorize(latent_channels=64, factorize_linears=False),
+    LabelSmoothing(0.2),
+    LayerFreezing(0.0, 0.5),
+    StochasticDepth("sample", 0.1, "uniform"),
+]
 
 
 @pytest.mark.parametrize("transform", SAMPLES, ids=repr)
@@ -44,10 +62,13 @@ def test_every_transform_file_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("cls", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_each_declares_itself(cls: type[Transform]) -> None:
-    assert cls.kind in ("surgery", "memory_format", "loss")
+    assert cls.kind in ("surgery", "memory_format", "loss", "schedule")
     assert cls.source
     assert "Source: " in cls.__doc__
     assert set(cls.after) <= set(TRANSFORMS)
+    assert set(cls.unsafe_with) <= {"ddp", "fsdp", "deepspeed", "fairscale"}
+    translates = cls.from_plain is not Transform.from_plain
+    assert translates or not cls.renames, f"{cls.__name__} renames and cannot translate"
     for field in dataclasses.fields(cls):
         assert f"{field.name}: " in cls.__doc__, f"{cls.__name__}.{field.name} is not documented"
         assert field.default is not dataclasses.MISSING
@@ -66,7 +87,7 @@ def test_transforms_that_do_not_touch_the_loss_return_it() -> None:
 def test_unknown_name(name: str, near: str) -> None:
     with pytest.raises(PlanError, match=f"No transform is named '{name}'. Did you mean '{near}'") as caught:
         get(name)
-    assert "Known: BlurPool, ChannelsLast, LabelSmoothing" in str(caught.value)
+    assert f"Known: {', '.join(sorted(TRANSFORMS))}" in str(caught.value)
 
 
 def test_unknown_option() -> None:
@@ -88,3 +109,25 @@ def test_a_transform_of_ones_own_has_no_name_in_a_recipe() -> None:
 
     with pytest.raises(PlanError, match="Own is not in drivetrain"):
         to_dict(Own())
+
+
+def test_the_declared_order_has_no_circle() -> None:
+    waiting, placed = dict(TRANSFORMS), set[str]()
+    while waiting:
+        ready = [name for name, cls in waiting.items() if set(cls.after) <= placed]
+        assert ready, f"{sorted(waiting)} each ask to follow another"
+        placed.update(ready)
+        waiting = {name: cls for name, cls in waiting.items() if name not in ready}
+
+
+def test_declared_facts() -> None:
+    """The values that a plan relies on; their proofs are in test_transforms_surgery_runs.py and its neighbours."""
+    assert {n for n, cls in TRANSFORMS.items() if not cls.compile_safe} == {"GyroDropout"}
+    assert {n for n, cls in TRANSFORMS.items() if cls.renames} == {
+        "Factorize",
+        "GatedLinearUnits",
+        "SqueezeExcite",
+    }
+    assert {n for n, cls in TRANSFORMS.items() if cls.unused_parameters} == {"LayerFreezing"}
+    assert {n for n, cls in TRANSFORMS.items() if cls.unsafe_with} == {"LayerFreezing"}
+    assert {n for n, cls in TRANSFORMS.items() if cls.kind == "schedule"} == {"LayerFreezing"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import signal
-import warnings
 from types import ModuleType
 
 import pytest
@@ -12,22 +10,6 @@ import torch
 import torchvision
 from drivetrain.transforms import BlurPool
 from drivetrain.transforms.label_smoothing import smooth_targets
-
-
-@pytest.fixture(scope="module")
-def composer() -> ModuleType:
-    """`composer.functional`. Importing it takes seconds, warns, and replaces two signal handlers."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            import composer.functional as functional
-        except ImportError as error:
-            pytest.skip(f"Composer, the reference, is not installed: {error}")
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    return functional
 
 
 @pytest.mark.parametrize(("options", "train"), [

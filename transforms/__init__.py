@@ -16,12 +16,25 @@ from .base import Kind as Kind
 from .base import Loss as Loss
 from .base import NothingChanged as NothingChanged
 from .base import Report as Report
+from .base import State as State
 from .base import Transform as Transform
 
+# isort: split
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
+from .alibi import ALiBi as ALiBi
 from .blurpool import BlurPool as BlurPool
 from .channels_last import ChannelsLast as ChannelsLast
+from .factorize import Factorize as Factorize
+from .gated_linear_units import GatedLinearUnits as GatedLinearUnits
+from .ghost_batch_norm import GhostBatchNorm as GhostBatchNorm
+from .gyro_dropout import GyroDropout as GyroDropout
 from .label_smoothing import LabelSmoothing as LabelSmoothing
+from .layer_freezing import LayerFreezing as LayerFreezing
+from .low_precision_group_norm import LowPrecisionGroupNorm as LowPrecisionGroupNorm
+from .low_precision_layer_norm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
+from .squeeze_excite import SqueezeExcite as SqueezeExcite
+from .stochastic_depth import StochasticDepth as StochasticDepth
+from .weight_standardization import WeightStandardization as WeightStandardization
 
 TRANSFORMS: dict[str, type[Transform]] = {
     name: value

@@ -15,7 +15,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-Kind = Literal["surgery", "memory_format", "loss"]
+Kind = Literal["surgery", "memory_format", "loss", "schedule"]
+State = dict[str, torch.Tensor]
+"""A state dict: parameters and persistent buffers by name."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A loss: logits `(B, C)` and targets, `(B,)` class indices or `(B, C)` probabilities, to a scalar."""
 
@@ -50,7 +52,8 @@ class Transform:
     """Base of all transforms: the facts that the plan reads, with the harmless answer as the default.
 
     A subclass sets the class variables and overrides the one hook of its kind:
-    `apply` for surgery and memory format, `loss` for loss.
+    `apply` for surgery and memory format, `loss` for loss. A schedule has a method of its own, which the
+    loop calls while it trains.
     """
 
     kind: ClassVar[Kind]
@@ -60,10 +63,43 @@ class Transform:
     """Whether parameter names in the state dict change."""
     after: ClassVar[tuple[str, ...]] = ()
     """Class names of transforms that must stand before this one, and why is in the class docstring."""
+    compile_safe: ClassVar[bool] = True
+    """Whether the changed model compiles whole, with `torch.compile(fullgraph=True)`."""
+    unsafe_with: ClassVar[tuple[str, ...]] = ()
+    """Families of strategies ("ddp", "fsdp", "deepspeed", "fairscale") that it cannot be used with, and why
+    is in the class docstring."""
+    unused_parameters: ClassVar[bool] = False
+    """Whether some step leaves a parameter without a gradient, so that DDP needs find_unused_parameters."""
 
     def apply(self, model: nn.Module) -> Report:  # noqa: ARG002
         """Changes `model` in place and reports what changed."""
         raise TypeError(f"{type(self).__name__} does not change the model; it is a {self.kind} transform")
+
+    def from_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
+        """A state dict of the plain model as one that the changed model loads; a new dict.
+
+        With several surgeries, in the order in which they were applied. Loading the plain weights before
+        the surgery, or their translation after it, gives the same model. Entries that are in the changed
+        form already stay as they are.
+
+        Args:
+            state: names and tensors of the plain model.
+            model: the changed model; only its structure is read, unless the class says otherwise.
+        """
+        return dict(state)
+
+    def to_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
+        """A state dict of the changed model under the plain model's names; a new dict.
+
+        With several surgeries, in the reverse order. Where the plain model can express the function, it
+        gives the same output with the result; where it cannot, the docstring of the class says what the
+        result holds.
+
+        Args:
+            state: names and tensors of the changed model.
+            model: the changed model; only its structure is read.
+        """
+        return dict(state)
 
     def loss(self, loss: Loss) -> Loss:
         """The loss to train with, made from `loss`. Evaluation keeps the original."""
@@ -74,13 +110,14 @@ class NothingChanged(UserWarning):
     """A surgery found nothing to do; the message lists what it looks for and what the model has."""
 
 
-def warn_nothing_changed(report: Report, looks_for: str, model: nn.Module) -> None:
-    """Emits `NothingChanged` at the line that called `apply`; call it directly from `apply`.
+def warn_nothing_changed(report: Report, looks_for: str, model: nn.Module, *, stacklevel: int = 3) -> None:
+    """Emits `NothingChanged` at the line that called `apply`.
 
     Args:
         report: the report about to be returned; the reasons in `skipped` go into the message.
         looks_for: what the transform can change, completing "it looks for …".
         model: the model that has none of it.
+        stacklevel: 3 if `apply` calls this directly, one more for each function between.
     """
     counts = Counter(type(module).__name__ for module in model.modules() if not any(module.children()))
     has = ", ".join(f"{count} {name}" for name, count in counts.most_common(8))
@@ -91,8 +128,8 @@ def warn_nothing_changed(report: Report, looks_for: str, model: nn.Module) -> No
         f"{report.transform} changed nothing: it looks for {looks_for}; "
         f"{type(model).__name__} is made of {has}.{reasons}",
         NothingChanged,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 
-__all__ = ["Kind", "Loss", "NothingChanged", "Report", "Transform", "warn_nothing_changed"]
+__all__ = ["Kind", "Loss", "NothingChanged", "Report", "State", "Transform", "warn_nothing_changed"]

@@ -9,7 +9,7 @@ before is not stale and plain weights load before and after.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,15 +48,18 @@ class BlurConv2d(nn.Conv2d):
 
     blur_first: bool = True
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def _conv_forward(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        # Not forward: WeightStandardization's subclass passes another weight.
         if self.blur_first:
-            return super().forward(blur(input))
+            return cast(torch.Tensor, super()._conv_forward(blur(input), weight, bias))
         padding: str | tuple[int, ...] = self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = (0, 0)
         # Not by setting self.stride to 1: whoever reads the module's stride should see how much it shrinks.
-        dense = F.conv2d(input, self.weight, self.bias, (1, 1), padding, self.dilation, self.groups)
+        dense = F.conv2d(input, weight, bias, (1, 1), padding, self.dilation, self.groups)
         return blur(dense, _pair(self.stride))
 
     def extra_repr(self) -> str:
@@ -98,9 +101,12 @@ class BlurPool(Transform):
     it was and that a max-pool of stride 1, which subsamples nothing, is left alone.
 
     Only modules whose class is exactly `nn.Conv2d` or `nn.MaxPool2d` change: a subclass may do anything
-    in its forward, so it is reported in `skipped`. That includes a parametrised convolution (weight
-    standardisation, spectral norm): apply BlurPool first. Calls of `F.conv2d` and `F.max_pool2d` inside a
-    model's own forward cannot be seen.
+    in its forward, so it is reported in `skipped`. That includes a parametrised convolution (spectral norm)
+    and what WeightStandardization and SqueezeExcite make: apply BlurPool before them. Calls of `F.conv2d`
+    and `F.max_pool2d` inside a model's own forward cannot be seen.
+
+    It stands after Factorize, which leaves blurred convolutions alone, while the first factor of a strided
+    convolution is one that BlurPool changes.
 
     Attributes:
         replace_convs: whether convolutions with a stride above 1 change. Default true.
@@ -124,6 +130,7 @@ class BlurPool(Transform):
 
     kind: ClassVar[Kind] = "surgery"
     source: ClassVar[str] = "Zhang 2019, arXiv:1904.11486"
+    after: ClassVar[tuple[str, ...]] = ("Factorize",)
 
     def __post_init__(self) -> None:
         for field in ("replace_convs", "replace_maxpools", "blur_first"):

@@ -1,0 +1,406 @@
+"""The mathematics of each surgery, and the edges at which the published versions fail."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import surgery_models as models
+import timm
+import torch
+import torch.nn.functional as F
+import torchvision
+from drivetrain.errors import DataError
+from drivetrain.transforms import (
+    ALiBi,
+    BlurPool,
+    Factorize,
+    GatedLinearUnits,
+    GhostBatchNorm,
+    GyroDropout,
+    LowPrecisionGroupNorm,
+    LowPrecisionLayerNorm,
+    NothingChanged,
+    SqueezeExcite,
+    StochasticDepth,
+    Transform,
+    WeightStandardization,
+)
+from drivetrain.transforms.alibi import distance_bias
+from drivetrain.transforms.factorize import factorize, multiply
+from drivetrain.transforms.weight_standardization import standardize
+from torch import nn
+
+
+def operated(transform: Transform, module: nn.Module) -> nn.Module:
+    """The module after the surgery, inside a model of its own."""
+    model = nn.Sequential(module)
+    assert transform.apply(model).changed
+    return model
+
+
+# ---- SqueezeExcite ----
+
+
+def test_squeeze_excite_is_conv_times_gate() -> None:
+    conv = nn.Conv2d(16, 16, 3)
+    plain, x = copy.deepcopy(conv), torch.randn(2, 16, 9, 8)
+    model = operated(SqueezeExcite(4, 16), conv)
+    out = plain(x)
+    gate = torch.sigmoid(conv.se.up.weight @ torch.relu(conv.se.down.weight @ out.mean((2, 3)).T)).T
+    torch.testing.assert_close(model(x), out * gate[:, :, None, None])
+    torch.testing.assert_close(conv(x[0]), model(x)[0], msg="without a batch")
+    assert conv.se.down.weight.shape == (4, 16)
+
+
+def test_squeeze_excite_after_factorize_sees_one_convolution() -> None:
+    """Composer finds 13 places before Factorize and 6 after it."""
+    model = models.resnet()
+    Factorize(min_channels=16).apply(model)
+    report = SqueezeExcite(min_channels=16).apply(model)
+    assert len(report.changed) == 8
+    assert not any(name.endswith(("down", "up")) for name in report.changed)
+
+
+# ---- GhostBatchNorm ----
+
+
+@pytest.mark.parametrize(("batch", "ghost", "groups"), [(8, 4, 2), (9, 4, 3), (3, 8, 1), (5, 2, 3)])
+def test_ghost_groups_have_statistics_of_their_own(batch: int, ghost: int, groups: int) -> None:
+    x = torch.randn(batch, 6, 5, 5) * torch.arange(1, batch + 1)[:, None, None, None]
+    model = operated(GhostBatchNorm(ghost), nn.BatchNorm2d(6, affine=False))
+    expected = [F.batch_norm(group, None, None, training=True) for group in x.chunk(groups)]
+    torch.testing.assert_close(model(x), torch.cat(expected))
+    assert model[0].num_batches_tracked == groups
+
+
+def test_ghost_below_its_size_works_in_evaluation_and_training() -> None:
+    """Composer's raises for a last, small batch, in evaluation too."""
+    bn = nn.BatchNorm1d(6)
+    plain = copy.deepcopy(bn)
+    model = operated(GhostBatchNorm(32), bn)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(model.eval()(x), plain.eval()(x))
+    torch.testing.assert_close(bn.running_var, plain.running_var)
+
+
+def test_ghost_cumulative_statistics() -> None:
+    bn = nn.BatchNorm1d(3, momentum=None)
+    operated(GhostBatchNorm(4), bn)
+    x = torch.randn(8, 3)
+    bn(x)
+    torch.testing.assert_close(bn.running_mean, x.mean(0))
+
+
+def test_ghost_without_running_statistics() -> None:
+    bn = nn.BatchNorm3d(3, track_running_stats=False)
+    model = operated(GhostBatchNorm(2), bn)
+    x = torch.randn(4, 3, 2, 2, 2)
+    torch.testing.assert_close(model.eval()(x), model.train()(x))
+
+
+def test_ghost_leaves_sync_batch_norm() -> None:
+    with pytest.warns(NothingChanged, match="SyncBatchNorm takes its statistics over all devices"):
+        GhostBatchNorm().apply(nn.Sequential(nn.SyncBatchNorm(4)))
+
+
+# ---- WeightStandardization ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_standardized_weights_have_mean_0_and_variance_1(dtype: torch.dtype) -> None:
+    weight = (torch.randn(7, 4, 3, 3) * 3 + 1).to(dtype, memory_format=torch.channels_last)
+    out = standardize(weight)
+    assert out.dtype == dtype
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    flat = out.double().flatten(1)
+    torch.testing.assert_close(flat.mean(1), torch.zeros(7).double(), rtol=0, atol=5e-3)
+    torch.testing.assert_close(flat.var(1, correction=0), torch.ones(7).double(), rtol=0, atol=1e-2)
+    assert standardize(torch.ones(2, 3, 1).to(dtype)).eq(0).all()
+
+
+def test_standardization_leaves_the_last_and_the_single_weights() -> None:
+    model = models.resnet()
+    assert len(WeightStandardization(n_last_layers_ignore=3).apply(model).changed) == 6
+    pointwise = nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.Conv1d(4, 4, 3), nn.Conv3d(4, 4, 3))
+    report = WeightStandardization().apply(pointwise)
+    assert report.changed == ("1", "2")
+    assert report.skipped == (("0", "one weight per output channel, which standardised is 0"),)
+
+
+@pytest.mark.parametrize("blur_first", [True, False])
+def test_standardization_keeps_blurpool_and_padding_mode(blur_first: bool) -> None:
+    conv = nn.Conv2d(16, 16, 3, 2, 1, padding_mode="reflect")
+    model = nn.Sequential(conv)
+    BlurPool(blur_first=blur_first).apply(model)
+    reference = copy.deepcopy(model)
+    WeightStandardization().apply(model)
+    x = torch.randn(2, 16, 9, 9)
+    reference[0].weight.data = standardize(reference[0].weight.data)
+    torch.testing.assert_close(model(x), reference(x))
+
+
+# ---- Factorize ----
+
+
+@pytest.mark.parametrize("shape", [(8, 6, 3, 3), (5, 9), (12, 4, 1, 1)])
+def test_factors_are_the_best_of_their_rank(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape)
+    values = torch.linalg.svdvals(weight.flatten(1))
+    for rank in range(1, len(values) + 1):
+        down, up = factorize(weight, rank)
+        error = (multiply(down, up) - weight).square().sum()
+        torch.testing.assert_close(error, values[rank:].square().sum(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(down.norm(), up.norm())
+
+
+def test_factorize_keeps_a_pretrained_model_where_it_is() -> None:
+    """A weight of low rank is reproduced; Composer's factors are random."""
+    conv = nn.Conv2d(16, 32, 3, 2, 2, 2, padding_mode="circular")
+    conv.weight.data = multiply(torch.randn(4, 16, 3, 3), torch.randn(32, 4, 1, 1))
+    linear = nn.Linear(32, 64, bias=False)
+    linear.weight.data = torch.randn(64, 4) @ torch.randn(4, 32)
+    model = nn.Sequential(conv, nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear)
+    x = torch.randn(2, 16, 9, 9)
+    expected = model(x)
+    weight, bias = conv.weight.detach(), conv.bias
+    report = Factorize(min_channels=16, min_features=32, latent_channels=4, latent_features=4).apply(model)
+    assert report.changed == ("0", "3")
+    torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(conv.weight, weight, rtol=1e-3, atol=1e-3)
+    assert conv.bias is bias
+    assert linear.bias is None
+
+
+def test_factorize_leaves_what_would_not_gain_or_learn() -> None:
+    shared = nn.Linear(32, 32)
+    tied = nn.Linear(32, 32)
+    tied.weight = shared.weight
+    zero = nn.Linear(32, 32)
+    nn.init.zeros_(zero.weight)
+    layers = [nn.Linear(32, 32), nn.Conv2d(32, 32, 3, groups=2), shared, tied, zero]
+    report = Factorize(min_channels=32, min_features=32, latent_features=16).apply(
+        nn.Sequential(*layers, nn.Conv2d(32, 32, 3))
+    )
+    assert report.changed == ("5",)
+    reasons = ["would save no work; the largest that does is 15", "2 groups", *["shares its weight"] * 2]
+    assert all(part in why for part, (_, why) in zip(reasons, report.skipped[:4], strict=True))
+    zeros = Factorize(min_features=32, latent_features=4).apply(nn.Sequential(zero, nn.Linear(32, 32)))
+    assert zeros.skipped == (("0", "its weight is 0, and factors of 0 have no gradient"),)
+
+
+def test_factorize_inside_a_layer_that_reads_its_weights() -> None:
+    """nn.TransformerEncoderLayer reads linear1.weight in its fast path."""
+    model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
+    report = Factorize(min_features=32, latent_features=8).apply(model)
+    assert report.changed == ("linear1", "linear2")
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        fast = model(x)
+    torch.testing.assert_close(fast, model(x.requires_grad_()), rtol=1e-4, atol=1e-5)
+
+
+# ---- StochasticDepth ----
+
+
+@pytest.mark.parametrize("method", ["block", "sample"])
+def test_dropped_branches(method: str) -> None:
+    """Over many draws: the share that is dropped, one draw for the batch or one per sample, and the mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(copy.deepcopy(models.resnet()[4]))
+    StochasticDepth(method, 0.25, "uniform").apply(model)  # type: ignore[arg-type]
+    branch = model[0].drop_branch
+    x = torch.ones(8, 2, 3, 3)
+    rows = torch.stack([branch(x)[:, 0, 0, 0] for _ in range(400)])
+    torch.testing.assert_close(rows.unique(), torch.tensor([0, 1 / 0.75]))
+    assert rows.mean().item() == pytest.approx(1, abs=0.1)
+    assert (rows == rows[:, :1]).all().item() is (method == "block")
+    assert torch.equal(branch.eval()(x), x)
+
+
+def test_rates_and_blocks() -> None:
+    model = models.convnext()
+    report = StochasticDepth(drop_rate=0.3).apply(model)
+    assert report.changed == ("features.1.0", "features.3.0", "features.3.1")
+    rates = [model.get_submodule(name).stochastic_depth.p for name in report.changed]
+    assert rates == pytest.approx([0.1, 0.2, 0.3])
+    built = timm.create_model("test_convnext", num_classes=5, drop_path_rate=0.2)
+    notes = StochasticDepth().apply(built).notes
+    assert len(notes) == 1
+    assert "had a rate that the model was built with" in notes[0]
+
+
+def test_evaluation_is_that_of_the_plain_model() -> None:
+    for factory in (models.resnet, models.vit, models.timm_vit, models.timm_resnet):
+        model = factory().eval()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                nn.init.ones_(module.weight)  # timm's last one is 0, and with it the branch
+        plain = copy.deepcopy(model)
+        StochasticDepth("sample", 0.9, "uniform").apply(model)
+        x = models.images()
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
+        assert not torch.allclose(model.train()(x), plain.train()(x))
+
+
+def test_blocks_without_a_shortcut_are_left_alone() -> None:
+    report = StochasticDepth().apply(torchvision.models.efficientnet_b0())
+    assert len(report.changed) == 9
+    assert [why for _, why in report.skipped] == ["it has no shortcut"] * 7
+    with pytest.warns(NothingChanged, match="it has no shortcut"):
+        StochasticDepth().apply(timm.create_model("test_efficientnet", num_classes=5))
+
+
+# ---- GyroDropout ----
+
+
+def test_subnetworks_are_few_and_held() -> None:
+    torch.manual_seed(0)
+    model = operated(GyroDropout(p=0.5, sigma=6, tau=3, total_steps=24), nn.Dropout(0.1))
+    layer = model[0]
+    assert layer.hold == 12
+    steps = torch.stack([layer(torch.ones(7, 32)) for _ in range(48)])
+    assert set(steps.unique().tolist()) == {0.0, 2.0}
+    for start in range(0, 48, 12):
+        assert (steps[start : start + 12] == steps[start]).all()
+        assert len(steps[start].unique(dim=0)) <= 3
+    assert not torch.equal(steps[0], steps[12])
+    assert 3 < len(steps.flatten(0, 1).unique(dim=0)) <= 6
+    assert steps.mean().item() == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize("shape", [(16,), (9, 16), (16, 4, 5)])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_any_shape_and_batch(shape: tuple[int, ...], batch: int) -> None:
+    """Composer's fails for a batch that tau does not divide and for tokens."""
+    layer = operated(GyroDropout(tau=4), nn.Dropout(0.1))[0]
+    kept = layer(torch.ones(batch, *shape)) > 0
+    feature_axis = 1 if len(shape) == 3 else -1
+    lines = kept.movedim(feature_axis, -1).flatten(1, -2) if len(shape) > 1 else kept[:, None]
+    assert (lines == lines[:, :1]).all(), "the same features at every place"
+    assert torch.equal(layer(torch.ones(batch, *shape)) > 0, kept)
+
+
+def test_short_runs_and_idle_layers() -> None:
+    assert operated(GyroDropout(total_steps=10), nn.Dropout(0.1))[0].hold == 1
+    report = GyroDropout().apply(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.2)))
+    assert report.skipped == (("0", "p=0: it does nothing"),)
+
+
+def test_ranks_with_one_seed_have_the_same_subnetworks() -> None:
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        outs.append(operated(GyroDropout(), nn.Dropout(0.1))(torch.ones(4, 9)))
+    assert torch.equal(*outs)
+
+
+# ---- LowPrecisionLayerNorm and LowPrecisionGroupNorm ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_under_autocast(dtype: torch.dtype) -> None:
+    layer, group = nn.LayerNorm(8), nn.GroupNorm(2, 8, affine=False)
+    nn.init.normal_(layer.weight)
+    x = torch.randn(3, 8)
+    expected = F.layer_norm(x.to(dtype), (8,), layer.weight.to(dtype), layer.bias.to(dtype), layer.eps)
+    LowPrecisionLayerNorm().apply(layer)
+    LowPrecisionGroupNorm().apply(group)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(group(x), F.group_norm(x.to(dtype), 2))
+    assert layer(x).dtype == group(x).dtype == torch.float32
+    layer(x).sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_on_a_gpu(dtype: torch.dtype) -> None:
+    model = models.timm_convnext().cuda()
+    plain = copy.deepcopy(model)
+    LowPrecisionLayerNorm().apply(model)
+    x = models.images().cuda()
+    with torch.autocast("cuda", dtype):
+        assert model.stem(x).dtype == dtype
+        torch.testing.assert_close(model(x), plain(x), rtol=0.05, atol=0.05)
+    model(x).sum().backward()
+
+
+# ---- ALiBi ----
+
+
+def test_distance_bias() -> None:
+    bias = distance_bias(4, (3, 5), 2, torch.zeros(1))
+    assert bias.shape == (1, 4, 17, 17)
+    assert bias[0, :, :2].eq(0).all()
+    assert bias[0, :, :, :2].eq(0).all()
+    places = [(row, column) for row in range(3) for column in range(5)]
+    for i, (row, column) in enumerate(places):
+        for j, (other_row, other_column) in enumerate(places):
+            far = math.hypot(row - other_row, column - other_column)
+            assert bias[0, 1, 2 + i, 2 + j].item() == pytest.approx(-far * 2**-4, abs=1e-6)
+
+
+def test_both_libraries_attend_alike() -> None:
+    """torchvision's and timm's attention with the same weights give the same."""
+    one, other = models.vit().eval(), models.timm_vit().eval()
+    for model in (one, other):
+        assert len(ALiBi().apply(model).changed) == 2
+    theirs = one.get_submodule("encoder.layers.encoder_layer_0.self_attention")
+    ours = other.get_submodule("blocks.0.attn")
+    ours.qkv.load_state_dict({"weight": theirs.in_proj_weight, "bias": theirs.in_proj_bias})
+    ours.proj.load_state_dict(theirs.out_proj.state_dict())
+    x = torch.randn(2, 17, 24)
+    torch.testing.assert_close(ours(x), theirs(x, x, x)[0])
+    ours.fused_attn = False
+    torch.testing.assert_close(ours(x), theirs(x, x, x)[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert one(models.images()).isfinite().all()
+        assert other(models.images()).isfinite().all()
+
+
+def test_position_embeddings_are_gone_and_the_image_may_grow() -> None:
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3,
+        num_classes=5, dynamic_img_size=True,
+    ).eval()  # fmt: skip
+    report = ALiBi().apply(model)
+    assert report.notes == ("pos_embed is 0 and frozen.",)
+    assert model.pos_embed.eq(0).all()
+    assert not model.pos_embed.requires_grad
+    assert model(torch.randn(1, 3, 64, 64)).isfinite().all()
+    with pytest.raises(DataError, match="25 tokens are not 1 and a grid of"):
+        model(torch.randn(1, 3, 32, 48))
+
+
+def test_attention_elsewhere_is_left_alone() -> None:
+    with pytest.warns(NothingChanged, match="not part of a ViT whose grid of patches is known"):
+        ALiBi().apply(nn.TransformerEncoderLayer(8, 2, batch_first=True))
+
+
+# ---- GatedLinearUnits ----
+
+
+def test_gating_starts_from_what_the_model_computed() -> None:
+    for factory in (models.vit, models.timm_vit, models.timm_convnext):
+        model = factory().eval()
+        plain = copy.deepcopy(model)
+        GatedLinearUnits().apply(model)
+        torch.testing.assert_close(model(models.images()), plain(models.images()))
+        model(models.images()).square().sum().backward()
+        values = [parameter for name, parameter in model.named_parameters() if "value.weight" in name]
+        assert values
+        assert all(parameter.grad.abs().sum() > 0 for parameter in values)
+
+
+def test_gating_after_factorize() -> None:
+    model = models.timm_vit()
+    Factorize(min_features=16, latent_features=4).apply(model)
+    assert len(GatedLinearUnits().apply(model).changed) == 2
+    assert type(model.blocks[0].mlp.value) is nn.Linear
+    conv = timm.create_model("test_convnext", num_classes=5, conv_mlp=True)
+    with pytest.warns(NothingChanged, match="its first layer is a Conv2d"):
+        GatedLinearUnits().apply(conv)

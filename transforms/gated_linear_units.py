@@ -1,0 +1,121 @@
+"""GatedLinearUnits: the MLP of a transformer block with a second, multiplying linear layer.
+
+Shapes: B batch, N tokens, D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from .base import Kind, Report, State, Transform
+from .factorize import FactorizedLinear
+from .surgery import Verdict, full_name, operate, patched, places
+
+
+class GatedMlp(nn.Module):
+    """timm's `Mlp`, with `value` multiplying the activation."""
+
+    fc1: nn.Module
+    act: nn.Module
+    drop1: nn.Module
+    norm: nn.Module
+    fc2: nn.Module
+    drop2: nn.Module
+    value: nn.Linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, ..., D) to the same."""
+        hidden = self.drop1(self.act(self.fc1(x)) * self.value(x))
+        return self.drop2(self.fc2(self.norm(hidden)))  # type: ignore[no-any-return]
+
+
+class GatedSequentialMlp(nn.Sequential):
+    """torchvision's `MLP` and `MLPBlock` (linear, activation, dropout, linear, dropout), with `value`."""
+
+    value: nn.Linear
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(B, ..., D) to the same."""
+        first, activation, drop, second, drop_again = list(self)[:5]  # the sixth is `value`
+        hidden = drop(activation(first(input)) * self.value(input))
+        return drop_again(second(hidden))  # type: ignore[no-any-return]
+
+
+CLASSES: dict[str, type[nn.Module]] = {
+    "timm.layers.mlp.Mlp": GatedMlp,
+    "torchvision.ops.misc.MLP": GatedSequentialMlp,
+    "torchvision.models.vision_transformer.MLPBlock": GatedSequentialMlp,
+}
+
+
+@dataclass(frozen=True)
+class GatedLinearUnits(Transform):
+    """Turns act(W x) in the MLPs of vision transformers into act(W x) · (V x).
+
+    For timm's `Mlp` (ViT, ConvNeXt, Swin, …) and torchvision's `MLP` and `MLPBlock` (ViT, Swin); the MLP
+    gets half as many parameters again. Composer's surgery of this name is for Hugging Face's BERT only,
+    needs `transformers`, and starts from new random weights. The formula is the same, but V x + b starts
+    as 1, so that the model computes what it did: pretrained weights keep their use, and V learns from
+    there. W keeps its bias.
+
+    It stands after Factorize, which cannot factorise a V of zeros.
+
+    `name.value.weight` and `name.value.bias` are new; all else keeps its name. A plain model cannot express
+    the product: `to_plain` keeps these entries under these names, and a plain model takes the rest with
+    `load_state_dict(strict=False)`.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202.
+    """
+
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "Shazeer 2020, arXiv:2002.05202"
+    renames: ClassVar[bool] = True
+    after: ClassVar[tuple[str, ...]] = ("Factorize",)
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place. MLPs that were gated before stay, with a note."""
+        looks_for = "the MLP of timm's and torchvision's transformer blocks"
+        return operate("GatedLinearUnits", model, _judge, _change, looks_for)
+
+    def from_plain(self, state: State, model: nn.Module) -> State:
+        """The plain weights, and for `value`, which they lack, weights 0 and biases 1."""
+        changed = dict(state)
+        own = model.state_dict()
+        for place in places(model, (GatedMlp, GatedSequentialMlp)):
+            for name, number in ((f"{place}value.weight", 0.0), (f"{place}value.bias", 1.0)):
+                changed.setdefault(name, torch.full_like(own[name], number))
+        return changed
+
+
+def _judge(module: nn.Module) -> Verdict | str:
+    if isinstance(module, GatedMlp | GatedSequentialMlp):
+        return Verdict.DONE
+    if full_name(module) not in CLASSES:
+        return Verdict.IGNORE
+    if isinstance(module, nn.Sequential) and len(module) != 5:
+        return "it is not linear, activation, dropout, linear, dropout"
+    if type(_first(module)) not in (nn.Linear, FactorizedLinear):
+        return f"its first layer is a {type(_first(module)).__name__}, not an nn.Linear"
+    return patched(module) or Verdict.CHANGE
+
+
+def _first(module: nn.Module) -> nn.Module:
+    return module[0] if isinstance(module, nn.Sequential) else module.get_submodule("fc1")
+
+
+def _change(module: nn.Module) -> None:
+    first = _first(module)
+    assert isinstance(first, nn.Linear | FactorizedLinear)
+    like = next(first.parameters())
+    value = nn.Linear(first.in_features, first.out_features, device=like.device, dtype=like.dtype)
+    nn.init.zeros_(value.weight)
+    nn.init.ones_(value.bias)
+    module.__class__ = CLASSES[full_name(module)]
+    module.add_module("value", value.train(module.training))
+
+
+__all__ = ["GatedLinearUnits", "GatedMlp", "GatedSequentialMlp"]

@@ -1,0 +1,112 @@
+"""GhostBatchNorm: batch statistics of small groups of samples, whatever the batch.
+
+Shapes: B batch, C channels. The surgery changes the class of a module and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .base import Kind, Report, Transform
+from .checks import check_count
+from .surgery import Verdict, obstacle, operate
+
+
+class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
+    ghost_batch_size: int = 32
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)  # the running statistics are the same for any group
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        groups = max(1, -(-input.shape[0] // self.ghost_batch_size))
+        return torch.cat([self._normalize(group, groups) for group in input.chunk(groups)])
+
+    def _normalize(self, group: torch.Tensor, groups: int) -> torch.Tensor:
+        """One group by its own statistics, which also move the running ones, 1/groups as far as a batch."""
+        tracks = self.training and self.track_running_stats
+        momentum = 0.0 if self.momentum is None else self.momentum / groups
+        if tracks and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the running statistics are the plain mean over all groups so far
+                momentum = 1.0 / float(self.num_batches_tracked)
+        mean, variance = (self.running_mean, self.running_var) if tracks else (None, None)
+        return F.batch_norm(group, mean, variance, self.weight, self.bias, True, momentum, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ghost_batch_size={self.ghost_batch_size}"  # type: ignore[no-untyped-call]
+
+
+class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
+    """Of inputs (B, C) or (B, C, L)."""
+
+
+class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
+    """Of inputs (B, C, H, W)."""
+
+
+class GhostBatchNorm3d(_GhostBatchNorm, nn.BatchNorm3d):
+    """Of inputs (B, C, D, H, W)."""
+
+
+CLASSES: dict[type[nn.Module], type[_GhostBatchNorm]] = {
+    nn.BatchNorm1d: GhostBatchNorm1d,
+    nn.BatchNorm2d: GhostBatchNorm2d,
+    nn.BatchNorm3d: GhostBatchNorm3d,
+}
+
+
+@dataclass(frozen=True)
+class GhostBatchNorm(Transform):
+    """Batch normalisation over groups of at most `ghost_batch_size` samples of the batch a device sees.
+
+    In training the numbers are those of Composer's `apply_ghost_batchnorm`. Two cases in which that one
+    raises work here: a batch below the ghost size is one group, in evaluation too, and `momentum=None`
+    (cumulative statistics) averages over all groups. The names in the state dict stay.
+
+    Only `nn.BatchNorm1d`, `2d` and `3d` themselves change. `nn.SyncBatchNorm`, whose purpose is the
+    opposite, and other subclasses are reported in `skipped`. A later `convert_sync_batchnorm` undoes it.
+
+    Attributes:
+        ghost_batch_size: samples in a group, at most; the batch is cut into equal groups. Count ≥ 1.
+            Default 32, as in Composer.
+
+    Raises:
+        PlanError: at construction, if the value is of the wrong kind.
+
+    Source: Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741.
+    """
+
+    ghost_batch_size: int = 32
+
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "Hoffer et al. 2017, arXiv:1705.08741"
+
+    def __post_init__(self) -> None:
+        check_count(self, "ghost_batch_size", least=1)
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place. Modules changed before keep their ghost size, with a note."""
+        return operate("GhostBatchNorm", model, self._judge, self._change, "BatchNorm1d, 2d and 3d")
+
+    def _judge(self, module: nn.Module) -> Verdict | str:
+        if isinstance(module, _GhostBatchNorm):
+            return Verdict.DONE
+        for plain in CLASSES:
+            if isinstance(module, plain):
+                return obstacle(module, plain) or Verdict.CHANGE
+        if isinstance(module, nn.SyncBatchNorm):
+            return "SyncBatchNorm takes its statistics over all devices, the opposite of a ghost batch"
+        return Verdict.IGNORE
+
+    def _change(self, module: nn.Module) -> None:
+        module.__class__ = CLASSES[type(module)]
+        module.ghost_batch_size = self.ghost_batch_size  # type: ignore[assignment]
+
+
+__all__ = ["GhostBatchNorm", "GhostBatchNorm1d", "GhostBatchNorm2d", "GhostBatchNorm3d"]

@@ -1,0 +1,136 @@
+"""GyroDropout: dropout that trains a few fixed subnetworks, each for many steps.
+
+Shapes: B batch, F features: the last dimension, or the channels of images (B, F, H, W).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from .base import Kind, Report, Transform
+from .checks import check_count, check_fraction
+from .surgery import Verdict, obstacle, operate
+
+
+class GyroDropoutLayer(nn.Dropout):
+    """Drops, in each row of a training batch, the features that one of `concurrent` subnetworks lacks.
+
+    Attributes:
+        p: share of the features that a subnetwork lacks.
+        subnetworks: how many there are in all.
+        concurrent: how many of them share a batch; neighbouring rows have the same one.
+        hold: for how many steps.
+        seed: the subnetworks and their order follow from it.
+        step: training batches seen.
+    """
+
+    subnetworks: int
+    concurrent: int
+    hold: int
+    seed: int
+    step: int = 0
+    masks: torch.Tensor | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return input
+        channels = input.dim() == 4
+        features = input.shape[1] if channels else input.shape[-1]
+        period, offset = divmod(self.step, self.hold)
+        if offset == 0 or self.masks is None or self.masks.shape[1] != features:
+            self.masks = self._select(period, features).to(input.device)
+        self.step += 1
+        masks = self.masks.to(input)
+        batch, others = len(input), [1] * (input.dim() - 2)
+        rows = torch.arange(batch, device=input.device) * self.concurrent // max(1, batch)
+        mask = (
+            masks[rows].view(batch, features, *others)
+            if channels
+            else masks[rows].view(batch, *others, features)
+        )
+        return input * mask * (1 / (1 - self.p))
+
+    def _select(self, period: int, features: int) -> torch.Tensor:
+        """(concurrent, F), true where a feature is kept: subnetworks drawn with replacement."""
+        generator = torch.Generator().manual_seed(self.seed + self.subnetworks + period)
+        chosen = torch.randint(self.subnetworks, (self.concurrent,), generator=generator)
+        return torch.stack([self._subnetwork(int(index), features) for index in chosen])
+
+    def _subnetwork(self, index: int, features: int) -> torch.Tensor:
+        """(F,): made anew from its seed, because all of them would take subnetworks × F bytes a layer."""
+        return torch.rand(features, generator=torch.Generator().manual_seed(self.seed + index)) > self.p
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, subnetworks={self.subnetworks}, concurrent={self.concurrent}, hold={self.hold}"
+
+
+@dataclass(frozen=True)
+class GyroDropout(Transform):
+    """Replaces the random masks of dropout layers by a few preselected ones that stay for many steps.
+
+    The method and the period are Composer's, which works for (B, F) and batches that tau divides, and
+    fails in runs of fewer than sigma steps. Here any batch and any shape of two or more dimensions work;
+    in tokens (B, N, F) a subnetwork drops the same features of every token, in images (B, F, H, W) the
+    same channels everywhere. A layer with p = 0 does nothing and is left alone.
+
+    Steps are counted in Python, so the layer stands outside a compiled graph. The count is not in the
+    state dict: a resumed run begins with the first period again. Every rank has the same subnetworks if
+    the ranks have the same seed when this is applied.
+
+    Attributes:
+        p: share of the features that are dropped, in place of the layer's own. Number in [0, 1).
+            Default 0.5, as in Composer.
+        sigma: preselected subnetworks. Count ≥ 1. Default 256, as in Composer.
+        tau: subnetworks that share a batch. Count ≥ 1. Default 16, as in Composer.
+        total_steps: optimizer steps of the whole run. Count ≥ 1. A selection stays for
+            total_steps // sigma · tau steps, at least one. Give your run's; the default, 10000, is about
+            100 epochs of CIFAR-10 in batches of 512 and has no source.
+
+    Raises:
+        PlanError: at construction, if a value cannot be used.
+
+    Source: Lee et al., "GyroDropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
+    """
+
+    p: float = 0.5
+    sigma: int = 256
+    tau: int = 16
+    total_steps: int = 10000
+
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "Lee et al., MLSys 2022"
+    compile_safe: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fraction(self, "p")
+        for field in ("sigma", "tau", "total_steps"):
+            check_count(self, field, least=1)
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place. Layers that were changed before stay, with a note."""
+        return operate("GyroDropout", model, _judge, self._change, "Dropout with p above 0")
+
+    def _change(self, module: nn.Module) -> None:
+        module.__class__ = GyroDropoutLayer
+        assert isinstance(module, GyroDropoutLayer)
+        module.p, module.subnetworks, module.concurrent = self.p, self.sigma, self.tau
+        module.hold = max(1, self.total_steps // self.sigma * self.tau)
+        module.seed = int(torch.randint(2**62, ()))
+
+
+def _judge(module: nn.Module) -> Verdict | str:
+    if isinstance(module, GyroDropoutLayer):
+        return Verdict.DONE
+    if not isinstance(module, nn.Dropout):
+        return Verdict.IGNORE
+    if module.p == 0:
+        return "p=0: it does nothing"
+    return obstacle(module, nn.Dropout) or Verdict.CHANGE
+
+
+__all__ = ["GyroDropout", "GyroDropoutLayer"]

@@ -1,0 +1,65 @@
+"""LowPrecisionGroupNorm: group normalisation in autocast's precision, which autocast leaves in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .base import Kind, Report, Transform
+from .low_precision_layer_norm import lower
+from .surgery import Verdict, full_name, obstacle, operate, patched
+
+PLAIN = (
+    "torch.nn.modules.normalization.GroupNorm",
+    "timm.layers.norm.GroupNorm",
+    "timm.layers.norm.GroupNorm1",
+)
+
+
+class LowGroupNorm(nn.GroupNorm):
+    """Over groups of the channels of (B, C, ...)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        low, weight, bias = lower(input, self.weight, self.bias)
+        assert low is not None
+        with torch.autocast(input.device.type, enabled=False):
+            return F.group_norm(low, self.num_groups, weight, bias, self.eps)
+
+
+@dataclass(frozen=True)
+class LowPrecisionGroupNorm(Transform):
+    """Runs group normalisations in bfloat16 or float16 where autocast is on; changes nothing elsewhere.
+
+    Composer's numbers. Beyond it: under autocast on a CPU too, timm's group norms, and dtype, device,
+    requires_grad, hooks and names stay. Other subclasses of `nn.GroupNorm` are reported in `skipped`.
+
+    Source: MosaicML Composer, method card "Low Precision GroupNorm".
+    """
+
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "Composer's method card, Low Precision GroupNorm"
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place. Modules that were changed before stay, with a note."""
+        return operate("LowPrecisionGroupNorm", model, _judge, _change, "GroupNorm")
+
+
+def _judge(module: nn.Module) -> Verdict | str:
+    if isinstance(module, LowGroupNorm):
+        return Verdict.DONE
+    if not isinstance(module, nn.GroupNorm):
+        return Verdict.IGNORE
+    if full_name(module) in PLAIN:
+        return patched(module) or Verdict.CHANGE
+    return obstacle(module, nn.GroupNorm) or Verdict.CHANGE
+
+
+def _change(module: nn.Module) -> None:
+    module.__class__ = LowGroupNorm
+
+
+__all__ = ["LowGroupNorm", "LowPrecisionGroupNorm"]

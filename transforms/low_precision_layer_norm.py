@@ -1,0 +1,86 @@
+"""LowPrecisionLayerNorm: layer normalisation in autocast's precision, which autocast leaves in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .base import Kind, Report, Transform
+from .surgery import Verdict, full_name, obstacle, operate, patched
+
+
+def lower(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors in autocast's dtype if autocast is on for the first one's device, else as they are."""
+    first = tensors[0]
+    assert first is not None
+    if not torch.is_autocast_enabled(first.device.type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+
+
+class LowLayerNorm(nn.LayerNorm):
+    """Over the last dimensions."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        low, weight, bias = lower(input, self.weight, self.bias)
+        assert low is not None
+        with torch.autocast(input.device.type, enabled=False):
+            return F.layer_norm(low, self.normalized_shape, weight, bias, self.eps)
+
+
+class LowLayerNorm2d(LowLayerNorm):
+    """Over the channels of (B, C, H, W)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+CLASSES: dict[str, type[LowLayerNorm]] = {
+    "torch.nn.modules.normalization.LayerNorm": LowLayerNorm,
+    "timm.layers.norm.LayerNorm": LowLayerNorm,
+    "timm.layers.norm.LayerNorm2d": LowLayerNorm2d,
+    "torchvision.models.convnext.LayerNorm2d": LowLayerNorm2d,
+}
+
+
+@dataclass(frozen=True)
+class LowPrecisionLayerNorm(Transform):
+    """Runs layer normalisations in bfloat16 or float16 where autocast is on; changes nothing elsewhere.
+
+    Composer's numbers. Beyond it: under autocast on a CPU too, the (B, C, H, W) norms of torchvision's and
+    timm's ConvNeXt, and dtype, device, requires_grad, hooks and names stay. Statistics are accumulated in
+    float32 inside the kernel either way; what is saved is memory traffic.
+
+    Other subclasses of `nn.LayerNorm` are reported in `skipped`.
+
+    Source: MosaicML Composer, method card "Low Precision LayerNorm".
+    """
+
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "Composer's method card, Low Precision LayerNorm"
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place. Modules that were changed before stay, with a note."""
+        return operate("LowPrecisionLayerNorm", model, _judge, _change, "LayerNorm")
+
+
+def _judge(module: nn.Module) -> Verdict | str:
+    if isinstance(module, LowLayerNorm):
+        return Verdict.DONE
+    if not isinstance(module, nn.LayerNorm):
+        return Verdict.IGNORE
+    if full_name(module) in CLASSES:
+        return patched(module) or Verdict.CHANGE
+    return obstacle(module, nn.LayerNorm) or Verdict.CHANGE
+
+
+def _change(module: nn.Module) -> None:
+    module.__class__ = CLASSES[full_name(module)]
+
+
+__all__ = ["LowLayerNorm", "LowLayerNorm2d", "LowPrecisionLayerNorm", "lower"]

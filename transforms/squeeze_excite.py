@@ -1,0 +1,159 @@
+"""SqueezeExcite: each convolution's output channels weighed by a small network that sees their means.
+
+Shapes: B batch, C channels, H and W height and width; (C, H, W) without a batch works too.
+The surgery changes the class of a convolution, which gets a child `se`; its own entries in the state dict
+keep their names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from .base import Kind, Report, State, Transform
+from .blurpool import BlurConv2d
+from .checks import check_count, check_size
+from .factorize import FactorizedConv2d
+from .surgery import Verdict, obstacle, operate, places
+from .weight_standardization import StandardizedBlurConv2d, StandardizedConv2d
+
+
+class Gate(nn.Module):
+    """Weighs channels: mean over H and W → linear → ReLU → linear → sigmoid → times the input.
+
+    Args:
+        channels: C.
+        latent: features between the two linear layers.
+        options: device and dtype.
+    """
+
+    def __init__(self, channels: int, latent: int, **options: Any) -> None:
+        super().__init__()
+        self.down = nn.Linear(channels, latent, bias=False, **options)
+        self.up = nn.Linear(latent, channels, bias=False, **options)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(B, C, H, W) to the same shape."""
+        weights: torch.Tensor = self.up(self.down(input.mean((-2, -1))).relu()).sigmoid()
+        return input * weights[..., None, None]
+
+
+class _Gated(nn.Module):
+    se: Gate
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.se(super().forward(input))  # type: ignore[no-any-return]
+
+
+class GatedConv2d(_Gated, nn.Conv2d):
+    """A convolution whose output a `Gate` weighs."""
+
+
+class GatedBlurConv2d(_Gated, BlurConv2d):
+    """BlurPool's convolution, gated."""
+
+
+class GatedStandardizedConv2d(_Gated, StandardizedConv2d):
+    """WeightStandardization's convolution, gated."""
+
+
+class GatedStandardizedBlurConv2d(_Gated, StandardizedBlurConv2d):
+    """BlurPool's and WeightStandardization's convolution, gated."""
+
+
+class GatedFactorizedConv2d(_Gated, FactorizedConv2d):
+    """Factorize's pair of convolutions, gated at the end."""
+
+
+CLASSES: dict[type[nn.Module], type[_Gated]] = {
+    nn.Conv2d: GatedConv2d,
+    BlurConv2d: GatedBlurConv2d,
+    StandardizedConv2d: GatedStandardizedConv2d,
+    StandardizedBlurConv2d: GatedStandardizedBlurConv2d,
+    FactorizedConv2d: GatedFactorizedConv2d,
+}
+
+
+@dataclass(frozen=True)
+class SqueezeExcite(Transform):
+    """Adds a squeeze-and-excitation block to every convolution that is wide enough.
+
+    The same modules and numbers as Composer's `apply_squeeze_excite`. A factorised convolution counts as
+    one, with a block after its second factor; so SqueezeExcite stands after Factorize, BlurPool and
+    WeightStandardization, which would leave gated convolutions alone.
+
+    The convolution keeps the names of its weights; `name.se.down.weight` and `name.se.up.weight` are new.
+    They start at random, as in the source, with gates near 0.5: a pretrained model must be trained again.
+    A plain model cannot express the blocks: `to_plain` keeps these entries under these names, and a plain
+    model takes the rest with `load_state_dict(strict=False)`.
+
+    Attributes:
+        latent_channels: width of the block's hidden layer: a count ≥ 1, or a share in (0, 1) of the
+            convolution's output channels. Default 64, as in Composer.
+        min_channels: a convolution with fewer input or output channels is left alone. Count ≥ 0.
+            Default 128, as in Composer.
+
+    Raises:
+        PlanError: at construction, if a value is of the wrong kind.
+
+    Source: Hu et al., "Squeeze-and-Excitation Networks", 2018, arXiv:1709.01507.
+    """
+
+    latent_channels: int | float = 64
+    min_channels: int = 128
+
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "Hu et al. 2018, arXiv:1709.01507"
+    renames: ClassVar[bool] = True
+    after: ClassVar[tuple[str, ...]] = ("BlurPool", "Factorize", "WeightStandardization")
+
+    def __post_init__(self) -> None:
+        check_size(self, "latent_channels")
+        check_count(self, "min_channels")
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place. Convolutions that had a block before stay, with a note."""
+        inside = {
+            id(child)
+            for module in model.modules()
+            if isinstance(module, FactorizedConv2d)
+            for child in (module.down, module.up)
+        }
+
+        def judge(module: nn.Module) -> Verdict | str:
+            if isinstance(module, _Gated):
+                return Verdict.DONE
+            if id(module) in inside or not isinstance(module, nn.Conv2d | FactorizedConv2d):
+                return Verdict.IGNORE
+            return self._obstacle(module) or Verdict.CHANGE
+
+        looks_for = f"Conv2d with at least {self.min_channels} input and output channels"
+        return operate("SqueezeExcite", model, judge, self._change, looks_for)
+
+    def from_plain(self, state: State, model: nn.Module) -> State:
+        """The plain weights, and for the blocks, which they lack, those that `model` has now."""
+        own = model.state_dict()
+        new = [name for place in places(model, Gate) for name in own if name.startswith(place)]
+        return {**{name: own[name] for name in new}, **state}
+
+    def _obstacle(self, module: nn.Conv2d | FactorizedConv2d) -> str | None:
+        width = min(module.in_channels, module.out_channels)
+        if width < self.min_channels:
+            return f"width {width}, below min_channels={self.min_channels}"
+        return obstacle(module, type(module) if type(module) in CLASSES else nn.Conv2d)
+
+    def _change(self, module: nn.Module) -> None:
+        assert isinstance(module, nn.Conv2d | FactorizedConv2d)
+        latent, width = self.latent_channels, module.out_channels
+        like = next(module.parameters())
+        gate = Gate(
+            width, max(1, int(latent * width if latent < 1 else latent)), device=like.device, dtype=like.dtype
+        )
+        module.__class__ = CLASSES[type(module)]  # type: ignore[assignment]
+        module.add_module("se", gate.train(module.training))
+
+
+__all__ = ["Gate", "SqueezeExcite"]

@@ -1,0 +1,139 @@
+"""StochasticDepth: in training, residual blocks leave out their branch at random, the deeper the likelier.
+
+A branch ends in a module that drops it. Blocks that have a place for one (torchvision's ConvNeXt, Swin,
+EfficientNet; timm's blocks) get it there; torchvision's ResNet and ViT blocks change their class. Such a
+module has no parameters, so no name in the state dict changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from .base import Kind, Report, Transform
+from .checks import check_choice, check_fraction
+from .surgery import Verdict, full_name, operate, patched
+
+PLACES = ("stochastic_depth", "drop_path", "drop_path1", "drop_path2", "drop_path3")
+"""Attributes in which torchvision's and timm's blocks keep the module that drops a branch."""
+
+BLOCKS = {
+    "torchvision.models.resnet.BasicBlock": "StochasticBasicBlock",
+    "torchvision.models.resnet.Bottleneck": "StochasticBottleneck",
+    "torchvision.models.vision_transformer.EncoderBlock": "StochasticEncoderBlock",
+}
+"""Blocks without such a place: where they are defined, and their class in residual_blocks.py."""
+
+
+@dataclass(frozen=True)
+class StochasticDepth(Transform):
+    """Drops the branch of residual blocks at random in training, and scales a kept one by 1 / (1 - rate).
+
+    The rates are those of Composer's `apply_stochastic_depth`, which knows torchvision's Bottleneck only
+    and otherwise silently does nothing. Three things differ on purpose:
+
+    - Composer multiplies by (1 - rate) in evaluation, we divide by it in training, as torchvision and timm
+      do. The two are the same once the branch's last scale is multiplied by (1 - rate). Here evaluation is
+      that of the plain model, so pretrained weights keep their function and trained ones export as they are.
+    - A dropped branch is computed and multiplied by 0. Composer's "block" skips it, which saves its time,
+      but breaks the compiled graph at every block, leaves parameters without gradients (DDP must look for
+      them), and has FSDP's ranks gather different weights when they skip different blocks.
+    - Batch statistics of a dropped branch still move, for the same reason.
+
+    A ViT block has two branches; each is dropped by itself, with the block's rate. Rates that the model was
+    built with (torchvision's ConvNeXt has some) are replaced, with a note.
+
+    Attributes:
+        method: "block" drops a branch for the whole batch of a device, as in the source; "sample" for each
+            sample by itself. Default "block", as in Composer.
+        drop_rate: probability for the last block. Number in [0, 1). Default 0.2, as in Composer.
+        distribution: "linear" rises evenly from drop_rate / blocks in the first block; "uniform" is
+            drop_rate everywhere. Default "linear", as in the source.
+
+    Raises:
+        PlanError: at construction, if a value cannot be used.
+
+    Source: Huang et al., "Deep Networks with Stochastic Depth", 2016, arXiv:1603.09382.
+    """
+
+    method: Literal["block", "sample"] = "block"
+    drop_rate: float = 0.2
+    distribution: Literal["linear", "uniform"] = "linear"
+
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "Huang et al. 2016, arXiv:1603.09382"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "method", ("block", "sample"))
+        check_fraction(self, "drop_rate")
+        check_choice(self, "distribution", ("linear", "uniform"))
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place. Blocks that were changed before keep their rate, with a note."""
+        blocks = [module for module in model.modules() if _judge(module) is Verdict.CHANGE]
+        rates = {id(block): self._rate(index, len(blocks)) for index, block in enumerate(blocks)}
+        replaced = sum(any(_own_rate(block, place) for place in PLACES) for block in blocks)
+        looks_for = "residual blocks of torchvision's and timm's ResNets, ConvNeXts and ViTs"
+        report = operate(
+            "StochasticDepth", model, _judge, lambda block: self._change(block, rates[id(block)]), looks_for
+        )
+        if not replaced:
+            return report
+        note = f"{replaced} block(s) had a rate that the model was built with; it is replaced."
+        return Report(report.transform, report.changed, report.skipped, (*report.notes, note))
+
+    def _rate(self, index: int, count: int) -> float:
+        return self.drop_rate * (index + 1) / count if self.distribution == "linear" else self.drop_rate
+
+    def _change(self, block: nn.Module, rate: float) -> None:
+        from . import residual_blocks  # here, because it imports torchvision, which takes seconds
+
+        mode = "batch" if self.method == "block" else "row"
+        for place in _places(block):
+            setattr(block, place, residual_blocks.DropBranch(rate, mode).train(block.training))
+        if full_name(block) in BLOCKS:
+            block.__class__ = getattr(residual_blocks, BLOCKS[full_name(block)])
+            block.add_module("drop_branch", residual_blocks.DropBranch(rate, mode).train(block.training))
+
+
+def _judge(module: nn.Module) -> Verdict | str:
+    if any(_is_ours(child) for child in module.children()):
+        return Verdict.DONE
+    if full_name(module) in BLOCKS:
+        return patched(module) or Verdict.CHANGE
+    if not _places(module):
+        return Verdict.IGNORE
+    # torchvision's and timm's inverted residual blocks without a shortcut have the place and never use it.
+    if not getattr(module, "use_res_connect", getattr(module, "has_skip", True)):
+        return "it has no shortcut"
+    return Verdict.CHANGE
+
+
+def _places(block: nn.Module) -> list[str]:
+    """The attributes of a block that hold, or are free for, a module that drops a branch."""
+    found = []
+    for place in PLACES:
+        if not hasattr(block, place):
+            continue
+        value = getattr(block, place)
+        if value is None or isinstance(value, nn.Identity) or type(value).__name__ in _RATES:
+            found.append(place)
+    return found
+
+
+_RATES = {"DropPath": "drop_prob", "StochasticDepth": "p"}
+"""Class names of timm's and torchvision's modules that drop a branch, and the attribute of their rate."""
+
+
+def _own_rate(block: nn.Module, place: str) -> bool:
+    value = getattr(block, place, None)
+    return bool(getattr(value, _RATES.get(type(value).__name__, ""), 0.0))
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return full_name(module).endswith("transforms.residual_blocks.DropBranch")
+
+
+__all__ = ["StochasticDepth"]

@@ -1,0 +1,146 @@
+"""WeightStandardization: each output channel's weights with mean 0 and variance 1, at every forward.
+
+The surgery changes the class of a convolution and nothing else: the parameter stays the plain weight, which
+the forward standardises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from .base import Kind, Report, State, Transform
+from .blurpool import BlurConv2d
+from .checks import check_count
+from .surgery import Verdict, obstacle, operate, places
+
+
+def standardize(weight: torch.Tensor) -> torch.Tensor:
+    """(weight - mean) / sqrt(variance + 1e-10), with the mean and variance of each output channel.
+
+    Args:
+        weight: (O, I, ...), floating; half precision is computed in float32, where 1e-10 is not 0.
+
+    Returns:
+        The same shape, dtype and memory format.
+    """
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    variance, mean = torch.var_mean(wide, dim=tuple(range(1, wide.dim())), correction=0, keepdim=True)
+    return ((wide - mean) / torch.sqrt(variance + 1e-10)).to(weight.dtype)
+
+
+class _Standardized(nn.modules.conv._ConvNd):
+    def _conv_forward(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super()._conv_forward(input, standardize(weight), bias)
+
+
+class StandardizedConv1d(_Standardized, nn.Conv1d):
+    """A convolution by standardised weights."""
+
+
+class StandardizedConv2d(_Standardized, nn.Conv2d):
+    """A convolution by standardised weights."""
+
+
+class StandardizedConv3d(_Standardized, nn.Conv3d):
+    """A convolution by standardised weights."""
+
+
+class StandardizedBlurConv2d(_Standardized, BlurConv2d):
+    """BlurPool's convolution by standardised weights."""
+
+
+CLASSES: dict[type[nn.Module], type[_Standardized]] = {
+    nn.Conv1d: StandardizedConv1d,
+    nn.Conv2d: StandardizedConv2d,
+    nn.Conv3d: StandardizedConv3d,
+    BlurConv2d: StandardizedBlurConv2d,
+}
+
+
+@dataclass(frozen=True)
+class WeightStandardization(Transform):
+    """Standardises the weights of convolutions per output channel.
+
+    The same numbers as Composer's `apply_weight_standardization`, whose models cannot be saved with
+    `torch.save` and have other parameter names; here both stay. A convolution with one weight per output
+    channel (a 1×1 depthwise one) would give 0 for everything, and is left alone.
+
+    It stands after BlurPool and Factorize, which leave a standardised convolution alone, while this one
+    takes what they make; both factors of a factorised convolution are standardised, as in Composer.
+
+    Plain weights load before and after, for they are what the forward standardises. `to_plain` gives the
+    standardised weights: a plain model has the same output with them.
+
+    Attributes:
+        n_last_layers_ignore: how many convolutions at the end, in the order in which they are registered,
+            are left alone. Count ≥ 0. Default 0, as in Composer, which takes the order of execution where
+            it can trace the model.
+
+    Raises:
+        PlanError: at construction, if the value is of the wrong kind.
+
+    Source: Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight
+    Standardization", 2019, arXiv:1903.10520.
+    """
+
+    n_last_layers_ignore: int = 0
+
+    kind: ClassVar[Kind] = "surgery"
+    source: ClassVar[str] = "Qiao et al. 2019, arXiv:1903.10520"
+    after: ClassVar[tuple[str, ...]] = ("BlurPool", "Factorize")
+
+    def __post_init__(self) -> None:
+        check_count(self, "n_last_layers_ignore")
+
+    def apply(self, model: nn.Module) -> Report:
+        """Changes `model` in place. Convolutions that were standardised before stay, with a note."""
+        kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        convs = [module for module in model.modules() if isinstance(module, kinds)]
+        last = {id(conv) for conv in convs[max(0, len(convs) - self.n_last_layers_ignore) :]}
+
+        def judge(module: nn.Module) -> Verdict | str:
+            if not isinstance(module, kinds):
+                return Verdict.IGNORE
+            if isinstance(module, _Standardized):
+                return Verdict.DONE
+            if id(module) in last:
+                return f"among the last n_last_layers_ignore={self.n_last_layers_ignore}"
+            return _obstacle(module) or Verdict.CHANGE
+
+        return operate("WeightStandardization", model, judge, _change, "Conv1d, Conv2d and Conv3d")
+
+    def to_plain(self, state: State, model: nn.Module) -> State:
+        """The standardised weights under the same names: a plain model gives the same output with them."""
+        plain = dict(state)
+        for place in places(model, _Standardized):
+            if f"{place}weight" in plain:
+                plain[f"{place}weight"] = standardize(plain[f"{place}weight"])
+        return plain
+
+
+def _obstacle(module: nn.modules.conv._ConvNd) -> str | None:
+    plain = type(module) if type(module) in CLASSES else next(k for k in CLASSES if isinstance(module, k))
+    found = obstacle(module, plain)
+    if found is None and module.weight[0].numel() == 1:
+        return "one weight per output channel, which standardised is 0"
+    return found
+
+
+def _change(module: nn.Module) -> None:
+    module.__class__ = CLASSES[type(module)]
+
+
+__all__ = [
+    "StandardizedBlurConv2d",
+    "StandardizedConv1d",
+    "StandardizedConv2d",
+    "StandardizedConv3d",
+    "WeightStandardization",
+    "standardize",
+]
