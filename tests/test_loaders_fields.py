@@ -68,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fields")
     convert(Dicts(), root / "dicts.beton", fields=NAMES, progress=False)
     convert(Large(), root / "large.beton", fields=NAMES, workers=2, progress=False)
+    convert(Dicts((3, "text", b"")), root / "empty.beton", fields=NAMES, progress=False)
     run = subprocess.run(
         [sys.executable, str(SCRIPT), str(root)], capture_output=True, text=True, timeout=120, check=False
     )
@@ -122,7 +123,7 @@ def test_checksums_cover_all_fields_in_file_order(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("os_cache", [True, False])
-@pytest.mark.parametrize("name", ["dicts", "large", "theirs"])
+@pytest.mark.parametrize("name", ["dicts", "empty", "large", "theirs"])
 def test_stock_reads_every_field(folder: Path, name: str, os_cache: bool) -> None:
     """Also where the page has grown, so that the first one is tables and samples both."""
     theirs, beton = np.load(folder / f"{name}-{os_cache}.npz"), open_beton(folder / f"{name}.beton")
