@@ -100,8 +100,8 @@ def _weigh(start: Any, length: Any, limit: Any, count: Any) -> Any:
     high = min(int(np.ceil(start + length)), limit)
     for i in range(count):
         center = start + (i + 0.5) * step
-        begin = min(max(nb.int64(center - support + 0.5), low), high - 1)
-        end = max(min(nb.int64(center + support + 0.5), high), begin + 1)
+        begin = min(max(int(center - support + 0.5), low), high - 1)
+        end = max(min(int(center + support + 0.5), high), begin + 1)
         total = 0.0
         for k in range(begin, end):
             total += max(1.0 - abs(k + 0.5 - center) / support, 0.0)
@@ -110,7 +110,7 @@ def _weigh(start: Any, length: Any, limit: Any, count: Any) -> Any:
         for k in range(begin, end):
             share = max(1.0 - abs(k + 0.5 - center) / support, 0.0) / total if total > 0 else 1.0
             reached += 256 * share
-            weights[i, k - begin] = nb.int64(reached + 0.5) - given
+            weights[i, k - begin] = int(reached + 0.5) - given
             given += weights[i, k - begin]
     return first, weights
 
