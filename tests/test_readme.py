@@ -34,6 +34,22 @@ def _run_script(text: str, folder: Path, timeout: int) -> str:
     return done.stdout
 
 
+def test_the_loaders_example_runs_on_small_data(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (text,) = [block for block in blocks if "set_image_size" in block]
+    images = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+    convert((images, np.arange(12)), tmp_path / "train.beton", progress=False)
+    imports = "import torch\nfrom drivetrain.loaders import FFCVLoader\n"
+    told = _run_script(
+        imports
+        + text.replace("256", "4")
+        + "print(state['position'], images.shape, images.dtype, loader.settings.image_size)",
+        tmp_path,
+        100,
+    )
+    assert told == "3 torch.Size([4, 3, 176, 176]) torch.bfloat16 208\n"
+
+
 @pytest.fixture
 def cifar() -> None:
     """Skips where CIFAR-10 is neither cached nor to be had."""
