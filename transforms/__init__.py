@@ -12,10 +12,13 @@ import dataclasses
 from typing import Any
 
 from ..errors import PlanError, suggest
+from .base import BatchContext as BatchContext
 from .base import Kind as Kind
 from .base import Loss as Loss
 from .base import NothingChanged as NothingChanged
+from .base import OptimizerFactory as OptimizerFactory
 from .base import Report as Report
+from .base import Session as Session
 from .base import Transform as Transform
 
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
