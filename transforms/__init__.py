@@ -24,7 +24,9 @@ from .base import Transform as Transform
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
 from .blurpool import BlurPool as BlurPool
 from .channels_last import ChannelsLast as ChannelsLast
+from .cutmix import CutMix as CutMix
 from .label_smoothing import LabelSmoothing as LabelSmoothing
+from .mixup import MixUp as MixUp
 
 TRANSFORMS: dict[str, type[Transform]] = {
     name: value
