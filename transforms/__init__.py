@@ -24,9 +24,12 @@ from .base import Transform as Transform
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
 from .blurpool import BlurPool as BlurPool
 from .channels_last import ChannelsLast as ChannelsLast
+from .colout import ColOut as ColOut
 from .cutmix import CutMix as CutMix
+from .cutout import CutOut as CutOut
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .mixup import MixUp as MixUp
+from .progressive_resizing import ProgressiveResizing as ProgressiveResizing
 
 TRANSFORMS: dict[str, type[Transform]] = {
     name: value
