@@ -30,6 +30,8 @@ from .cutout import CutOut as CutOut
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .mixup import MixUp as MixUp
 from .progressive_resizing import ProgressiveResizing as ProgressiveResizing
+from .selective_backprop import SelectiveBackprop as SelectiveBackprop
+from .seq_length_warmup import SeqLengthWarmup as SeqLengthWarmup
 
 TRANSFORMS: dict[str, type[Transform]] = {
     name: value
