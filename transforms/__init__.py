@@ -27,11 +27,13 @@ from .channels_last import ChannelsLast as ChannelsLast
 from .colout import ColOut as ColOut
 from .cutmix import CutMix as CutMix
 from .cutout import CutOut as CutOut
+from .ema import EMA as EMA
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .mixup import MixUp as MixUp
 from .progressive_resizing import ProgressiveResizing as ProgressiveResizing
 from .selective_backprop import SelectiveBackprop as SelectiveBackprop
 from .seq_length_warmup import SeqLengthWarmup as SeqLengthWarmup
+from .swa import SWA as SWA
 
 TRANSFORMS: dict[str, type[Transform]] = {
     name: value
