@@ -28,9 +28,13 @@ from .colout import ColOut as ColOut
 from .cutmix import CutMix as CutMix
 from .cutout import CutOut as CutOut
 from .ema import EMA as EMA
+from .flip_evaluation import TestTimeFlip as TestTimeFlip
+from .gradient_clipping import GradientClipping as GradientClipping
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .mixup import MixUp as MixUp
+from .no_weight_decay import NoWeightDecay as NoWeightDecay
 from .progressive_resizing import ProgressiveResizing as ProgressiveResizing
+from .sam import SAM as SAM
 from .selective_backprop import SelectiveBackprop as SelectiveBackprop
 from .seq_length_warmup import SeqLengthWarmup as SeqLengthWarmup
 from .swa import SWA as SWA
