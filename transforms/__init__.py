@@ -12,10 +12,13 @@ import dataclasses
 from typing import Any
 
 from ..errors import PlanError, suggest
+from .base import BatchContext as BatchContext
 from .base import Kind as Kind
 from .base import Loss as Loss
 from .base import NothingChanged as NothingChanged
+from .base import OptimizerFactory as OptimizerFactory
 from .base import Report as Report
+from .base import Session as Session
 from .base import State as State
 from .base import Transform as Transform
 
@@ -24,16 +27,29 @@ from .base import Transform as Transform
 from .alibi import ALiBi as ALiBi
 from .blurpool import BlurPool as BlurPool
 from .channels_last import ChannelsLast as ChannelsLast
+from .colout import ColOut as ColOut
+from .cutmix import CutMix as CutMix
+from .cutout import CutOut as CutOut
+from .ema import EMA as EMA
 from .factorize import Factorize as Factorize
+from .flip_evaluation import TestTimeFlip as TestTimeFlip
 from .gated_linear_units import GatedLinearUnits as GatedLinearUnits
 from .ghost_batch_norm import GhostBatchNorm as GhostBatchNorm
+from .gradient_clipping import GradientClipping as GradientClipping
 from .gyro_dropout import GyroDropout as GyroDropout
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .layer_freezing import LayerFreezing as LayerFreezing
 from .low_precision_group_norm import LowPrecisionGroupNorm as LowPrecisionGroupNorm
 from .low_precision_layer_norm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
+from .mixup import MixUp as MixUp
+from .no_weight_decay import NoWeightDecay as NoWeightDecay
+from .progressive_resizing import ProgressiveResizing as ProgressiveResizing
+from .sam import SAM as SAM
+from .selective_backprop import SelectiveBackprop as SelectiveBackprop
+from .seq_length_warmup import SeqLengthWarmup as SeqLengthWarmup
 from .squeeze_excite import SqueezeExcite as SqueezeExcite
 from .stochastic_depth import StochasticDepth as StochasticDepth
+from .swa import SWA as SWA
 from .weight_standardization import WeightStandardization as WeightStandardization
 
 TRANSFORMS: dict[str, type[Transform]] = {

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-Kind = Literal["surgery", "memory_format", "loss", "schedule"]
+Kind = Literal["surgery", "memory_format", "optimizer", "batch", "loss", "schedule", "loop", "evaluation"]
 State = dict[str, torch.Tensor]
 """A state dict: parameters and persistent buffers by name."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A loss: logits `(B, C)` and targets, `(B,)` class indices or `(B, C)` probabilities, to a scalar."""
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+"""Builds an optimizer over parameters (or parameter groups): `lambda params: SGD(params, lr=0.1)`."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,54 @@ class Report:
 
 
 @dataclass(frozen=True)
+class BatchContext:
+    """What a batch method may know besides the batch.
+
+    Attributes:
+        generator: on the CPU, seeded by the caller for this microbatch: all randomness comes from it.
+        progress: share of the training that is done, 0 to 1.
+        classes: width of soft targets made from class indices; None where targets are soft already.
+        model: for SelectiveBackprop: images to logits (B, C).
+        loss: for SelectiveBackprop: the loss of the training.
+        step: for SelectiveBackprop: optimizer steps done so far, from 0.
+    """
+
+    generator: torch.Generator
+    progress: float = 0.0
+    classes: int | None = None
+    model: Callable[[torch.Tensor], torch.Tensor] | None = None
+    loss: Loss | None = None
+    step: int | None = None
+
+
+class Session:
+    """What a loop method keeps during one training. The defaults do nothing."""
+
+    def after_step(self, progress: float) -> None:
+        """To be called after every optimizer step; `progress` is the share of the training done, 0 to 1."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Inside it the model has the weights to evaluate; on leaving, those to train, bit for bit."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """To be called once, at the end: the model keeps the weights to evaluate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs: tensors (not copied) and JSON values only."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+
+
+@dataclass(frozen=True)
 class Transform:
     """Base of all transforms: the facts that the plan reads, with the harmless answer as the default.
 
     A subclass sets the class variables and overrides the one hook of its kind:
-    `apply` for surgery and memory format, `loss` for loss. A schedule has a method of its own, which the
-    loop calls while it trains.
+    `apply` for surgery and memory format, `loss` for loss, `batch`, `optimizer`, and `session` for loop.
+    A schedule has a method of its own, which the loop calls while it trains.
     """
 
     kind: ClassVar[Kind]
@@ -105,6 +150,23 @@ class Transform:
         """The loss to train with, made from `loss`. Evaluation keeps the original."""
         return loss
 
+    def batch(
+        self,
+        images: torch.Tensor,
+        targets: torch.Tensor,
+        context: BatchContext,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch to train on, made from this one, which is not written to."""
+        return images, targets
+
+    def optimizer(self, factory: OptimizerFactory) -> OptimizerFactory:
+        """The factory to build the optimizer with, made from `factory`."""
+        return factory
+
+    def session(self, model: nn.Module) -> Session:  # noqa: ARG002
+        """Begins to follow a training of `model`, once it is on its device, sharded and loaded."""
+        return Session()
+
 
 class NothingChanged(UserWarning):
     """A surgery found nothing to do; the message lists what it looks for and what the model has."""
@@ -132,4 +194,15 @@ def warn_nothing_changed(report: Report, looks_for: str, model: nn.Module, *, st
     )
 
 
-__all__ = ["Kind", "Loss", "NothingChanged", "Report", "State", "Transform", "warn_nothing_changed"]
+__all__ = [
+    "BatchContext",
+    "Kind",
+    "Loss",
+    "NothingChanged",
+    "OptimizerFactory",
+    "Report",
+    "Session",
+    "State",
+    "Transform",
+    "warn_nothing_changed",
+]

@@ -1,0 +1,24 @@
+"""Composer as the reference of tests. Importing it takes seconds, warns, and replaces two signal handlers."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import warnings
+from types import ModuleType
+
+import pytest
+
+
+def load(module: str) -> ModuleType:
+    """Imports a module of Composer quietly, and puts the signal handlers back; skips where it is missing."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            pytest.skip(f"Composer, the reference, is not installed: {error}")
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

@@ -1,0 +1,123 @@
+"""What the tests of sharded models run inside ranks. A module, because ranks import what they can."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from drivetrain.errors import PlanError
+from drivetrain.transforms import EMA, SAM, SWA, GradientClipping, NoWeightDecay, Transform
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+STEPS, BATCH = 6, 8
+LOOPS: list[Transform] = [EMA(half_life=3), SWA(start=0.3, end=0.7), SWA(start=0.3, end=1.0)]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(6, 7), nn.GELU())  # 7 rows do not divide by two ranks
+    return nn.Sequential(block, nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+def samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 6, generator=generator), torch.randint(3, (BATCH,), generator=generator)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's values by name, gathered from all ranks."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def share(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = samples(step)
+    return images.chunk(ranks)[rank], labels.chunk(ranks)[rank]
+
+
+def train(
+    model: nn.Module, method: Transform, rank: int = 0, ranks: int = 1
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Trains with a loop method or SAM; gives the values seen in an evaluation, after it, and at the end."""
+    factory = NoWeightDecay().optimizer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
+    optimizer, session, seen = factory(model.parameters()), method.session(model), {}
+
+    def gradients(step: int) -> None:
+        images, labels = share(step, rank, ranks)
+        F.cross_entropy(model(images), labels).backward()
+
+    for step in range(STEPS):
+        gradients(step)
+        if isinstance(method, SAM) and method.applies(step):
+            restore = method.perturb(model.parameters())
+            optimizer.zero_grad()
+            gradients(step)
+            restore()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.after_step((step + 1) / STEPS)
+        if step == 3:
+            with session.evaluating(), torch.no_grad():
+                model.eval()
+                images, _ = samples(100)
+                seen["inside"] = whole(model)
+                # Last, for a state dict would free the whole parameters that FSDP2 keeps after a forward.
+                seen["logits"] = {"": model(images)}
+            model.train()
+            with torch.no_grad():
+                seen["logits after"] = {"": model(images)}
+    session.finish()
+    seen["end"] = whole(model)
+    return seen
+
+
+def sharded() -> nn.Module:
+    model = net()
+    for layer in (model[0], model):
+        fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def clip(model: nn.Module, rank: int = 0, ranks: int = 1) -> dict[str, object]:
+    """Clips by norm, then by value: the norm and the gradients, gathered."""
+    images, labels = share(0, rank, ranks)
+    F.cross_entropy(model(images), labels).backward()
+    norm = GradientClipping("norm", 0.1).clip(model.parameters())
+    GradientClipping("value", 0.01).clip(model.parameters())
+    grads = [p.grad for p in model.parameters()]
+    return {"norm": norm, "gradients": [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]}
+
+
+def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Averages that are whole tensors, loaded onto shards, and gathered again."""
+    session = EMA(half_life=3).session(model)
+    averages = {name: torch.full(value.shape, 2.0) for name, value in net().named_parameters()}
+    session.load_state_dict({"steps": 0, "averages": averages})
+    state = session.state_dict()["averages"]
+    assert all(isinstance(value, DTensor) for value in state.values())
+    session.load_state_dict({"steps": 0, "averages": state})
+    session.finish()
+    return whole(model)
+
+
+def everything() -> dict[str, object]:
+    """One rank's part of all that the tests look at."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    results: dict[str, object] = {
+        repr(method): train(sharded(), method, rank, ranks) for method in (*LOOPS, SAM(rho=0.5, interval=2))
+    }
+    ddp = nn.parallel.DistributedDataParallel(net())
+    results["ddp"] = train(ddp, LOOPS[0], rank, ranks)
+    results["clip"] = clip(sharded(), rank, ranks)
+    results["checkpoint"] = checkpoint(sharded())
+    refused = sharded()
+    F.cross_entropy(refused(samples(0)[0]), samples(0)[1]).backward()
+    try:
+        GradientClipping("adaptive", 0.01).clip(refused.parameters())
+    except PlanError as error:
+        results["adaptive"] = str(error)
+    return results

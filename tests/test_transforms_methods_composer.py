@@ -1,0 +1,274 @@
+"""Batch, optimizer and loop methods held to Composer's numbers, where Composer is right."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from types import ModuleType
+
+import composer_reference
+import pytest
+import torch
+import torch.nn.functional as F
+from drivetrain.transforms import (
+    EMA,
+    SAM,
+    SWA,
+    BatchContext,
+    ColOut,
+    CutMix,
+    GradientClipping,
+    MixUp,
+    ProgressiveResizing,
+    SelectiveBackprop,
+    SeqLengthWarmup,
+)
+from drivetrain.transforms.cutmix import area, box_around, paste
+from drivetrain.transforms.cutout import inside
+from drivetrain.transforms.draws import draw_beta
+from drivetrain.transforms.selective_backprop import choose
+from torch import nn
+
+IMAGES = torch.randn(8, 3, 20, 24, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([0, 4, 3, 3, 2, 1, 0, 2])
+HOT = F.one_hot(LABELS, 5).float()
+
+
+@pytest.fixture(scope="module")
+def composer() -> ModuleType:
+    return composer_reference.load("composer.functional")
+
+
+def module(name: str) -> ModuleType:
+    return composer_reference.load(f"composer.algorithms.{name}.{name}")
+
+
+def context(seed: int = 0, **options) -> BatchContext:
+    return BatchContext(generator=torch.Generator().manual_seed(seed), classes=5, **options)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 5),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixup(composer: ModuleType, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    z = draw_beta(0.2, generator)
+    share, partner = min(z, 1 - z), torch.randperm(8, generator=generator)
+    images, other, _ = composer.mixup_batch(IMAGES, HOT, mixing=share, indices=partner)
+    ours, targets = MixUp().batch(IMAGES, LABELS, context(seed))
+    torch.testing.assert_close(ours, images)
+    torch.testing.assert_close(targets, (1 - share) * HOT + share * other)
+
+
+def test_cutmix(composer: ModuleType) -> None:
+    theirs = module("cutmix")
+    for kept in (0.0, 0.1, 0.5, 0.9, 1.0):
+        for y, x in ((0, 0), (10, 12), (19, 23), (3, 20)):
+            # Composer calls the first image dimension x, and orders the box by corners.
+            y1, x1, y2, x2 = theirs._rand_bbox(20, 24, kept, cx=y, cy=x)
+            box = box_around(y, x, 20, 24, kept)
+            assert box == (y1, y2, x1, x2)
+            partner = torch.randperm(8)
+            images, _, rest, _ = composer.cutmix_batch(IMAGES, LABELS, bbox=(y1, x1, y2, x2), indices=partner)
+            assert torch.equal(paste(IMAGES, partner, box), images)
+            assert 1 - area(box) / 480 == pytest.approx(rest)
+
+
+def test_cutmix_as_a_whole(composer: ModuleType) -> None:
+    """The box is read off the images: Composer's with it and with our partners has our targets."""
+    generator = torch.Generator().manual_seed(4)
+    kept = draw_beta(1.0, generator)
+    y, x = (int(torch.randint(n, (), generator=generator)) for n in (20, 24))
+    partner = torch.randperm(8, generator=generator)
+    top, bottom, left, right = box_around(y, x, 20, 24, kept)
+    images, other, rest, _ = composer.cutmix_batch(
+        IMAGES, HOT, bbox=(top, left, bottom, right), indices=partner
+    )
+    ours, targets = CutMix().batch(IMAGES, LABELS, context(4))
+    assert torch.equal(ours, images)
+    torch.testing.assert_close(targets, rest * HOT + (1 - rest) * other)
+
+
+@pytest.mark.parametrize("side", [1, 2, 7, 10, 20])
+def test_cutout_squares(side: int) -> None:
+    theirs = module("cutout")
+    for y, x in ((0, 0), (10, 12), (19, 23), (3, 20)):
+        mask = theirs._generate_mask(torch.ones(20, 24), 24, 20, x, y, side)
+        assert torch.equal(inside(torch.tensor([[y]]), torch.tensor([[x]]), 20, 24, side)[0], mask == 0)
+
+
+@pytest.mark.parametrize("shares", [(0.15, 0.15), (0.0, 0.5), (0.3, 0.9)])
+def test_colout(composer: ModuleType, shares: tuple[float, float]) -> None:
+    torch.manual_seed(3)
+    expected = composer.colout_batch(IMAGES, *shares)
+    assert torch.equal(ColOut(*shares).batch(IMAGES, LABELS, context(3))[0], expected)
+
+
+def state(steps: int):
+    """A real state of Composer's trainer."""
+    core, devices = composer_reference.load("composer.core"), composer_reference.load("composer.devices")
+    return core.State(
+        model=nn.Linear(1, 1),
+        rank_zero_seed=0,
+        run_name="r",
+        device=devices.DeviceCPU(),
+        max_duration=f"{steps}ba",
+    )
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"initial_scale": 0.6, "delay": 0.2, "finetune": 0.2}, {"size_increment": 7}, {"delay": 0.0, "finetune": 0.0},
+])  # fmt: skip
+def test_progressive_resizing_schedule(options: dict[str, float]) -> None:
+    theirs, timestamp = module("progressive_resizing"), composer_reference.load("composer.core").Timestamp
+    renamed = {
+        name + ("_fraction" if name in ("delay", "finetune") else ""): v for name, v in options.items()
+    }
+    algorithm = theirs.ProgressiveResizing(**renamed)
+    trainer = state(200)
+    for done in range(0, 200, 3):
+        trainer.timestamp = timestamp(batch=done)
+        trainer.batch = (torch.zeros(1, 1, 224, 224), LABELS[:1])
+        algorithm.apply(None, trainer)
+        assert ProgressiveResizing(**options).size(224, done / 200) == trainer.batch[0].shape[3]
+
+
+def test_sequence_lengths() -> None:
+    theirs, core = module("seq_length_warmup"), composer_reference.load("composer.core")
+    options = {"duration": 0.3, "min_seq_length": 8, "max_seq_length": 88, "step_size": 8}
+    logger = composer_reference.load("composer.loggers").Logger(trainer := state(1000))
+    trainer.set_dataloader([0], "train")
+    algorithm = theirs.SeqLengthWarmup(**options)
+    algorithm._activated = True  # its rehearsal of the longest batch, for memory, wants a transformers model
+    for done in range(0, 1000, 7):
+        trainer.timestamp = core.Timestamp(batch=done)
+        trainer.batch = {"input_ids": torch.arange(200).view(2, 100)}
+        algorithm.apply(core.Event.AFTER_DATALOADER, trainer, logger)
+        given = BatchContext(generator=torch.Generator(), progress=done / 1000)
+        ours, _ = SeqLengthWarmup(**options).batch(torch.arange(200).view(2, 100), torch.zeros(2), given)
+        assert torch.equal(ours, trainer.batch["input_ids"]), done
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_set_batch_sequence_length(composer: ModuleType, truncate: bool) -> None:
+    tokens = torch.arange(60).view(3, 20)
+    theirs = composer.set_batch_sequence_length({"input_ids": tokens, "labels": tokens + 1}, 7, truncate)
+    method = SeqLengthWarmup(min_seq_length=7, max_seq_length=20, truncate=truncate)
+    ours = method.batch(tokens, tokens + 1, context())
+    assert torch.equal(ours[0], theirs["input_ids"])
+    assert torch.equal(ours[1], theirs["labels"])
+
+
+def test_selection(composer: ModuleType) -> None:
+    """The times are the same; the draws, of another generator, are as often the same images."""
+    for interrupt in (0, 2, 3):
+        for progress in (0.0, 0.49, 0.5, 0.7, 0.9, 1.0):
+            for step in range(7):
+                expected = module("selective_backprop").should_selective_backprop(
+                    progress, step, interrupt=interrupt
+                )
+                assert SelectiveBackprop(interrupt=interrupt).selects(progress, step) == expected
+    losses = torch.tensor([0.3, 2.0, 0.1, 1.0, 0.7, 5.0, 0.2, 4.0])
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.cat([choose(losses, 0.4, generator) for _ in range(3000)]).bincount(minlength=8) / 3000
+    numbers = torch.arange(8)
+    loss = lambda logits, targets, reduction="mean": losses  # noqa: ARG005, E731
+    theirs = torch.cat([
+        composer.select_using_loss(numbers, numbers, lambda x: x, loss, keep=0.4)[0] for _ in range(3000)
+    ]).bincount(minlength=8) / 3000  # fmt: skip
+    assert ours.sum() == pytest.approx(3)
+    assert theirs.sum() == pytest.approx(3)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05)
+
+
+def test_ema(composer: ModuleType) -> None:
+    model = net()
+    averaged = copy.deepcopy(model)
+    session = EMA(half_life=4, update_every=2).session(model)
+    smoothing = module("ema").EMA(half_life="4ba", update_interval="2ba").smoothing
+    for step in range(1, 9):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+            model(IMAGES)
+        session.after_step(0.5)
+        if step % 2 == 0:
+            composer.compute_ema(model, averaged, smoothing=smoothing)
+    counter = model[1].num_batches_tracked.item()
+    session.finish()
+    for name, value in averaged.state_dict().items():
+        if not name.endswith("num_batches_tracked"):
+            torch.testing.assert_close(model.state_dict()[name], value, msg=name)
+    assert model[1].num_batches_tracked.item() == counter
+
+
+def test_swa_is_torchs_averaged_model() -> None:
+    """What Composer's SWA keeps, and the statistics with it, which Composer leaves at their first values."""
+    model = net()
+    session, theirs = SWA(start=0, end=1).session(model), None
+    for _ in range(5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+            model(IMAGES)
+        session.after_step(0.5)
+        theirs = theirs or torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        theirs.update_parameters(model)
+    session.finish()
+    for name, value in theirs.module.state_dict().items():
+        if not name.endswith("num_batches_tracked"):
+            torch.testing.assert_close(model.state_dict()[name], value, msg=name)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_sam(interval: int) -> None:
+    sam, ours, theirs = SAM(rho=0.5, interval=interval), net(), net()
+    factory = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer, reference = factory(ours.parameters()), factory(theirs.parameters())
+    wrapped = module("sam").SAMOptimizer(reference, rho=0.5, interval=interval)
+
+    def gradients(model: nn.Module, opt: torch.optim.Optimizer, **_: object) -> torch.Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(IMAGES), LABELS)
+        loss.backward()
+        return loss
+
+    for step in range(6):
+        gradients(ours, optimizer)
+        if sam.applies(step):
+            restore = sam.perturb(ours.parameters())
+            gradients(ours, optimizer)
+            restore()
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped.step(functools.partial(gradients, theirs, reference))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("by", "threshold"), [("norm", 0.1), ("value", 0.01), ("adaptive", 0.01)])
+def test_gradient_clipping(composer: ModuleType, by: str, threshold: float) -> None:
+    ours = net()
+    nn.init.normal_(ours[1].bias)  # a bias of 0 is where Composer is wrong
+    F.cross_entropy(ours(IMAGES), LABELS).backward()
+    theirs = copy.deepcopy(ours)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        b.grad = a.grad.clone()
+    before = [parameter.grad.clone() for parameter in ours.parameters()]
+    GradientClipping(by, threshold).clip(ours.parameters())
+    composer.apply_gradient_clipping(theirs, by, threshold, fsdp_enabled=False)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert any(not torch.equal(p.grad, old) for p, old in zip(ours.parameters(), before, strict=True))

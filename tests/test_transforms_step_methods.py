@@ -1,0 +1,238 @@
+"""SAM, GradientClipping, NoWeightDecay and TestTimeFlip: their mathematics, and short trainings."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drivetrain.errors import DataError, PlanError
+from drivetrain.transforms import SAM, GradientClipping, NoWeightDecay, TestTimeFlip
+from drivetrain.transforms.tensors import buffers_kept
+from torch import nn
+from torch.optim import SGD, AdamW
+
+SAMPLES = torch.randn(16, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(16) % 3
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+def gradients(model: nn.Module) -> float:
+    loss = F.cross_entropy(model(SAMPLES), LABELS)
+    loss.backward()
+    return loss.item()
+
+
+def flat(tensors) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def parameters_with(*grads: list[float] | None, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    made = []
+    for grad in grads:
+        parameter = nn.Parameter(torch.ones(2 if grad is None else len(grad), dtype=dtype))
+        parameter.grad = None if grad is None else torch.tensor(grad, dtype=dtype)
+        made.append(parameter)
+    return made
+
+
+def test_sam_by_hand() -> None:
+    first, second, still = parameters_with([3.0, 0.0], [0.0, 4.0], None)
+    restore = SAM(rho=0.5).perturb([first, second, still])
+    torch.testing.assert_close(flat([first, second, still]), torch.tensor([1.3, 1.0, 1.0, 1.4, 1.0, 1.0]))
+    assert first.grad.tolist() == [3, 0], "gradients are left alone"
+    restore()
+    assert flat([first, second, still]).tolist() == [1] * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sam_restores_bit_for_bit(dtype: torch.dtype) -> None:
+    model = net().to(dtype, memory_format=torch.channels_last)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before, tensors = flat(model.parameters()), list(model.parameters())
+    restore = SAM(rho=0.3).perturb(iter(tensors))
+    moved = flat(model.parameters()).double() - before.double()
+    assert moved.norm().item() == pytest.approx(0.3, rel=0.05 if dtype == torch.bfloat16 else 1e-5)
+    restore()
+    assert torch.equal(flat(model.parameters()), before)
+    assert all(a is b for a, b in zip(model.parameters(), tensors, strict=True))
+    with torch.no_grad():
+        tensors[0].add_(1)
+    after = flat(model.parameters())
+    restore()
+    assert torch.equal(flat(model.parameters()), after), "restoring twice undid a step"
+
+
+def test_sam_without_gradients_moves_nothing() -> None:
+    for grads in ([None], [[0.0, 0.0]], []):
+        parameters = parameters_with(*grads)
+        SAM().perturb(parameters)()
+        assert all(parameter.tolist() == [1, 1] for parameter in parameters)
+
+
+def test_when_sam_applies() -> None:
+    assert [SAM(interval=3).applies(step) for step in range(6)] == [False, False, True] * 2
+    assert all(SAM().applies(step) for step in range(3))
+
+
+@pytest.mark.parametrize("sam", [SAM(), SAM(rho=0.5, interval=4)], ids=repr)
+def test_a_training_with_sam(sam: SAM) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(30):
+        losses.append(gradients(model))
+        if sam.applies(step):
+            statistics = flat([model[1].running_mean, model[1].num_batches_tracked])
+            restore = sam.perturb(model.parameters())
+            model.zero_grad()
+            with buffers_kept(model):
+                gradients(model)
+            restore()
+            assert torch.equal(flat([model[1].running_mean, model[1].num_batches_tracked]), statistics)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_clipping_the_norm() -> None:
+    parameters = parameters_with([3.0, 0.0], [0.0, 4.0], None)
+    assert GradientClipping("norm", 1.0).clip(iter(parameters)) == pytest.approx(5)
+    torch.testing.assert_close(
+        flat(p.grad for p in parameters[:2]), torch.tensor([0.6, 0, 0, 0.8]), rtol=0, atol=1e-5
+    )
+    assert GradientClipping("norm", 9.0).clip(parameters) == pytest.approx(1, abs=1e-5)
+    assert GradientClipping().clip([]) == 0
+
+
+def test_clipping_values() -> None:
+    parameters = parameters_with([3.0, -0.1], [-7.0, 0.5], None)
+    assert GradientClipping("value", 0.5).clip(parameters) is None
+    torch.testing.assert_close(flat(p.grad for p in parameters[:2]), torch.tensor([0.5, -0.1, -0.5, 0.5]))
+
+
+def test_adaptive_clipping_by_hand() -> None:
+    weight = nn.Parameter(torch.tensor([[3.0, 4.0], [3.0, 4.0], [0.0, 0.0]]))
+    weight.grad = torch.tensor([[0.0, 1.0], [0.0, 0.1], [0.0, 1.0]])
+    assert GradientClipping("adaptive", 0.1).clip([weight]) is None
+    # Norms 5, 5 and 0, which counts as 0.001; each row may have a tenth of that.
+    torch.testing.assert_close(weight.grad, torch.tensor([[0.0, 0.5], [0.0, 0.1], [0.0, 1e-4]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_that_starts_at_zero_still_moves(dtype: torch.dtype) -> None:
+    """In Composer its largest gradient is 0, for ever."""
+    for shape in ((), (3,), (4, 3, 2, 2), (4, 3, 2)):
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        parameter.grad = torch.ones_like(parameter)
+        GradientClipping("adaptive", 0.01).clip([parameter])
+        assert parameter.grad.dtype == dtype
+        assert (parameter.grad > 0).all()
+        parameter.grad.zero_()
+        GradientClipping("adaptive", 0.01).clip([parameter])
+        assert (parameter.grad == 0).all(), "a gradient of 0 stays 0"
+
+
+@pytest.mark.parametrize("clipping", [
+    GradientClipping(), GradientClipping("value", 0.01), GradientClipping("adaptive", 0.1),
+], ids=repr)  # fmt: skip
+def test_a_training_with_clipping(clipping: GradientClipping) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(40):
+        losses.append(gradients(model))
+        clipping.clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def sgd(parameters) -> SGD:
+    return SGD(parameters, lr=0.1, weight_decay=0.5)
+
+
+def test_decay_of_the_weights_only() -> None:
+    model = net()
+    optimizer = NoWeightDecay().optimizer(sgd)(model.parameters())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    decayed, free = (group["params"] for group in optimizer.param_groups)
+    assert [id(p) for p in decayed] == [id(model[0].weight), id(model[5].weight)]
+    assert {id(p) for p in decayed + free} == {id(p) for p in model.parameters()}
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value, before[name] * (0.95 if value.dim() > 1 else 1))
+
+
+def test_groups_keep_their_options() -> None:
+    model = net()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.3},
+        {"params": [*model[1].parameters()], "weight_decay": 0.1},
+    ]
+    optimizer = NoWeightDecay().optimizer(sgd)(iter([*groups, {"params": model[5].weight}]))
+    found = [(group["lr"], group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
+    assert found == [(0.3, 0.5, 1), (0.3, 0.0, 1), (0.1, 0.0, 2), (0.1, 0.5, 1)]
+
+
+def test_named_parameters_and_other_optimizers() -> None:
+    model = net()
+    factory = pickle.loads(pickle.dumps(NoWeightDecay().optimizer(functools.partial(AdamW, lr=1e-3))))
+    optimizer = factory(model.named_parameters())
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-2, 0]
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "5.weight"]
+    only = NoWeightDecay().optimizer(sgd)([model[0].bias])
+    assert [group["weight_decay"] for group in only.param_groups] == [0]
+
+
+def test_flattened_and_emptied_parameters() -> None:
+    """FSDP1's one for all says nothing; DeepSpeed's stage 3 keeps the true shape beside an empty tensor."""
+    parameter = nn.Parameter(torch.zeros(0))
+    parameter.ds_shape = torch.Size([4, 3])  # type: ignore[attr-defined]
+    assert NoWeightDecay().optimizer(sgd)([parameter]).param_groups[0]["weight_decay"] == 0.5
+    parameter._is_flat_param = True  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match=r"one flat parameter .* use_orig_params=True"):
+        NoWeightDecay().optimizer(sgd)([parameter])
+
+
+def test_flip_is_the_mean_of_two() -> None:
+    model = net().eval()
+    with torch.no_grad():
+        logits = TestTimeFlip().predict(model, SAMPLES)
+        torch.testing.assert_close(logits, (model(SAMPLES) + model(SAMPLES.flip(3))) / 2, rtol=0, atol=1e-6)
+        mirrored = TestTimeFlip().predict(model, SAMPLES.flip(3))
+    torch.testing.assert_close(logits, mirrored, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_flip_keeps_formats_and_averages_in_float32(form: torch.memory_format) -> None:
+    seen = []
+
+    def model(images: torch.Tensor) -> torch.Tensor:
+        seen.append(images)
+        return images.mean((2, 3))
+
+    images = SAMPLES.bfloat16().contiguous(memory_format=form)
+    assert TestTimeFlip().predict(model, images).dtype == torch.float32
+    assert TestTimeFlip().predict(model, images.double()).dtype == torch.float64
+    assert all(image.is_contiguous(memory_format=form) for image in seen)
+    with pytest.raises(DataError, match=r"TestTimeFlip: images \(2, 6, 6\)"):
+        TestTimeFlip().predict(model, images[0])

@@ -1,0 +1,139 @@
+"""Averages of a model's parameters and buffers over a training: what EMA and SWA have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PlanError
+from .tensors import is_dtensor, locals_of
+
+
+class Averages:
+    """One average for each parameter and buffer of a model, kept beside it, on its device.
+
+    Floating-point tensors are averaged, those in half precision in float32: a share of 0.001 of a bfloat16
+    weight is below its rounding and would be lost. Counters (`num_batches_tracked`) and buffers with
+    infinities, such as attention masks, are copied. A DTensor (FSDP2) is averaged shard by shard, without
+    communication.
+
+    The model is only written to in place, so compiled code, wrappers and optimizers keep their tensors.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        """Starts from the model's present values."""
+        self._model = model
+        _reshard(model)
+        self._owners = dict(_owners(model))
+        values = self._values()
+        self._averages = {name: _copy(value) for name, value in values.items()}
+        parameters = dict(model.named_parameters())
+        self._averaged = [
+            name
+            for name, value in values.items()
+            if value.is_floating_point() and (name in parameters or bool(value.isfinite().all()))
+        ]
+
+    @torch.no_grad()
+    def add(self, share: float) -> None:
+        """average = (1 - share) · average + share · value, and copies of what is not averaged."""
+        values = self._values()
+        kept = set(self._averaged)
+        averages = [self._averages[name] for name in self._averaged]
+        news = [
+            values[name].to(average.dtype) for name, average in zip(self._averaged, averages, strict=True)
+        ]
+        if averages:
+            torch._foreach_lerp_(locals_of(averages), locals_of(news), share)
+        for name, value in values.items():
+            if name not in kept:
+                self._averages[name].copy_(value)
+
+    def install(self) -> None:
+        """Writes the averages into the model, in place."""
+        self._write(self._averages)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The averages are in the model inside it; its own values come back after, bit for bit."""
+        own = {name: value.detach().clone() for name, value in self._values().items()}
+        self.install()
+        try:
+            yield
+        finally:
+            self._write(own)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The averages by parameter name; DTensors for what is sharded. Not copied."""
+        return dict(self._averages)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes averages from `state_dict`; a whole tensor is divided where the model is sharded.
+
+        Raises:
+            PlanError: if the names or shapes are not the model's.
+        """
+        if set(state) != set(self._averages):
+            odd = sorted(set(state) ^ set(self._averages))
+            raise PlanError(
+                f"The averages were kept of another model: {odd[0]!r} (and {len(odd) - 1} more names) is in "
+                "only one of the two; load them into the model they were kept of."
+            )
+        for name, average in self._averages.items():
+            value = state[name]
+            if value.shape != average.shape:
+                raise PlanError(
+                    f"The average of {name!r} has the shape {tuple(value.shape)}, the model's has "
+                    f"{tuple(average.shape)}; load it into the model it was kept of."
+                )
+            if is_dtensor(average) and not is_dtensor(value):
+                from torch.distributed.tensor import distribute_tensor
+
+                value = distribute_tensor(value.to(average.device), average.device_mesh, average.placements)
+            average.copy_(value)
+
+    @torch.no_grad()
+    def _write(self, values: dict[str, torch.Tensor]) -> None:
+        for name, value in self._values().items():
+            value.copy_(values[name])
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        """The model's tensors. Looked up each time: `Module.to` puts new buffers in the old ones' place."""
+        _reshard(self._model)
+        return {name: getattr(module, leaf).detach() for name, (module, leaf) in self._owners.items()}
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """(name, (module, attribute)) of every parameter and buffer, tied ones once, by their first name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for named in (model.named_parameters(), model.named_buffers()):
+        for name, _ in named:
+            path, _, leaf = name.rpartition(".")
+            yield name, (modules[path], leaf)
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """A copy of its own, in float32 where the value is in half precision."""
+    if value.is_floating_point():
+        return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+    return value.clone()
+
+
+def _reshard(model: nn.Module) -> None:
+    """After an evaluation, FSDP2 keeps the root's parameters whole, and would compute with that copy on."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+__all__ = ["Averages"]

@@ -1,0 +1,63 @@
+"""ColOut: random rows and columns left out, which gives smaller images that show nearly the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .base import BatchContext, Kind, Transform
+from .checks import check_fraction
+from .images import check_batch, keep_format
+
+
+@dataclass(frozen=True)
+class ColOut(Transform):
+    """Drops random rows and columns, the same in the whole batch, which must stay a rectangle.
+
+    Of H rows int((1 - row) · H) stay, as in Composer, and at least one. It stands after
+    SelectiveBackprop, which ranks images that are whole.
+
+    Attributes:
+        row: share of the rows to drop. Number in [0, 1). Default 0.15, as in Composer.
+        column: share of the columns to drop. Number in [0, 1). Default 0.15, as in Composer.
+
+    Raises:
+        PlanError: at construction, if a value is out of range.
+
+    Source: MosaicML, Composer's method card "ColOut", 2021.
+    """
+
+    row: float = 0.15
+    column: float = 0.15
+
+    kind: ClassVar[Kind] = "batch"
+    source: ClassVar[str] = "MosaicML 2021, Composer's method card ColOut"
+    after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
+
+    def __post_init__(self) -> None:
+        check_fraction(self, "row")
+        check_fraction(self, "column")
+
+    def batch(
+        self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Smaller images (B, 3, h, w) of the same dtype and memory format, and the targets as they are.
+
+        Raises:
+            DataError: if the batch has another shape.
+        """
+        check_batch(self, images, targets)
+        rows = _kept(images.shape[2], self.row, context.generator).to(images.device)
+        columns = _kept(images.shape[3], self.column, context.generator).to(images.device)
+        return keep_format(images.index_select(2, rows).index_select(3, columns), images), targets
+
+
+def _kept(size: int, dropped: float, generator: torch.Generator) -> torch.Tensor:
+    """Sorted indices of the rows or columns that stay."""
+    count = max(int((1 - dropped) * size), 1)
+    return torch.randperm(size, generator=generator)[:count].sort().values
+
+
+__all__ = ["ColOut"]

@@ -1,0 +1,81 @@
+"""CutOut: a square of each image blanked, so that no single part of an object decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .base import BatchContext, Kind, Transform
+from .checks import check_range, check_whole
+from .images import check_batch
+
+
+@dataclass(frozen=True)
+class CutOut(Transform):
+    """Sets squares of each image to 0, which in normalised images is the mean colour.
+
+    As in the source, every image has squares of its own, centred on any pixel and cut at the edges
+    (Composer blanks the same square in the whole batch). It stands after SelectiveBackprop, which ranks
+    images that are whole.
+
+    Attributes:
+        holes: squares per image; they may overlap. Whole number ≥ 1. Default 1, as in the source.
+        length: side of a square as a share of the image's shorter side. Number in (0, 1]. Default 0.5:
+            the source's 16 of 32 pixels for CIFAR-10, and Composer's.
+
+    Raises:
+        PlanError: at construction, if a value is out of range.
+
+    Source: DeVries and Taylor, "Improved Regularization of CNNs with Cutout", 2017, arXiv:1708.04552.
+    """
+
+    holes: int = 1
+    length: float = 0.5
+
+    kind: ClassVar[Kind] = "batch"
+    source: ClassVar[str] = "DeVries and Taylor 2017, arXiv:1708.04552"
+    after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
+
+    def __post_init__(self) -> None:
+        check_whole(self, "holes")
+        check_range(self, "length", "(0, 1]")
+
+    def batch(
+        self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blanked images (B, 3, H, W), and the targets as they are.
+
+        Raises:
+            DataError: if the batch has another shape.
+        """
+        check_batch(self, images, targets)
+        height, width = images.shape[-2:]
+        y, x = (
+            torch.randint(n, (len(images), self.holes), generator=context.generator).to(images.device)
+            for n in (height, width)
+        )
+        hole = inside(y, x, height, width, int(min(height, width) * self.length))
+        # A clone keeps the memory format, which masked_fill does not.
+        return images.clone().masked_fill_(hole[:, None], 0), targets
+
+
+def inside(y: torch.Tensor, x: torch.Tensor, height: int, width: int, side: int) -> torch.Tensor:
+    """Which pixels lie in one of the squares: (B, H, W), bool, on the device of the centres.
+
+    Args:
+        y: rows of the centres, (B, holes).
+        x: columns of the centres, (B, holes).
+        height: H of the images.
+        width: W of the images.
+        side: of a square, in pixels; an odd one counts as one less, since half of it is whole pixels.
+    """
+    half = side // 2
+    rows, columns = (torch.arange(n, device=y.device) for n in (height, width))
+    in_rows = (rows >= y[..., None] - half) & (rows < y[..., None] + half)
+    in_columns = (columns >= x[..., None] - half) & (columns < x[..., None] + half)
+    return (in_rows[..., :, None] & in_columns[..., None, :]).any(1)
+
+
+__all__ = ["CutOut", "inside"]

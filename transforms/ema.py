@@ -1,0 +1,106 @@
+"""EMA: evaluates with weights averaged over the last steps, the newest counting most."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..errors import PlanError
+from .averaging import Averages
+from .base import Kind, Session, Transform
+from .checks import check_range, check_whole
+
+
+@dataclass(frozen=True)
+class EMA(Transform):
+    """Keeps average = smoothing · average + (1 - smoothing) · weight, and evaluates with the average.
+
+    Buffers such as BatchNorm's running statistics are averaged like the weights; counters are copied (in
+    Composer `num_batches_tracked` becomes 0). Half precision is averaged in float32. Costs the model's
+    memory once more, and twice inside `evaluating()`.
+
+    The average starts from the weights at `session`: a half-life near the length of the whole training would
+    evaluate mostly those.
+
+    Attributes:
+        half_life: optimizer steps after which a weight counts half. Number > 0, or None if `smoothing` is
+            given. Default 1000, as in Composer.
+        smoothing: share of the old average that stays at each update; not adjusted to `update_every`.
+            Number in (0, 1), or None for `half_life`. Default None.
+        update_every: optimizer steps between updates. Whole number ≥ 1. Default 1, as in Composer.
+
+    Raises:
+        PlanError: at construction, if a value is out of range, or not exactly one of `half_life` and
+            `smoothing` is given.
+
+    Source: Tarvainen and Valpola, "Mean teachers are better role models", 2017, arXiv:1703.01780.
+    """
+
+    half_life: float | None = 1000
+    smoothing: float | None = None
+    update_every: int = 1
+
+    kind: ClassVar[Kind] = "loop"
+    source: ClassVar[str] = "Tarvainen and Valpola 2017, arXiv:1703.01780"
+
+    def __post_init__(self) -> None:
+        if (self.half_life is None) == (self.smoothing is None):
+            raise PlanError(
+                f"EMA(half_life={self.half_life!r}, smoothing={self.smoothing!r}): give exactly one of the two, "
+                "and None for the other."
+            )
+        if self.half_life is not None:
+            check_range(self, "half_life", "(0, inf)")
+        if self.smoothing is not None:
+            check_range(self, "smoothing", "(0, 1)")
+        check_whole(self, "update_every")
+
+    @property
+    def share(self) -> float:
+        """What the newest weights count in an update: 1 - smoothing."""
+        if self.smoothing is not None:
+            return 1 - self.smoothing
+        assert self.half_life is not None, "__post_init__ left one of the two"
+        return float(1 - 2 ** (-self.update_every / self.half_life))
+
+    def session(self, model: nn.Module) -> Session:
+        """Begins to average `model`, which is on its device, sharded and loaded."""
+        return EMASession(self, model)
+
+
+class EMASession(Session):
+    """The averages of one training."""
+
+    def __init__(self, options: EMA, model: nn.Module) -> None:
+        self._options = options
+        self._averages = Averages(model)
+        self._steps = 0
+
+    def after_step(self, progress: float) -> None:  # noqa: ARG002
+        """Counts the step, and updates the averages every `update_every` steps."""
+        self._steps += 1
+        if self._steps % self._options.update_every == 0:
+            self._averages.add(self._options.share)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The model has the averages inside it."""
+        return self._averages.installed()
+
+    def finish(self) -> None:
+        """The model keeps the averages."""
+        self._averages.install()
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"steps": int, "averages": {name: tensor}}`."""
+        return {"steps": self._steps, "averages": self._averages.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave, of the same model."""
+        self._averages.load_state_dict(state["averages"])
+        self._steps = state["steps"]
+
+
+__all__ = ["EMA", "EMASession"]

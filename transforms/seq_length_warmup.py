@@ -1,0 +1,107 @@
+"""SeqLengthWarmup: short token sequences first, then longer ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..errors import DataError, PlanError
+from .base import BatchContext, Kind, Transform
+from .checks import check_bool, check_range, check_whole
+
+
+@dataclass(frozen=True)
+class SeqLengthWarmup(Transform):
+    """Cuts sequences (B, L) to a length that grows in steps, and keeps them whole once it is reached.
+
+    Attributes:
+        duration: share of the training until the largest length. Number in [0, 1]. Default 0.3, as in
+            Composer.
+        min_seq_length: length at the start, in tokens. Whole number ≥ 1. Default 8, as in Composer.
+        max_seq_length: length at the end, in tokens; longer sequences stay cut to it. Whole number, at least
+            `min_seq_length`. Default 1024, as in Composer.
+        step_size: tokens by which the length grows. Whole number ≥ 1. Default 8, as in Composer.
+        truncate: true drops the tokens beyond the length; false makes more, shorter sequences of them.
+            Default true, as in Composer.
+
+    Raises:
+        PlanError: at construction, if a value is out of range.
+
+    Source: Li et al., "Curriculum Learning: A Regularization Method for Efficient and Stable Billion-Scale
+    GPT Model Pre-Training", 2021, arXiv:2108.06084.
+    """
+
+    duration: float = 0.3
+    min_seq_length: int = 8
+    max_seq_length: int = 1024
+    step_size: int = 8
+    truncate: bool = True
+
+    kind: ClassVar[Kind] = "batch"
+    source: ClassVar[str] = "Li et al. 2021, arXiv:2108.06084"
+
+    def __post_init__(self) -> None:
+        check_range(self, "duration", "[0, 1]")
+        for field in ("min_seq_length", "max_seq_length", "step_size"):
+            check_whole(self, field)
+        check_bool(self, "truncate")
+        if self.max_seq_length < self.min_seq_length:
+            raise PlanError(
+                f"SeqLengthWarmup(min_seq_length={self.min_seq_length}, max_seq_length={self.max_seq_length}): "
+                "the largest length is below the smallest; exchange the two."
+            )
+
+    def length(self, progress: float) -> int:
+        """Tokens per sequence at this share of the training, 0 to 1."""
+        if progress >= self.duration:
+            return self.max_seq_length
+        steps = (self.max_seq_length - self.min_seq_length) // self.step_size
+        # A little added, so that a progress of k/n in floating point is not taken for the step before.
+        done = math.floor(progress / self.duration * steps + 1e-9)
+        return min(self.min_seq_length + done * self.step_size, self.max_seq_length)
+
+    def batch(
+        self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets at the length for `context.progress`; batches that are shorter stay.
+
+        Args:
+            images: tokens (B, L).
+            targets: (B, L), cut like the tokens, or (B,), which stay; these need `truncate`.
+            context: gives the progress.
+
+        Returns:
+            Tokens (B, l) with `truncate`, else (B·L // l, l) without the remainder; targets likewise.
+
+        Raises:
+            DataError: if the shapes are others, or sequences with one target each would be divided.
+        """
+        if images.dim() != 2 or targets.shape not in (images.shape, images.shape[:1]):
+            raise DataError(
+                f"SeqLengthWarmup: tokens {tuple(images.shape)} with targets {tuple(targets.shape)}; "
+                "give tokens (B, L) with targets (B, L) or (B,)."
+            )
+        length = self.length(context.progress)
+        if length >= images.shape[1]:
+            return images, targets
+        along = targets.dim() == 2
+        if self.truncate:
+            return images[:, :length].contiguous(), targets[:, :length].contiguous() if along else targets
+        if not along:
+            raise DataError(
+                "SeqLengthWarmup(truncate=False): a sequence with one target cannot be divided into several; "
+                "set truncate=True or give targets (B, L)."
+            )
+        return _divided(images, length), _divided(targets, length)
+
+
+def _divided(tokens: torch.Tensor, length: int) -> torch.Tensor:
+    """(B, L) as (B·L // length, length), without the remainder."""
+    whole = tokens.numel() // length * length
+    return tokens.reshape(-1)[:whole].view(-1, length)
+
+
+__all__ = ["SeqLengthWarmup"]
