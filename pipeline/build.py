@@ -17,10 +17,11 @@ from torch import nn
 from .. import loaders, strategies
 from ..errors import PlanError
 from ..loaders.epochs import EpochLoader
-from ..strategies import Engine
+from ..strategies import Engine, OptimizerFactory
 from ..transforms import Loss, Report
 from .builder import Pipeline
 from .checks import check_output, count_classes
+from .methods import Methods
 from .plan import sort_transforms
 from .stages import Data
 
@@ -33,6 +34,7 @@ class Built:
         engine: the wrapped model and its optimizer; see `strategies.Engine`.
         train, val: loaders of `(images (B, 3, H, W), labels (B,))`, B being this rank's share.
         loss: to train with; evaluation uses plain cross entropy.
+        methods: what else the loop does: mixed batches, averaged weights and the like.
         reports: what each transform changed.
     """
 
@@ -40,6 +42,7 @@ class Built:
     train: EpochLoader
     val: EpochLoader | None
     loss: Loss
+    methods: Methods
     reports: tuple[Report, ...]
 
     def close(self) -> None:
@@ -73,7 +76,7 @@ def build(pipeline: Pipeline) -> Built:
         check_output(model, classes, data, how.precision)
     engine = strategies.get(how.strategy, **how.options).prepare(
         model,
-        pipeline.optimization.factory,
+        optimizer_factory(pipeline),
         precision=how.precision,
         clip_norm=how.clip_norm,
         accumulate=how.accumulate,
@@ -81,7 +84,8 @@ def build(pipeline: Pipeline) -> Built:
     for loader in (train, val):
         if loader is not None:
             loader.device = engine.device
-    return Built(engine, train, val, training_loss(pipeline), reports)
+    methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, classes)
+    return Built(engine, train, val, training_loss(pipeline), methods, reports)
 
 
 def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool) -> EpochLoader:
@@ -114,7 +118,7 @@ def build_model(pipeline: Pipeline) -> tuple[nn.Module, tuple[Report, ...]]:
     with seeded(pipeline.seed):
         model = _fresh_model(pipeline)
         ordered = sort_transforms(pipeline.transforms)
-        reports = tuple(transform.apply(model) for transform in ordered if transform.kind != "loss")
+        reports = tuple(t.apply(model) for t in ordered if t.kind in ("surgery", "memory_format"))
     return model, reports
 
 
@@ -132,6 +136,14 @@ def _fresh_model(pipeline: Pipeline) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise PlanError(f"The factory {pipeline.model_name} gave a {type(model).__name__}, not a module.")
     return model
+
+
+def optimizer_factory(pipeline: Pipeline) -> OptimizerFactory:
+    """The factory of the optimizer, changed by the pipeline's optimizer transforms in the plan's order."""
+    factory: OptimizerFactory = pipeline.optimization.factory
+    for transform in sort_transforms(pipeline.transforms):
+        factory = transform.optimizer(factory)
+    return factory
 
 
 def training_loss(pipeline: Pipeline) -> Loss:

@@ -118,16 +118,18 @@ def train_rank(pipeline: Pipeline, epochs: int, folder: Path | None, progress: b
 def _train(
     pipeline: Pipeline, built: Built, epochs: int, folder: Path | None, progress: bool, outcome: Outcome
 ) -> None:
-    engine, lead = built.engine, built.engine.rank == 0
+    engine, methods, lead = built.engine, built.methods, built.engine.rank == 0
     schedule = Schedule(pipeline.optimization, engine.optimizer, epochs * len(built.train))
-    batch_size = built.train.settings.batch_size
+    methods.begin(engine, epochs * len(built.train))
+    batch_size, image_size = built.train.settings.batch_size, built.train.settings.image_size
     outcome.history.facts = {"recipe": pipeline.recipe, "seed": pipeline.seed, "provenance": provenance()}
     for number in range(1, epochs + 1):
         start = perf_counter()
+        methods.begin_epoch(engine, built.train, image_size)
         with Progress(number, epochs, len(built.train) * batch_size, show=progress and lead) as bar:
-            stats = train_epoch(engine, built.train, built.loss, schedule.advance, bar.update)
+            stats = train_epoch(engine, built.train, built.loss, schedule.advance, bar.update, methods)
             engine.sync_buffers()
-            val_loss, accuracy = evaluate(engine, built.val) if built.val else (None, None)
+            val_loss, accuracy = evaluate(engine, built.val, methods) if built.val else (None, None)
             if not math.isfinite(stats.loss) or not math.isfinite(val_loss or 0.0):
                 raise DrivetrainError(
                     f"In epoch {number} the loss is {stats.loss}, in validation {val_loss}. Lower the learning "
@@ -143,9 +145,15 @@ def _train(
                 seconds=perf_counter() - start,
                 lr=schedule.lr,
             )
-            state = engine.export_state() if lead or under_torchrun() else {}
+            state = _export(built) if lead or under_torchrun() else {}
             _keep(outcome, epoch, state, folder if lead else None)
             bar.line(str(epoch))
+
+
+def _export(built: Built) -> dict[str, torch.Tensor]:
+    """The weights that were evaluated, by plain names."""
+    with built.methods.evaluating():
+        return built.engine.export_state()
 
 
 def _keep(outcome: Outcome, epoch: Epoch, state: dict[str, torch.Tensor], folder: Path | None) -> None:

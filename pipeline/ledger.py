@@ -179,7 +179,8 @@ def take_turn(built: Built, kind: Kind, epoch: int, batches: int) -> Turn:
         images = sum(len(images) for images, _ in loader) * engine.world_size
         waited = perf_counter() - start
     else:
-        stats = train_epoch(engine, source, built.loss)
+        built.methods.begin(engine, batches)
+        stats = train_epoch(engine, source, built.loss, methods=built.methods)
         images, waited = stats.images, stats.waited
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from ..loaders.epochs import Batch
 from ..strategies import Engine
 from ..transforms import Loss
+from .methods import Methods, Microbatch
 
 Watch = Callable[[int, torch.Tensor], None]
 """Called after each step with the number of images (all ranks) and the step's loss, still on the device."""
@@ -33,6 +35,7 @@ def train_epoch(
     loss: Loss,
     before_step: Callable[[], None] | None = None,
     watch: Watch | None = None,
+    methods: Methods | None = None,
 ) -> EpochStats:
     """Trains on each batch once.
 
@@ -42,22 +45,21 @@ def train_epoch(
         loss: logits and labels to a scalar, the mean over the batch.
         before_step: called before each optimizer step; sets the learning rate.
         watch: called after each step.
+        methods: what changes batches, gradients and weights; None: nothing does.
     """
+    methods = methods or Methods(())
     engine.model.train()
     waiting = Stopwatch()
     total, steps, images_seen, start = torch.zeros((), device=engine.device), 0, 0, perf_counter()
     for images, labels in waiting.around(batches):
-        parts = list(zip(images.chunk(engine.accumulate), labels.chunk(engine.accumulate), strict=True))
-        step_loss = torch.zeros((), device=engine.device)
-        for number, (part, targets) in enumerate(parts, 1):
-            with engine.forward_context():
-                logits = engine.model(part)
-            value = loss(logits.float(), targets)
-            engine.backward(value, last_microbatch=number == len(parts))
-            step_loss += value.detach() / len(parts)
+        parts = methods.microbatches(engine, images, labels, loss)
+        step_loss = add_gradients(engine, parts, loss)
+        methods.refine(engine, partial(add_gradients, engine, parts, loss))
         if before_step is not None:
             before_step()
+        methods.clip(engine)
         engine.step()
+        methods.after_step()
         total += step_loss
         steps += 1
         images_seen += len(images) * engine.world_size
@@ -67,16 +69,40 @@ def train_epoch(
     return EpochStats(mean, images_seen, perf_counter() - start, waiting.seconds)
 
 
+def add_gradients(engine: Engine, parts: list[Microbatch], loss: Loss) -> torch.Tensor:
+    """Forward and backward of each microbatch; the mean of their losses, still on the device."""
+    total = torch.zeros((), device=engine.device)
+    for number, (images, targets) in enumerate(parts, 1):
+        with engine.forward_context():
+            logits = engine.model(images)
+        value = loss(logits.float(), targets)
+        engine.backward(value, last_microbatch=number == len(parts))
+        total += value.detach() / len(parts)
+    return total
+
+
 @torch.no_grad()
-def evaluate(engine: Engine, batches: Iterable[Batch]) -> tuple[float, float]:
-    """Mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks."""
+def evaluate(engine: Engine, batches: Iterable[Batch], methods: Methods | None = None) -> tuple[float, float]:
+    """Mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks.
+
+    Args:
+        engine: the model, made by a strategy.
+        batches: `(images (B, 3, H, W), labels (B,))`.
+        methods: which weights count (EMA, SWA), and how an image is predicted; None: as the model stands.
+    """
+    methods = methods or Methods(())
+    with methods.evaluating():
+        return _evaluate(engine, batches, methods)
+
+
+def _evaluate(engine: Engine, batches: Iterable[Batch], methods: Methods) -> tuple[float, float]:
     engine.model.eval()
     sums = torch.zeros(3, device=engine.device, dtype=torch.float64)
     for images, labels in batches:
         if len(images) == 0:  # this rank's share of a small last batch
             continue
         with engine.forward_context():
-            logits = engine.plain_model(images)
+            logits = methods.predict(engine.plain_model, images)
         logits = logits.float()
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()

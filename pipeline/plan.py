@@ -14,18 +14,26 @@ from rich.table import Table
 from .. import strategies
 from ..errors import PlanError
 from ..transforms import Transform
+from .rules import check_rules
 
 if TYPE_CHECKING:
     from .builder import Pipeline
 
 # Surgery replaces modules, so it precedes whatever touches their parameters; a memory format set before
 # surgery would be lost on the new modules (facts: BlurPool after ChannelsLast reverts 3 weights).
-KIND_ORDER = {"surgery": 0, "memory_format": 1, "loss": 2}
+KINDS = ("surgery", "memory_format", "optimizer", "schedule", "batch", "loss", "loop", "evaluation")
+KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
 KIND_REASON = {
     "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
     "memory_format": "after surgery, whose new modules would come back contiguous; before wrapping",
-    "loss": "in training only; evaluation keeps the plain loss",
+    "optimizer": "around the optimizer, which is made of the final parameters",
+    "schedule": "at the start of each epoch; frozen weights are those of the wrapped model",
+    "batch": "on the device, before the forward; labels become probabilities before the loss sees them",
+    "loss": "in training only, after any mixing; evaluation keeps the plain loss",
+    "loop": "after each step; evaluation and the result take its weights",
+    "evaluation": "in evaluation only",
 }
+_BEFORE_WRAPPING = ("surgery", "memory_format")
 
 
 @dataclass(frozen=True)
@@ -115,17 +123,20 @@ def make_plan(pipeline: Pipeline) -> Plan:
              f"{data.image_size} px; every rank takes its slice of each batch"),
         Step(f"build {pipeline.model_name}", "Pipeline()", f"with the seed {pipeline.seed}, the same on every rank"),
     ]  # fmt: skip
+    check_rules(pipeline)
     ordered = sort_transforms(pipeline.transforms)
-    steps += [_transform_step(t) for t in ordered if t.kind != "loss"]
+    steps += [_transform_step(t) for t in ordered if t.kind in _BEFORE_WRAPPING]
     steps += [
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
         Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",
              f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) a step: after surgery"),
         Step(f"optimizer: {pipeline.optimization.describe()}", ".optimize()" if pipeline.optimized else "default",
              "made when the parameters are the final ones"),
-        Step("loss: cross entropy", "default", "class indices or probabilities"),
     ]  # fmt: skip
-    steps += [_transform_step(t) for t in ordered if t.kind == "loss"]
+    later = [t for t in ordered if t.kind not in _BEFORE_WRAPPING]
+    steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
+    steps += [Step("loss: cross entropy", "default", "class indices or probabilities")]
+    steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
     return Plan(tuple(steps))
 
 

@@ -63,6 +63,10 @@ class Engine(Protocol):
         """Clips, steps and zeroes. Returns the gradients' total norm if clipping is on, else None."""
         ...
 
+    def zero(self) -> None:
+        """Throws away the gradients added since the last step, for methods that need a second backward (SAM)."""
+        ...
+
     def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
         """`value` reduced over all ranks, the same on each; a new tensor."""
         ...

@@ -79,9 +79,12 @@ class DDP:
     Args:
         device: `"cpu"` (gloo) or `"cuda"` (NCCL, the device is LOCAL_RANK); None takes CUDA if there
             is any, else the CPU.
+        find_unused_parameters: look in every step for parameters that got no gradient, as models whose
+            layers freeze or take turns have them. False, because the search costs time.
     """
 
     device: str | None = None
+    find_unused_parameters: bool = False
 
     name = "ddp"
     summary = "the whole model on every device, gradients averaged (DistributedDataParallel)"
@@ -133,6 +136,7 @@ class DDP:
             device_ids=[device] if device.type == "cuda" else None,
             # Gradients live in the communication buckets, not beside them: 4 bytes per parameter less.
             gradient_as_bucket_view=True,
+            find_unused_parameters=self.find_unused_parameters,
             **_buffers_stay_local(model),
         )
         return DDPEngine(wrapper, optimizer, device, options)

@@ -136,9 +136,13 @@ class LocalEngine:
             parameters = self.plain_model.parameters()
             norm = nn.utils.clip_grad_norm_(parameters, self._options.clip_norm).item()
         self.optimizer.step()
+        self.zero()
+        return norm
+
+    def zero(self) -> None:
+        """Throws away the gradients added since the last step."""
         self.optimizer.zero_grad(set_to_none=True)
         self._microbatches = 0
-        return norm
 
     def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
         """`value` reduced over all ranks, the same on each; a new tensor on the device of `value`."""

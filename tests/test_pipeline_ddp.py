@@ -13,6 +13,19 @@ import torch
 from drivetrain import DrivetrainError, Pipeline, PlanError
 from drivetrain.pipeline import FitResult
 from drivetrain.strategies import launch
+from drivetrain.transforms import (
+    EMA,
+    SAM,
+    ColOut,
+    CutMix,
+    CutOut,
+    GradientClipping,
+    LayerFreezing,
+    MixUp,
+    NoWeightDecay,
+    ProgressiveResizing,
+    TestTimeFlip,
+)
 from pipeline_data import (
     BATCH,
     CLASSES,
@@ -59,6 +72,13 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
             toy.pipeline().load(**torch_loader, flip=False, scale=(1.0, 1.0), ratio=(1.0, 1.0)),
             {},
         ),
+        "mixed": (toy.pipeline().transform(MixUp(), CutMix(), ColOut(), CutOut()), {"accumulate": 2}),
+        "methods": (toy.pipeline().transform(SAM(), EMA(half_life=3), ProgressiveResizing()), {}),
+        "freezing": (toy.pipeline().transform(LayerFreezing(0.0, 1.0)), {}),
+        "clipped by value": (
+            toy.pipeline().transform(GradientClipping("value", 0.01), NoWeightDecay(), TestTimeFlip()),
+            {},
+        ),
     }
 
 
@@ -67,13 +87,18 @@ def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
     pipelines = {
         name: pipeline.distribute("ddp", devices=2, **how) for name, (pipeline, how) in cases.items()
     }
+    pipelines["freezing"] = pipelines["freezing"].distribute("ddp", devices=2, find_unused_parameters=True)
     pipelines["diverging"] = pipelines["plain"].optimize("sgd", lr=1e9)
     return launch(fit_all, pipelines, devices=2, timeout=120)
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "clipped", "accumulated", "a module", "a rank without a share", "torch loader"]
-)
+    "name",
+    [
+        "plain", "clipped", "accumulated", "a module", "a rank without a share", "torch loader", "mixed", "methods",
+        "clipped by value", "freezing",
+    ],
+)  # fmt: skip
 def test_two_ranks_train_as_one_device(name: str, cases: Any, on_two_ranks: list[dict[str, Any]]) -> None:
     pipeline, how = cases[name]
     alone = fit(pipeline.distribute("single", **how))

@@ -1,0 +1,145 @@
+"""The training methods of a run: what changes batches, gradients, weights and evaluation, in the plan's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from ..loaders.epochs import EpochLoader
+from ..strategies import Engine
+from ..transforms import (
+    SAM,
+    BatchContext,
+    GradientClipping,
+    LayerFreezing,
+    Loss,
+    ProgressiveResizing,
+    Session,
+    TestTimeFlip,
+    Transform,
+)
+from ..transforms.tensors import buffers_kept
+
+Microbatch = tuple[torch.Tensor, torch.Tensor]
+"""Images `(b, 3, H, W)` and targets, `(b,)` class numbers or `(b, C)` probabilities."""
+
+T = TypeVar("T", bound=Transform)
+
+
+@dataclass
+class Clock:
+    """Where a training stands: optimizer steps of the whole, and those done."""
+
+    total: int
+    step: int = 0
+
+    @property
+    def progress(self) -> float:
+        """The share of the training that is done, 0 to 1."""
+        return min(self.step / max(self.total, 1), 1.0)
+
+
+class Methods:
+    """The methods of one run on one rank. Without any, each step here does nothing.
+
+    Args:
+        transforms: of the pipeline, in the plan's order; surgeries and losses among them are passed over.
+        seed: of the random numbers that mix batches.
+        classes: their number, for soft targets.
+    """
+
+    def __init__(self, transforms: Sequence[Transform], seed: int = 0, classes: int | None = None) -> None:
+        self.clock = Clock(total=1)
+        self._seed, self._classes = seed, classes
+        self._resizing = _only(transforms, ProgressiveResizing)
+        self._batch = [t for t in transforms if t.kind == "batch" and t is not self._resizing]
+        self._sam, self._clipping = _only(transforms, SAM), _only(transforms, GradientClipping)
+        self._freezing, self._flip = _only(transforms, LayerFreezing), _only(transforms, TestTimeFlip)
+        self._loop = [t for t in transforms if t.kind == "loop"]
+        self._sessions: list[Session] = []
+
+    def begin(self, engine: Engine, total: int) -> None:
+        """Starts a training of so many steps, with the wrapped model's weights as they are now."""
+        self.clock = Clock(total)
+        self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
+
+    def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: int) -> None:
+        """Sets what changes between epochs: the size the images are decoded at, and the frozen layers."""
+        if self._resizing is not None:
+            size = self._resizing.size(image_size, self.clock.progress)
+            if size != loader.settings.image_size:
+                loader.set_image_size(size)
+        if self._freezing is not None:
+            self._freezing.freeze(engine.plain_model, self.clock.progress)
+
+    def microbatches(
+        self, engine: Engine, images: torch.Tensor, labels: torch.Tensor, loss: Loss
+    ) -> list[Microbatch]:
+        """This rank's batch in `engine.accumulate` parts, each mixed, cut or chosen by the batch methods.
+
+        Random numbers are those of (seed, step, number of the part among all ranks' parts), so that two
+        ranks mix as one process does with twice the parts.
+        """
+        parts = list(zip(images.chunk(engine.accumulate), labels.chunk(engine.accumulate), strict=True))
+        return [self._mixed(engine, part, number, loss) for number, part in enumerate(parts)]
+
+    def _mixed(self, engine: Engine, part: Microbatch, number: int, loss: Loss) -> Microbatch:
+        if not self._batch:
+            return part
+        key = [self._seed, self.clock.step, engine.rank * engine.accumulate + number]
+        state = np.random.SeedSequence(key).generate_state(1, np.uint64)
+        context = BatchContext(
+            generator=torch.Generator().manual_seed(int(state[0])),
+            progress=self.clock.progress,
+            classes=self._classes,
+            model=engine.model,
+            loss=loss,
+            step=self.clock.step,
+        )
+        for transform in self._batch:
+            with engine.forward_context():
+                part = transform.batch(*part, context)
+        return part
+
+    def refine(self, engine: Engine, gradients: Callable[[], object]) -> None:
+        """SAM: the gradients once more, at the worst weights nearby; the weights are put back."""
+        if self._sam is None or not self._sam.applies(self.clock.step):
+            return
+        restore = self._sam.perturb(engine.plain_model.parameters())
+        engine.zero()
+        with buffers_kept(engine.plain_model):  # BatchNorm's statistics count each image once
+            gradients()
+        restore()
+
+    def clip(self, engine: Engine) -> None:
+        """Bounds the gradients; the clipping by norm that `distribute` was told is the engine's own."""
+        if self._clipping is not None:
+            self._clipping.clip(engine.plain_model.parameters())
+
+    def after_step(self) -> None:
+        """Counts the step, and lets averages take it in."""
+        self.clock.step += 1
+        for session in self._sessions:
+            session.after_step(self.clock.progress)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside it the model has the weights that are evaluated and kept (EMA, SWA)."""
+        with ExitStack() as stack:
+            for session in self._sessions:
+                stack.enter_context(session.evaluating())
+            yield
+
+    def predict(self, model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
+        """Logits `(B, C)` of images `(B, 3, H, W)`, as evaluation counts them."""
+        return model(images) if self._flip is None else self._flip.predict(model, images)
+
+
+def _only(transforms: Sequence[Transform], kind: type[T]) -> T | None:
+    """The transform of that class; the plan has seen to it that there is at most one."""
+    return next((transform for transform in transforms if isinstance(transform, kind)), None)

@@ -1,0 +1,120 @@
+"""What does not go together, by the facts that each part declares; the order alone is `plan.py`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from .. import strategies
+from ..errors import PlanError
+from ..transforms import GradientClipping, ProgressiveResizing, SeqLengthWarmup, Transform
+
+if TYPE_CHECKING:
+    from .builder import Pipeline
+
+T = TypeVar("T", bound=Transform)
+
+FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp"}
+"""Strategies whose family is not the first word of their name."""
+
+
+def family(strategy: str) -> str:
+    """The family of a strategy by its name: single, dp, ddp, fsdp, deepspeed or fairscale."""
+    return FAMILIES.get(strategy, strategy.split("_")[0])
+
+
+def check_rules(pipeline: Pipeline) -> None:
+    """Holds a pipeline to every rule below.
+
+    Raises:
+        PlanError: naming both parts and the remedy.
+    """
+    for rule in RULES:
+        rule(pipeline)
+
+
+def _unsafe_strategies(pipeline: Pipeline) -> None:
+    strategy = pipeline.distribution.name
+    for transform in pipeline.transforms:
+        if family(strategy) in transform.unsafe_with:
+            raise PlanError(
+                f"{_name(transform)} does not work with the strategy {strategy!r} (see its documentation). Leave "
+                "it out, or distribute with 'single' or 'ddp'."
+            )
+
+
+def _unused_parameters(pipeline: Pipeline) -> None:
+    how = pipeline.distribution
+    if family(how.name) != "ddp" or how.devices == 1:
+        return
+    strategy = strategies.get(how.strategy, **how.options)
+    for transform in pipeline.transforms:
+        if transform.unused_parameters and not getattr(strategy, "find_unused_parameters", False):
+            raise PlanError(
+                f"{_name(transform)} leaves parameters without a gradient, for which {how.name!r} would wait: add "
+                f"find_unused_parameters=True to .distribute({how.name!r}, …)."
+            )
+
+
+def _clipped_twice(pipeline: Pipeline) -> None:
+    clipping = _find(pipeline, GradientClipping)
+    if clipping is not None and pipeline.distribution.clip_norm is not None:
+        raise PlanError(
+            f"{clipping} and distribute(clip_norm={pipeline.distribution.clip_norm}) both bound the gradients. "
+            "Leave one of the two out."
+        )
+
+
+def _clipping_of_shards(pipeline: Pipeline) -> None:
+    clipping = _find(pipeline, GradientClipping)
+    strategy = pipeline.distribution.name
+    if clipping is None or family(strategy) in ("single", "ddp", "dp"):
+        return
+    if clipping.by == "adaptive":
+        raise PlanError(
+            f"{clipping} needs whole weights, and {strategy!r} shards them. Use by='norm' or by='value', or "
+            "distribute with 'ddp'."
+        )
+
+
+def _two_averages(pipeline: Pipeline) -> None:
+    averages = [_name(t) for t in pipeline.transforms if _name(t) in ("EMA", "SWA")]
+    if len(averages) > 1:
+        raise PlanError("EMA and SWA both give the weights to evaluate. Leave one of the two out.")
+
+
+def _resizing_of_padded_crops(pipeline: Pipeline) -> None:
+    data = pipeline.data
+    if data is not None and data.settings.get("crop") == "padded" and _find(pipeline, ProgressiveResizing):
+        raise PlanError(
+            "ProgressiveResizing changes the size of the images, and crop='padded' keeps that of the file. Use "
+            "crop='resized', or leave ProgressiveResizing out."
+        )
+
+
+def _sequences_of_images(pipeline: Pipeline) -> None:
+    if _find(pipeline, SeqLengthWarmup):
+        raise PlanError(
+            "SeqLengthWarmup cuts sequences of tokens, and a pipeline loads images. Use it in a loop of your own, "
+            "or ProgressiveResizing here."
+        )
+
+
+RULES: tuple[Callable[[Pipeline], None], ...] = (
+    _unsafe_strategies,
+    _unused_parameters,
+    _clipped_twice,
+    _clipping_of_shards,
+    _two_averages,
+    _resizing_of_padded_crops,
+    _sequences_of_images,
+)
+"""Every rule, one function each."""
+
+
+def _name(transform: Transform) -> str:
+    return type(transform).__name__
+
+
+def _find(pipeline: Pipeline, kind: type[T]) -> T | None:
+    return next((transform for transform in pipeline.transforms if isinstance(transform, kind)), None)

@@ -1,0 +1,236 @@
+"""Training methods in a pipeline: each is called at its place, and does what it does in anybody's loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import Pipeline, PlanError
+from drivetrain.loaders import FFCVLoader
+from drivetrain.pipeline.methods import Methods
+from drivetrain.transforms import (
+    EMA,
+    SAM,
+    SWA,
+    ColOut,
+    CutMix,
+    CutOut,
+    GradientClipping,
+    LabelSmoothing,
+    LayerFreezing,
+    MixUp,
+    NoWeightDecay,
+    ProgressiveResizing,
+    SelectiveBackprop,
+    SeqLengthWarmup,
+    TestTimeFlip,
+    Transform,
+)
+from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Toy, batch_norm_model, evaluated, numbers, plain_model
+
+METHODS = [
+    MixUp(), CutMix(), CutOut(length=0.25), ColOut(), SelectiveBackprop(0.0, 1.0), ProgressiveResizing(),
+    EMA(half_life=2), SWA(0.5, 0.9), SAM(), GradientClipping("value", 0.01), GradientClipping("adaptive", 0.1),
+    GradientClipping("norm", 0.5), NoWeightDecay(), TestTimeFlip(), LayerFreezing(0.0, 1.0),
+]  # fmt: skip
+
+
+def fit(pipeline: Pipeline, epochs: int = 2) -> Any:
+    return pipeline.fit(epochs=epochs, progress=False)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_each_trains_and_differs_from_plain_training(toy: Toy, method: Transform) -> None:
+    plain = toy.pipeline(batch_norm_model).optimize("sgd", lr=0.05, momentum=0.9, weight_decay=0.01)
+    with_it = fit(plain.transform(method), 4)
+    losses = [epoch.loss for epoch in with_it.history.epochs]
+    assert losses[-1] < losses[0]
+    assert with_it.history.epochs[-1].val_loss < 1.2
+    assert numbers(with_it) != numbers(fit(plain, 4))
+    assert numbers(with_it) == numbers(fit(plain.transform(method), 4))  # and is the same when run again
+
+
+def test_mixing_comes_before_smoothing_and_keeps_each_rows_sum(toy: Toy) -> None:
+    seen: list[torch.Tensor] = []
+
+    def spy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.append(targets)
+        return logits.sum() * 0
+
+    pipeline = toy.pipeline().transform(LabelSmoothing(0.1), CutMix(), MixUp())
+    with pipeline.build() as built:
+        built.methods.begin(built.engine, 10)
+        images, labels = next(iter(built.train))
+        ((mixed, targets),) = built.methods.microbatches(built.engine, images, labels, spy)
+        loss = built.loss(torch.zeros(BATCH, CLASSES), targets)
+    assert mixed.shape == images.shape
+    assert targets.shape == (BATCH, CLASSES)
+    torch.testing.assert_close(targets.sum(1), torch.ones(BATCH))
+    assert (targets.max(1).values < 1).any()
+    assert loss.item() == pytest.approx(torch.tensor(CLASSES).log().item())
+
+
+def test_the_average_is_evaluated_and_returned(toy: Toy) -> None:
+    """The weights that come back have the accuracy that was told; those trained on go on from where they were."""
+    result = fit(toy.pipeline().transform(EMA(half_life=3)), 3)
+    assert evaluated(result.model, toy.val) == pytest.approx(
+        (result.history.epochs[-1].val_loss, result.history.epochs[-1].accuracy), abs=1e-5
+    )
+    plain = fit(toy.pipeline(), 3)
+    assert [e.loss for e in result.history.epochs] == [e.loss for e in plain.history.epochs]
+    assert not torch.equal(result.model[0].weight, plain.model[0].weight)
+
+
+def test_images_grow_in_the_decoder(toy: Toy) -> None:
+    resizing = ProgressiveResizing(initial_scale=0.5, delay=0.25, finetune=0.25, size_increment=2)
+    sizes = []
+    with toy.pipeline().transform(resizing).build() as built:
+        methods, loader = built.methods, built.train
+        methods.begin(built.engine, 8 * len(loader))
+        for _ in range(8):
+            methods.begin_epoch(built.engine, loader, SIDE)
+            shapes = {tuple(images.shape[2:]) for images, _ in loader}
+            methods.clock.step += len(loader)
+            sizes.append(shapes)
+    assert [next(iter(shapes))[0] for shapes in sizes] == [8, 8, 8, 10, 12, 14, 16, 16]
+    assert all(len(shapes) == 1 for shapes in sizes)
+
+
+def test_evaluation_stays_at_full_size(toy: Toy) -> None:
+    half = fit(toy.pipeline().transform(ProgressiveResizing(0.5, 1.0, 0.0, 1)), 1)
+    assert evaluated(half.model, toy.val)[0] == pytest.approx(half.history.epochs[0].val_loss, abs=1e-5)
+
+
+def test_flipped_images_count_in_evaluation(toy: Toy) -> None:
+    result = fit(toy.pipeline().transform(TestTimeFlip()), 1)
+    with FFCVLoader(toy.val, batch_size=50, image_size=SIDE, train=False, workers=1) as loader:
+        images, labels = next(iter(loader))
+    with torch.no_grad():
+        logits = (result.model(images) + result.model(images.flip(3))) / 2
+    loss = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert result.history.epochs[0].val_loss == pytest.approx(loss, abs=1e-5)
+
+
+def test_sam_takes_its_gradient_nearby_and_counts_batches_once(toy: Toy) -> None:
+    with toy.pipeline(batch_norm_model).transform(SAM(rho=0.5)).build() as built:
+        engine, methods = built.engine, built.methods
+        methods.begin(engine, 1)
+        parts = methods.microbatches(engine, *next(iter(built.train)), built.loss)
+        weight = engine.plain_model[0].weight
+
+        def gradients() -> None:
+            for images, targets in parts:
+                engine.backward(built.loss(engine.model(images), targets))
+
+        gradients()
+        first, before = weight.grad.clone(), weight.detach().clone()
+        methods.refine(engine, gradients)
+        assert torch.equal(weight, before)
+        assert not torch.allclose(weight.grad, first, rtol=1e-3)
+        assert engine.plain_model[1].num_batches_tracked.item() == 1
+        engine.step()
+
+
+def test_frozen_layers_stop(toy: Toy) -> None:
+    """At the start of the second of two epochs, half of the layers freeze."""
+    pipeline = toy.pipeline(batch_norm_model).transform(LayerFreezing(0.0, 1.0))
+    with pipeline.build() as built:
+        model = built.engine.plain_model
+        built.methods.begin(built.engine, 2)
+        built.methods.begin_epoch(built.engine, built.train, SIDE)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        built.methods.clock.step = 1
+        built.methods.begin_epoch(built.engine, built.train, SIDE)
+        assert [parameter.requires_grad for parameter in model.parameters()] == [False, *[True] * 4]
+
+
+def test_no_weight_decay_reaches_the_optimizer(toy: Toy) -> None:
+    pipeline = toy.pipeline().optimize("adamw", lr=0.01, weight_decay=0.3).transform(NoWeightDecay())
+    with pipeline.build() as built:
+        groups = built.engine.optimizer.param_groups
+        decays = {p.dim(): group["weight_decay"] for group in groups for p in group["params"]}
+    assert decays == {4: 0.3, 2: 0.3, 1: 0.0}
+
+
+def test_selection_keeps_half_of_every_other_batch(toy: Toy) -> None:
+    with toy.pipeline().transform(SelectiveBackprop(0.0, 1.0)).build() as built:
+        built.methods.begin(built.engine, 100)
+        sizes = []
+        for images, labels in built.train:
+            ((kept, targets),) = built.methods.microbatches(built.engine, images, labels, built.loss)
+            assert len(kept) == len(targets)
+            sizes.append(len(kept))
+            built.methods.after_step()
+    assert sizes == [BATCH // 2, BATCH] * (TRAIN // BATCH // 2)
+
+
+def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
+    """Two ranks with one part each draw what one process draws for two parts."""
+    images, labels = torch.rand(8, 3, 4, 4), torch.arange(8) % CLASSES
+    with toy.pipeline().transform(MixUp()).build() as built:
+
+        def mixed(
+            rank: int, accumulate: int, batch: slice, seed: int = 0, step: int = 3
+        ) -> list[torch.Tensor]:
+            methods = Methods([MixUp()], seed, CLASSES)
+            methods.clock.step = step
+            built.engine.rank, built.engine.accumulate = rank, accumulate
+            return [
+                one for one, _ in methods.microbatches(built.engine, images[batch], labels[batch], built.loss)
+            ]
+
+        alone = mixed(0, 2, slice(0, 8))
+        ranks = mixed(0, 1, slice(0, 4)) + mixed(1, 1, slice(4, 8))
+        assert all(torch.equal(one, other) for one, other in zip(alone, ranks, strict=True))
+        assert not torch.equal(alone[0], mixed(0, 2, slice(0, 8), seed=1)[0])
+        assert not torch.equal(alone[0], mixed(0, 2, slice(0, 8), step=4)[0])
+
+
+@pytest.mark.parametrize(
+    ("transforms", "distribute", "words"),
+    [
+        ([GradientClipping("norm", 1.0)], {"clip_norm": 0.5}, r"clip_norm=0.5\) both bound the gradients"),
+        ([EMA(), SWA()], {}, "EMA and SWA both give the weights"),
+        ([SeqLengthWarmup()], {}, "SeqLengthWarmup cuts sequences .* loads images"),
+        (
+            [LayerFreezing()],
+            {"strategy": "ddp", "devices": 2},
+            "LayerFreezing leaves parameters .* find_unused_parameters=True",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_does_not_go_together(
+    toy: Toy, transforms: list[Transform], distribute: dict[str, Any], words: str
+) -> None:
+    pipeline = toy.pipeline().transform(*transforms).distribute(**{"strategy": "single", **distribute})
+    with pytest.raises(PlanError, match=words):
+        pipeline.plan()
+
+
+def test_padded_crops_do_not_grow(toy: Toy) -> None:
+    pipeline = toy.pipeline(crop="padded").transform(ProgressiveResizing())
+    with pytest.raises(PlanError, match=r"ProgressiveResizing changes the size .* crop='padded'"):
+        pipeline.plan()
+
+
+def test_the_plan_tells_each_methods_place(toy: Toy) -> None:
+    pipeline = toy.pipeline().transform(
+        TestTimeFlip(), EMA(), LabelSmoothing(), MixUp(), NoWeightDecay(), LayerFreezing()
+    )
+    heads = [step.what.split("(")[0].split(":")[0] for step in pipeline.plan().steps]
+    assert heads[heads.index("optimizer") :] == [
+        "optimizer", "NoWeightDecay", "LayerFreezing", "MixUp", "loss", "LabelSmoothing", "EMA", "TestTimeFlip"
+    ]  # fmt: skip
+    assert all(step.why for step in pipeline.plan().steps)
+    assert {dataclasses.asdict(step)["asked_by"] for step in pipeline.plan().steps} >= {".transform()"}
+
+
+def test_a_plain_pipeline_does_nothing_more(toy: Toy) -> None:
+    with toy.pipeline(plain_model).build() as built:
+        images, labels = next(iter(built.train))
+        ((same, targets),) = built.methods.microbatches(built.engine, images, labels, built.loss)
+    assert torch.equal(same, images)
+    assert torch.equal(targets, labels)
