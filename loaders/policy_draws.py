@@ -94,11 +94,12 @@ def magnitudes(name: str, side: int, bins: int) -> NDArray[np.float64]:
         "trivial_augment": ((0.99, 32.0, 135.0, 0.99), 8, 6),
         "aug_mix": ((0.3, side / 3.0, 30.0, 0.9), 4, 4),
     }[name]
-    shear, shift, turn, factor = (torch.linspace(0.0, end, bins).double().numpy() for end in largest)
+    exactly: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
+    shear, shift, turn, factor = (torch.linspace(0.0, end, bins, **exactly).numpy() for end in largest)
     table = np.zeros((len(NAMES), bins))
     table[SHEAR_X:POSTERIZE] = [shear, shear, shift, shift, turn, factor, factor, factor, factor]
-    table[POSTERIZE] = (most_bits - torch.arange(bins) / ((bins - 1) / taken)).round().numpy()
-    table[SOLARIZE] = torch.linspace(1.0, 0.0, bins).double().numpy()
+    table[POSTERIZE] = (most_bits - torch.arange(bins, **exactly) / ((bins - 1) / taken)).round().numpy()
+    table[SOLARIZE] = torch.linspace(1.0, 0.0, bins, **exactly).numpy()
     table.setflags(write=False)  # it is shared
     return table
 

@@ -146,25 +146,24 @@ def test_aug_mix_mixes_as_torchvision_does() -> None:
         assert np.array_equal(found[0], mix.to(torch.uint8).permute(1, 2, 0).numpy())
 
 
-class _Recorded:
-    """Draws of a torchvision class: its own `forward`, with what it would have done to the image written down."""
+def torchvisions_draws(policy: dict[str, Any], count: int, side: int) -> NDArray[np.float64]:
+    """`(operations, 2)`: number and magnitude of each operation that torchvision draws for `count` images."""
+    found = []
+    transform = torchvision_policy(policy)
 
-    def __init__(self, policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.transform, self.found = torchvision_policy(policy), []
+    class Recorded(type(transform)):  # type: ignore[misc]
+        """Draws as its base does, and writes the operations down in place of doing them."""
 
-        def write_down(image: Any, name: str, magnitude: float, **_: Any) -> Any:
-            self.found.append((NAMES.index(name), magnitude))
+        def _apply_image_or_video_transform(self, image: Any, name: str, magnitude: float, **_: Any) -> Any:
+            found.append((NAMES.index(name), magnitude))
             return image
 
-        monkeypatch.setattr(self.transform, "_apply_image_or_video_transform", write_down)
-
-    def draw(self, count: int, side: int) -> NDArray[np.float64]:
-        """`(operations, 2)`: number and magnitude of each operation that was drawn for `count` images."""
-        torch.manual_seed(0)
-        image = Image.new("RGB", (side, side))
-        for _ in range(count):
-            self.transform(image)
-        return np.array(self.found)
+    transform.__class__ = Recorded
+    torch.manual_seed(0)
+    image = Image.new("RGB", (side, side))
+    for _ in range(count):
+        transform(image)
+    return np.array(found)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +176,10 @@ class _Recorded:
     ],
     ids=str,
 )
-def test_operations_are_drawn_as_torchvision_draws_them(
-    policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operations_are_drawn_as_torchvision_draws_them(policy: dict[str, Any]) -> None:
     """The same magnitudes of each operation and no others, each (operation, magnitude) about as often."""
     count, side = 6000, 48
-    theirs = _Recorded(policy, monkeypatch).draw(count, side)
+    theirs = torchvisions_draws(policy, count, side)
     keys = sample_keys(np.uint64(3), np.uint64(1), np.arange(count))
     drawn = draw(policy, keys, side)
     mine = np.stack([drawn.operations.ravel(), drawn.magnitudes.ravel()], axis=1)
