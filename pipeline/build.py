@@ -21,7 +21,7 @@ from ..strategies import Engine
 from ..transforms import Loss, Report
 from .builder import Pipeline
 from .checks import check_output, count_classes
-from .plan import sort_transforms
+from .plan import sort_transforms, train_settings
 from .stages import Data
 
 
@@ -97,7 +97,7 @@ def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool) -> Epoc
         drop_last=train,  # a partial batch would weigh its samples more, and differently on each rank
         rank=dist.get_rank() if in_group else 0,
         world_size=dist.get_world_size() if in_group else 1,
-        **data.settings,
+        **(train_settings(data, pipeline.transforms) if train else data.settings),
     )
     return loader
 
@@ -114,7 +114,7 @@ def build_model(pipeline: Pipeline) -> tuple[nn.Module, tuple[Report, ...]]:
     with seeded(pipeline.seed):
         model = _fresh_model(pipeline)
         ordered = sort_transforms(pipeline.transforms)
-        reports = tuple(transform.apply(model) for transform in ordered if transform.kind != "loss")
+        reports = tuple(t.apply(model) for t in ordered if t.kind in ("surgery", "memory_format"))
     return model, reports
 
 

@@ -14,14 +14,16 @@ from rich.table import Table
 from .. import strategies
 from ..errors import PlanError
 from ..transforms import Transform
+from .stages import Data
 
 if TYPE_CHECKING:
     from .builder import Pipeline
 
 # Surgery replaces modules, so it precedes whatever touches their parameters; a memory format set before
 # surgery would be lost on the new modules (facts: BlurPool after ChannelsLast reverts 3 weights).
-KIND_ORDER = {"surgery": 0, "memory_format": 1, "loss": 2}
+KIND_ORDER = {"image": 0, "surgery": 1, "memory_format": 2, "loss": 3}
 KIND_REASON = {
+    "image": "in the loader, on each training image; evaluation sees the images as they are",
     "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
     "memory_format": "after surgery, whose new modules would come back contiguous; before wrapping",
     "loss": "in training only; evaluation keeps the plain loss",
@@ -91,6 +93,25 @@ def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
     return tuple(ordered)
 
 
+def train_settings(data: Data, transforms: tuple[Transform, ...]) -> dict[str, Any]:
+    """The training loader's settings: those of `load()`, and what the image transforms ask for.
+
+    Raises:
+        PlanError: if two of them set the same one.
+    """
+    settings = dict(data.settings)
+    asked_by = {name: f".load({name}=…)" for name, value in settings.items() if value is not None}
+    for transform in transforms:
+        for name, value in transform.loader_settings.items():
+            if name in asked_by:
+                raise PlanError(
+                    f"{asked_by[name]} and {transform} both set the loader's {name}, and an image has one "
+                    f"{name}. Leave one of the two out."
+                )
+            settings[name], asked_by[name] = value, str(transform)
+    return settings
+
+
 def make_plan(pipeline: Pipeline) -> Plan:
     """Checks a pipeline as a whole and lays out its steps; nothing is loaded, built or started.
 
@@ -110,13 +131,15 @@ def make_plan(pipeline: Pipeline) -> Plan:
             f"batch_size={data.batch_size} is global and must divide into devices={how.devices} × "
             f"accumulate={how.accumulate} = {parts} parts; use {max(data.batch_size // parts, 1) * parts}."
         )
+    ordered = sort_transforms(pipeline.transforms)
+    train_settings(data, ordered)
     steps = [
         Step(f"load {data.train}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{data.image_size} px; every rank takes its slice of each batch"),
+        *(_transform_step(t) for t in ordered if t.kind == "image"),
         Step(f"build {pipeline.model_name}", "Pipeline()", f"with the seed {pipeline.seed}, the same on every rank"),
     ]  # fmt: skip
-    ordered = sort_transforms(pipeline.transforms)
-    steps += [_transform_step(t) for t in ordered if t.kind != "loss"]
+    steps += [_transform_step(t) for t in ordered if t.kind not in ("image", "loss")]
     steps += [
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
         Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",

@@ -14,13 +14,16 @@ from drivetrain import transforms
 from drivetrain.errors import PlanError
 from drivetrain.transforms import (
     TRANSFORMS,
+    AugMix,
     BlurPool,
     ChannelsLast,
     Factorize,
     LabelSmoothing,
     LayerFreezing,
+    RandAugment,
     StochasticDepth,
     Transform,
+    TrivialAugment,
     get,
     to_dict,
 )
@@ -31,6 +34,9 @@ SAMPLES = [
     Factorize(latent_channels=64, factorize_linears=False),
     LabelSmoothing(0.2),
     LayerFreezing(0.0, 0.5),
+    RandAugment(magnitude=12),
+    TrivialAugment(9),
+    AugMix(width=2, alpha=0.5),
     StochasticDepth("sample", 0.1, "uniform"),
 ]
 
@@ -62,7 +68,7 @@ def test_every_transform_file_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("cls", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_each_declares_itself(cls: type[Transform]) -> None:
-    assert cls.kind in ("surgery", "memory_format", "loss", "schedule")
+    assert cls.kind in ("image", "surgery", "memory_format", "loss", "schedule")
     assert cls.source
     assert "Source: " in cls.__doc__
     assert set(cls.after) <= set(TRANSFORMS)

@@ -1,4 +1,4 @@
-"""Transforms of the model and the loss: frozen values that each do one thing, in anybody's loop.
+"""Transforms of images, the model and the loss: frozen values that each do one thing, in anybody's loop.
 
 report = BlurPool().apply(model)                  # what it changed, and what it could not
 loss = LabelSmoothing(0.1).loss(F.cross_entropy)
@@ -32,6 +32,9 @@ from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .layer_freezing import LayerFreezing as LayerFreezing
 from .low_precision_group_norm import LowPrecisionGroupNorm as LowPrecisionGroupNorm
 from .low_precision_layer_norm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
+from .policies import AugMix as AugMix
+from .policies import RandAugment as RandAugment
+from .policies import TrivialAugment as TrivialAugment
 from .squeeze_excite import SqueezeExcite as SqueezeExcite
 from .stochastic_depth import StochasticDepth as StochasticDepth
 from .weight_standardization import WeightStandardization as WeightStandardization

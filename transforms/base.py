@@ -10,12 +10,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-Kind = Literal["surgery", "memory_format", "loss", "schedule"]
+Kind = Literal["image", "surgery", "memory_format", "loss", "schedule"]
 State = dict[str, torch.Tensor]
 """A state dict: parameters and persistent buffers by name."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,8 +52,8 @@ class Transform:
     """Base of all transforms: the facts that the plan reads, with the harmless answer as the default.
 
     A subclass sets the class variables and overrides the one hook of its kind:
-    `apply` for surgery and memory format, `loss` for loss. A schedule has a method of its own, which the
-    loop calls while it trains.
+    `loader_settings` for image, `apply` for surgery and memory format, `loss` for loss. A
+    schedule has a method of its own, which the loop calls while it trains.
     """
 
     kind: ClassVar[Kind]
@@ -70,6 +70,11 @@ class Transform:
     is in the class docstring."""
     unused_parameters: ClassVar[bool] = False
     """Whether some step leaves a parameter without a gradient, so that DDP needs find_unused_parameters."""
+
+    @property
+    def loader_settings(self) -> dict[str, Any]:
+        """Settings of the training loader, which does the work on each image."""
+        return {}
 
     def apply(self, model: nn.Module) -> Report:  # noqa: ARG002
         """Changes `model` in place and reports what changed."""
