@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,11 @@ from numpy.typing import NDArray
 from . import draws
 from .settings import Settings
 
-# Which draws of a sample's key decide what; the crop takes 0 to 39. A number, once used, keeps its meaning.
+if TYPE_CHECKING:
+    from .policy_draws import Drawn
+
+# Which draws of a sample's key decide what; the crop takes 0 to 39, and a policy those from 100 on (see
+# policy_draws.py). A number, once used, keeps its meaning.
 FLIP, CUTOUT, COLOR = 40, 41, 43
 
 
@@ -25,12 +30,14 @@ class Choices:
         color: `(n, 4)` float64: factors of brightness, contrast and saturation, and which of the six orders
             they are applied in; empty where colours are left alone.
         corners: `(n, 2)` int64: top and left of the square that is cut out; empty where none is.
+        policy: the operations of an augmentation policy; None where there is none.
     """
 
     boxes: NDArray[np.int64]
     flips: NDArray[np.bool_]
     color: NDArray[np.float64]
     corners: NDArray[np.int64]
+    policy: Drawn | None
 
 
 def choose(
@@ -39,14 +46,14 @@ def choose(
     """The choices for samples of these `keys` (see `draws`) and stored sizes, each `(n,)`."""
     if not settings.train:
         boxes, flips = _centers(heights, widths, settings.eval_ratio), np.zeros(len(heights), dtype=np.bool_)
-        return Choices(boxes, flips, np.empty((0, 4)), np.empty((0, 2), dtype=np.int64))
+        return Choices(boxes, flips, np.empty((0, 4)), np.empty((0, 2), dtype=np.int64), None)
     if settings.crop == "padded":
         boxes = _shifts(keys, settings.padding, heights, widths)
     else:
         scale, ratio = (np.array(pair, dtype=np.float64) for pair in (settings.scale, settings.ratio))
         boxes = draws.random_resized_crops(keys, heights, widths, scale, ratio)
     flips = draws.uniforms(keys, FLIP, 1)[:, 0] < (0.5 if settings.flip else 0.0)
-    return Choices(boxes, flips, _factors(keys, settings), _corners(keys, settings))
+    return Choices(boxes, flips, _factors(keys, settings), _corners(keys, settings), _policy(keys, settings))
 
 
 def _centers(heights: NDArray[np.int64], widths: NDArray[np.int64], ratio: float) -> NDArray[np.int64]:
@@ -81,3 +88,11 @@ def _corners(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.int64]:
     places = settings.image_size - settings.cutout + 1
     corners: NDArray[np.int64] = (draws.uniforms(keys, CUTOUT, 2) * places).astype(np.int64)
     return corners
+
+
+def _policy(keys: NDArray[np.uint64], settings: Settings) -> Drawn | None:
+    if settings.policy is None:
+        return None
+    from .policy_draws import draw  # its operations take 6 s to compile the first time
+
+    return draw(settings.policy, keys, settings.image_size)

@@ -70,6 +70,7 @@ class Decoder:
         self._modes = beton.modes.astype(np.int32)
         self._line, self._table = _normalisation(settings)
         self._fill = np.array([round(level * 255) for level in settings.mean], dtype=np.int64)
+        self._augment = _policy_kernel(settings)
         self.part = max(_PART // (settings.image_size**2 * 3), 1)
         self._free: deque[_Workspace] = deque()
 
@@ -82,7 +83,8 @@ class Decoder:
         """Memory that each thread needs besides the batches, in bytes."""
         side, widest = self._settings.image_size, int(self._widths.max())
         largest = int((self._heights * self._widths).max()) * 3
-        return largest + widest * (3 * side + 6 + 4 * side) + side * side * (4 + 3 * self.part)
+        policy = 0 if self._augment is None else side * side * 18  # two pictures, and a sum in float32
+        return largest + widest * (3 * side + 6 + 4 * side) + side * side * (4 + 3 * self.part) + policy
 
     def choose(self, indices: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
         """The batch of the samples `indices` `(n,)` in that epoch, to be loaded into `images`."""
@@ -114,6 +116,9 @@ class Decoder:
         self._decode(workspace, indices, job.choices, part, images)
         if len(job.choices.color):
             pixels.jitter_color(images, job.choices.color[part])
+        if job.choices.policy is not None:
+            drawn = job.choices.policy
+            self._augment(images, drawn.operations[part], drawn.magnitudes[part], drawn.weights[part])
         self._operations.apply(images, job.keys[part], indices)
         if len(job.choices.corners):
             pixels.cut_out(images, job.choices.corners[part], self._settings.cutout, self._fill)
@@ -175,6 +180,15 @@ class Decoder:
         """Gives back the threads' memory and decoders; no thread may be loading."""
         while self._free:
             turbojpeg.close_handle(self._free.pop().handle)
+
+
+def _policy_kernel(settings: Settings) -> Any:
+    """The compiled operations of an augmentation policy, which take 6 s to compile the first time."""
+    if not settings.train or settings.policy is None:
+        return None
+    from .policy_pixels import augment
+
+    return augment
 
 
 def _normalisation(settings: Settings) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:

@@ -63,6 +63,11 @@ class FFCVLoader(EpochLoader):
         flip: mirror every second training image.
         color_jitter: how far brightness, contrast and saturation of a training image may move from 1, each at
             random, as torchvision's `ColorJitter`. (0, 0, 0): not at all.
+        policy: an augmentation policy for training images, after colours and before further operations:
+            `{"name": "rand_augment", "num_ops": 2, "magnitude": 9, "num_magnitude_bins": 31}`,
+            `{"name": "trivial_augment", "num_magnitude_bins": 31}` or
+            `{"name": "aug_mix", "severity": 3, "width": 3, "depth": -1, "alpha": 1.0}`, each option may be left
+            out. As torchvision's `RandAugment`, `TrivialAugmentWide` and `AugMix`. None: no policy.
         cutout: side, in pixels, of a square at a random place of a training image that is filled with `mean`
             (DeVries and Taylor 2017, arXiv:1708.04552). 0: none.
         mean, std: of each channel, for pixels scaled to 0–1; ImageNet's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, suggest
 from .order import ORDERS
+from .policies import complete
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -46,6 +47,7 @@ class Settings:
     interpolation: str = "bilinear"
     flip: bool = True
     color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    policy: Mapping[str, Any] | None = None
     cutout: int = 0
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
@@ -80,6 +82,8 @@ class Settings:
             "a share of the shorter side, above 0 and up to 1",
         )
         check("color_jitter", min(self.color_jitter) >= 0, "three strengths from 0 on")
+        if self.policy is not None:
+            complete(self.policy)
         check("cutout", 0 <= self.cutout <= self.image_size, "a side from 0 to image_size pixels")
         check("std", min(self.std) > 0, "three positive numbers")
         check("dtype", self.dtype in DTYPES, "torch.float32, torch.bfloat16 or torch.uint8")

@@ -25,6 +25,7 @@ from ..errors import DataError, DrivetrainError
 from .beton import Beton, open_beton
 from .epochs import Batch, EpochLoader
 from .machine import available_cores
+from .policies import torchvision_policy
 from .settings import Settings, is_whole, make_settings
 from .sources import FolderSource
 
@@ -271,6 +272,8 @@ def _transform(settings: Settings) -> Any:
         steps.append(v2.RandomHorizontalFlip())
     if settings.train and any(settings.color_jitter):
         steps.append(v2.ColorJitter(*settings.color_jitter))
+    if settings.train and settings.policy is not None:
+        steps.append(torchvision_policy(settings.policy))
     steps.append(v2.PILToTensor())
     if settings.train and settings.cutout:
         steps.append(_CutOut(settings.cutout, settings.mean))

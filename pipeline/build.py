@@ -22,7 +22,7 @@ from ..transforms import Loss, Report
 from .builder import Pipeline
 from .checks import check_output, count_classes
 from .methods import Methods
-from .plan import sort_transforms
+from .plan import sort_transforms, train_settings
 from .stages import Data
 
 
@@ -101,7 +101,7 @@ def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool) -> Epoc
         drop_last=train,  # a partial batch would weigh its samples more, and differently on each rank
         rank=dist.get_rank() if in_group else 0,
         world_size=dist.get_world_size() if in_group else 1,
-        **data.settings,
+        **(train_settings(data, pipeline.transforms) if train else data.settings),
     )
     return loader
 

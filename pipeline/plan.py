@@ -15,15 +15,17 @@ from .. import strategies
 from ..errors import PlanError
 from ..transforms import Transform
 from .rules import check_rules
+from .stages import Data
 
 if TYPE_CHECKING:
     from .builder import Pipeline
 
 # Surgery replaces modules, so it precedes whatever touches their parameters; a memory format set before
 # surgery would be lost on the new modules (facts: BlurPool after ChannelsLast reverts 3 weights).
-KINDS = ("surgery", "memory_format", "optimizer", "schedule", "batch", "loss", "loop", "evaluation")
+KINDS = ("image", "surgery", "memory_format", "optimizer", "schedule", "batch", "loss", "loop", "evaluation")
 KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
 KIND_REASON = {
+    "image": "in the loader, on each training image; evaluation sees the images as they are",
     "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
     "memory_format": "after surgery, whose new modules would come back contiguous; before wrapping",
     "optimizer": "around the optimizer, which is made of the final parameters",
@@ -99,6 +101,25 @@ def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
     return tuple(ordered)
 
 
+def train_settings(data: Data, transforms: tuple[Transform, ...]) -> dict[str, Any]:
+    """The training loader's settings: those of `load()`, and what the image transforms ask for.
+
+    Raises:
+        PlanError: if two of them set the same one.
+    """
+    settings = dict(data.settings)
+    asked_by = {name: f".load({name}=…)" for name, value in settings.items() if value is not None}
+    for transform in transforms:
+        for name, value in transform.loader_settings.items():
+            if name in asked_by:
+                raise PlanError(
+                    f"{asked_by[name]} and {transform} both set the loader's {name}, and an image has one "
+                    f"{name}. Leave one of the two out."
+                )
+            settings[name], asked_by[name] = value, str(transform)
+    return settings
+
+
 def make_plan(pipeline: Pipeline) -> Plan:
     """Checks a pipeline as a whole and lays out its steps; nothing is loaded, built or started.
 
@@ -118,13 +139,15 @@ def make_plan(pipeline: Pipeline) -> Plan:
             f"batch_size={data.batch_size} is global and must divide into devices={how.devices} × "
             f"accumulate={how.accumulate} = {parts} parts; use {max(data.batch_size // parts, 1) * parts}."
         )
+    ordered = sort_transforms(pipeline.transforms)
+    train_settings(data, ordered)
+    check_rules(pipeline)
     steps = [
         Step(f"load {data.train}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{data.image_size} px; every rank takes its slice of each batch"),
+        *(_transform_step(t) for t in ordered if t.kind == "image"),
         Step(f"build {pipeline.model_name}", "Pipeline()", f"with the seed {pipeline.seed}, the same on every rank"),
     ]  # fmt: skip
-    check_rules(pipeline)
-    ordered = sort_transforms(pipeline.transforms)
     steps += [_transform_step(t) for t in ordered if t.kind in _BEFORE_WRAPPING]
     steps += [
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
@@ -133,7 +156,7 @@ def make_plan(pipeline: Pipeline) -> Plan:
         Step(f"optimizer: {pipeline.optimization.describe()}", ".optimize()" if pipeline.optimized else "default",
              "made when the parameters are the final ones"),
     ]  # fmt: skip
-    later = [t for t in ordered if t.kind not in _BEFORE_WRAPPING]
+    later = [t for t in ordered if t.kind not in ("image", *_BEFORE_WRAPPING)]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
     steps += [Step("loss: cross entropy", "default", "class indices or probabilities")]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]

@@ -72,7 +72,7 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
             toy.pipeline().load(**torch_loader, flip=False, scale=(1.0, 1.0), ratio=(1.0, 1.0)),
             {},
         ),
-        "mixed": (toy.pipeline().transform(MixUp(), CutMix(), ColOut(), CutOut()), {"accumulate": 2}),
+        "mixed": (toy.pipeline().transform(MixUp(), CutMix(), ColOut(), CutOut()), {}),
         "methods": (toy.pipeline().transform(SAM(), EMA(half_life=3), ProgressiveResizing()), {}),
         "freezing": (toy.pipeline().transform(LayerFreezing(0.0, 1.0)), {}),
         "clipped by value": (
@@ -95,7 +95,7 @@ def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "name",
     [
-        "plain", "clipped", "accumulated", "a module", "a rank without a share", "torch loader", "mixed", "methods",
+        "plain", "clipped", "accumulated", "a module", "a rank without a share", "torch loader", "methods",
         "clipped by value", "freezing",
     ],
 )  # fmt: skip
@@ -104,6 +104,14 @@ def test_two_ranks_train_as_one_device(name: str, cases: Any, on_two_ranks: list
     alone = fit(pipeline.distribute("single", **how))
     assert not isinstance(on_two_ranks[0][name], str), on_two_ranks[0][name]
     found, weights = on_two_ranks[0][name]
+    for one, two in zip(numbers(alone), found, strict=True):
+        assert two == pytest.approx(one, abs=1e-5)
+    torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_two_ranks_mix_as_two_microbatches(cases: Any, on_two_ranks: list[dict[str, Any]]) -> None:
+    alone = fit(cases["mixed"][0].distribute("single", accumulate=2))
+    found, weights = on_two_ranks[0]["mixed"]
     for one, two in zip(numbers(alone), found, strict=True):
         assert two == pytest.approx(one, abs=1e-5)
     torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)

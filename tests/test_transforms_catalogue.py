@@ -14,14 +14,17 @@ from drivetrain import transforms
 from drivetrain.errors import PlanError
 from drivetrain.transforms import (
     TRANSFORMS,
+    AugMix,
     BlurPool,
     ChannelsLast,
     Factorize,
     Kind,
     LabelSmoothing,
     LayerFreezing,
+    RandAugment,
     StochasticDepth,
     Transform,
+    TrivialAugment,
     get,
     to_dict,
 )
@@ -32,6 +35,9 @@ SAMPLES = [
     Factorize(latent_channels=64, factorize_linears=False),
     LabelSmoothing(0.2),
     LayerFreezing(0.0, 0.5),
+    RandAugment(magnitude=12),
+    TrivialAugment(9),
+    AugMix(width=2, alpha=0.5),
     StochasticDepth("sample", 0.1, "uniform"),
 ]
 

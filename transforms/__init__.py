@@ -1,4 +1,4 @@
-"""Transforms of the model and the loss: frozen values that each do one thing, in anybody's loop.
+"""Transforms of images, the model and the loss: frozen values that each do one thing, in anybody's loop.
 
 report = BlurPool().apply(model)                  # what it changed, and what it could not
 loss = LabelSmoothing(0.1).loss(F.cross_entropy)
@@ -43,6 +43,9 @@ from .low_precision_group_norm import LowPrecisionGroupNorm as LowPrecisionGroup
 from .low_precision_layer_norm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
 from .mixup import MixUp as MixUp
 from .no_weight_decay import NoWeightDecay as NoWeightDecay
+from .policies import AugMix as AugMix
+from .policies import RandAugment as RandAugment
+from .policies import TrivialAugment as TrivialAugment
 from .progressive_resizing import ProgressiveResizing as ProgressiveResizing
 from .sam import SAM as SAM
 from .selective_backprop import SelectiveBackprop as SelectiveBackprop

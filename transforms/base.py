@@ -16,7 +16,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-Kind = Literal["surgery", "memory_format", "optimizer", "batch", "loss", "schedule", "loop", "evaluation"]
+Kind = Literal[
+    "image", "surgery", "memory_format", "optimizer", "batch", "loss", "schedule", "loop", "evaluation"
+]
 State = dict[str, torch.Tensor]
 """A state dict: parameters and persistent buffers by name."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -97,8 +99,8 @@ class Transform:
     """Base of all transforms: the facts that the plan reads, with the harmless answer as the default.
 
     A subclass sets the class variables and overrides the one hook of its kind:
-    `apply` for surgery and memory format, `loss` for loss, `batch`, `optimizer`, and `session` for loop.
-    A schedule has a method of its own, which the loop calls while it trains.
+    `loader_settings` for image, `apply` for surgery and memory format, `loss` for loss, `batch`, `optimizer`,
+    and `session` for loop. A schedule or an evaluation has a method of its own, which the loop calls.
     """
 
     kind: ClassVar[Kind]
@@ -115,6 +117,11 @@ class Transform:
     is in the class docstring."""
     unused_parameters: ClassVar[bool] = False
     """Whether some step leaves a parameter without a gradient, so that DDP needs find_unused_parameters."""
+
+    @property
+    def loader_settings(self) -> dict[str, Any]:
+        """Settings of the training loader, which does the work on each image."""
+        return {}
 
     def apply(self, model: nn.Module) -> Report:  # noqa: ARG002
         """Changes `model` in place and reports what changed."""

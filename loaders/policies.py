@@ -1,0 +1,96 @@
+"""The augmentation policies that both loaders know by name: their options, checked, and torchvision's classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from ..errors import DataError, suggest
+
+LONGEST = 32
+"""The most operations or chains that one image may be given."""
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A number from `low` to `high`, which is an integer if `whole`."""
+
+    default: float
+    low: float
+    high: float
+    whole: bool = True
+
+    def allows(self, value: Any) -> bool:
+        number = isinstance(value, Integral if self.whole else Real) and not isinstance(value, bool)
+        return number and bool(self.low <= value <= self.high)
+
+
+_BINS = _Option(31, 2, 1000)
+POLICIES: dict[str, dict[str, _Option]] = {
+    "rand_augment": {
+        "num_ops": _Option(2, 1, LONGEST),
+        "magnitude": _Option(9, 0, 999),
+        "num_magnitude_bins": _BINS,
+    },
+    "trivial_augment": {"num_magnitude_bins": _BINS},
+    "aug_mix": {
+        "severity": _Option(3, 1, 10),
+        "width": _Option(3, 1, LONGEST),
+        "depth": _Option(-1, -1, LONGEST),
+        "alpha": _Option(1.0, 0.01, 100.0, whole=False),
+    },
+}
+"""Each policy's options; the defaults are torchvision's (`RandAugment`, `TrivialAugmentWide`, `AugMix`)."""
+
+
+def complete(policy: Any) -> tuple[str, dict[str, Any]]:
+    """A policy's name and all of its options, the defaults filled in.
+
+    Args:
+        policy: `{"name": "rand_augment", "magnitude": 9}` or the like; see `POLICIES`.
+
+    Raises:
+        DataError: naming the key that cannot be used, its value, and what is allowed.
+    """
+    if not isinstance(policy, Mapping) or "name" not in policy:
+        raise DataError(
+            f"policy={policy!r:.80} must be a dict with a name, {{'name': 'rand_augment'}}, or None."
+        )
+    name = policy["name"]
+    if not isinstance(name, str) or name not in POLICIES:
+        raise DataError(f"policy['name']={name!r} is no policy.{suggest(str(name), POLICIES)}")
+    known = POLICIES[name]
+    options: dict[str, Any] = {option: rule.default for option, rule in known.items()}
+    for option, value in policy.items():
+        if option == "name":
+            continue
+        if option not in known:
+            raise DataError(f"policy[{option!r}] is no option of {name}.{suggest(str(option), known)}")
+        rule = known[option]
+        if not rule.allows(value):
+            kind = "an integer" if rule.whole else "a number"
+            raise DataError(f"policy[{option!r}]={value!r} must be {kind} from {rule.low} to {rule.high}.")
+        options[option] = value
+    if options.get("depth") == 0:
+        raise DataError("policy['depth']=0 must be -1 (1 to 3 operations, at random) or a number from 1 on.")
+    if name == "rand_augment" and options["magnitude"] >= options["num_magnitude_bins"]:
+        raise DataError(
+            f"policy['magnitude']={options['magnitude']} must be below num_magnitude_bins="
+            f"{options['num_magnitude_bins']}: it numbers the bins from 0."
+        )
+    return name, options
+
+
+def torchvision_policy(policy: Mapping[str, Any]) -> Any:
+    """torchvision's own transform of that policy, from PIL image to PIL image."""
+    from torchvision.transforms import v2
+
+    name, options = complete(policy)
+    if name == "rand_augment":
+        return v2.RandAugment(**options)
+    if name == "trivial_augment":
+        return v2.TrivialAugmentWide(**options)
+    options["mixture_width"], options["chain_depth"] = options.pop("width"), options.pop("depth")
+    return v2.AugMix(**options)

@@ -1,0 +1,354 @@
+"""RandAugment, TrivialAugment and AugMix: each operation held to torchvision's, the draws to its distribution."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain.errors import DataError
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert
+from drivetrain.loaders.draws import sample_keys
+from drivetrain.loaders.policies import POLICIES, torchvision_policy
+from drivetrain.loaders.policy_draws import NAMES, draw, magnitudes
+from drivetrain.loaders.policy_pixels import augment
+from loader_pictures import jpeg_beton, picture
+from numpy.typing import NDArray
+from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+SIDE = 24
+LOADERS = [FFCVLoader, TorchLoader]
+EACH = [{"name": name} for name in POLICIES]
+GEOMETRY = NAMES[1:6]
+NONE = np.empty((1, 0), dtype=np.float32)
+
+
+def torchvisions(image: Any, name: str, magnitude: float, interpolation: InterpolationMode) -> Any:
+    """What `v2.RandAugment` and its kin do for an operation, by torchvision's public functions."""
+    how: dict[str, Any] = {"interpolation": interpolation}
+    still = {"angle": 0.0, "translate": [0, 0], "scale": 1.0, "shear": [0.0, 0.0]}
+    slope = math.degrees(math.atan(magnitude))
+    functions = {
+        "Identity": lambda: image,
+        "ShearX": lambda: F.affine(image, **still | how | {"shear": [slope, 0.0], "center": [0, 0]}),
+        "ShearY": lambda: F.affine(image, **still | how | {"shear": [0.0, slope], "center": [0, 0]}),
+        "TranslateX": lambda: F.affine(image, **still | how | {"translate": [int(magnitude), 0]}),
+        "TranslateY": lambda: F.affine(image, **still | how | {"translate": [0, int(magnitude)]}),
+        "Rotate": lambda: F.rotate(image, magnitude, **how),
+        "Brightness": lambda: F.adjust_brightness(image, 1.0 + magnitude),
+        "Color": lambda: F.adjust_saturation(image, 1.0 + magnitude),
+        "Contrast": lambda: F.adjust_contrast(image, 1.0 + magnitude),
+        "Sharpness": lambda: F.adjust_sharpness(image, 1.0 + magnitude),
+        "Posterize": lambda: F.posterize(image, int(magnitude)),
+        "Solarize": lambda: F.solarize(image, 255.0 * magnitude),
+        "AutoContrast": lambda: F.autocontrast(image),
+        "Equalize": lambda: F.equalize(image),
+    }
+    return functions[name]()
+
+
+def ours(image: NDArray[np.uint8], *steps: tuple[str, float]) -> NDArray[np.uint8]:
+    found = image[None].copy()
+    operations = np.array([[[NAMES.index(name) for name, _ in steps]]])
+    augment(found, operations, np.array([[[float(magnitude) for _, magnitude in steps]]]), NONE)
+    return found[0]
+
+
+def cases(policy: str, side: int) -> list[tuple[str, float]]:
+    """Every operation of a policy with every magnitude and sign."""
+    table = magnitudes(policy, side, 10 if policy == "aug_mix" else 31)
+    found = []
+    for name, levels in zip(NAMES, table, strict=True):
+        signs = (1, -1) if 0 < NAMES.index(name) < NAMES.index("Posterize") else (1,)
+        found += [(name, sign * level) for level in np.unique(levels).tolist() for sign in signs]
+    return found
+
+
+def odd_pictures(side: int) -> list[NDArray[np.uint8]]:
+    """Waves, noise, few levels, one level, and a channel that is black."""
+    rng = np.random.default_rng(side)
+    noise = rng.integers(0, 256, (side, side, 3), dtype=np.uint8)
+    few = rng.choice(np.array([7, 8, 200], np.uint8), (side, side, 3))
+    without = noise.copy()
+    without[..., 1] = 0
+    return [picture(3, side, side), noise, few, np.full((side, side, 3), 90, np.uint8), without]
+
+
+@pytest.mark.parametrize("policy", ["rand_augment", "trivial_augment"])
+@pytest.mark.parametrize("side", [1, 2, 17, 32, 224])
+def test_each_operation_is_torchvisions_on_pillow_images_bit_for_bit(policy: str, side: int) -> None:
+    for image in odd_pictures(side)[: 2 if side == 224 else 5]:
+        for name, magnitude in cases(policy, side):
+            found = ours(image, (name, magnitude))
+            expected = torchvisions(Image.fromarray(image), name, magnitude, InterpolationMode.NEAREST)
+            assert np.array_equal(found, np.asarray(expected)), (name, magnitude)
+
+
+def test_other_angles_and_slopes_are_bit_for_bit_too() -> None:
+    """Any number of bins: what no table above holds."""
+    rng = np.random.default_rng(1)
+    image = odd_pictures(61)[1]
+    for name in GEOMETRY:
+        for magnitude in rng.uniform(-1, 1, 100) * (140 if name == "Rotate" else 31 if "Tr" in name else 1):
+            found = ours(image, (name, magnitude))
+            expected = torchvisions(Image.fromarray(image), name, magnitude, InterpolationMode.NEAREST)
+            assert np.array_equal(found, np.asarray(expected)), (name, magnitude)
+
+
+def test_operations_follow_one_another() -> None:
+    image = odd_pictures(40)[0]
+    steps = [("Rotate", 12.0), ("Sharpness", 0.7), ("Equalize", 0.0), ("ShearX", -0.2), ("Color", -0.6)]
+    expected = Image.fromarray(image)
+    for name, magnitude in steps:
+        expected = torchvisions(expected, name, magnitude, InterpolationMode.NEAREST)
+    assert np.array_equal(ours(image, *steps), np.asarray(expected))
+
+
+# How far an operation may be from torchvision's on tensors, which AugMix uses, in levels: its greys are cut off
+# where Pillow's are rounded, and its sums are in float32.
+TENSOR_LEVELS = {"Color": 2, "Contrast": 2, "Sharpness": 1, "AutoContrast": 1, "Brightness": 1}
+
+
+@pytest.mark.parametrize("side", [17, 64])
+def test_each_operation_of_aug_mix_is_torchvisions_on_tensors_within_two_levels(side: int) -> None:
+    for image in odd_pictures(side):
+        tensor = torch.from_numpy(image).permute(2, 0, 1).contiguous()
+        for name, magnitude in cases("aug_mix", side):
+            found = image[None].copy()
+            operations, levels = np.array([[[NAMES.index(name)]]]), np.array([[[magnitude]]])
+            augment(found, operations, levels, np.array([[0.0, 1.0]], dtype=np.float32))
+            expected = torchvisions(tensor, name, magnitude, InterpolationMode.BILINEAR)
+            off = np.abs(found[0].astype(int) - expected.permute(1, 2, 0).numpy().astype(int)).max()
+            allowed = 1 if name in GEOMETRY else TENSOR_LEVELS.get(name, 0)
+            assert off <= allowed, (name, magnitude, off)
+
+
+def test_aug_mix_mixes_as_torchvision_does() -> None:
+    """Its arithmetic with operations that are the same in both: float32 sums, cut off."""
+    image = odd_pictures(32)[0]
+    keys = sample_keys(np.uint64(0), np.uint64(0), np.arange(50))
+    weights = draw({"name": "aug_mix"}, keys, 32).weights
+    steps = [("Posterize", 2.0), ("Solarize", 0.4), ("Equalize", 0.0)]
+    operations = np.array([[[NAMES.index(name)] for name, _ in steps]])
+    for row in weights:
+        found = image[None].copy()
+        augment(found, operations, np.array([[[magnitude] for _, magnitude in steps]]), row[None])
+        tensor = torch.from_numpy(image).permute(2, 0, 1).contiguous()
+        mix = float(row[0]) * tensor
+        for weight, (name, magnitude) in zip(row[1:], steps, strict=True):
+            mix += float(weight) * torchvisions(tensor, name, magnitude, InterpolationMode.BILINEAR)
+        assert np.array_equal(found[0], mix.to(torch.uint8).permute(1, 2, 0).numpy())
+
+
+def torchvisions_draws(policy: dict[str, Any], count: int, side: int) -> NDArray[np.float64]:
+    """`(operations, 2)`: number and magnitude of each operation that torchvision draws for `count` images."""
+    found = []
+    transform = torchvision_policy(policy)
+
+    class Recorded(type(transform)):  # type: ignore[misc]
+        """Draws as its base does, and writes the operations down in place of doing them."""
+
+        def _apply_image_or_video_transform(self, image: Any, name: str, magnitude: float, **_: Any) -> Any:
+            found.append((NAMES.index(name), magnitude))
+            return image
+
+    transform.__class__ = Recorded
+    torch.manual_seed(0)
+    image = Image.new("RGB", (side, side))
+    for _ in range(count):
+        transform(image)
+    return np.array(found)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *EACH,
+        {"name": "rand_augment", "num_ops": 3, "magnitude": 20},
+        {"name": "trivial_augment", "num_magnitude_bins": 11},
+        {"name": "aug_mix", "severity": 10, "width": 2, "depth": 4},
+    ],
+    ids=str,
+)
+def test_operations_are_drawn_as_torchvision_draws_them(policy: dict[str, Any]) -> None:
+    """The same magnitudes of each operation and no others, each (operation, magnitude) about as often."""
+    count, side = 6000, 48
+    theirs = torchvisions_draws(policy, count, side)
+    keys = sample_keys(np.uint64(3), np.uint64(1), np.arange(count))
+    drawn = draw(policy, keys, side)
+    mine = np.stack([drawn.operations.ravel(), drawn.magnitudes.ravel()], axis=1)
+    if policy["name"] == "aug_mix":  # there Identity only says that a chain has ended
+        mine = mine[mine[:, 0] > 0]
+    assert abs(len(mine) - len(theirs)) < 5 * math.sqrt(len(theirs))
+    theirs[:, 1] += 0.0  # -0.0 is 0.0
+    mine[:, 1] += 0.0
+    pairs, numbers = np.unique(np.concatenate([theirs, mine]), axis=0, return_inverse=True)
+    one, other = (
+        np.bincount(part, minlength=len(pairs)) for part in np.split(numbers.ravel(), [len(theirs)])
+    )
+    # Two samples of one distribution: (a - b)² / (a + b) sums to χ² with as many degrees of freedom as pairs.
+    distance = ((one - other) ** 2 / (one + other)).sum()
+    assert distance < len(pairs) + 5 * math.sqrt(2 * len(pairs)), (distance, len(pairs))
+    frequent = (one + other) > 40
+    assert (np.minimum(one, other)[frequent] > 0).all()
+    assert (drawn.magnitudes[drawn.operations == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("alpha", "width"), [(1.0, 3), (0.3, 2), (5.0, 4), (0.01, 3), (1.0, 1)])
+def test_aug_mix_weighs_as_torchvision_does(alpha: float, width: int) -> None:
+    """Mean, spread and distribution of the image's own weight and of each chain's; all of them sum to 1."""
+    count = 20000
+    keys = sample_keys(np.uint64(1), np.uint64(2), np.arange(count))
+    found = draw({"name": "aug_mix", "alpha": alpha, "width": width}, keys, 16).weights
+    torch.manual_seed(0)
+    share = torch._sample_dirichlet(torch.full((count, 2), alpha)).numpy()
+    within = torch._sample_dirichlet(torch.full((count, width), alpha)).numpy()
+    expected = np.concatenate([share[:, :1], share[:, 1:] * within], axis=1)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found.sum(1), 1, atol=1e-6)
+    for k in range(width + 1):
+        assert abs(found[:, k].mean() - expected[:, k].mean()) < 5 / math.sqrt(count)
+        assert abs(found[:, k].std() - expected[:, k].std()) < 5 / math.sqrt(count)
+        tenths = np.arange(0.1, 1, 0.1)
+        below = (found[:, k][:, None] <= tenths).mean(0), (expected[:, k][:, None] <= tenths).mean(0)
+        np.testing.assert_allclose(*below, atol=4 * math.sqrt(0.5 / count))
+    correlations = [np.corrcoef(weights[:, 0], weights[:, 1])[0, 1] for weights in (found, expected)]
+    assert abs(correlations[0] - correlations[1]) < 0.03
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jpeg_beton(tmp_path_factory.mktemp("policies") / "photos.beton")
+
+
+@pytest.fixture(scope="module")
+def same(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1500 times the same picture: whatever differs was drawn."""
+    path = tmp_path_factory.mktemp("policies") / "same.beton"
+    images = np.repeat(picture(5, SIDE, SIDE)[None], 1500, axis=0)
+    convert((images, np.zeros(len(images), int)), path, progress=False)
+    return path
+
+
+def load(kind: Any, path: Path, **options: Any) -> torch.Tensor:
+    """All images of an epoch, in the file's order, uint8."""
+    workers = 0 if kind is TorchLoader else 2
+    base = {
+        "batch_size": 6,
+        "image_size": SIDE,
+        "workers": workers,
+        "order": "sequential",
+        "dtype": torch.uint8,
+    }
+    with kind(path, **{**base, **options}) as loader:
+        return torch.cat([images for images, _ in loader])
+
+
+@pytest.mark.parametrize("policy", EACH, ids=str)
+def test_both_loaders_change_pictures_alike(policy: dict[str, Any], same: Path) -> None:
+    """Mean and spread, over the samples, of how far the pixels move, and of each image's own mean and contrast."""
+    whole: dict[str, Any] = {"crop": "padded", "padding": 0, "flip": False, "policy": policy}
+    plain = torch.from_numpy(picture(5, SIDE, SIDE)).permute(2, 0, 1).float()
+    statistics = []
+    for kind in LOADERS:
+        images = load(kind, same, **whole).float()
+        moved = (images - plain).abs().mean((1, 2, 3))
+        statistics.append(torch.stack([moved, images.mean((1, 2, 3)), images.std((1, 2, 3))], dim=1))
+    one, other = statistics
+    spread = (one.var(0) + other.var(0)).sqrt()
+    assert ((one.mean(0) - other.mean(0)).abs() < 4.5 * spread / math.sqrt(len(one))).all()
+    ratio = one.std(0) / other.std(0)
+    assert ((ratio - 1).abs() < 0.2).all(), ratio
+    tenths = torch.linspace(0.1, 0.9, 9)
+    for k in range(3):
+        limits = other[:, k].quantile(tenths)
+        shares = [(values[:, k][:, None] <= limits + 1e-3).float().mean(0) for values in statistics]
+        assert (shares[0] - shares[1]).abs().max() < 4.5 * math.sqrt(0.5 / len(one))
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("policy", EACH, ids=str)
+def test_pixels_are_functions_of_seed_epoch_and_sample(
+    kind: Any, policy: dict[str, Any], photos: Path
+) -> None:
+    first = load(kind, photos, policy=policy)
+    assert torch.equal(first, load(kind, photos, policy=policy, batch_size=5))
+    part = load(kind, photos, policy=policy, indices=[4, 11], batch_size=2)
+    assert torch.equal(part, first[[4, 11]])
+    assert not torch.equal(first, load(kind, photos, policy=policy, seed=1))
+    with kind(photos, batch_size=18, image_size=SIDE, workers=1, order="sequential", dtype=torch.uint8,
+              policy=policy) as loader:  # fmt: skip
+        epochs = [next(iter(loader))[0] for _ in range(2)]
+    assert torch.equal(epochs[0], first)
+    assert not torch.equal(epochs[0], epochs[1])
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_in_training_only_and_only_when_asked(kind: Any, photos: Path) -> None:
+    evaluated = load(kind, photos, train=False)
+    assert torch.equal(evaluated, load(kind, photos, train=False, policy={"name": "trivial_augment"}))
+    assert torch.equal(load(kind, photos), load(kind, photos, policy=None))
+    assert not torch.equal(load(kind, photos), load(kind, photos, policy={"name": "trivial_augment"}))
+
+
+def test_a_policy_changes_neither_crops_nor_cut_out_squares(photos: Path) -> None:
+    """Its draws are its own: with a policy that does nothing but brighten, all else stays where it was."""
+    with_square = load(FFCVLoader, photos, cutout=6, mean=(0.1, 0.5, 0.9))
+    both = load(FFCVLoader, photos, cutout=6, mean=(0.1, 0.5, 0.9), policy={"name": "rand_augment"})
+    colour = torch.tensor([26, 128, 230], dtype=torch.uint8).view(3, 1, 1)
+    squares = (with_square == colour).all(1)
+    assert (both == colour).all(1)[squares].all()
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_size_changes_between_epochs(kind: Any, photos: Path) -> None:
+    """Translations are shares of the image's side, so a new size needs other magnitudes."""
+    workers = 0 if kind is TorchLoader else 1
+    options: dict[str, Any] = {"batch_size": 6, "workers": workers, "policy": {"name": "rand_augment"}}
+    with kind(photos, image_size=16, seed=2, **options) as loader:
+        loader.set_image_size(40)
+        loader.set_epoch(1)
+        changed = next(iter(loader))[0]
+    with kind(photos, image_size=40, seed=2, **options) as loader:
+        loader.set_epoch(1)
+        assert torch.equal(next(iter(loader))[0], changed)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("rand_augment", "policy='rand_augment' must be a dict with a name"),
+        ({"magnitude": 9}, "must be a dict with a name"),
+        ({"name": "randaugment"}, "policy\\['name'\\]='randaugment' is no policy. Did you mean 'rand_augment'"),
+        ({"name": 3}, "policy\\['name'\\]=3 is no policy. Known: aug_mix, rand_augment"),
+        ({"name": "rand_augment", "magnitud": 9}, "\\['magnitud'\\] is no option of rand_augment. Did you mean 'mag"),
+        ({"name": "trivial_augment", "magnitude": 9}, "\\['magnitude'\\] is no option of trivial_augment"),
+        ({"name": "rand_augment", "magnitude": 31}, "\\['magnitude'\\]=31 must be below num_magnitude_bins=31"),
+        ({"name": "rand_augment", "magnitude": -1}, "\\['magnitude'\\]=-1 must be an integer from 0 to"),
+        ({"name": "rand_augment", "num_ops": 1.5}, "\\['num_ops'\\]=1.5 must be an integer from 1 to 32"),
+        ({"name": "rand_augment", "num_ops": True}, "\\['num_ops'\\]=True must be an integer"),
+        ({"name": "trivial_augment", "num_magnitude_bins": 1}, "=1 must be an integer from 2 to"),
+        ({"name": "aug_mix", "severity": 11}, "\\['severity'\\]=11 must be an integer from 1 to 10"),
+        ({"name": "aug_mix", "depth": 0}, "\\['depth'\\]=0 must be -1"),
+        ({"name": "aug_mix", "alpha": float("nan")}, "\\['alpha'\\]=nan must be a number from 0.01 to 100"),
+        ({"name": "aug_mix", "mixture_width": 3}, "\\['mixture_width'\\] is no option of aug_mix. Known: alpha, depth"),
+    ],
+)  # fmt: skip
+def test_policies_that_cannot_be(kind: Any, photos: Path, policy: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        kind(photos, batch_size=4, image_size=SIDE, policy=policy)
+
+
+def test_a_policy_survives_json(photos: Path) -> None:
+    policy = {"name": "aug_mix", "severity": 4, "width": 2, "depth": 1, "alpha": 0.5}
+    there_and_back = json.loads(json.dumps(policy))
+    assert torch.equal(
+        load(FFCVLoader, photos, policy=policy), load(FFCVLoader, photos, policy=there_and_back)
+    )

@@ -1,0 +1,128 @@
+"""RandAugment, TrivialAugment and AugMix as transforms: alone, in the plan, and trained with by either loader."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain import PlanError
+from drivetrain.loaders.policies import complete
+from drivetrain.transforms import (
+    AugMix,
+    BlurPool,
+    ChannelsLast,
+    LabelSmoothing,
+    RandAugment,
+    Transform,
+    TrivialAugment,
+)
+from PIL import Image
+from pipeline_data import SIDE, Toy, plain_model
+from torchvision.transforms import v2
+
+POLICIES = [RandAugment, TrivialAugment, AugMix]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return Toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.mark.parametrize("cls", POLICIES)
+def test_the_loaders_take_what_it_says_with_the_same_defaults(cls: Any) -> None:
+    policy = cls().loader_settings["policy"]
+    name, options = complete({"name": policy["name"]})
+    assert policy == {"name": name, **options}
+    assert [field.name for field in dataclasses.fields(cls)] == list(options)
+
+
+@pytest.mark.parametrize(
+    ("transform", "theirs"),
+    [
+        (RandAugment(3, 12, 21), v2.RandAugment(num_ops=3, magnitude=12, num_magnitude_bins=21)),
+        (TrivialAugment(11), v2.TrivialAugmentWide(num_magnitude_bins=11)),
+        (AugMix(5, 2, 4, 0.5), v2.AugMix(severity=5, mixture_width=2, chain_depth=4, alpha=0.5)),
+    ],
+    ids=["RandAugment", "TrivialAugment", "AugMix"],
+)
+def test_alone_it_is_torchvisions(transform: Any, theirs: Any) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        found = transform.image(Image.fromarray(noise))
+        torch.manual_seed(seed)
+        assert np.array_equal(np.asarray(found), np.asarray(theirs(Image.fromarray(noise))))
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "words"),
+    [
+        (RandAugment, {"num_ops": 0}, r"RandAugment\(num_ops=0\): give a whole number from 1 to 32"),
+        (RandAugment, {"num_ops": True}, r"num_ops=True"),
+        (RandAugment, {"magnitude": 31}, r"magnitude=31\): give a whole number from 0 to 30"),
+        (RandAugment, {"magnitude": 9.5}, r"magnitude=9.5"),
+        (TrivialAugment, {"num_magnitude_bins": 1}, r"num_magnitude_bins=1\): give a whole number from 2 to 1000"),
+        (AugMix, {"severity": 11}, r"severity=11\): give a whole number from 1 to 10"),
+        (AugMix, {"depth": 0}, r"depth=0\): give a whole number from 1 to 32 or -1"),
+        (AugMix, {"alpha": 0}, r"alpha=0\): give a number from 0.01 to 100"),
+        (AugMix, {"alpha": float("nan")}, r"alpha=nan"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be(cls: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        cls(**options)
+
+
+def test_it_stands_in_the_plan_after_loading(toy: Toy) -> None:
+    every = [LabelSmoothing(), BlurPool(), RandAugment(), ChannelsLast()]
+    steps = toy.pipeline().transform(*every).plan().steps
+    assert [step.what.split("(")[0].split()[0] for step in steps][:5] == [
+        "load", "RandAugment", "build", "BlurPool", "ChannelsLast"
+    ]  # fmt: skip
+    assert "evaluation sees the images as they are" in steps[1].why
+
+
+def test_two_policies_are_refused(toy: Toy) -> None:
+    with pytest.raises(
+        PlanError, match=r"RandAugment.* and AugMix.* both set the loader's policy.* Leave one"
+    ):
+        toy.pipeline().transform(RandAugment(), AugMix()).plan()
+    loaded = toy.pipeline(policy={"name": "trivial_augment"})
+    loaded.plan()
+    with pytest.raises(
+        PlanError, match=r"\.load\(policy=…\) and TrivialAugment.* both set the loader's policy"
+    ):
+        loaded.transform(TrivialAugment()).plan()
+    with pytest.raises(PlanError, match=r"TrivialAugment was asked for 2 times"):
+        toy.pipeline().transform(TrivialAugment(), TrivialAugment(9))
+
+
+@pytest.mark.parametrize("loader", ["ffcv", "torch"])
+@pytest.mark.parametrize("transform", [cls() for cls in POLICIES], ids=lambda t: type(t).__name__)
+def test_training_images_are_changed_and_evaluation_images_are_not(
+    toy: Toy, loader: str, transform: Transform
+) -> None:
+    workers = 0 if loader == "torch" else 1
+    pipeline = toy.pipeline(loader=loader, workers=workers)
+    with pipeline.build() as plain, pipeline.transform(transform).build() as augmented:
+        assert augmented.val is not None
+        assert plain.val is not None
+        assert augmented.reports == ()
+        assert not torch.equal(next(iter(plain.train))[0], next(iter(augmented.train))[0])
+        for one, other in zip(plain.val, augmented.val, strict=True):
+            assert torch.equal(one[0], other[0])
+
+
+@pytest.mark.parametrize("loader", ["ffcv", "torch"])
+def test_a_pipeline_trains_with_it(toy: Toy, loader: str) -> None:
+    """Mildly: the toy's classes are places, which strong shears and translations would swap."""
+    pipeline = toy.pipeline(
+        plain_model, loader=loader, workers=0 if loader == "torch" else 1, image_size=SIDE
+    )
+    result = pipeline.transform(RandAugment(num_ops=1, magnitude=3)).fit(epochs=6, progress=False)
+    epochs = result.history.epochs
+    assert epochs[-1].loss < epochs[0].loss
+    assert epochs[-1].accuracy > 0.5
