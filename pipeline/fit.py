@@ -25,6 +25,7 @@ from .build import Built, build, build_model, seeded, source_file
 from .builder import Pipeline
 from .loop import evaluate, train_epoch
 from .optimizers import Schedule
+from .plan import sort_transforms
 from .progress import Progress
 from .provenance import provenance
 from .result import Epoch, FitResult, History, TrainingInterrupted, save_weights
@@ -192,4 +193,5 @@ def _finish(pipeline: Pipeline, outcome: Outcome | None) -> FitResult | None:
         model, reports = build_model(pipeline)
     if outcome.state:
         model.load_state_dict(outcome.state)
-    return FitResult(model.eval(), outcome.history, reports, pipeline.plan())
+    ordered = sort_transforms(pipeline.transforms)
+    return FitResult(model.eval(), outcome.history, reports, pipeline.plan(), ordered)

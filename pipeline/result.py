@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import nn
 
 from ..files import atomic_file
-from ..transforms import Report
+from ..transforms import Report, Transform
 from .plan import Plan
 
 
@@ -97,12 +97,25 @@ class FitResult:
         history: one entry per epoch.
         reports: what each transform changed.
         plan: the steps it was built by.
+        transforms: of the pipeline, in the plan's order.
     """
 
     model: nn.Module
     history: History
     reports: tuple[Report, ...]
     plan: Plan
+    transforms: tuple[Transform, ...] = ()
+
+    def plain_state(self) -> dict[str, torch.Tensor]:
+        """The weights under the names of the model before surgery, for use without Drivetrain.
+
+        What a surgery adds and a plain model cannot express keeps a name of its own; `Transform.to_plain` of
+        each surgery says which.
+        """
+        state: dict[str, torch.Tensor] = dict(self.model.state_dict())
+        for transform in reversed(self.transforms):
+            state = transform.to_plain(state, self.model)
+        return state
 
     @property
     def accuracy(self) -> float | None:

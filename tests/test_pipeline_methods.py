@@ -17,6 +17,7 @@ from drivetrain.transforms import (
     ColOut,
     CutMix,
     CutOut,
+    Factorize,
     GradientClipping,
     LabelSmoothing,
     LayerFreezing,
@@ -226,6 +227,20 @@ def test_the_plan_tells_each_methods_place(toy: Toy) -> None:
     ]  # fmt: skip
     assert all(step.why for step in pipeline.plan().steps)
     assert {dataclasses.asdict(step)["asked_by"] for step in pipeline.plan().steps} >= {".transform()"}
+
+
+def test_the_result_exports_plain_names(toy: Toy) -> None:
+    """The factorised weights are multiplied out: a plain model computes the same with them."""
+    pipeline = toy.pipeline().transform(
+        Factorize(min_channels=1, min_features=1, latent_channels=2, latent_features=2)
+    )
+    result = fit(pipeline, 1)
+    assert set(result.model.state_dict()) != set(plain_model().state_dict())
+    plain = plain_model()
+    plain.load_state_dict(result.plain_state())
+    images = torch.rand(3, 3, SIDE, SIDE)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(images), result.model(images), rtol=1e-4, atol=1e-5)
 
 
 def test_a_plain_pipeline_does_nothing_more(toy: Toy) -> None:
