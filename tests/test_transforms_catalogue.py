@@ -25,6 +25,7 @@ from drivetrain.transforms import (
     StochasticDepth,
     Transform,
     TrivialAugment,
+    catalogue,
     get,
     to_dict,
 )
@@ -138,3 +139,22 @@ def test_declared_facts() -> None:
     assert {n for n, cls in TRANSFORMS.items() if cls.unused_parameters} == {"LayerFreezing"}
     assert {n for n, cls in TRANSFORMS.items() if cls.unsafe_with} == {"LayerFreezing"}
     assert {n for n, cls in TRANSFORMS.items() if cls.kind == "schedule"} == {"LayerFreezing"}
+
+
+def test_the_catalogue_lists_all_and_what_each_declares() -> None:
+    rows = {row.transform: row for row in catalogue()}
+    assert set(rows) == set(TRANSFORMS)
+    for name, row in rows.items():
+        cls = TRANSFORMS[name]
+        assert (row.kind, row.source) == (cls.kind, cls.source)
+        assert (row.renames == "yes") == cls.renames
+        assert row.fsdp == ("no" if "fsdp" in cls.unsafe_with else "yes")
+    assert rows["GyroDropout"].compiles == "no"
+    assert rows["BlurPool"].compiles == "yes"
+    assert rows["MixUp"].compiles == ""
+    assert rows["LayerFreezing"].ddp == "find_unused_parameters"
+    assert rows["LayerFreezing"].deepspeed == "no"
+    assert "smoothing=0.1" in rows["LabelSmoothing"].defaults
+    assert json.loads(json.dumps(catalogue().to_dict()))[0]["transform"] in TRANSFORMS
+    assert "WeightStandardization" in repr(catalogue())
+    assert catalogue()._repr_html_().count("<tr>") == len(TRANSFORMS) + 1

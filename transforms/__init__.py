@@ -4,6 +4,7 @@ report = BlurPool().apply(model)                  # what it changed, and what it
 loss = LabelSmoothing(0.1).loss(F.cross_entropy)
 ChannelsLast() == get("ChannelsLast")             # by name, as a recipe does
 get(**to_dict(BlurPool(min_channels=32)))         # there and back
+catalogue()                                       # the table of all
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from .base import Report as Report
 from .base import Session as Session
 from .base import State as State
 from .base import Transform as Transform
+from .table import Catalogue as Catalogue
+from .table import make_catalogue
 
 # isort: split
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
@@ -81,6 +84,11 @@ def get(name: str, **options: Any) -> Transform:
             tail = suggest(option, known) if known else " It has no options."
             raise PlanError(f"{name} has no option {option!r}.{tail}")
     return TRANSFORMS[name](**options)
+
+
+def catalogue() -> Catalogue:
+    """Every transform with its kind, defaults, source, what it renames, and where it is safe. Prints as a table."""
+    return make_catalogue(TRANSFORMS.values())
 
 
 def to_dict(transform: Transform) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""`catalogue()`: every transform in one table, from the facts that each declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .base import Transform
+
+HEADS = ("transform", "kind", "defaults", "renames", "compiles", "ddp", "fsdp", "deepspeed", "source")
+CHANGES_MODEL = ("surgery", "memory_format")
+
+
+@dataclass(frozen=True)
+class CatalogueRow:
+    """One transform.
+
+    Attributes:
+        transform: class name, which is also its name in a recipe.
+        kind: what it changes; see `base.Kind`.
+        defaults: its fields.
+        renames: whether parameter names or shapes in the state dict change (`to_plain` translates them back).
+        compiles: whether the changed model compiles whole, with fullgraph=True; empty where no model changes.
+        ddp, fsdp, deepspeed: whether it works under that family of strategies, or what it needs there.
+        source: the publication.
+    """
+
+    transform: str
+    kind: str
+    defaults: str
+    renames: str
+    compiles: str
+    ddp: str
+    fsdp: str
+    deepspeed: str
+    source: str
+
+
+class Catalogue(list[CatalogueRow]):
+    """The rows of `catalogue()`, which print as a table; in a notebook, as one in HTML."""
+
+    def __repr__(self) -> str:
+        table = Table(title="Transforms", title_justify="left")
+        for head in HEADS:
+            table.add_column(head, overflow="fold")
+        for row in self:
+            table.add_row(*map(escape, dataclasses.astuple(row)))
+        console = Console(file=io.StringIO(), width=160)
+        console.print(table)
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in HEADS)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in dataclasses.astuple(row)) + "</tr>"
+            for row in self
+        )
+        return f"<table><tr>{head}</tr>{rows}</table>"
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """The same as plain JSON types."""
+        return [dataclasses.asdict(row) for row in self]
+
+
+def make_catalogue(transforms: Iterable[type[Transform]]) -> Catalogue:
+    """The table of these classes, by kind and name."""
+    return Catalogue(sorted(map(_row, transforms), key=lambda row: (row.kind, row.transform)))
+
+
+def _row(cls: type[Transform]) -> CatalogueRow:
+    defaults = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(cls))
+    changes = cls.kind in CHANGES_MODEL
+    return CatalogueRow(
+        transform=cls.__name__,
+        kind=cls.kind,
+        defaults=defaults,
+        renames="yes" if cls.renames else "no",
+        compiles=("yes" if cls.compile_safe else "no") if changes else "",
+        ddp=_works(cls, "ddp"),
+        fsdp=_works(cls, "fsdp"),
+        deepspeed=_works(cls, "deepspeed"),
+        source=cls.source,
+    )
+
+
+def _works(cls: type[Transform], family: str) -> str:
+    if family in cls.unsafe_with:
+        return "no"
+    if family == "deepspeed":
+        return "not tried"
+    return "find_unused_parameters" if family == "ddp" and cls.unused_parameters else "yes"
