@@ -29,6 +29,7 @@ from .plan import sort_transforms
 from .progress import Progress
 from .provenance import provenance
 from .result import Epoch, FitResult, History, TrainingInterrupted, save_weights
+from .rules import check_epochs
 from .stages import is_whole
 
 
@@ -48,6 +49,7 @@ def fit(pipeline: Pipeline, *, epochs: int | None, out: str | Path | None, progr
     if not is_whole(epochs, 1):
         raise PlanError(f"epochs={epochs!r} must be an integer from 1 on.")
     pipeline.plan()
+    check_epochs(pipeline, epochs)
     pipeline = with_files(pipeline, progress)
     folder = None if out is None else make_folder(Path(out))
     try:
@@ -129,8 +131,7 @@ def _train(
         methods.begin_epoch(engine, built.train, image_size)
         with Progress(number, epochs, len(built.train) * batch_size, show=progress and lead) as bar:
             stats = train_epoch(engine, built.train, built.loss, schedule.advance, bar.update, methods)
-            engine.sync_buffers()
-            val_loss, accuracy = evaluate(engine, built.val, methods) if built.val else (None, None)
+            val_loss, accuracy, state = _evaluate(built, export=lead or under_torchrun())
             if not math.isfinite(stats.loss) or not math.isfinite(val_loss or 0.0):
                 raise DrivetrainError(
                     f"In epoch {number} the loss is {stats.loss}, in validation {val_loss}. Lower the learning "
@@ -146,15 +147,19 @@ def _train(
                 seconds=perf_counter() - start,
                 lr=schedule.lr,
             )
-            state = _export(built) if lead or under_torchrun() else {}
             _keep(outcome, epoch, state, folder if lead else None)
             bar.line(str(epoch))
+    methods.finish()
 
 
-def _export(built: Built) -> dict[str, torch.Tensor]:
-    """The weights that were evaluated, by plain names."""
-    with built.methods.evaluating():
-        return built.engine.export_state()
+def _evaluate(built: Built, export: bool) -> tuple[float | None, float | None, dict[str, torch.Tensor]]:
+    """Validation loss and accuracy, and the weights that have them, by plain names."""
+    engine, methods = built.engine, built.methods
+    engine.sync_buffers()
+    with methods.evaluating():
+        engine.sync_buffers()  # averages of buffers (EMA, SWA) are each rank's own, too
+        loss, accuracy = evaluate(engine, built.val, methods) if built.val else (None, None)
+        return loss, accuracy, engine.export_state() if export else {}
 
 
 def _keep(outcome: Outcome, epoch: Epoch, state: dict[str, torch.Tensor], folder: Path | None) -> None:

@@ -88,14 +88,10 @@ def evaluate(engine: Engine, batches: Iterable[Batch], methods: Methods | None =
     Args:
         engine: the model, made by a strategy.
         batches: `(images (B, 3, H, W), labels (B,))`.
-        methods: which weights count (EMA, SWA), and how an image is predicted; None: as the model stands.
+        methods: how an image is predicted; None: by the model alone. Which weights count is the caller's:
+            `with methods.evaluating()`.
     """
     methods = methods or Methods(())
-    with methods.evaluating():
-        return _evaluate(engine, batches, methods)
-
-
-def _evaluate(engine: Engine, batches: Iterable[Batch], methods: Methods) -> tuple[float, float]:
     engine.model.eval()
     sums = torch.zeros(3, device=engine.device, dtype=torch.float64)
     for images, labels in batches:

@@ -69,9 +69,13 @@ class Methods:
         self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
 
     def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: int) -> None:
-        """Sets what changes between epochs: the size the images are decoded at, and the frozen layers."""
+        """Sets what changes between epochs: the size the images are decoded at, and the frozen layers.
+
+        An epoch has one size, that of its middle.
+        """
         if self._resizing is not None:
-            size = self._resizing.size(image_size, self.clock.progress)
+            middle = (self.clock.step + len(loader) / 2) / max(self.clock.total, 1)
+            size = self._resizing.size(image_size, min(middle, 1.0))
             if size != loader.settings.image_size:
                 loader.set_image_size(size)
         if self._freezing is not None:
@@ -126,6 +130,11 @@ class Methods:
         self.clock.step += 1
         for session in self._sessions:
             session.after_step(self.clock.progress)
+
+    def finish(self) -> None:
+        """Ends the training: the model keeps the weights that are evaluated."""
+        for session in self._sessions:
+            session.finish()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

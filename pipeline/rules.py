@@ -33,6 +33,22 @@ def check_rules(pipeline: Pipeline) -> None:
         rule(pipeline)
 
 
+def check_epochs(pipeline: Pipeline, epochs: int) -> None:
+    """Refuses a training so short that a method never comes to its end.
+
+    Raises:
+        PlanError: naming the method and the remedy.
+    """
+    resizing, data = _find(pipeline, ProgressiveResizing), pipeline.data
+    if resizing is None or data is None or resizing.finetune == 0:
+        return
+    if resizing.size(data.image_size, 1 - 0.5 / epochs) < data.image_size:
+        raise PlanError(
+            f"{resizing} has one size per epoch, and of {epochs} none would be at full size. Train for more epochs, "
+            f"or set finetune to at least {0.5 / epochs:g}."
+        )
+
+
 def _unsafe_strategies(pipeline: Pipeline) -> None:
     strategy = pipeline.distribution.name
     for transform in pipeline.transforms:

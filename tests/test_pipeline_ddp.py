@@ -73,7 +73,10 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
             {},
         ),
         "mixed": (toy.pipeline().transform(MixUp(), CutMix(), ColOut(), CutOut()), {}),
-        "methods": (toy.pipeline().transform(SAM(), EMA(half_life=3), ProgressiveResizing()), {}),
+        "methods": (
+            toy.pipeline().transform(SAM(), EMA(half_life=3), ProgressiveResizing(finetune=0.25)),
+            {},
+        ),
         "freezing": (toy.pipeline().transform(LayerFreezing(0.0, 1.0)), {}),
         "clipped by value": (
             toy.pipeline().transform(GradientClipping("value", 0.01), NoWeightDecay(), TestTimeFlip()),

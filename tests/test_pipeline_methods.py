@@ -95,8 +95,19 @@ def test_images_grow_in_the_decoder(toy: Toy) -> None:
             shapes = {tuple(images.shape[2:]) for images, _ in loader}
             methods.clock.step += len(loader)
             sizes.append(shapes)
-    assert [next(iter(shapes))[0] for shapes in sizes] == [8, 8, 8, 10, 12, 14, 16, 16]
+    assert [next(iter(shapes))[0] for shapes in sizes] == [8, 8, 8, 10, 14, 16, 16, 16]
     assert all(len(shapes) == 1 for shapes in sizes)
+
+
+def test_too_few_epochs_to_grow(toy: Toy) -> None:
+    pipeline = toy.pipeline().transform(ProgressiveResizing())
+    with pytest.raises(PlanError, match=r"of 2 none would be at full size.* finetune to at least 0.25"):
+        fit(pipeline, 2)
+
+
+def test_an_average_that_never_began_is_told(toy: Toy) -> None:
+    with pytest.warns(UserWarning, match="SWA"):
+        fit(toy.pipeline().transform(SWA(0.98, 0.99)), 1)
 
 
 def test_evaluation_stays_at_full_size(toy: Toy) -> None:

@@ -256,6 +256,14 @@ def test_averages_of_another_model_are_refused() -> None:
         EMA().session(wide).load_state_dict(state)
 
 
+@pytest.mark.parametrize("method", [EMA(), SWA()], ids=repr)
+def test_parameters_that_deepspeed_emptied(method: EMA | SWA) -> None:
+    model = net()
+    model.head.weight.ds_shape = torch.Size([3, 4])  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match=r"'head.weight' cannot be kept: DeepSpeed's stage 3"):
+        method.session(model)
+
+
 def test_the_session_of_other_kinds_does_nothing() -> None:
     session, model = Session(), net()
     before = values(model)

@@ -137,7 +137,13 @@ def test_declared_facts() -> None:
         "SqueezeExcite",
     }
     assert {n for n, cls in TRANSFORMS.items() if cls.unused_parameters} == {"LayerFreezing"}
-    assert {n for n, cls in TRANSFORMS.items() if cls.unsafe_with} == {"LayerFreezing"}
+    assert {n: cls.unsafe_with for n, cls in TRANSFORMS.items() if cls.unsafe_with} == {
+        "EMA": ("deepspeed",),
+        "GradientClipping": ("deepspeed", "fairscale"),
+        "LayerFreezing": LayerFreezing.unsafe_with,
+        "SAM": ("deepspeed", "fairscale"),
+        "SWA": ("deepspeed",),
+    }
     assert {n for n, cls in TRANSFORMS.items() if cls.kind == "schedule"} == {"LayerFreezing"}
 
 

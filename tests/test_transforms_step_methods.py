@@ -77,11 +77,17 @@ def test_sam_restores_bit_for_bit(dtype: torch.dtype) -> None:
     assert torch.equal(flat(model.parameters()), after), "restoring twice undid a step"
 
 
-def test_sam_without_gradients_moves_nothing() -> None:
-    for grads in ([None], [[0.0, 0.0]], []):
-        parameters = parameters_with(*grads)
-        SAM().perturb(parameters)()
-        assert all(parameter.tolist() == [1, 1] for parameter in parameters)
+def test_sam_without_slope_moves_nothing() -> None:
+    parameters = parameters_with([0.0, 0.0], None)
+    SAM().perturb(parameters)
+    assert all(parameter.tolist() == [1, 1] for parameter in parameters)
+
+
+@pytest.mark.parametrize("call", [SAM().perturb, GradientClipping().clip, GradientClipping("adaptive").clip])
+def test_no_gradients_at_all_are_a_mistake(call) -> None:
+    for parameters in ([], parameters_with(None)):
+        with pytest.raises(PlanError, match="no parameter has a gradient; call it between"):
+            call(parameters)
 
 
 def test_when_sam_applies() -> None:
@@ -116,7 +122,6 @@ def test_clipping_the_norm() -> None:
         flat(p.grad for p in parameters[:2]), torch.tensor([0.6, 0, 0, 0.8]), rtol=0, atol=1e-5
     )
     assert GradientClipping("norm", 9.0).clip(parameters) == pytest.approx(1, abs=1e-5)
-    assert GradientClipping().clip([]) == 0
 
 
 def test_clipping_values() -> None:

@@ -1,7 +1,9 @@
-"""Transforms of images, the model and the loss: frozen values that each do one thing, in anybody's loop.
+"""Transforms of images, batches, the model, the loss and the loop: frozen values that each do one thing.
 
 report = BlurPool().apply(model)                  # what it changed, and what it could not
 loss = LabelSmoothing(0.1).loss(F.cross_entropy)
+images, targets = MixUp(0.2).batch(images, targets, BatchContext(generator, classes=10))
+averages = EMA(half_life=100).session(model)      # after_step(), evaluating(), finish()
 ChannelsLast() == get("ChannelsLast")             # by name, as a recipe does
 get(**to_dict(BlurPool(min_channels=32)))         # there and back
 catalogue()                                       # the table of all

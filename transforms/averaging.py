@@ -26,7 +26,8 @@ class Averages:
 
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
-        """Starts from the model's present values."""
+        """Starts from the model's present values; raises a `PlanError` under DeepSpeed's stage 3."""
+        refuse_partitioned(model)
         self._model = model
         _reshard(model)
         self._owners = dict(_owners(model))
@@ -109,6 +110,16 @@ class Averages:
         return {name: getattr(module, leaf).detach() for name, (module, leaf) in self._owners.items()}
 
 
+def refuse_partitioned(model: nn.Module) -> None:
+    """Raises a `PlanError` if DeepSpeed's stage 3 has put empty tensors in the place of the parameters."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_shape"):
+            raise PlanError(
+                f"The average of {name!r} cannot be kept: DeepSpeed's stage 3 has divided it among the ranks "
+                "and left an empty tensor; use fsdp2, or leave EMA and SWA out."
+            )
+
+
 def _owners(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
     """(name, (module, attribute)) of every parameter and buffer, tied ones once, by their first name."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -136,4 +147,4 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-__all__ = ["Averages"]
+__all__ = ["Averages", "refuse_partitioned"]

@@ -49,19 +49,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def check_whole(owner: object, field: str, least: int = 1) -> None:
-    """Raises a `PlanError` unless the field is a whole number ≥ `least`."""
-    value = getattr(owner, field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise _bad(owner, field, value, f"give a whole number ≥ {least}")
-
-
 def check_range(owner: object, field: str, interval: str) -> None:
     """Raises a `PlanError` unless the field is a finite number in `interval`, written as "(0, 1]"."""
     value = getattr(owner, field)
     low, high = (float(bound) for bound in interval[1:-1].split(","))
-    inside = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    inside = inside and (value > low or (value == low and interval[0] == "["))
+    inside = _is_number(value) and (value > low or (value == low and interval[0] == "["))
     inside = inside and (value < high or (value == high and interval[-1] == "]"))
     if not inside:
         raise _bad(owner, field, value, f"give a number in {interval}")

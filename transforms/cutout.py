@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from .base import BatchContext, Kind, Transform
-from .checks import check_range, check_whole
+from .checks import check_count, check_range
 from .images import check_batch
 
 
@@ -39,7 +39,7 @@ class CutOut(Transform):
     after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
 
     def __post_init__(self) -> None:
-        check_whole(self, "holes")
+        check_count(self, "holes", 1)
         check_range(self, "length", "(0, 1]")
 
     def batch(

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import PlanError
 from .averaging import Averages
 from .base import Kind, Session, Transform
-from .checks import check_range, check_whole
+from .checks import check_count, check_range
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class EMA(Transform):
 
     Buffers such as BatchNorm's running statistics are averaged like the weights; counters are copied (in
     Composer `num_batches_tracked` becomes 0). Half precision is averaged in float32. Costs the model's
-    memory once more, and twice inside `evaluating()`.
+    memory once more, and twice inside `evaluating()`. DeepSpeed's stage 3 leaves nothing on the model to average.
 
     The average starts from the weights at `session`: a half-life near the length of the whole training would
     evaluate mostly those.
@@ -34,7 +34,7 @@ class EMA(Transform):
 
     Raises:
         PlanError: at construction, if a value is out of range, or not exactly one of `half_life` and
-            `smoothing` is given.
+            `smoothing` is given; by `session`, if DeepSpeed's stage 3 has divided the parameters.
 
     Source: Tarvainen and Valpola, "Mean teachers are better role models", 2017, arXiv:1703.01780.
     """
@@ -45,6 +45,7 @@ class EMA(Transform):
 
     kind: ClassVar[Kind] = "loop"
     source: ClassVar[str] = "Tarvainen and Valpola 2017, arXiv:1703.01780"
+    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed",)
 
     def __post_init__(self) -> None:
         if (self.half_life is None) == (self.smoothing is None):
@@ -56,7 +57,7 @@ class EMA(Transform):
             check_range(self, "half_life", "(0, inf)")
         if self.smoothing is not None:
             check_range(self, "smoothing", "(0, 1)")
-        check_whole(self, "update_every")
+        check_count(self, "update_every", 1)
 
     @property
     def share(self) -> float:

@@ -11,8 +11,8 @@ from torch import nn
 
 from ..errors import PlanError
 from .base import Kind, Transform
-from .checks import check_range
-from .tensors import is_dtensor
+from .checks import check_choice, check_range
+from .tensors import is_dtensor, with_gradients
 
 By = Literal["norm", "value", "adaptive"]
 SMALLEST_WEIGHT = 1e-3
@@ -24,6 +24,9 @@ source's epsilon. Composer has none, and its biases that start at 0 stay there."
 class GradientClipping(Transform):
     """Bounds the gradients between the backward and the optimizer's step.
 
+    DeepSpeed takes the gradients away, and FairScale leaves each on one rank only, where a norm of the rest is
+    silently another: use the strategies' own clipping there.
+
     Attributes:
         by: `"norm"`: the 2-norm of all gradients together is at most the threshold. `"value"`: each element
             lies within ± threshold. `"adaptive"`: the gradient's norm of each unit (output channel; a
@@ -32,7 +35,8 @@ class GradientClipping(Transform):
             DeepSpeed); for `"adaptive"` the source takes 0.01.
 
     Raises:
-        PlanError: at construction, if a value is out of range; by `clip`, if `"adaptive"` meets shards.
+        PlanError: at construction, if a value is out of range; by `clip`, if there are no gradients (as with
+            DeepSpeed, which takes them away), or `"adaptive"` meets shards.
 
     Source: Pascanu et al. 2013, arXiv:1211.5063 (norm); Brock et al., "High-Performance Large-Scale Image
     Recognition Without Normalization", 2021, arXiv:2102.06171 (adaptive).
@@ -43,10 +47,10 @@ class GradientClipping(Transform):
 
     kind: ClassVar[Kind] = "optimizer"
     source: ClassVar[str] = "Pascanu et al. 2013, arXiv:1211.5063; Brock et al. 2021, arXiv:2102.06171"
+    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed", "fairscale")
 
     def __post_init__(self) -> None:
-        if self.by not in get_args(By):
-            raise PlanError(f"GradientClipping(by={self.by!r}): give one of {', '.join(get_args(By))}.")
+        check_choice(self, "by", get_args(By))
         check_range(self, "threshold", "(0, inf)")
 
     def clip(self, parameters: Iterable[torch.Tensor]) -> float | None:
@@ -56,7 +60,7 @@ class GradientClipping(Transform):
             For `"norm"` the norm before, over all ranks where the gradients are shards (which reads it
             back from the device: one synchronisation); else None.
         """
-        found = [p for p in parameters if p.grad is not None]
+        found = with_gradients(self, parameters)
         if self.by == "norm":
             norm = nn.utils.clip_grad_norm_(found, self.threshold)
             return float(norm.full_tensor() if is_dtensor(norm) else norm)

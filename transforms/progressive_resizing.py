@@ -9,7 +9,7 @@ import torch
 
 from ..errors import PlanError
 from .base import BatchContext, Kind, Transform
-from .checks import check_range, check_whole
+from .checks import check_count, check_range
 from .images import check_batch, resize
 
 
@@ -48,7 +48,7 @@ class ProgressiveResizing(Transform):
         check_range(self, "initial_scale", "(0, 1]")
         check_range(self, "delay", "[0, 1]")
         check_range(self, "finetune", "[0, 1]")
-        check_whole(self, "size_increment")
+        check_count(self, "size_increment", 1)
         if self.delay + self.finetune > 1 + 1e-9:  # 0.7 + 0.3 may be a little above 1
             raise PlanError(
                 f"ProgressiveResizing(delay={self.delay}, finetune={self.finetune}): together they are more "

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from .base import Kind, Transform
-from .checks import check_range, check_whole
-from .tensors import locals_of, total_norm
+from .checks import check_count, check_range
+from .tensors import locals_of, total_norm, with_gradients
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class SAM(Transform):
 
     The second pass updates BatchNorm's statistics once more, unless it runs inside `buffers_kept(model)`.
     Gradients are those of all ranks if the loop synchronises the first pass; Composer does not, so that
-    each of its ranks perturbs by its own.
+    each of its ranks perturbs by its own. DeepSpeed takes the gradients away, and FairScale leaves each on one
+    rank only, so that neither can perturb.
 
     Attributes:
         rho: distance to the worst point, in the 2-norm of all weights together. Number > 0. Default 0.05,
@@ -36,7 +37,7 @@ class SAM(Transform):
             Default 1, as in Composer.
 
     Raises:
-        PlanError: at construction, if a value is out of range.
+        PlanError: at construction, if a value is out of range; by `perturb`, if there are no gradients.
 
     Source: Foret et al., "Sharpness-Aware Minimization", 2021, arXiv:2010.01412.
     """
@@ -46,10 +47,11 @@ class SAM(Transform):
 
     kind: ClassVar[Kind] = "optimizer"
     source: ClassVar[str] = "Foret et al. 2021, arXiv:2010.01412"
+    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed", "fairscale")
 
     def __post_init__(self) -> None:
         check_range(self, "rho", "(0, inf)")
-        check_whole(self, "interval")
+        check_count(self, "interval", 1)
 
     def applies(self, step: int) -> bool:
         """Whether the step that follows `step` optimizer steps is a perturbed one."""
@@ -65,15 +67,14 @@ class SAM(Transform):
         Returns:
             A function that puts the parameters back, bit for bit; called again it does nothing.
         """
-        moved = [p for p in parameters if p.grad is not None]
+        moved = with_gradients(self, parameters)
         gradients = [p.grad for p in moved if p.grad is not None]
         norm = total_norm(gradients)
         weights, slopes = locals_of(moved), locals_of(gradients)
         before = [(weight, weight.clone()) for weight in weights]
         scale = self.rho / (norm + 1e-12)
         # Not foreach's `alpha`, which would have to be read back from the device first.
-        if weights:
-            torch._foreach_add_(weights, [slope * scale.to(slope.device) for slope in slopes])
+        torch._foreach_add_(weights, [slope * scale.to(slope.device) for slope in slopes])
 
         @torch.no_grad()
         def restore() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import DataError, PlanError
 from .base import BatchContext, Kind, Loss, Transform
-from .checks import check_range, check_whole
+from .checks import check_count, check_range
 from .images import check_batch, resize
 from .label_smoothing import SmoothedLoss
 from .tensors import buffers_kept
@@ -66,7 +66,7 @@ class SelectiveBackprop(Transform):
         check_range(self, "end", "[0, 1]")
         check_range(self, "keep", "(0, 1)")
         check_range(self, "scale_factor", "(0, 1]")
-        check_whole(self, "interrupt", 0)
+        check_count(self, "interrupt")
         if self.end <= self.start:
             raise PlanError(
                 f"SelectiveBackprop(start={self.start}, end={self.end}): nothing lies between; "

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import DataError, PlanError
 from .base import BatchContext, Kind, Transform
-from .checks import check_bool, check_range, check_whole
+from .checks import check_bool, check_count, check_range
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SeqLengthWarmup(Transform):
     def __post_init__(self) -> None:
         check_range(self, "duration", "[0, 1]")
         for field in ("min_seq_length", "max_seq_length", "step_size"):
-            check_whole(self, field)
+            check_count(self, field, 1)
         check_bool(self, "truncate")
         if self.max_seq_length < self.min_seq_length:
             raise PlanError(

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..errors import PlanError
-from .averaging import Averages
+from .averaging import Averages, refuse_partitioned
 from .base import Kind, Session, Transform
-from .checks import check_range, check_whole
+from .checks import check_count, check_range
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class SWA(Transform):
     remains, `torch.optim.swa_utils.update_bn(loader, model)` after `finish()` measures them.
 
     Between the two points an evaluation sees the mean so far. Half precision is averaged in float32. From
-    `start` to `end` it costs the model's memory once more.
+    `start` to `end` it costs the model's memory once more. DeepSpeed's stage 3 leaves nothing on the model to
+    average.
 
     Attributes:
         start: share of the training after which it begins. Number in [0, 1). Default 0.7, as in Composer.
@@ -36,7 +37,8 @@ class SWA(Transform):
             of the same path make the same mean more finely.
 
     Raises:
-        PlanError: at construction, if a value is out of range.
+        PlanError: at construction, if a value is out of range; by `session`, if DeepSpeed's stage 3 has
+            divided the parameters.
 
     Source: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
     arXiv:1803.05407.
@@ -48,11 +50,12 @@ class SWA(Transform):
 
     kind: ClassVar[Kind] = "loop"
     source: ClassVar[str] = "Izmailov et al. 2018, arXiv:1803.05407"
+    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed",)
 
     def __post_init__(self) -> None:
         check_range(self, "start", "[0, 1)")
         check_range(self, "end", "(0, 1]")
-        check_whole(self, "update_every")
+        check_count(self, "update_every", 1)
         if self.end <= self.start:
             raise PlanError(
                 f"SWA(start={self.start}, end={self.end}): nothing lies between; give an end above the start."
@@ -67,6 +70,7 @@ class SWASession(Session):
     """The mean of one training."""
 
     def __init__(self, options: SWA, model: nn.Module) -> None:
+        refuse_partitioned(model)
         self._options = options
         self._model = model
         self._mean: Averages | None = None  # there from the first weights that count until it is installed

@@ -5,12 +5,14 @@ DTensors are told without importing their class, which takes a distributed build
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+
+from ..errors import PlanError
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[Any]:
@@ -33,6 +35,21 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
+def with_gradients(owner: object, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters that have a gradient.
+
+    Raises:
+        PlanError: if none has, for `owner` would silently do nothing.
+    """
+    found = [parameter for parameter in parameters if parameter.grad is not None]
+    if not found:
+        raise PlanError(
+            f"{type(owner).__name__}: no parameter has a gradient; call it between the backward and the "
+            "optimizer's step, with a strategy that leaves gradients on the parameters (DeepSpeed does not)."
+        )
+    return found
+
+
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Inside it forwards may change buffers; on leaving, all buffers are as they were, bit for bit.
@@ -49,4 +66,4 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-__all__ = ["buffers_kept", "is_dtensor", "locals_of", "total_norm"]
+__all__ = ["buffers_kept", "is_dtensor", "locals_of", "total_norm", "with_gradients"]
