@@ -44,12 +44,8 @@ def _source(operation: Any, magnitude: Any, height: Any, width: Any) -> Any:
         return 1.0, 0.0, -float(int(magnitude)), 0.0, 1.0, 0.0
     if operation == TRANSLATE_Y:
         return 1.0, 0.0, 0.0, 0.0, 1.0, -float(int(magnitude))
-    cos, sin, x, y = (
-        math.cos(math.radians(magnitude)),
-        math.sin(math.radians(magnitude)),
-        width / 2,
-        height / 2,
-    )
+    cos, sin = math.cos(math.radians(magnitude)), math.sin(math.radians(magnitude))
+    x, y = width / 2, height / 2
     return cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y
 
 
