@@ -2,7 +2,7 @@
 
 Arithmetic is Pillow's, so that RandAugment and TrivialAugment give torchvision's images of the same draws level
 for level. In AugMix, torchvision works on tensors, interpolated bilinearly: so does this, but its colours are
-Pillow's, up to 2 levels from torchvision's.
+Pillow's, up to 1 level from torchvision's.
 """
 
 from __future__ import annotations
