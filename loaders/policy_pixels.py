@@ -2,7 +2,7 @@
 
 Arithmetic is Pillow's, so that RandAugment and TrivialAugment give torchvision's images of the same draws level
 for level. In AugMix, torchvision works on tensors, interpolated bilinearly: so does this, but its colours are
-Pillow's, up to 2 levels from torchvision's.
+Pillow's, up to 1 level from torchvision's.
 """
 
 from __future__ import annotations
@@ -44,12 +44,8 @@ def _source(operation: Any, magnitude: Any, height: Any, width: Any) -> Any:
         return 1.0, 0.0, -float(int(magnitude)), 0.0, 1.0, 0.0
     if operation == TRANSLATE_Y:
         return 1.0, 0.0, 0.0, 0.0, 1.0, -float(int(magnitude))
-    cos, sin, x, y = (
-        math.cos(math.radians(magnitude)),
-        math.sin(math.radians(magnitude)),
-        width / 2,
-        height / 2,
-    )
+    cos, sin = math.cos(math.radians(magnitude)), math.sin(math.radians(magnitude))
+    x, y = width / 2, height / 2
     return cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y
 
 

@@ -23,7 +23,8 @@ def stock(path):
     return sum(len(labels) for _, labels in Loader(path, 3, num_workers=2, pipelines=decoders))
 
 def ours(path):
-    with FFCVLoader(path, batch_size=3, image_size=32, workers=2, crop=sys.argv[2]) as loader:
+    options = {"batch_size": 3, "image_size": 32, "workers": 2, "policy": {"name": "aug_mix"}}
+    with FFCVLoader(path, crop=sys.argv[2], **options) as loader:
         return torch.cat([images for images, _ in loader])
 
 path, first = sys.argv[1], sys.argv[3]
