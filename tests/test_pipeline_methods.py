@@ -9,6 +9,7 @@ import pytest
 import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
+from drivetrain.pipeline.loop import train_epoch
 from drivetrain.pipeline.methods import Methods
 from drivetrain.transforms import (
     EMA,
@@ -95,19 +96,28 @@ def test_images_grow_in_the_decoder(toy: Toy) -> None:
             shapes = {tuple(images.shape[2:]) for images, _ in loader}
             methods.clock.step += len(loader)
             sizes.append(shapes)
-    assert [next(iter(shapes))[0] for shapes in sizes] == [8, 8, 8, 10, 14, 16, 16, 16]
+    assert [next(iter(shapes))[0] for shapes in sizes] == [8, 8, 8, 12, 12, 16, 16, 16]
     assert all(len(shapes) == 1 for shapes in sizes)
 
 
 def test_too_few_epochs_to_grow(toy: Toy) -> None:
-    pipeline = toy.pipeline().transform(ProgressiveResizing())
+    pipeline = toy.pipeline().transform(ProgressiveResizing(size_increment=1))
     with pytest.raises(PlanError, match=r"of 2 none would be at full size.* finetune to at least 0.25"):
         fit(pipeline, 2)
 
 
-def test_an_average_that_never_began_is_told(toy: Toy) -> None:
-    with pytest.warns(UserWarning, match="SWA"):
-        fit(toy.pipeline().transform(SWA(0.98, 0.99)), 1)
+def test_in_the_end_the_model_has_the_average(toy: Toy) -> None:
+    with toy.pipeline().transform(EMA(half_life=3)).build() as built:
+        engine, methods = built.engine, built.methods
+        methods.begin(engine, len(built.train))
+        train_epoch(engine, built.train, built.loss, methods=methods)
+        trained = engine.export_state()
+        with methods.evaluating():
+            average = engine.export_state()
+        assert not torch.equal(trained["0.weight"], average["0.weight"])
+        torch.testing.assert_close(engine.export_state(), trained, rtol=0, atol=0)
+        methods.finish()
+        torch.testing.assert_close(engine.export_state(), average, rtol=0, atol=0)
 
 
 def test_evaluation_stays_at_full_size(toy: Toy) -> None:
