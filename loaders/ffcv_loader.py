@@ -17,7 +17,7 @@ from . import libffcv
 from .beton import Beton, open_beton
 from .epochs import Batch, EpochLoader
 from .machine import available_cores
-from .settings import is_whole, make_settings
+from .settings import check_device, is_whole, make_settings
 
 if TYPE_CHECKING:
     from .decoding import Decoder
@@ -43,7 +43,7 @@ class FFCVLoader(EpochLoader):
         workers: threads; None: one per available core.
         order: `"random"`, `"sequential"`, or `"quasi_random"`, which mixes about 16 batches at a time, so that
             a file larger than the memory is read in long stretches; None: random in training.
-        indices: the samples to use; None: all.
+        indices: the samples to use, as numbers or as a mask of booleans; None: all.
         device: where the batches go; on a GPU they are copied from pinned memory without waiting.
         batches_ahead: batches in preparation while one is in use. 3, FFCV's default.
         operations: further FFCV operations (`ffcv.transforms`), applied to the uint8 images of each sample
@@ -107,7 +107,7 @@ class FFCVLoader(EpochLoader):
             raise DataError(f"workers={workers!r} must be at least 1, or None for one per core.")
         if not is_whole(batches_ahead, 1):
             raise DataError(f"batches_ahead={batches_ahead!r} must be at least 1.")
-        self.workers, self.device = workers or available_cores(), torch.device(device)
+        self.workers, self.device = workers or available_cores(), check_device(device)
         self._ahead, self._operations = batches_ahead, tuple(operations)
         self.beton: Beton = open_beton(path)
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)

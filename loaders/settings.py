@@ -123,8 +123,27 @@ def make_settings(**settings: Any) -> Settings:
     return Settings(**settings)
 
 
+def check_device(device: torch.device | str) -> torch.device:
+    """The device that batches go to.
+
+    Raises:
+        DataError: if the name means nothing, or there is no such device here.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise DataError(f"device={device!r} is no device of torch; use 'cpu' or 'cuda'.") from None
+    if found.type not in ("cpu", "cuda"):
+        raise DataError(f"device={device!r} is not one that batches are copied to; use 'cpu' or 'cuda'.")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise DataError(
+            f"device={device!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices."
+        )
+    return found
+
+
 def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
-    """The subset of samples to load, or all of them.
+    """The subset of samples to load, or all of them; of a mask `(samples,)` of booleans, those that are true.
 
     Raises:
         DataError: if one is out of range, or none is left.
@@ -132,6 +151,8 @@ def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
     if indices is None:
         return np.arange(samples, dtype=np.int64)
     chosen = np.asarray(indices)
+    if chosen.dtype == np.bool_ and chosen.shape == (samples,):
+        chosen = np.flatnonzero(chosen)
     if chosen.ndim != 1 or len(chosen) == 0 or not np.issubdtype(chosen.dtype, np.integer):
         raise DataError(f"indices must be a non-empty list of sample numbers, not {indices!r:.80}.")
     outside = (chosen < 0) | (chosen >= samples)

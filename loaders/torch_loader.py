@@ -8,62 +8,21 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, get_worker_info
-from torchvision.datasets import ImageFolder, VisionDataset
 from torchvision.datasets.vision import StandardTransform
-from torchvision.transforms import v2
 
 from ..errors import DataError, DrivetrainError
-from .beton import Beton, open_beton
 from .epochs import Batch, EpochLoader
 from .machine import available_cores
-from .policies import torchvision_policy
-from .settings import Settings, is_whole, make_settings
-from .sources import FolderSource
-
-
-class BetonDataset(VisionDataset):  # type: ignore[misc]
-    """A `.beton` file as an ordinary torchvision data set: PIL decodes, `transform` does the rest.
-
-    Args:
-        path: the file.
-        transform: from PIL image to what a batch is made of.
-        verify: compare each sample with its CRC-32 in the manifest.
-    """
-
-    def __init__(self, path: str | Path, transform: Any = None, verify: bool = False) -> None:
-        super().__init__(str(path), transform=transform)
-        self._beton: Beton | None = None
-        self._verify = verify
-        self.classes = self.beton.classes
-
-    @property
-    def beton(self) -> Beton:
-        if self._beton is None:
-            self._beton = open_beton(self.root)
-        return self._beton
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_beton": None}  # each worker process maps the file itself
-
-    def __len__(self) -> int:
-        return len(self.beton)
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        beton = self.beton
-        if self._verify and beton.checksums is not None and beton.checksum(index) != beton.checksums[index]:
-            raise beton.sample_error(index, "its data changed since the conversion (CRC-32)")
-        image, label = beton.image(index), beton.read(beton.label_name, np.array([index]))[0]
-        label = label.item() if label.ndim == 0 else torch.from_numpy(label)
-        return (image if self.transform is None else self.transform(image)), label
+from .settings import check_device, is_whole, make_settings
+from .torch_dataset import BetonDataset, make_transform, open_dataset
 
 
 class TorchLoader(EpochLoader):
@@ -102,11 +61,11 @@ class TorchLoader(EpochLoader):
         checked = make_settings(order=order, **settings)
         if checked.interpolation != "bilinear":
             raise DataError("interpolation='area' is FFCV's; PyTorch's transforms have 'bilinear'.")
-        self.dataset = _dataset(source, _transform(checked), checked.verify)
+        self.dataset = open_dataset(source, make_transform(checked), checked.verify)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
         super().__init__(checked, indices, len(self.dataset), beton)
         self.workers = available_cores() if workers is None else workers
-        self.device = torch.device(device)
+        self.device = check_device(device)
         self._sampler = _Sampler()
         self._generator = torch.Generator()  # DataLoader draws from it; the global one is left alone
         self._ahead = batches_ahead
@@ -135,7 +94,7 @@ class TorchLoader(EpochLoader):
     def set_image_size(self, image_size: int) -> None:
         """As `EpochLoader.set_image_size`; the worker processes are started anew."""
         super().set_image_size(image_size)
-        self.dataset.transform = _transform(self.settings)
+        self.dataset.transform = make_transform(self.settings)
         if hasattr(self.dataset, "transforms"):  # torchvision's data sets keep both
             self.dataset.transforms = StandardTransform(self.dataset.transform)
 
@@ -241,60 +200,6 @@ class _Sampler:
 
     def __len__(self) -> int:
         return len(self.batches)
-
-
-def _dataset(source: Any, transform: Any, verify: bool) -> Any:
-    if not isinstance(source, str | Path):
-        if not hasattr(source, "transform") or not hasattr(source, "__len__"):
-            raise DataError(
-                f"A {type(source).__name__} cannot be loaded; give a folder, a .beton file or a torchvision "
-                "data set (with `transform` and len())."
-            )
-        source.transform = transform
-        return source
-    if Path(source).is_dir():
-        FolderSource(Path(source))  # its errors say what is wrong with the folder, and the remedy
-        return ImageFolder(str(source), transform=transform)
-    return BetonDataset(source, transform, verify)
-
-
-def _transform(settings: Settings) -> Any:
-    """torchvision's version of what `FFCVLoader` does, from PIL image to tensor."""
-    side = settings.image_size
-    steps: list[Any] = []
-    if settings.train and settings.crop == "resized":
-        steps.append(v2.RandomResizedCrop(side, scale=settings.scale, ratio=settings.ratio))
-    elif settings.train:
-        steps.append(v2.RandomCrop(side, padding=settings.padding or None, padding_mode="reflect"))
-    else:
-        steps += [v2.Resize(round(side / settings.eval_ratio)), v2.CenterCrop(side)]
-    if settings.train and settings.flip:
-        steps.append(v2.RandomHorizontalFlip())
-    if settings.train and any(settings.color_jitter):
-        steps.append(v2.ColorJitter(*settings.color_jitter))
-    if settings.train and settings.policy is not None:
-        steps.append(torchvision_policy(settings.policy))
-    steps.append(v2.PILToTensor())
-    if settings.train and settings.cutout:
-        steps.append(_CutOut(settings.cutout, settings.mean))
-    if settings.dtype != torch.uint8:
-        steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
-        steps.append(v2.ToDtype(settings.dtype))
-    return v2.Compose(steps)
-
-
-class _CutOut(torch.nn.Module):
-    """Fills a square inside an image `(3, H, W)` uint8 with the mean colour, as `FFCVLoader` does."""
-
-    def __init__(self, side: int, mean: Sequence[float]) -> None:
-        super().__init__()
-        self.side = side
-        self.fill = torch.tensor([round(level * 255) for level in mean], dtype=torch.uint8).view(3, 1, 1)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        top, left = (int(torch.randint(size - self.side + 1, ())) for size in image.shape[1:])
-        image[:, top : top + self.side, left : left + self.side] = self.fill
-        return image
 
 
 @contextmanager

@@ -211,6 +211,7 @@ def test_indices_choose_and_can_be_changed(numbered: Path) -> None:
     chosen = [3, 7, 20, 11, 5]
     assert order(numbered, indices=chosen, order="sequential") == chosen
     assert sorted(order(numbered, indices=np.array(chosen))) == sorted(chosen)
+    assert order(numbered, indices=np.arange(COUNT) % 4 == 1, train=False) == list(range(1, COUNT, 4))
     with loader(numbered, train=False) as made:
         assert len([made.set_indices([2, 1]), *made]) == 2
         assert [labels.tolist() for _, labels in made] == [[2, 1]]

@@ -1,0 +1,113 @@
+"""What `TorchLoader` reads from, and torchvision's transforms that do what `FFCVLoader` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchvision.datasets import ImageFolder, VisionDataset
+from torchvision.transforms import v2
+
+from ..errors import DataError
+from .beton import Beton, open_beton
+from .policies import torchvision_policy
+from .settings import Settings
+from .sources import FolderSource
+
+
+class BetonDataset(VisionDataset):  # type: ignore[misc]
+    """A `.beton` file as an ordinary torchvision data set: PIL decodes, `transform` does the rest.
+
+    Args:
+        path: the file.
+        transform: from PIL image to what a batch is made of.
+        verify: compare each sample with its CRC-32 in the manifest.
+    """
+
+    def __init__(self, path: str | Path, transform: Any = None, verify: bool = False) -> None:
+        super().__init__(str(path), transform=transform)
+        self._beton: Beton | None = None
+        self._verify = verify
+        self.classes = self.beton.classes
+
+    @property
+    def beton(self) -> Beton:
+        if self._beton is None:
+            self._beton = open_beton(self.root)
+        return self._beton
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_beton": None}  # each worker process maps the file itself
+
+    def __len__(self) -> int:
+        return len(self.beton)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        beton = self.beton
+        if self._verify and beton.checksums is not None and beton.checksum(index) != beton.checksums[index]:
+            raise beton.sample_error(index, "its data changed since the conversion (CRC-32)")
+        image, label = beton.image(index), beton.read(beton.label_name, np.array([index]))[0]
+        label = label.item() if label.ndim == 0 else torch.from_numpy(label)
+        return (image if self.transform is None else self.transform(image)), label
+
+
+def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
+    """An ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform.
+
+    Raises:
+        DataError, BetonError: for a source that is none of these.
+    """
+    if not isinstance(source, str | Path):
+        if not hasattr(source, "transform") or not hasattr(source, "__len__"):
+            raise DataError(
+                f"A {type(source).__name__} cannot be loaded; give a folder, a .beton file or a torchvision "
+                "data set (with `transform` and len())."
+            )
+        source.transform = transform
+        return source
+    if Path(source).is_dir():
+        FolderSource(Path(source))  # its errors say what is wrong with the folder, and the remedy
+        return ImageFolder(str(source), transform=transform)
+    return BetonDataset(source, transform, verify)
+
+
+def make_transform(settings: Settings) -> Any:
+    """torchvision's version of what `FFCVLoader` does, from PIL image to tensor."""
+    side = settings.image_size
+    steps: list[Any] = []
+    if settings.train and settings.crop == "resized":
+        steps.append(v2.RandomResizedCrop(side, scale=settings.scale, ratio=settings.ratio))
+    elif settings.train:
+        steps.append(v2.RandomCrop(side, padding=settings.padding or None, padding_mode="reflect"))
+    else:
+        steps += [v2.Resize(round(side / settings.eval_ratio)), v2.CenterCrop(side)]
+    if settings.train and settings.flip:
+        steps.append(v2.RandomHorizontalFlip())
+    if settings.train and any(settings.color_jitter):
+        steps.append(v2.ColorJitter(*settings.color_jitter))
+    if settings.train and settings.policy is not None:
+        steps.append(torchvision_policy(settings.policy))
+    steps.append(v2.PILToTensor())
+    if settings.train and settings.cutout:
+        steps.append(CutOut(settings.cutout, settings.mean))
+    if settings.dtype != torch.uint8:
+        steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
+        steps.append(v2.ToDtype(settings.dtype))
+    return v2.Compose(steps)
+
+
+class CutOut(torch.nn.Module):
+    """Fills a square inside an image `(3, H, W)` uint8 with the mean colour, as `FFCVLoader` does."""
+
+    def __init__(self, side: int, mean: Sequence[float]) -> None:
+        super().__init__()
+        self.side = side
+        self.fill = torch.tensor([round(level * 255) for level in mean], dtype=torch.uint8).view(3, 1, 1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        top, left = (int(torch.randint(size - self.side + 1, ())) for size in image.shape[1:])
+        image[:, top : top + self.side, left : left + self.side] = self.fill
+        return image
