@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -123,7 +124,13 @@ def convert(
         raise DataError(f"The {samples.kind} holds no samples; there is nothing to convert.")
     job = Job(samples, encoding, first_fields(samples, wanted, on_error), on_error)
     names = list(classes or samples.classes)
-    about = {"classes": names, "source": samples.kind, "settings": asdict(encoding)}
+    named = f" {source}" if isinstance(source, str | Path) else ""
+    about = {
+        "classes": names,
+        "source": samples.kind + named,
+        "settings": asdict(encoding),
+        "drivetrain": _version(),
+    }
     encoded = encoded_samples(job, workers or available_cores(), progress)
     try:
         written = write_beton(out, encoded, len(samples), job.fields, about)
@@ -140,6 +147,14 @@ def convert(
         size=out.stat().st_size,
         seconds=perf_counter() - start,
     )
+
+
+def _version() -> str | None:
+    """Of Drivetrain; None where it runs from a folder that is not installed."""
+    try:
+        return version("drivetrain")
+    except PackageNotFoundError:
+        return None
 
 
 def _check_arguments(out: Path, workers: int | None, on_error: str) -> None:

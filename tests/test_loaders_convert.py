@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import struct
 import zlib
@@ -240,6 +241,8 @@ def test_manifest(tmp_path: Path) -> None:
     assert manifest["stored"] == how
     assert set(how) == {"passed through", "scaled down", "stored"}
     assert manifest["classes"] == ["ant", "bee", "cat"]
+    assert manifest["source"] == f"folder {folder}"
+    assert manifest["drivetrain"] == importlib.metadata.version("drivetrain")
     assert manifest["settings"] == {
         "max_resolution": 100, "min_resolution": None, "quality": 77, "write_mode": "auto",
         "smart_threshold": None, "compress_probability": 0.5,
