@@ -17,6 +17,7 @@ from strategy_jobs import make_optimizer, refusal
 from surgery_cases import CASES as SURGERY_CASES
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 STEPS, BATCH = 8, 8
@@ -170,6 +171,7 @@ def everything(extra: bool = True) -> dict[str, object]:
         results["gradients"] = microbatch_gradients()
         results["stale"] = evaluated_before_step()
         results["layouts"] = activation_layouts()
+        results["gathered"] = {name: gathered_after_forward(name) for name in FAMILY}
         results["optimizer"] = optimizer_kinds()
         results["meta"] = from_meta()
         results["refusals"] = refusals()
@@ -220,6 +222,14 @@ def activation_layouts() -> dict[str, bool]:
             )
     engine.model(batch(0, 16)[0])
     return found
+
+
+def gathered_after_forward(strategy: str) -> tuple[bool, bool]:
+    """Whether a block's parameters, and the root's, are whole between forward and backward."""
+    engine = strategies.get(strategy, device="cpu").prepare(models.resnet(), make_optimizer("sgd"))
+    engine.model(batch(0, 16)[0])
+    block, root = engine.plain_model[4].conv1.weight, engine.plain_model[0].weight
+    return not isinstance(block, DTensor), not isinstance(root, DTensor)
 
 
 def optimizer_kinds() -> list[str]:

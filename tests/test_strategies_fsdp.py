@@ -133,6 +133,14 @@ def test_activations_are_channels_last_if_the_weights_were(ranks: Ranks) -> None
     assert all(ranks[0]["layouts"].values())
 
 
+@names
+def test_blocks_are_freed_after_their_forward_except_by_grad_op(ranks: Ranks, name: str) -> None:
+    for rank in ranks:
+        block, root = rank["gathered"][name]
+        assert block == (name == "fsdp_grad_op")
+        assert root
+
+
 def test_the_optimizer_is_made_of_shards(ranks: Ranks) -> None:
     assert [rank["optimizer"] for rank in ranks] == [["DTensor"]] * 2
 
