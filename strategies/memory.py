@@ -6,25 +6,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .base import Engine
+
+ADAMW_BYTES = 16.0
+"""Bytes per parameter of AdamW in fp32: 4 for the parameter, 4 for its gradient, 8 for the optimizer. A rank
+keeps this where all is whole (single, ddp), and 1/N of it where N ranks divide all three (fsdp)."""
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes that one rank holds between two forwards, wherever they are; activations are not among them.
-
-    With AdamW in fp32 a parameter takes 4 + 4 + 8 = 16 bytes where all is whole, 16/N where N ranks divide it.
-    """
+    """Bytes that one rank holds between backward and step, on whatever device; activations are not counted."""
 
     parameters: int
     gradients: int
     optimizer: int
+    count: int
+    """Parameters of the whole model."""
 
     @property
-    def total(self) -> int:
-        """All three together."""
-        return self.parameters + self.gradients + self.optimizer
+    def per_parameter(self) -> float:
+        """All three together, for each parameter of the whole model; to be compared with `ADAMW_BYTES`."""
+        return (self.parameters + self.gradients + self.optimizer) / self.count
 
 
 def held_bytes(engine: Engine) -> HeldBytes:
@@ -32,7 +36,7 @@ def held_bytes(engine: Engine) -> HeldBytes:
 
     Gradients are there only between the last `backward` and `step`, and most optimizers make their state in
     the first step: call it after the second step's `backward`. Memory that tensors share, such as DDP's
-    buckets, counts once and whole, with its padding.
+    buckets, counts once and whole. Padding counts too: FSDP2 rounds the first dimension up to the ranks.
     """
     parameters = list(engine.plain_model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -42,15 +46,14 @@ def held_bytes(engine: Engine) -> HeldBytes:
         for value in values.values()
         if isinstance(value, torch.Tensor)
     ]
-    return HeldBytes(_bytes(parameters), _bytes(gradients), _bytes(state))
+    count = sum(parameter.numel() for parameter in parameters)
+    return HeldBytes(_bytes(parameters), _bytes(gradients), _bytes(state), count)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = [_local(tensor).untyped_storage() for tensor in tensors]
+    storages = [_own_part(tensor.detach()).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, of a DTensor; else the tensor."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

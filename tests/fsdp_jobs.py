@@ -271,6 +271,8 @@ def held(strategy: str, **options: object) -> tuple[float, float, float]:
         bytes_ = held_bytes(engine)
         if step == 0:
             engine.step()
+    assert bytes_.count == count
+    assert bytes_.per_parameter == (bytes_.parameters + bytes_.gradients + bytes_.optimizer) / count
     return bytes_.parameters / count, bytes_.gradients / count, bytes_.optimizer / count
 
 

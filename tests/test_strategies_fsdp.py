@@ -10,6 +10,7 @@ import torch
 from drivetrain import strategies
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import FSDP, HSDP, FSDPCPUOffload, launch
+from drivetrain.strategies.memory import ADAMW_BYTES
 from fsdp_jobs import BF16, CASES, FAMILY, KINDS, Case, Run, everything, on_meta, surgeries, train
 from strategy_jobs import make_optimizer
 from torch import nn
@@ -65,7 +66,7 @@ def test_one_rank_trains_like_one_device() -> None:
     [rank] = launch(everything, False, devices=1, timeout=180)
     for name in FAMILY:
         check_cases([rank], name)
-    assert sum(rank["held"]["fsdp"]) == pytest.approx(16, rel=0.05)
+    assert sum(rank["held"]["fsdp"]) == pytest.approx(ADAMW_BYTES, rel=0.05)
 
 
 @pytest.mark.slow
@@ -74,9 +75,10 @@ def test_four_ranks_train_like_one_device() -> None:
     for name in FAMILY:
         check_cases(ranks, name)
     for rank in ranks:
-        totals = {name: sum(held) for name, held in rank["held"].items()}
+        totals = {name: sum(held) / ADAMW_BYTES for name, held in rank["held"].items()}
         assert totals == pytest.approx(
-            {"ddp": 16, "fsdp": 4, "fsdp_grad_op": 4, "fsdp_cpu_offload": 4, "hsdp": 8}, rel=0.05
+            {"ddp": 1, "fsdp": 1 / 4, "fsdp_grad_op": 1 / 4, "fsdp_cpu_offload": 1 / 4, "hsdp": 1 / 2},
+            rel=0.05,
         )
 
 
