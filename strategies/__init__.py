@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "DDP": "ddp",
     "Engine": "base",
+    "FSDP": "fsdp",
+    "FSDPCPUOffload": "fsdp",
+    "FSDPGradOp": "fsdp",
+    "HSDP": "fsdp",
     "OptimizerFactory": "base",
     "Precision": "base",
     "Single": "single",
@@ -28,7 +32,11 @@ _HOME = {
 
 __all__ = [
     "DDP",
+    "FSDP",
+    "HSDP",
     "Engine",
+    "FSDPCPUOffload",
+    "FSDPGradOp",
     "OptimizerFactory",
     "Precision",
     "Single",
@@ -42,6 +50,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .base import Engine, OptimizerFactory, Precision, Strategy
     from .ddp import DDP
+    from .fsdp import FSDP, HSDP, FSDPCPUOffload, FSDPGradOp
     from .launcher import launch
     from .registry import StrategyRow, available, get
     from .single import Single

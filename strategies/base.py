@@ -27,6 +27,9 @@ class Engine(Protocol):
             loss = criterion(engine.model(images), targets)
         engine.backward(loss, last_microbatch=i == len(microbatches) - 1)
     grad_norm = engine.step()
+
+    Where parameters are divided among the ranks, every forward, `step` and `export_state` communicates: all ranks
+    must make the same calls in the same order, in evaluation too, if only with a batch of no images.
     """
 
     model: nn.Module
@@ -76,7 +79,7 @@ class Engine(Protocol):
         ...
 
     def export_state(self) -> dict[str, torch.Tensor]:
-        """The model's state by plain parameter names, on the CPU, whole, on every rank."""
+        """The model's state by plain parameter names, on the CPU, whole, on every rank; every rank must call it."""
         ...
 
     def barrier(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,13 +13,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import StrategyError
 from .base import OptimizerFactory, Precision
-from .engine import LocalEngine, StepOptions, build_optimizer, pick_device
+from .engine import (
+    LocalEngine,
+    RanksEngine,
+    StepOptions,
+    build_optimizer,
+    check_ranks,
+    pick_device,
+    refuse_sync_batch_norm,
+)
 from .group import join_group, local_rank, under_torchrun
 
 
-class DDPEngine(LocalEngine):
+class DDPEngine(RanksEngine):
     """A model wrapped by DistributedDataParallel; see `base.Engine` for what each method promises."""
 
     def __init__(
@@ -32,8 +38,6 @@ class DDPEngine(LocalEngine):
     ) -> None:
         super().__init__(model, optimizer, device, options)
         self._wrapper = model
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
 
     @property
     def plain_model(self) -> nn.Module:
@@ -50,23 +54,6 @@ class DDPEngine(LocalEngine):
         last = self._microbatches + 1 == self.accumulate
         with nullcontext() if last else self._wrapper.no_sync(), super().forward_context():
             yield
-
-    def sync_buffers(self) -> None:
-        """Makes floating-point buffers (BatchNorm's statistics) their mean over all ranks.
-
-        Integer buffers (`num_batches_tracked`) count the same steps on each rank and stay.
-        """
-        buffers = [b for b in self.plain_model.buffers() if b.is_floating_point()]
-        for dtype in dict.fromkeys(b.dtype for b in buffers):
-            same = [b for b in buffers if b.dtype == dtype]
-            # One message instead of two for each BatchNorm layer.
-            mean = self.reduce(torch.cat([b.detach().flatten() for b in same]))
-            for buffer, values in zip(same, torch.split(mean, [b.numel() for b in same]), strict=True):
-                buffer.detach().copy_(values.view_as(buffer))
-
-    def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(value)
-        return value
 
 
 @dataclass(frozen=True)
@@ -91,17 +78,7 @@ class DDP:
 
     def check(self, devices: int) -> None:
         """Raises StrategyError if `devices` ranks cannot train here."""
-        if devices < 1:
-            raise StrategyError(f"strategy 'ddp': devices={devices} must be 1 or more.")
-        if not dist.is_available():
-            raise StrategyError("strategy 'ddp': this torch is built without torch.distributed.")
-        if self.device not in (None, "cpu", "cuda"):
-            raise StrategyError(
-                f"strategy 'ddp': device={self.device!r} is not one for all ranks; use 'cpu' or 'cuda' "
-                f"(the index is the rank's), or 'single' for one given device."
-            )
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-        pick_device(self.device, on_this_machine - 1)
+        check_ranks(self.name, self.device, devices)
 
     def prepare(
         self,
@@ -126,7 +103,7 @@ class DDP:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.check(world_size)
         device = pick_device(self.device, local_rank())
-        _refuse_sync_batch_norm(model, device)
+        refuse_sync_batch_norm(self.name, model, device)
         model = model.to(device)
         optimizer = build_optimizer(model, optimizer_factory)
         if not dist.is_initialized():
@@ -154,14 +131,3 @@ def _buffers_stay_local(model: nn.Module) -> dict[str, Any]:
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     return {"broadcast_buffers": False}
-
-
-def _refuse_sync_batch_norm(model: nn.Module, device: torch.device) -> None:
-    if device.type != "cpu":
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise StrategyError(
-                f"strategy 'ddp': {name or 'the model'} is a SyncBatchNorm, which works on CUDA only, and "
-                f"this rank trains on the CPU; use BatchNorm2d there."
-            )

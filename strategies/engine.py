@@ -1,12 +1,14 @@
-"""The engine of a model that is whole on its rank: all that `Single` needs, and most of what `DDP` does."""
+"""The engine of a model that is whole on its rank: all that `Single` needs, and most of what others do."""
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import StrategyError
@@ -62,8 +64,39 @@ def pick_device(device: str | None, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", index)
 
 
-def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.Optimizer:
-    """The factory's optimizer over the parameters of `model` that require gradients.
+def check_ranks(strategy: str, device: str | None, devices: int) -> None:
+    """Checks the surroundings of a strategy that runs on several ranks; `device` is its option.
+
+    Raises:
+        StrategyError: if `devices` ranks cannot train here.
+    """
+    if devices < 1:
+        raise StrategyError(f"strategy {strategy!r}: devices={devices} must be 1 or more.")
+    if not dist.is_available():
+        raise StrategyError(f"strategy {strategy!r}: this torch is built without torch.distributed.")
+    if device not in (None, "cpu", "cuda"):
+        raise StrategyError(
+            f"strategy {strategy!r}: device={device!r} is not one for all ranks; use 'cpu' or 'cuda' "
+            f"(the index is the rank's), or 'single' for one given device."
+        )
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    pick_device(device, on_this_machine - 1)
+
+
+def refuse_sync_batch_norm(strategy: str, model: nn.Module, device: torch.device) -> None:
+    """Raises StrategyError for a SyncBatchNorm on the CPU, naming it."""
+    if device.type != "cpu":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise StrategyError(
+                f"strategy {strategy!r}: {name or 'the model'} is a SyncBatchNorm, which works on CUDA only, "
+                f"and this rank trains on the CPU; use BatchNorm2d there."
+            )
+
+
+def parameters_to_train(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `model` that require gradients.
 
     Raises:
         StrategyError: if there are none.
@@ -74,7 +107,16 @@ def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.
             f"prepare: {type(model).__name__} has no parameter that requires a gradient, so nothing would "
             f"train; set requires_grad on those that should."
         )
-    return factory(parameters)
+    return parameters
+
+
+def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.Optimizer:
+    """The factory's optimizer over the parameters of `model` that require gradients.
+
+    Raises:
+        StrategyError: if there are none.
+    """
+    return factory(parameters_to_train(model))
 
 
 class LocalEngine:
@@ -133,8 +175,7 @@ class LocalEngine:
             )
         norm: float | None = None
         if self._options.clip_norm is not None:
-            parameters = self.plain_model.parameters()
-            norm = nn.utils.clip_grad_norm_(parameters, self._options.clip_norm).item()
+            norm = self._clip(self._options.clip_norm)
         self.optimizer.step()
         self.zero()
         return norm
@@ -168,7 +209,8 @@ class LocalEngine:
                     f"make it a buffer."
                 )
             # Contiguous, because safetensors takes nothing else and channels_last weights are not.
-            state[name] = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            whole = self._whole(value.detach())
+            state[name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
         return state
 
     def barrier(self) -> None:
@@ -178,4 +220,40 @@ class LocalEngine:
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
         """`value` summed over all ranks, possibly in place."""
+        return value
+
+    def _clip(self, clip_norm: float) -> float:
+        """Scales the gradients to a total norm of at most `clip_norm`; returns the norm they had."""
+        return nn.utils.clip_grad_norm_(self.plain_model.parameters(), clip_norm).item()
+
+    def _whole(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` of the state dict, gathered if ranks hold parts of it."""
+        return value
+
+
+class RanksEngine(LocalEngine):
+    """An engine that is one of the ranks of the process group."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: StepOptions
+    ) -> None:
+        super().__init__(model, optimizer, device, options)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def sync_buffers(self) -> None:
+        """Makes floating-point buffers (BatchNorm's statistics) their mean over all ranks.
+
+        Integer buffers (`num_batches_tracked`) count the same steps on each rank and stay.
+        """
+        buffers = [b for b in self.plain_model.buffers() if b.is_floating_point()]
+        for dtype in dict.fromkeys(b.dtype for b in buffers):
+            same = [b for b in buffers if b.dtype == dtype]
+            # One message instead of two for each BatchNorm layer.
+            mean = self.reduce(torch.cat([b.detach().flatten() for b in same]))
+            for buffer, values in zip(same, torch.split(mean, [b.numel() for b in same]), strict=True):
+                buffer.detach().copy_(values.view_as(buffer))
+
+    def _sum(self, value: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(value)
         return value

@@ -15,6 +15,10 @@ from .base import Strategy
 STRATEGIES = {
     "single": ("single", "Single"),
     "ddp": ("ddp", "DDP"),
+    "fsdp": ("fsdp", "FSDP"),
+    "fsdp_grad_op": ("fsdp", "FSDPGradOp"),
+    "fsdp_cpu_offload": ("fsdp", "FSDPCPUOffload"),
+    "hsdp": ("fsdp", "HSDP"),
 }
 
 

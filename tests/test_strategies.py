@@ -45,10 +45,11 @@ def test_get_refuses(strategy: object, options: dict[str, object], words: str) -
 
 def test_available_lists_every_strategy_and_prints_as_a_table() -> None:
     table = strategies.available()
-    assert [row.name for row in table] == ["single", "ddp"]
+    family = ["fsdp", "fsdp_grad_op", "fsdp_cpu_offload", "hsdp"]
+    assert [row.name for row in table] == ["single", "ddp", *family]
     assert all(row.runs_here and not row.why_not for row in table)
     lines = repr(table).splitlines()
-    assert [line.split()[:2] for line in lines] == [["single", "yes"], ["ddp", "yes"]]
+    assert [line.split()[:2] for line in lines] == [[row.name, "yes"] for row in table]
 
 
 def test_importing_the_folder_does_not_import_torch() -> None:

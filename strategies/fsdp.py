@@ -1,0 +1,279 @@
+"""Training on several ranks that each keep a part of every parameter: torch's FSDP2, `fully_shard`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..errors import StrategyError
+from .base import OptimizerFactory, Precision
+from .blocks import find_blocks
+from .engine import (
+    LocalEngine,
+    RanksEngine,
+    StepOptions,
+    build_optimizer,
+    check_ranks,
+    parameters_to_train,
+    pick_device,
+    refuse_sync_batch_norm,
+)
+from .group import join_group, local_rank, under_torchrun
+from .materialise import materialise, refuse_without_reset
+from .sharding import (
+    begin_like_rank_0,
+    give_channels_last_inputs,
+    make_contiguous,
+    mixed_precision,
+    refuse_unshardable,
+)
+
+
+class FSDPEngine(RanksEngine):
+    """A model whose parameters are sharded; see `base.Engine` for what each method promises.
+
+    Every forward, in evaluation too, and `export_state` gather parameters from all ranks: all ranks must
+    make the same calls, in the same order. A forward in evaluation leaves parameters gathered (those outside
+    of the blocks; under `fsdp_grad_op` all) until the next backward, `step` or `export_state`.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: StepOptions
+    ) -> None:
+        super().__init__(model, optimizer, device, options)
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
+        """Adds the gradients of `loss / accumulate`; on the last microbatch they are reduced and sharded.
+
+        Before that a rank holds its own gradients whole, 4 bytes per parameter.
+
+        Raises:
+            StrategyError: as `base.Engine.backward`.
+        """
+        if self.accumulate > 1:
+            for module in self._sharded:
+                module.set_requires_gradient_sync(last_microbatch, recurse=False)
+        super().backward(loss, last_microbatch)
+
+    def step(self) -> float | None:
+        """Clips, steps and zeroes; see `LocalEngine.step`."""
+        # An evaluation since the backward may have left parameters gathered; the next forward would use these
+        # copies, made before the step.
+        self._shard_again()
+        return super().step()
+
+    def export_state(self) -> dict[str, torch.Tensor]:
+        """The model's state by plain names, whole, on the CPU of every rank. All ranks must call it.
+
+        Gathers one parameter at a time.
+
+        Raises:
+            StrategyError: if a module keeps an extra state that is no tensor.
+        """
+        self._shard_again()
+        return super().export_state()
+
+    def _shard_again(self) -> None:
+        for module in self._sharded:
+            module.reshard()
+
+    def _clip(self, clip_norm: float) -> float:
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+    def _whole(self, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        # An offloaded part is on the CPU, and its mesh may be one of CUDA devices.
+        part = cast(DTensor, value.to(self.device))
+        whole: torch.Tensor = part.full_tensor()
+        return whole
+
+
+@dataclass(frozen=True)
+class FSDP:
+    """Parameters, gradients and optimizer state are divided among the ranks (FSDP2, `fully_shard`).
+
+    Each rank keeps 16/N instead of 16 bytes per parameter with AdamW in fp32. The model's blocks (see
+    `blocks.find_blocks`) are gathered one at a time for their forward, freed, and gathered again for their
+    backward; what is outside of them is gathered from the forward's start to the backward's end.
+
+    `prepare` changes the model in place. Weights that are channels-last are made contiguous, because
+    `fully_shard` takes no others, and images are then made channels-last on their way into the model
+    instead: activations have the layout that was asked for, and so have the numbers.
+
+    Precision "bf16" computes and gathers in bf16 and keeps fp32 parameters, reduces gradients in fp32, and
+    runs the forward under autocast as the other strategies do. BatchNorm's parameters stay fp32, beside its
+    statistics. Outputs may be bf16; compute losses from `outputs.float()`.
+
+    A model on the meta device gets its values block by block, from each module's `reset_parameters` with rank
+    0's random numbers, so that it need not fit on one device. What the model's own constructor would have
+    changed after that (many set their convolutions anew) is not repeated: load weights, or build on the CPU.
+
+    Alone in a process, without a process group, there is nothing to divide, and it trains like `single`.
+
+    Args:
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL, the device is LOCAL_RANK); None takes CUDA if there
+            is any, else the CPU.
+    """
+
+    device: str | None = None
+
+    name = "fsdp"
+    summary = "parameters, gradients and optimizer state divided among the devices (FSDP2)"
+
+    def check(self, devices: int) -> None:
+        """Raises StrategyError if `devices` ranks cannot train here."""
+        check_ranks(self.name, self.device, devices)
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer_factory: OptimizerFactory,
+        *,
+        precision: Precision = "fp32",
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+    ) -> LocalEngine:
+        """Shards `model` in place, then builds the optimizer of the shards; see `base.Strategy.prepare`.
+
+        Rank 0's weights and buffers become everyone's.
+
+        Raises:
+            StrategyError: for an argument that means nothing, a device that is not here, or a model that
+                cannot be sharded: wrapped or sharded already, with a parameter of no dimension or no shape
+                yet, a module on the meta device that cannot be reset, a SyncBatchNorm on the CPU, or a
+                BatchNorm in bf16 on a torch that is too old.
+        """
+        options = StepOptions(precision, clip_norm, accumulate)
+        if not dist.is_initialized() and under_torchrun():
+            join_group()
+        self.check(dist.get_world_size() if dist.is_initialized() else 1)
+        device = pick_device(self.device, local_rank())
+        refuse_sync_batch_norm(self.name, model, device)
+        refuse_unshardable(self.name, model)
+        refuse_without_reset(self.name, model)
+        parameters_to_train(model)
+        if not dist.is_initialized():
+            self._check_alone()
+            materialise(model, device)
+            model = model.to(device)
+            return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
+        self._shard(model, device, precision)
+        return FSDPEngine(model, build_optimizer(model, optimizer_factory), device, options)
+
+    def _check_alone(self) -> None:
+        """Raises StrategyError if it cannot do without a process group."""
+
+    def _shard(self, model: nn.Module, device: torch.device, precision: Precision) -> None:
+        if precision == "bf16":
+            mixed_precision(self.name, model)  # refuses before anything has changed
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # fully_shard takes the current one
+        if make_contiguous(model):
+            give_channels_last_inputs(model)
+        how = {"mesh": self._mesh(device), **self._sharding()}
+        done: set[nn.Module] = set()
+        for block in (*find_blocks(model), model):
+            materialise(block, device, done)
+            own = [module for module in block.modules() if module not in done]
+            begin_like_rank_0(own, device)
+            if precision == "bf16":
+                how["mp_policy"] = mixed_precision(self.name, block)
+            fully_shard(block, **how)
+            done.update(own)
+
+    def _sharding(self) -> dict[str, Any]:
+        """Options of `fully_shard`, whose default frees a block's parameters after its forward."""
+        return {}
+
+    def _mesh(self, device: torch.device) -> DeviceMesh:
+        return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+@dataclass(frozen=True)
+class FSDPGradOp(FSDP):
+    """`FSDP`, but parameters stay gathered from their forward to their backward.
+
+    Saves the second gathering, and takes 4 bytes per parameter more (2 in bf16) while it lasts. See `FSDP`.
+    """
+
+    name = "fsdp_grad_op"
+    summary = "like fsdp, but parameters stay gathered from forward to backward"
+
+    def _sharding(self) -> dict[str, Any]:
+        return {"reshard_after_forward": False}
+
+
+@dataclass(frozen=True)
+class FSDPCPUOffload(FSDP):
+    """`FSDP`, but each rank's part, its gradients and the optimizer with its state are on the CPU.
+
+    A device holds one gathered block and the activations; the optimizer steps on the CPU. See `FSDP`. It needs
+    a process group also on one device: torchrun or `strategies.launch(..., devices=1)`.
+    """
+
+    name = "fsdp_cpu_offload"
+    summary = "like fsdp, but what is divided is kept on the CPU, which also steps"
+
+    def _check_alone(self) -> None:
+        raise StrategyError(
+            "strategy 'fsdp_cpu_offload': there is no process group, without which nothing can be offloaded; start "
+            "this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
+        )
+
+    def _shard(self, model: nn.Module, device: torch.device, precision: Precision) -> None:
+        # The norm of gradients on the CPU is reduced there.
+        if "cpu" not in str(dist.get_backend_config()):
+            raise StrategyError(
+                f"strategy 'fsdp_cpu_offload': the process group ({dist.get_backend_config()}) serves no CPU "
+                f"tensors; initialise it with the backend 'cpu:gloo,cuda:nccl'."
+            )
+        super()._shard(model, device, precision)
+
+    def _sharding(self) -> dict[str, Any]:
+        return {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())}
+
+
+@dataclass(frozen=True)
+class HSDP(FSDP):
+    """`FSDP` inside groups of ranks, each of which holds the whole model; gradients are averaged over all.
+
+    Parameters are gathered within a group only, over its fast links; see `FSDP`.
+
+    Args:
+        device: as for `FSDP`.
+        shard_size: ranks in a group; must divide the number of ranks. Default: the ranks of one machine,
+            whose links to each other are the fast ones.
+    """
+
+    shard_size: int | None = None
+
+    name = "hsdp"
+    summary = "like fsdp inside groups of devices (by default a machine's), each with the whole model"
+
+    def check(self, devices: int) -> None:
+        """Raises StrategyError if `devices` ranks cannot train here, or do not divide into groups."""
+        super().check(devices)
+        size = self._group_size(devices)
+        if size < 1 or devices % size:
+            raise StrategyError(
+                f"strategy 'hsdp': shard_size={size} must be 1 or more and divide the {devices} devices."
+            )
+
+    def _group_size(self, devices: int) -> int:
+        return self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+
+    def _mesh(self, device: torch.device) -> DeviceMesh:
+        devices = dist.get_world_size()
+        shape = (devices // self._group_size(devices), self._group_size(devices))
+        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
