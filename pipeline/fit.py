@@ -159,7 +159,8 @@ def _evaluate(built: Built, export: bool) -> tuple[float | None, float | None, d
     with methods.evaluating():
         engine.sync_buffers()  # averages of buffers (EMA, SWA) are each rank's own, too
         loss, accuracy = evaluate(engine, built.val, methods) if built.val else (None, None)
-        return loss, accuracy, engine.export_state() if export else {}
+        state = engine.export_state()  # on every rank, which all hold a part of sharded weights
+        return loss, accuracy, state if export else {}
 
 
 def _keep(outcome: Outcome, epoch: Epoch, state: dict[str, torch.Tensor], folder: Path | None) -> None:

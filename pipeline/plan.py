@@ -14,7 +14,7 @@ from rich.table import Table
 from .. import strategies
 from ..errors import PlanError
 from ..transforms import Transform
-from .rules import check_rules
+from .rules import check_rules, family
 from .stages import Data
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def make_plan(pipeline: Pipeline) -> Plan:
         *(_transform_step(t) for t in ordered if t.kind == "image"),
         Step(f"build {pipeline.model_name}", "Pipeline()", f"with the seed {pipeline.seed}, the same on every rank"),
     ]  # fmt: skip
-    steps += [_transform_step(t) for t in ordered if t.kind in _BEFORE_WRAPPING]
+    steps += [_transform_step(t, how.name) for t in ordered if t.kind in _BEFORE_WRAPPING]
     steps += [
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
         Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",
@@ -163,5 +163,8 @@ def make_plan(pipeline: Pipeline) -> Plan:
     return Plan(tuple(steps))
 
 
-def _transform_step(transform: Transform) -> Step:
-    return Step(f"{transform}", ".transform()", KIND_REASON[transform.kind])
+def _transform_step(transform: Transform, strategy: str = "") -> Step:
+    why = KIND_REASON[transform.kind]
+    if transform.kind == "memory_format" and family(strategy) == "fsdp":
+        why = "shards are contiguous: the images, and so the activations, take the format; the weights do not"
+    return Step(f"{transform}", ".transform()", why)

@@ -16,6 +16,7 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import (
     EMA,
     SAM,
+    ChannelsLast,
     ColOut,
     CutMix,
     CutOut,
@@ -25,6 +26,7 @@ from drivetrain.transforms import (
     NoWeightDecay,
     ProgressiveResizing,
     TestTimeFlip,
+    WeightStandardization,
 )
 from pipeline_data import (
     BATCH,
@@ -37,6 +39,18 @@ from pipeline_data import (
     plain_model,
     write_toy,
 )
+
+SHARDED = [
+    "plain",
+    "clipped",
+    "accumulated",
+    "a rank without a share",
+    "methods",
+    "clipped by value",
+    "freezing",
+    "layout",
+]
+"""Cases that FSDP2 must train to the same numbers, too."""
 
 
 def fit(pipeline: Pipeline) -> FitResult:
@@ -77,6 +91,7 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
             toy.pipeline().transform(SAM(), EMA(half_life=3), ProgressiveResizing(finetune=0.25)),
             {},
         ),
+        "layout": (toy.pipeline().transform(ChannelsLast(), WeightStandardization()), {}),
         "freezing": (toy.pipeline().transform(LayerFreezing(0.0, 1.0)), {}),
         "clipped by value": (
             toy.pipeline().transform(GradientClipping("value", 0.01), NoWeightDecay(), TestTimeFlip()),
@@ -90,6 +105,8 @@ def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
     pipelines = {
         name: pipeline.distribute("ddp", devices=2, **how) for name, (pipeline, how) in cases.items()
     }
+    for name in SHARDED:
+        pipelines[f"sharded {name}"] = cases[name][0].distribute("fsdp", devices=2, **cases[name][1])
     pipelines["freezing"] = pipelines["freezing"].distribute("ddp", devices=2, find_unused_parameters=True)
     pipelines["diverging"] = pipelines["plain"].optimize("sgd", lr=1e9)
     return launch(fit_all, pipelines, devices=2, timeout=120)
@@ -107,6 +124,19 @@ def test_two_ranks_train_as_one_device(name: str, cases: Any, on_two_ranks: list
     alone = fit(pipeline.distribute("single", **how))
     assert not isinstance(on_two_ranks[0][name], str), on_two_ranks[0][name]
     found, weights = on_two_ranks[0][name]
+    for one, two in zip(numbers(alone), found, strict=True):
+        assert two == pytest.approx(one, abs=1e-5)
+    torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_two_ranks_that_shard_train_as_one_device(
+    name: str, cases: Any, on_two_ranks: list[dict[str, Any]]
+) -> None:
+    pipeline, how = cases[name]
+    alone = fit(pipeline.distribute("single", **how))
+    assert not isinstance(on_two_ranks[0][f"sharded {name}"], str), on_two_ranks[0][f"sharded {name}"]
+    found, weights = on_two_ranks[0][f"sharded {name}"]
     for one, two in zip(numbers(alone), found, strict=True):
         assert two == pytest.approx(one, abs=1e-5)
     torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)

@@ -178,6 +178,20 @@ def test_sync_batch_norm_on_the_cpu_is_refused(toy: Toy) -> None:
         toy.pipeline(sync_batch_norm).distribute("ddp", device="cpu").fit(epochs=1, progress=False)
 
 
+def test_channels_last_under_fsdp_is_for_images_and_activations(toy: Toy) -> None:
+    """`fully_shard` takes no other than contiguous weights. That it trains is in test_pipeline_ddp.py."""
+    steps = toy.pipeline().transform(ChannelsLast()).distribute("fsdp", devices=2).plan().steps
+    (why,) = [step.why for step in steps if step.what.startswith("ChannelsLast")]
+    assert "the weights do not" in why
+
+
+def test_adaptive_clipping_of_shards_is_refused(toy: Toy) -> None:
+    """It needs the norm of each whole weight."""
+    pipeline = toy.pipeline().transform(GradientClipping("adaptive")).distribute("fsdp", devices=2)
+    with pytest.raises(PlanError, match=r"needs whole weights, and 'fsdp' shards them"):
+        pipeline.plan()
+
+
 def test_layer_freezing_under_ddp_needs_the_search(toy: Toy) -> None:
     pipeline = toy.pipeline().transform(LayerFreezing()).distribute("ddp", devices=2)
     with pytest.raises(PlanError, match=r"LayerFreezing .*'ddp' .*find_unused_parameters=True"):
