@@ -109,7 +109,7 @@ class FSDP:
 
     `prepare` changes the model in place. Weights that are channels-last are made contiguous, because
     `fully_shard` takes no others, and images are then made channels-last on their way into the model
-    instead: activations have the layout that was asked for, and so have the numbers.
+    instead: activations have the layout that was asked for, and the numbers are the same.
 
     Precision "bf16" computes and gathers in bf16 and keeps fp32 parameters, reduces gradients in fp32, and
     runs the forward under autocast as the other strategies do. BatchNorm's parameters stay fp32, beside its
@@ -271,7 +271,9 @@ class HSDP(FSDP):
             )
 
     def _group_size(self, devices: int) -> int:
-        return self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+        if self.shard_size is not None:
+            return self.shard_size
+        return min(devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         devices = dist.get_world_size()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from drivetrain.transforms import Transform
 from surgery_models import between, shortcut
 from torch import nn
 from torchvision.models.resnet import BasicBlock
@@ -63,8 +62,3 @@ def one_layer() -> nn.Module:
 
 def channels_last() -> nn.Module:
     return resnet().to(memory_format=torch.channels_last)
-
-
-def changed(transform: Transform, model: nn.Module) -> nn.Module:
-    transform.apply(model)
-    return model
