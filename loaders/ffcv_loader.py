@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..errors import DataError, require
 from . import libffcv
 from .beton import Beton, open_beton
+from .buffers import Buffers
 from .epochs import Batch, EpochLoader
 from .machine import available_cores
 from .settings import check_device, is_whole, make_settings
@@ -112,6 +113,9 @@ class FFCVLoader(EpochLoader):
         self.beton: Beton = open_beton(path)
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
+        self._buffers = Buffers(
+            keep=batches_ahead + 3
+        )  # those in preparation, the one in use, and two to spare
         self._copied: tuple[torch.device, torch.Tensor, torch.Tensor] | None = None
         self._decoder = self._make_decoder()
 
@@ -127,7 +131,7 @@ class FFCVLoader(EpochLoader):
         floats = self.settings.dtype.itemsize if self.device.type == "cpu" else 1
         share = -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
         batch = share * self.settings.image_size**2 * 3 * floats
-        self.memory = check_memory(decoder, self._ahead + 2, batch, self.workers)
+        self.memory = check_memory(decoder, self._ahead + 3, batch, self.workers)
         return decoder
 
     def set_image_size(self, image_size: int) -> None:
@@ -157,8 +161,11 @@ class FFCVLoader(EpochLoader):
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
         side, pinned = self.settings.image_size, self.device.type == "cuda"
-        dtype = torch.uint8 if pinned else self.settings.dtype
-        images = torch.empty(len(indices), side, side, 3, dtype=dtype, pin_memory=pinned)
+        shape = len(indices), side, side, 3
+        if pinned:  # torch keeps a cache of pinned memory itself
+            images = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        else:
+            images = self._buffers.empty(shape, self.settings.dtype)
         job, decoder = self._decoder.choose(indices, epoch, images), self._decoder
         step = max(min(-(-len(indices) // (2 * self.workers)), decoder.part), 1)
         parts = [
@@ -204,6 +211,7 @@ class FFCVLoader(EpochLoader):
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
         self._decoder.close()
+        self._buffers.clear()
 
 
 class _Pending:

@@ -349,6 +349,41 @@ def test_batches_kept_are_not_overwritten(photos: Path) -> None:
         assert torch.equal(b, d)
 
 
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda images: images,
+        lambda images: images[1:, :, ::2],
+        lambda images: images.numpy(),
+        lambda images: images.untyped_storage(),
+        lambda images: images.detach().permute(0, 2, 3, 1).flatten(1)[0],
+    ],
+    ids=["the batch", "a view", "an array", "the storage", "a row"],
+)
+def test_memory_is_used_again_only_when_nobody_holds_it(photos: Path, hold: Any) -> None:
+    options = {"batch_size": 6, "image_size": 32, "workers": 2, "batches_ahead": 1, "dtype": torch.float32}
+    with FFCVLoader(photos, **options) as loader:
+        kept = [hold(images) for images, _ in loader]
+        before = [content(held) for held in kept]
+        for _ in range(4):
+            for images, _ in loader:
+                images.fill_(7.0)
+        assert [content(held) for held in kept] == before
+
+
+def content(held: Any) -> bytes:
+    return bytes(held) if isinstance(held, torch.UntypedStorage) else np.asarray(held).tobytes()
+
+
+def test_memory_is_used_again(photos: Path) -> None:
+    """Five epochs of three batches, each let go before the next: a handful of places in memory serve all."""
+    places = set()
+    with FFCVLoader(photos, batch_size=6, image_size=32, workers=1, batches_ahead=1) as loader:
+        for _ in range(5):
+            places |= {images.data_ptr() for images, _ in loader}
+    assert len(places) <= 5
+
+
 def test_changing_a_batch_changes_nothing_else(raws: Path) -> None:
     with FFCVLoader(raws, batch_size=5, image_size=SIDE, train=False) as loader:
         for images, labels in loader:
