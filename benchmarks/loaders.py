@@ -123,6 +123,9 @@ def converting(folder: Path, scratch: Path, workers: int, rounds: int) -> tuple[
     folder = linked(folder, scratch / "images", 5)
     contenders = {
         "drivetrain convert": one_shot("convert", "ours", folder, scratch / "ours.beton", workers),
+        "drivetrain convert, check=structure": one_shot(
+            "convert", "quick", folder, scratch / "quick.beton", workers
+        ),
         "FFCV's DatasetWriter": one_shot("convert", "stock", folder, scratch / "stock.beton", workers),
     }
     return compare("converting", "s", measure(contenders, rounds, warm_up=0), "drivetrain convert")

@@ -22,7 +22,10 @@ RAW_LIMIT = 64 * 64 * 3
 
 WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
 
-_ORIENTATION = 0x0112
+CHECKS = ("decode", "structure")
+"""Of a JPEG that passes through: all of its data, or its beginning and its end."""
+
+_ORIENTATION, _END_OF_IMAGE = 0x0112, b"\xff\xd9"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Encoding:
     write_mode: str = "auto"
     smart_threshold: int | None = None
     compress_probability: float = 0.5
+    check: str = "decode"
 
     def __post_init__(self) -> None:
         for name in ("max_resolution", "min_resolution"):
@@ -53,6 +57,8 @@ class Encoding:
             raise DataError(
                 f"write_mode={self.write_mode!r} is unknown.{suggest(str(self.write_mode), WRITE_MODES)}"
             )
+        if self.check not in CHECKS:
+            raise DataError(f"check={self.check!r} is unknown.{suggest(str(self.check), CHECKS)}")
         if self.smart_threshold is not None and not is_whole(self.smart_threshold, 0):
             raise DataError(f"smart_threshold={self.smart_threshold!r} must be a number of bytes, or None.")
         if (
@@ -134,7 +140,7 @@ def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
                 upright = image.getexif().get(_ORIENTATION, 1) == 1
                 whole = upright and encoding.target_size(image.size) == image.size
                 whole = whole and encoding.as_jpeg(number, image.size, is_jpeg)
-                if whole and libffcv.decodes(data, width, height):
+                if whole and _is_sound(data, width, height, encoding.check):
                     return Encoded(MODE_JPEG, width, height, data, "passed through")
             image.load()
             rgb, how = _to_rgb(image)
@@ -147,6 +153,13 @@ def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
         raise
     except Exception as error:  # Pillow's readers raise whatever a damaged file leads them to
         raise DataError(f"it cannot be decoded: {error}") from error
+
+
+def _is_sound(jpeg: bytes, width: int, height: int, check: str) -> bool:
+    """Whether a JPEG, whose header Pillow has read, may go in as it is."""
+    if check == "structure" and jpeg.endswith(_END_OF_IMAGE):
+        return True
+    return libffcv.decodes(jpeg, width, height)
 
 
 def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:

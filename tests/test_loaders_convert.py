@@ -245,7 +245,7 @@ def test_manifest(tmp_path: Path) -> None:
     assert manifest["drivetrain"] == importlib.metadata.version("drivetrain")
     assert manifest["settings"] == {
         "max_resolution": 100, "min_resolution": None, "quality": 77, "write_mode": "auto",
-        "smart_threshold": None, "compress_probability": 0.5,
+        "smart_threshold": None, "compress_probability": 0.5, "check": "decode",
     }  # fmt: skip
     for index in range(19):
         label = beton.labels[index]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.errors import DataError
-from drivetrain.loaders import convert, open_beton
+from drivetrain.loaders import convert, open_beton, verify
 from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
 from PIL import Image
 
@@ -248,3 +248,22 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     to(tmp_path / "pipe", "not an ordinary file")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+
+
+def test_what_each_check_finds(tmp_path: Path) -> None:
+    """A truncated JPEG is found by both; one whose data is damaged, by decoding, and later by `verify`."""
+    folder, jpeg = tmp_path / "images" / "a", jpeg_bytes(picture(0, 90, 120))
+    folder.mkdir(parents=True)
+    damaged = bytearray(jpeg)
+    middle = len(jpeg) // 2
+    damaged[middle : middle + 40] = bytes([0x55] * 40)
+    for name, data in (("0", jpeg), ("1", bytes(damaged)), ("2", jpeg + b"after the end")):
+        (folder / f"{name}.jpg").write_bytes(data)
+    whole = convert(folder.parent, tmp_path / "whole.beton", progress=False)
+    assert sum(count for how, count in whole.how.items() if how.startswith("mended")) == 1
+    quick = convert(folder.parent, tmp_path / "quick.beton", check="structure", progress=False)
+    assert quick.how == {"passed through": 3}
+    assert [number for number, _ in verify(tmp_path / "quick.beton", progress=False).bad] == [1]
+    (folder / "3.jpg").write_bytes(jpeg[:-30])
+    with pytest.raises(DataError, match=r"3\.jpg: it cannot be decoded: image file is truncated"):
+        convert(folder.parent, tmp_path / "quick.beton", check="structure", progress=False)

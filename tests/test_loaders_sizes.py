@@ -80,7 +80,7 @@ def test_memory_is_computed_before_it_is_taken(photos: Path) -> None:
         with make(FFCVLoader, photos, batches_ahead=5, workers=1) as more:
             assert more.memory - small.memory == 4 * 4 * 32 * 32 * 3
         with make(FFCVLoader, photos, batches_ahead=1, workers=1, dtype=torch.float32) as floats:
-            assert floats.memory - small.memory == 3 * 4 * 32 * 32 * 3 * 3
+            assert floats.memory - small.memory == 4 * 4 * 32 * 32 * 3 * 3
         with make(FFCVLoader, photos, batches_ahead=1, workers=4) as many:
             assert many.memory > small.memory + 3 * 72 * 96 * 3
 
@@ -89,7 +89,7 @@ def test_what_cannot_fit_is_refused_at_once(photos: Path) -> None:
     """The smallest size that memory cannot hold on this machine."""
     side = int((available_memory() / (4 * 3 * 4 * 5)) ** 0.5) * 2
     with pytest.raises(
-        DataError, match=r"would need [\d,.]+ GB \(5 batches of .* free\. Use a smaller batch_size"
+        DataError, match=r"would need [\d,.]+ GB \(6 batches of .* free\. Use a smaller batch_size"
     ):
         make(FFCVLoader, photos, image_size=side, dtype=torch.float32, workers=1)
     with make(FFCVLoader, photos) as loader:
