@@ -22,8 +22,8 @@ class ChannelsLast(Transform):
     channels-last ones anyway).
 
     It stands after surgery because weights that surgery makes are contiguous again: Composer's BlurPool
-    after its ChannelsLast silently reverts three weights of a ResNet-18. FSDP2 refuses parameters in this
-    layout; the plan knows.
+    after its ChannelsLast silently reverts three weights of a ResNet-18. FSDP2 takes only contiguous
+    parameters: Drivetrain's strategies make them so, and turn the images channels-last instead.
 
     Raises:
         PlanError: by `apply`, if a parameter is already sharded, before anything is changed.
