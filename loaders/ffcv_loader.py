@@ -60,7 +60,8 @@ class FFCVLoader(EpochLoader):
         eval_ratio: in evaluation, the crop's side over the image's shorter side. 224/256, the custom
             for ImageNet.
         interpolation: `"bilinear"`, antialiased, as Pillow and torchvision resize (within two levels where the
-            JPEG is decoded whole, four where a raw image shrinks more than eightfold); or `"area"`, OpenCV's, with FFCV's own pixels bit for bit.
+            JPEG is decoded whole, four where a raw image shrinks more than eightfold); or `"area"`, OpenCV's,
+            with FFCV's own pixels bit for bit.
         flip: mirror every second training image.
         color_jitter: how far brightness, contrast and saturation of a training image may move from 1, each at
             random, as torchvision's `ColorJitter`. (0, 0, 0): not at all.
