@@ -126,6 +126,15 @@ class Beton:
                 crc = zlib.crc32(self._stored(column, index), crc)
         return crc
 
+    def is_unchanged(self, index: int) -> bool:
+        """Whether the sample is as it was converted; true where there is no manifest to tell."""
+        return self.checksums is None or self.checksum(index) == self.checksums[index]
+
+    def require_unchanged(self, index: int) -> None:
+        """Raises BetonError if the sample is not as it was converted."""
+        if not self.is_unchanged(index):
+            raise self.sample_error(index, "its data changed since the conversion (CRC-32)")
+
     def stored(self, index: int) -> bytes:
         """A sample's image as it is stored: a JPEG file's bytes, or its pixels row by row."""
         start = int(self.pointers[index])

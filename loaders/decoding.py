@@ -67,6 +67,8 @@ class Decoder:
             _check_padded_sizes(beton, settings.image_size)
         self._operations = Operations(operations, settings.image_size)
         self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
+        self._widest = int(self._widths.max())
+        self._largest = int((self._heights * self._widths).max()) * 3  # bytes of pixels
         self._modes = beton.modes.astype(np.int32)
         self._line, self._table = _normalisation(settings)
         self._fill = np.array([round(level * 255) for level in settings.mean], dtype=np.int64)
@@ -81,10 +83,9 @@ class Decoder:
     @property
     def workspace_bytes(self) -> int:
         """Memory that each thread needs besides the batches, in bytes."""
-        side, widest = self._settings.image_size, int(self._widths.max())
-        largest = int((self._heights * self._widths).max()) * 3
+        side, widest = self._settings.image_size, self._widest
         policy = 0 if self._augment is None else side * side * 18  # two pictures, and a sum in float32
-        return largest + widest * (3 * side + 6 + 4 * side) + side * side * (4 + 3 * self.part) + policy
+        return self._largest + widest * (3 * side + 6 + 4 * side) + side * side * (4 + 3 * self.part) + policy
 
     def choose(self, indices: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
         """The batch of the samples `indices` `(n,)` in that epoch, to be loaded into `images`."""
@@ -109,7 +110,9 @@ class Decoder:
 
     def _load(self, workspace: _Workspace, job: Job, part: slice) -> None:
         indices = np.ascontiguousarray(job.indices[part])
-        self._verify(indices)
+        if self._settings.verify:
+            for index in indices.tolist():
+                self._beton.require_unchanged(index)
         out = job.images[part]
         direct = out.dtype == torch.uint8
         images = out.numpy() if direct else workspace.images[: len(indices)]
@@ -126,15 +129,6 @@ class Decoder:
             pixels.normalise(images, self._line, out.numpy())
         elif not direct:
             pixels.look_up(images, self._table, out.view(torch.int16).numpy().view(np.uint16))
-
-    def _verify(self, indices: NDArray[np.int64]) -> None:
-        beton = self._beton
-        if not self._settings.verify:
-            return
-        assert beton.checksums is not None  # the loader has checked
-        for index in indices.tolist():
-            if beton.checksum(index) != beton.checksums[index]:
-                raise beton.sample_error(index, "its data changed since the conversion (CRC-32)")
 
     def _decode(
         self,
@@ -164,11 +158,10 @@ class Decoder:
         return f"its JPEG data does not decode ({said})" if said else "its JPEG data does not decode"
 
     def _make_workspace(self) -> _Workspace:
-        side, widest = self._settings.image_size, int(self._widths.max())
-        largest = int((self._heights * self._widths).max()) * 3
+        side, widest = self._settings.image_size, self._widest
         return _Workspace(
             handle=turbojpeg.open_handle(),
-            scratch=np.empty(largest, dtype=np.int8),
+            scratch=np.empty(self._largest, dtype=np.int8),
             sums=np.empty(max(3 * widest, 4 * side), dtype=np.uint16),
             rows=np.empty((side, 3 * widest), dtype=np.uint8),
             columns=np.empty((widest, side), dtype=np.uint32),

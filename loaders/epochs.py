@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, suggest
 from .beton import Beton
-from .order import check_batch_size, epoch_batches, rank_slice
+from .order import check_batch_size, epoch_batches, rank_slice, require_pages
 from .settings import Settings, check_indices, is_whole
 
 Batch = tuple[Any, ...]
@@ -37,7 +37,8 @@ class EpochLoader(ABC):
         _check_contents(settings, beton)
         self._pages = None if beton is None else beton.pointers.astype(np.int64) // beton.page_size
         self.set_indices(indices)
-        self._shares(0)  # an order that this source cannot have is an error now
+        if settings.order == "quasi_random":
+            require_pages(self._pages)
         self._next_epoch, self._resume_at = 0, 0
         self._epoch, self._position = 0, 0
         self._running = 0  # number of the iteration that may go on; a new one, or close(), ends the older

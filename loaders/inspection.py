@@ -187,7 +187,7 @@ def verify(path: str | Path, *, workers: int | None = None, progress: bool = Tru
 
 def _fault(beton: Beton, number: int) -> str | None:
     """What is wrong with a sample; None if nothing is."""
-    if beton.checksums is not None and beton.checksum(number) != beton.checksums[number]:
+    if not beton.is_unchanged(number):
         return "its checksum differs from the manifest's: its image or another field has changed"
     if beton.modes[number] == MODE_JPEG and not _decodes(beton, number):
         return "its JPEG data does not decode"

@@ -44,18 +44,27 @@ def epoch_batches(
     if order == "random":
         indices = random.permutation(indices)
     elif order == "quasi_random":
-        if pages is None:
-            raise DataError(
-                "order='quasi_random' reads a .beton file page by page, and this source has no pages; "
-                "use order='random', or convert it."
-            )
-        indices = _by_pages(indices, pages[indices], random, WINDOW * batch_size)
+        indices = _by_pages(indices, require_pages(pages)[indices], random, WINDOW * batch_size)
     rest = len(indices) % batch_size
     if rest and drop_last:
         indices = indices[: len(indices) - rest]
     elif rest and pad_last:
         indices = np.concatenate([indices, np.resize(indices, batch_size - rest)])
     return [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+
+
+def require_pages(pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """The pages, which quasi-random order needs.
+
+    Raises:
+        DataError: if there are none.
+    """
+    if pages is None:
+        raise DataError(
+            "order='quasi_random' reads a .beton file page by page, and this source has no pages; "
+            "use order='random', or convert it."
+        )
+    return pages
 
 
 def _by_pages(

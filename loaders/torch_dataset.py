@@ -47,8 +47,8 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         beton = self.beton
-        if self._verify and beton.checksums is not None and beton.checksum(index) != beton.checksums[index]:
-            raise beton.sample_error(index, "its data changed since the conversion (CRC-32)")
+        if self._verify:
+            beton.require_unchanged(index)
         image, label = beton.image(index), beton.read(beton.label_name, np.array([index]))[0]
         label = label.item() if label.ndim == 0 else torch.from_numpy(label)
         return (image if self.transform is None else self.transform(image)), label

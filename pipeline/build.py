@@ -18,7 +18,7 @@ from .. import loaders, strategies
 from ..errors import PlanError
 from ..loaders.epochs import EpochLoader
 from ..strategies import Engine, OptimizerFactory
-from ..transforms import Loss, Report
+from ..transforms import CHANGES_MODEL, Loss, Report
 from .builder import Pipeline
 from .checks import check_output, count_classes
 from .methods import Methods
@@ -118,7 +118,7 @@ def build_model(pipeline: Pipeline) -> tuple[nn.Module, tuple[Report, ...]]:
     with seeded(pipeline.seed):
         model = _fresh_model(pipeline)
         ordered = sort_transforms(pipeline.transforms)
-        reports = tuple(t.apply(model) for t in ordered if t.kind in ("surgery", "memory_format"))
+        reports = tuple(t.apply(model) for t in ordered if t.kind in CHANGES_MODEL)
     return model, reports
 
 

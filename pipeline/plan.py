@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .. import strategies
 from ..errors import PlanError
-from ..transforms import Transform
+from ..transforms import CHANGES_MODEL, Transform
 from .rules import check_rules, family
 from .stages import Data
 
@@ -35,7 +35,6 @@ KIND_REASON = {
     "loop": "after each step; evaluation and the result take its weights",
     "evaluation": "in evaluation only",
 }
-_BEFORE_WRAPPING = ("surgery", "memory_format")
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def make_plan(pipeline: Pipeline) -> Plan:
         *(_transform_step(t) for t in ordered if t.kind == "image"),
         Step(f"build {pipeline.model_name}", "Pipeline()", f"with the seed {pipeline.seed}, the same on every rank"),
     ]  # fmt: skip
-    steps += [_transform_step(t, how.name) for t in ordered if t.kind in _BEFORE_WRAPPING]
+    steps += [_transform_step(t, how.name) for t in ordered if t.kind in CHANGES_MODEL]
     steps += [
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
         Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",
@@ -156,7 +155,7 @@ def make_plan(pipeline: Pipeline) -> Plan:
         Step(f"optimizer: {pipeline.optimization.describe()}", ".optimize()" if pipeline.optimized else "default",
              "made when the parameters are the final ones"),
     ]  # fmt: skip
-    later = [t for t in ordered if t.kind not in ("image", *_BEFORE_WRAPPING)]
+    later = [t for t in ordered if t.kind not in ("image", *CHANGES_MODEL)]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
     steps += [Step("loss: cross entropy", "default", "class indices or probabilities")]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]

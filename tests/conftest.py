@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
+import composer_reference
 import pytest
 from pipeline_data import Toy
 
@@ -19,18 +18,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture(scope="session")
 def composer() -> ModuleType:
-    """`composer.functional`. Importing it takes seconds, warns, and replaces two signal handlers."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            import composer.functional as functional
-        except ImportError as error:
-            pytest.skip(f"Composer, the reference, is not installed: {error}")
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    return functional
+    """`composer.functional`, imported quietly."""
+    return composer_reference.load("composer.functional")
 
 
 @pytest.fixture

@@ -35,11 +35,6 @@ LABELS = torch.tensor([0, 4, 3, 3, 2, 1, 0, 2])
 HOT = F.one_hot(LABELS, 5).float()
 
 
-@pytest.fixture(scope="module")
-def composer() -> ModuleType:
-    return composer_reference.load("composer.functional")
-
-
 def module(name: str) -> ModuleType:
     return composer_reference.load(f"composer.algorithms.{name}.{name}")
 

@@ -15,6 +15,7 @@ import dataclasses
 from typing import Any
 
 from ..errors import PlanError, suggest
+from .base import CHANGES_MODEL as CHANGES_MODEL
 from .base import BatchContext as BatchContext
 from .base import Kind as Kind
 from .base import Loss as Loss

@@ -19,6 +19,8 @@ from torch import nn
 Kind = Literal[
     "image", "surgery", "memory_format", "optimizer", "batch", "loss", "schedule", "loop", "evaluation"
 ]
+CHANGES_MODEL: tuple[Kind, ...] = ("surgery", "memory_format")
+"""The kinds that change the model, by `apply`, before it is wrapped."""
 State = dict[str, torch.Tensor]
 """A state dict: parameters and persistent buffers by name."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

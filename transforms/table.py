@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .base import Transform
+from .base import CHANGES_MODEL, Transform
 
 HEADS = ("transform", "kind", "defaults", "renames", "compiles", "ddp", "fsdp", "deepspeed", "source")
-CHANGES_MODEL = ("surgery", "memory_format")
 
 
 @dataclass(frozen=True)
