@@ -21,7 +21,10 @@ _HOME = {
     "FSDPGradOp": "fsdp",
     "HSDP": "fsdp",
     "OptimizerFactory": "base",
-    "Precision": "base",
+    "OptimizerState": "optimizer_state",
+    "Options": "options",
+    "Precision": "options",
+    "PrepareOptions": "options",
     "Single": "single",
     "Strategy": "base",
     "StrategyRow": "registry",
@@ -38,7 +41,10 @@ __all__ = [
     "FSDPCPUOffload",
     "FSDPGradOp",
     "OptimizerFactory",
+    "OptimizerState",
+    "Options",
     "Precision",
+    "PrepareOptions",
     "Single",
     "Strategy",
     "StrategyRow",
@@ -48,10 +54,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .base import Engine, OptimizerFactory, Precision, Strategy
+    from .base import Engine, OptimizerFactory, Strategy
     from .ddp import DDP
     from .fsdp import FSDP, HSDP, FSDPCPUOffload, FSDPGradOp
     from .launcher import launch
+    from .optimizer_state import OptimizerState
+    from .options import Options, Precision, PrepareOptions
     from .registry import StrategyRow, available, get
     from .single import Single
 

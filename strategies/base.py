@@ -7,14 +7,16 @@ habit of doing one of these leaks into the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Unpack
 
 import torch
 from torch import nn
 
-Precision = Literal["fp32", "bf16"]
+from .optimizer_state import Keep, OptimizerState
+from .options import PrepareOptions
+
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 """Builds an optimizer over parameters (or parameter groups): `lambda params: SGD(params, lr=0.1)`."""
 
@@ -78,8 +80,32 @@ class Engine(Protocol):
         """Makes floating-point buffers (BatchNorm's statistics) their mean over all ranks."""
         ...
 
-    def export_state(self) -> dict[str, torch.Tensor]:
-        """The model's state by plain parameter names, on the CPU, whole, on every rank; every rank must call it."""
+    def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
+        """The model's state by plain parameter names: whole, contiguous copies on the CPU.
+
+        Every rank must call it: tensors are gathered one at a time, and each rank keeps those whose name its own
+        `keep` accepts (None: all).
+        """
+        ...
+
+    def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Overwrites the model's state with that of any engine, in place.
+
+        Every rank must call it, with a mapping that has all tensors, whole: each takes its part. They are looked
+        up one at a time, so that a mapping which reads a file need not hold them.
+        """
+        ...
+
+    def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
+        """The optimizer's state by plain parameter names, gathered and kept as by `export_state`."""
+        ...
+
+    def import_optimizer(self, state: OptimizerState) -> None:
+        """Gives the optimizer the state that any engine's `export_optimizer` gave; as `import_state`."""
+        ...
+
+    def gather(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` whole: itself, unless ranks hold parts of it (a DTensor), which all ranks then gather."""
         ...
 
     def barrier(self) -> None:
@@ -99,22 +125,14 @@ class Strategy(Protocol):
         ...
 
     def prepare(
-        self,
-        model: nn.Module,
-        optimizer_factory: OptimizerFactory,
-        *,
-        precision: Precision = "fp32",
-        clip_norm: float | None = None,
-        accumulate: int = 1,
+        self, model: nn.Module, optimizer_factory: OptimizerFactory, **options: Unpack[PrepareOptions]
     ) -> Engine:
         """Moves `model` to this rank's device, wraps it, builds the optimizer, in the order it needs.
 
         Args:
             model: on the CPU, after all surgery.
             optimizer_factory: called once, with the parameters to train.
-            precision: `"fp32"`, or `"bf16"`: autocast with fp32 weights.
-            clip_norm: largest 2-norm of all gradients together; None leaves them alone.
-            accumulate: microbatches per optimizer step.
+            options: `precision`, `clip_norm`, `accumulate`; see `options.Options`.
 
         Raises:
             StrategyError: if an argument, or this rank's surroundings, make it impossible.

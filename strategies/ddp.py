@@ -6,24 +6,17 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .base import OptimizerFactory, Precision
-from .engine import (
-    LocalEngine,
-    RanksEngine,
-    StepOptions,
-    build_optimizer,
-    check_ranks,
-    pick_device,
-    refuse_sync_batch_norm,
-)
-from .group import join_group, local_rank, under_torchrun
+from .base import OptimizerFactory
+from .engine import LocalEngine, RanksEngine
+from .options import Options, PrepareOptions
+from .surroundings import build_optimizer, check_ranks, enter
 
 
 class DDPEngine(RanksEngine):
@@ -34,7 +27,7 @@ class DDPEngine(RanksEngine):
         model: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        options: StepOptions,
+        options: Options,
     ) -> None:
         super().__init__(model, optimizer, device, options)
         self._wrapper = model
@@ -81,13 +74,7 @@ class DDP:
         check_ranks(self.name, self.device, devices)
 
     def prepare(
-        self,
-        model: nn.Module,
-        optimizer_factory: OptimizerFactory,
-        *,
-        precision: Precision = "fp32",
-        clip_norm: float | None = None,
-        accumulate: int = 1,
+        self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
         """Moves `model` to this rank's device, builds the optimizer, wraps; see `base.Strategy.prepare`.
 
@@ -97,13 +84,8 @@ class DDP:
             StrategyError: for an argument that means nothing, a device that is not here, or a
                 SyncBatchNorm on the CPU.
         """
-        options = StepOptions(precision, clip_norm, accumulate)
-        if not dist.is_initialized() and under_torchrun():
-            join_group()
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.check(world_size)
-        device = pick_device(self.device, local_rank())
-        refuse_sync_batch_norm(self.name, model, device)
+        options = Options.of(given)
+        device = enter(self, model)
         model = model.to(device)
         optimizer = build_optimizer(model, optimizer_factory)
         if not dist.is_initialized():

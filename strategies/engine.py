@@ -2,128 +2,24 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..errors import StrategyError
-from .base import OptimizerFactory, Precision
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """What one optimizer step does, as given to `Strategy.prepare`; checked here for every strategy."""
-
-    precision: Precision
-    clip_norm: float | None
-    accumulate: int
-
-    def __post_init__(self) -> None:
-        if self.precision not in get_args(Precision):
-            raise StrategyError(
-                f"prepare: precision={self.precision!r} is not known; use one of {get_args(Precision)}."
-            )
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise StrategyError(
-                f"prepare: clip_norm={self.clip_norm!r} must be above 0; use None to leave gradients alone."
-            )
-        if self.accumulate < 1:
-            raise StrategyError(f"prepare: accumulate={self.accumulate!r} must be 1 or more microbatches.")
-
-
-def pick_device(device: str | None, local_rank: int = 0) -> torch.device:
-    """The device to train on: the named one, else CUDA where there is any, else the CPU.
-
-    A CUDA device without an index gets `local_rank` as its index.
-
-    Raises:
-        StrategyError: if the name means nothing, or CUDA is asked for and is not here.
-    """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise StrategyError(f"device={device!r} is no device of torch; use 'cpu' or 'cuda'.") from error
-    if found.type not in ("cpu", "cuda"):
-        raise StrategyError(f"device={device!r} is not supported; use 'cpu' or 'cuda'.")
-    if found.type == "cpu":
-        return torch.device("cpu")
-    index = local_rank if found.index is None else found.index
-    here = torch.cuda.device_count()
-    if index >= here:
-        raise StrategyError(
-            f"device={device!r} means CUDA device {index}, and this process sees {here}; "
-            f"use fewer devices, or device='cpu'."
-        )
-    return torch.device("cuda", index)
-
-
-def check_ranks(strategy: str, device: str | None, devices: int) -> None:
-    """Checks the surroundings of a strategy that runs on several ranks; `device` is its option.
-
-    Raises:
-        StrategyError: if `devices` ranks cannot train here.
-    """
-    if devices < 1:
-        raise StrategyError(f"strategy {strategy!r}: devices={devices} must be 1 or more.")
-    if not dist.is_available():
-        raise StrategyError(f"strategy {strategy!r}: this torch is built without torch.distributed.")
-    if device not in (None, "cpu", "cuda"):
-        raise StrategyError(
-            f"strategy {strategy!r}: device={device!r} is not one for all ranks; use 'cpu' or 'cuda' "
-            f"(the index is the rank's), or 'single' for one given device."
-        )
-    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-    pick_device(device, on_this_machine - 1)
-
-
-def refuse_sync_batch_norm(strategy: str, model: nn.Module, device: torch.device) -> None:
-    """Raises StrategyError for a SyncBatchNorm on the CPU, naming it."""
-    if device.type != "cpu":
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise StrategyError(
-                f"strategy {strategy!r}: {name or 'the model'} is a SyncBatchNorm, which works on CUDA only, "
-                f"and this rank trains on the CPU; use BatchNorm2d there."
-            )
-
-
-def parameters_to_train(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `model` that require gradients.
-
-    Raises:
-        StrategyError: if there are none.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise StrategyError(
-            f"prepare: {type(model).__name__} has no parameter that requires a gradient, so nothing would "
-            f"train; set requires_grad on those that should."
-        )
-    return parameters
-
-
-def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.Optimizer:
-    """The factory's optimizer over the parameters of `model` that require gradients.
-
-    Raises:
-        StrategyError: if there are none.
-    """
-    return factory(parameters_to_train(model))
+from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups, name_of
+from .options import Options
 
 
 class LocalEngine:
     """An engine on one device; see `base.Engine` for what each method promises."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: StepOptions
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -195,23 +91,86 @@ class LocalEngine:
     def sync_buffers(self) -> None:
         """Makes floating-point buffers (BatchNorm's statistics) their mean over all ranks."""
 
-    def export_state(self) -> dict[str, torch.Tensor]:
-        """The model's state by plain parameter names: whole, contiguous copies on the CPU.
+    @torch.no_grad()
+    def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
+        """The model's state by plain names: whole, contiguous copies on the CPU; see `base.Engine`.
 
         Raises:
             StrategyError: if a module keeps an extra state that is no tensor.
         """
         state: dict[str, torch.Tensor] = {}
-        for name, value in self.plain_model.state_dict().items():
-            if not isinstance(value, torch.Tensor):
-                raise StrategyError(
-                    f"export_state: {name!r} is a {type(value).__name__}; only tensors can be exported, "
-                    f"make it a buffer."
-                )
-            # Contiguous, because safetensors takes nothing else and channels_last weights are not.
-            whole = self._whole(value.detach())
-            state[name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, value in self._tensors("export_state").items():
+            whole = self.gather(value)
+            if keep is None or keep(name):
+                state[name] = _copy(whole)
         return state
+
+    @torch.no_grad()
+    def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Overwrites the model's state, in place; see `base.Engine`.
+
+        Raises:
+            StrategyError: if names or shapes are not the model's; nothing has changed then.
+        """
+        own = self._tensors("import_state")
+        if set(own) != set(state):
+            odd = sorted(set(own) ^ set(state))
+            where = "the saved state" if odd[0] in state else "the model"
+            raise StrategyError(
+                f"import_state: {odd[0]!r} is in {where} only ({len(odd)} such names in all); build the model "
+                f"with the same factory and the same transforms."
+            )
+        for name, value in own.items():
+            saved = state[name]
+            if saved.shape != value.shape:
+                raise StrategyError(
+                    f"import_state: {name!r} has the shape {tuple(saved.shape)} in the saved state and "
+                    f"{tuple(value.shape)} in the model; build the model with the same factory."
+                )
+            value.copy_(self._part(saved, value))
+
+    @torch.no_grad()
+    def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
+        """The optimizer's state by plain parameter names; see `base.Engine`.
+
+        Raises:
+            StrategyError: for state that is neither a tensor nor a number.
+        """
+        names = self._names()
+        entries: dict[str, Entry] = {}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                name = name_of(parameter, names)
+                entry = {
+                    key: self._exported(f"{name}: {key}", value)
+                    for key, value in self.optimizer.state.get(parameter, {}).items()
+                    if value is not None  # SGD without momentum
+                }
+                if entry and (keep is None or keep(name)):
+                    entries[name] = entry
+        return OptimizerState(export_groups(self.optimizer, names), entries)
+
+    @torch.no_grad()
+    def import_optimizer(self, state: OptimizerState) -> None:
+        """Gives the optimizer the state that another engine's `export_optimizer` gave; see `base.Engine`.
+
+        Raises:
+            StrategyError: if it is that of other parameters.
+        """
+        names = self._names()
+        import_groups(self.optimizer, names, state.groups)
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                saved = state.entries.get(names[parameter])
+                if saved is not None:
+                    self.optimizer.state[parameter] = {
+                        key: self._imported(key, value, parameter, group) for key, value in saved.items()
+                    }
+
+    def gather(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` whole: itself, unless ranks hold parts of it, which all of them must then gather."""
+        return value
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""
@@ -226,16 +185,50 @@ class LocalEngine:
         """Scales the gradients to a total norm of at most `clip_norm`; returns the norm they had."""
         return nn.utils.clip_grad_norm_(self.plain_model.parameters(), clip_norm).item()
 
-    def _whole(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` of the state dict, gathered if ranks hold parts of it."""
-        return value
+    def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """What this rank holds of `whole`, a CPU tensor that every rank has, where it holds `like`."""
+        return whole
+
+    def _tensors(self, caller: str) -> dict[str, torch.Tensor]:
+        """The tensors of the model's state dict, not copied."""
+        state = self.plain_model.state_dict()
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                raise StrategyError(
+                    f"{caller}: {name!r} is a {type(value).__name__}; only tensors can be exported, make it a "
+                    f"buffer."
+                )
+        return {name: value.detach() for name, value in state.items()}
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        """The plain name of each parameter; a tied one has that of its first place."""
+        return {parameter: name for name, parameter in self.plain_model.named_parameters()}
+
+    def _exported(self, place: str, value: object) -> torch.Tensor | float:
+        if isinstance(value, torch.Tensor):
+            return _copy(self.gather(value.detach()))
+        if isinstance(value, int | float):
+            return value
+        raise StrategyError(
+            f"export_optimizer: {place} is a {type(value).__name__}; only tensors and numbers can be saved."
+        )
+
+    def _imported(
+        self, key: str, value: torch.Tensor | float, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor | float:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if key == "step" and value.dim() == 0:  # on the CPU, as torch keeps it, unless a kernel reads it
+            on_device = group.get("capturable") or group.get("fused")
+            return value.to(parameter.device if on_device else "cpu", copy=True)
+        return self._part(value, parameter).to(parameter.device, copy=True)
 
 
 class RanksEngine(LocalEngine):
     """An engine that is one of the ranks of the process group."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: StepOptions
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> None:
         super().__init__(model, optimizer, device, options)
         self.rank = dist.get_rank()
@@ -257,3 +250,8 @@ class RanksEngine(LocalEngine):
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)
         return value
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    # Contiguous, because safetensors takes nothing else and channels_last weights are not.
+    return value.to("cpu", copy=True, memory_format=torch.contiguous_format)

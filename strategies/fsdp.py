@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import StrategyError
-from .base import OptimizerFactory, Precision
+from .base import OptimizerFactory
 from .blocks import find_blocks
-from .engine import (
-    LocalEngine,
-    RanksEngine,
-    StepOptions,
-    build_optimizer,
-    check_ranks,
-    parameters_to_train,
-    pick_device,
-    refuse_sync_batch_norm,
-)
-from .group import join_group, local_rank, under_torchrun
+from .engine import LocalEngine, RanksEngine
 from .materialise import materialise, refuse_without_reset
+from .options import Options, Precision, PrepareOptions
 from .sharding import (
     begin_like_rank_0,
     give_channels_last_inputs,
@@ -35,6 +26,7 @@ from .sharding import (
     mixed_precision,
     refuse_unshardable,
 )
+from .surroundings import build_optimizer, check_ranks, enter
 
 
 class FSDPEngine(RanksEngine):
@@ -46,7 +38,7 @@ class FSDPEngine(RanksEngine):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: StepOptions
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> None:
         super().__init__(model, optimizer, device, options)
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -71,17 +63,6 @@ class FSDPEngine(RanksEngine):
         self._shard_again()
         return super().step()
 
-    def export_state(self) -> dict[str, torch.Tensor]:
-        """The model's state by plain names, whole, on the CPU of every rank. All ranks must call it.
-
-        Gathers one parameter at a time.
-
-        Raises:
-            StrategyError: if a module keeps an extra state that is no tensor.
-        """
-        self._shard_again()
-        return super().export_state()
-
     def _shard_again(self) -> None:
         for module in self._sharded:
             module.reshard()
@@ -90,13 +71,28 @@ class FSDPEngine(RanksEngine):
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
-    def _whole(self, value: torch.Tensor) -> torch.Tensor:
+    def gather(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` whole; all ranks must call it for a DTensor, whose parts they exchange."""
         if not isinstance(value, DTensor):
             return value
         # An offloaded part is on the CPU, and its mesh may be one of CUDA devices.
         part = cast(DTensor, value.to(self.device))
         whole: torch.Tensor = part.full_tensor()
         return whole
+
+    def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if not isinstance(like, DTensor):
+            return whole
+        mesh = like.device_mesh
+        # Every rank has the same values already: none is sent.
+        part: torch.Tensor = distribute_tensor(
+            whole.to(self.device), mesh, like.placements, src_data_rank=None
+        )
+        return part.to(like.device)
+
+    def _tensors(self, caller: str) -> dict[str, torch.Tensor]:
+        self._shard_again()
+        return super()._tensors(caller)
 
 
 @dataclass(frozen=True)
@@ -136,13 +132,7 @@ class FSDP:
         check_ranks(self.name, self.device, devices)
 
     def prepare(
-        self,
-        model: nn.Module,
-        optimizer_factory: OptimizerFactory,
-        *,
-        precision: Precision = "fp32",
-        clip_norm: float | None = None,
-        accumulate: int = 1,
+        self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
         """Shards `model` in place, then builds the optimizer of the shards; see `base.Strategy.prepare`.
 
@@ -154,21 +144,16 @@ class FSDP:
                 yet, a module on the meta device that cannot be reset, a SyncBatchNorm on the CPU, or a
                 BatchNorm in bf16 on a torch that is too old.
         """
-        options = StepOptions(precision, clip_norm, accumulate)
-        if not dist.is_initialized() and under_torchrun():
-            join_group()
-        self.check(dist.get_world_size() if dist.is_initialized() else 1)
-        device = pick_device(self.device, local_rank())
-        refuse_sync_batch_norm(self.name, model, device)
+        options = Options.of(given)
+        device = enter(self, model)
         refuse_unshardable(self.name, model)
         refuse_without_reset(self.name, model)
-        parameters_to_train(model)
         if not dist.is_initialized():
             self._check_alone()
             materialise(model, device)
             model = model.to(device)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
-        self._shard(model, device, precision)
+        self._shard(model, device, options.precision)
         return FSDPEngine(model, build_optimizer(model, optimizer_factory), device, options)
 
     def _check_alone(self) -> None:

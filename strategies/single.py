@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch.distributed as dist
 from torch import nn
 
 from ..errors import StrategyError
-from .base import OptimizerFactory, Precision
-from .engine import LocalEngine, StepOptions, build_optimizer, pick_device
+from .base import OptimizerFactory
+from .engine import LocalEngine
+from .options import Options, PrepareOptions
+from .surroundings import build_optimizer, pick_device
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,7 @@ class Single:
         pick_device(self.device)
 
     def prepare(
-        self,
-        model: nn.Module,
-        optimizer_factory: OptimizerFactory,
-        *,
-        precision: Precision = "fp32",
-        clip_norm: float | None = None,
-        accumulate: int = 1,
+        self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
         """Moves `model` to the device and builds the optimizer; see `base.Strategy.prepare`.
 
@@ -46,7 +43,7 @@ class Single:
             StrategyError: for an argument that means nothing, or inside a process group of several
                 ranks, where each would train a model of its own.
         """
-        options = StepOptions(precision, clip_norm, accumulate)
+        options = Options.of(given)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise StrategyError(
                 f"strategy 'single' was prepared on {dist.get_world_size()} ranks, and each would train a "

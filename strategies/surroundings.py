@@ -1,0 +1,124 @@
+"""What every strategy looks at before it touches a model: the device, the ranks, and the model's parts."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import StrategyError
+from .base import OptimizerFactory
+from .group import join_group, local_rank, under_torchrun
+
+
+class OnRanks(Protocol):
+    """What `enter` needs of a strategy."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device(self) -> str | None: ...
+
+    def check(self, devices: int) -> None: ...
+
+
+def enter(strategy: OnRanks, model: nn.Module) -> torch.device:
+    """Joins the process group under torchrun, checks that `strategy` can train here, and says on which device.
+
+    Raises:
+        StrategyError: if it cannot, or the model has a SyncBatchNorm and this rank trains on the CPU.
+    """
+    if not dist.is_initialized() and under_torchrun():
+        join_group()
+    strategy.check(dist.get_world_size() if dist.is_initialized() else 1)
+    device = pick_device(strategy.device, local_rank())
+    refuse_sync_batch_norm(strategy.name, model, device)
+    parameters_to_train(model)
+    return device
+
+
+def pick_device(device: str | None, local_rank: int = 0) -> torch.device:
+    """The device to train on: the named one, else CUDA where there is any, else the CPU.
+
+    A CUDA device without an index gets `local_rank` as its index.
+
+    Raises:
+        StrategyError: if the name means nothing, or CUDA is asked for and is not here.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise StrategyError(f"device={device!r} is no device of torch; use 'cpu' or 'cuda'.") from error
+    if found.type not in ("cpu", "cuda"):
+        raise StrategyError(f"device={device!r} is not supported; use 'cpu' or 'cuda'.")
+    if found.type == "cpu":
+        return torch.device("cpu")
+    index = local_rank if found.index is None else found.index
+    here = torch.cuda.device_count()
+    if index >= here:
+        raise StrategyError(
+            f"device={device!r} means CUDA device {index}, and this process sees {here}; "
+            f"use fewer devices, or device='cpu'."
+        )
+    return torch.device("cuda", index)
+
+
+def check_ranks(strategy: str, device: str | None, devices: int) -> None:
+    """Checks the surroundings of a strategy that runs on several ranks; `device` is its option.
+
+    Raises:
+        StrategyError: if `devices` ranks cannot train here.
+    """
+    if devices < 1:
+        raise StrategyError(f"strategy {strategy!r}: devices={devices} must be 1 or more.")
+    if not dist.is_available():
+        raise StrategyError(f"strategy {strategy!r}: this torch is built without torch.distributed.")
+    if device not in (None, "cpu", "cuda"):
+        raise StrategyError(
+            f"strategy {strategy!r}: device={device!r} is not one for all ranks; use 'cpu' or 'cuda' "
+            f"(the index is the rank's), or 'single' for one given device."
+        )
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    pick_device(device, on_this_machine - 1)
+
+
+def refuse_sync_batch_norm(strategy: str, model: nn.Module, device: torch.device) -> None:
+    """Raises StrategyError for a SyncBatchNorm on the CPU, naming it."""
+    if device.type != "cpu":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise StrategyError(
+                f"strategy {strategy!r}: {name or 'the model'} is a SyncBatchNorm, which works on CUDA only, "
+                f"and this rank trains on the CPU; use BatchNorm2d there."
+            )
+
+
+def parameters_to_train(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `model` that require gradients.
+
+    Raises:
+        StrategyError: if there are none.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise StrategyError(
+            f"prepare: {type(model).__name__} has no parameter that requires a gradient, so nothing would "
+            f"train; set requires_grad on those that should."
+        )
+    return parameters
+
+
+def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.Optimizer:
+    """The factory's optimizer over the parameters of `model` that require gradients.
+
+    Raises:
+        StrategyError: if there are none.
+    """
+    return factory(parameters_to_train(model))
