@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .base import OptimizerFactory
 from .engine import LocalEngine, RanksEngine
 from .options import Options, PrepareOptions
-from .surroundings import build_optimizer, check_ranks, enter
+from .recompute import recompute_activations
+from .surroundings import build_optimizer, check_ranks, compile_in_place, enter
 
 
 class DDPEngine(RanksEngine):
@@ -87,6 +88,8 @@ class DDP:
         options = Options.of(given)
         device = enter(self, model)
         model = model.to(device)
+        recompute_activations(model, options.activation_checkpointing)
+        compile_in_place(model, options.compile)
         optimizer = build_optimizer(model, optimizer_factory)
         if not dist.is_initialized():
             return LocalEngine(model, optimizer, device, options)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import StrategyError
 from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups, name_of
-from .options import Options
+from .options import HALF, Options
 
 
 class LocalEngine:
@@ -29,6 +29,7 @@ class LocalEngine:
         self.accumulate = options.accumulate
         self._options = options
         self._microbatches = 0  # gradients added since the last step
+        self._scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
 
     @property
     def plain_model(self) -> nn.Module:
@@ -37,8 +38,8 @@ class LocalEngine:
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The precision's autocast, or nothing for fp32. For evaluation too."""
-        if self._options.precision == "bf16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        if self._options.precision != "fp32":
+            return torch.autocast(self.device.type, dtype=HALF[self._options.precision])
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
@@ -56,7 +57,9 @@ class LocalEngine:
                 f"and last_microbatch=True with the last one only."
             )
         self._microbatches = number
-        (loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
+        self._scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
+        if last_microbatch:  # here, so that whoever looks at the gradients sees true ones
+            self._unscale()
 
     def step(self) -> float | None:
         """Clips, steps and zeroes. Returns the gradients' total norm before clipping if it is on.
@@ -72,13 +75,15 @@ class LocalEngine:
         norm: float | None = None
         if self._options.clip_norm is not None:
             norm = self._clip(self._options.clip_norm)
-        self.optimizer.step()
+        self._scaler.step(self.optimizer)
         self.zero()
         return norm
 
     def zero(self) -> None:
         """Throws away the gradients added since the last step."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self._microbatches == self.accumulate:
+            self._scaler.update()
         self._microbatches = 0
 
     def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
@@ -148,7 +153,7 @@ class LocalEngine:
                 }
                 if entry and (keep is None or keep(name)):
                     entries[name] = entry
-        return OptimizerState(export_groups(self.optimizer, names), entries)
+        return OptimizerState(export_groups(self.optimizer, names), entries, self._scaler.state_dict())
 
     @torch.no_grad()
     def import_optimizer(self, state: OptimizerState) -> None:
@@ -159,6 +164,8 @@ class LocalEngine:
         """
         names = self._names()
         import_groups(self.optimizer, names, state.groups)
+        if self._scaler.is_enabled() and state.loss_scale:
+            self._scaler.load_state_dict(dict(state.loss_scale))
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -180,6 +187,10 @@ class LocalEngine:
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
         """`value` summed over all ranks, possibly in place."""
         return value
+
+    def _unscale(self) -> None:
+        """Divides the gradients by the loss scale of fp16, and notes whether one is not finite."""
+        self._scaler.unscale_(self.optimizer)
 
     def _clip(self, clip_norm: float) -> float:
         """Scales the gradients to a total norm of at most `clip_norm`; returns the norm they had."""

@@ -18,7 +18,8 @@ from .base import OptimizerFactory
 from .blocks import find_blocks
 from .engine import LocalEngine, RanksEngine
 from .materialise import materialise, refuse_without_reset
-from .options import Options, Precision, PrepareOptions
+from .options import Options, PrepareOptions
+from .recompute import recompute_activations
 from .sharding import (
     begin_like_rank_0,
     give_channels_last_inputs,
@@ -26,7 +27,7 @@ from .sharding import (
     mixed_precision,
     refuse_unshardable,
 )
-from .surroundings import build_optimizer, check_ranks, enter
+from .surroundings import build_optimizer, check_ranks, compile_in_place, enter
 
 
 class FSDPEngine(RanksEngine):
@@ -107,13 +108,15 @@ class FSDP:
     `fully_shard` takes no others, and images are then made channels-last on their way into the model
     instead: activations have the layout that was asked for, and the numbers are the same.
 
-    Precision "bf16" computes and gathers in bf16 and keeps fp32 parameters, reduces gradients in fp32, and
-    runs the forward under autocast as the other strategies do. BatchNorm's parameters stay fp32, beside its
-    statistics. Outputs may be bf16; compute losses from `outputs.float()`.
+    Precision "bf16" (or "fp16") computes and gathers in it and keeps fp32 parameters, reduces gradients in fp32,
+    and runs the forward under autocast as the other strategies do. BatchNorm's parameters stay fp32, beside its
+    statistics. Outputs may be of half precision; compute losses from `outputs.float()`.
 
     A model on the meta device gets its values block by block, from each module's `reset_parameters` with rank
     0's random numbers, so that it need not fit on one device. What the model's own constructor would have
     changed after that (many set their convolutions anew) is not repeated: load weights, or build on the CPU.
+
+    With `compile` each block is compiled by itself, and what is outside of them is not.
 
     Alone in a process, without a process group, there is nothing to divide, and it trains like `single`.
 
@@ -152,28 +155,34 @@ class FSDP:
             self._check_alone()
             materialise(model, device)
             model = model.to(device)
+            recompute_activations(model, options.activation_checkpointing)
+            compile_in_place(model, options.compile)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
-        self._shard(model, device, options.precision)
+        self._shard(model, device, options)
         return FSDPEngine(model, build_optimizer(model, optimizer_factory), device, options)
 
     def _check_alone(self) -> None:
         """Raises StrategyError if it cannot do without a process group."""
 
-    def _shard(self, model: nn.Module, device: torch.device, precision: Precision) -> None:
-        if precision == "bf16":
-            mixed_precision(self.name, model)  # refuses before anything has changed
+    def _shard(self, model: nn.Module, device: torch.device, options: Options) -> None:
+        if options.precision != "fp32":
+            mixed_precision(self.name, model, options.precision)  # refuses before anything has changed
         if device.type == "cuda":
             torch.cuda.set_device(device)  # fully_shard takes the current one
         if make_contiguous(model):
             give_channels_last_inputs(model)
         how = {"mesh": self._mesh(device), **self._sharding()}
+        blocks = (*find_blocks(model), model)
+        recompute_activations(model, options.activation_checkpointing)
         done: set[nn.Module] = set()
-        for block in (*find_blocks(model), model):
+        for block in blocks:
             materialise(block, device, done)
             own = [module for module in block.modules() if module not in done]
             begin_like_rank_0(own, device)
-            if precision == "bf16":
-                how["mp_policy"] = mixed_precision(self.name, block)
+            if options.precision != "fp32":
+                how["mp_policy"] = mixed_precision(self.name, block, options.precision)
+            if block is not model:  # around the whole, each gathering would break the graph
+                compile_in_place(block, options.compile)
             fully_shard(block, **how)
             done.update(own)
 
@@ -216,14 +225,14 @@ class FSDPCPUOffload(FSDP):
             "this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
         )
 
-    def _shard(self, model: nn.Module, device: torch.device, precision: Precision) -> None:
+    def _shard(self, model: nn.Module, device: torch.device, options: Options) -> None:
         # The norm of gradients on the CPU is reduced there.
         if "cpu" not in str(dist.get_backend_config()):
             raise StrategyError(
                 f"strategy 'fsdp_cpu_offload': the process group ({dist.get_backend_config()}) serves no CPU "
                 f"tensors; initialise it with the backend 'cpu:gloo,cuda:nccl'."
             )
-        super()._shard(model, device, precision)
+        super()._shard(model, device, options)
 
     def _sharding(self) -> dict[str, Any]:
         return {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())}

@@ -25,6 +25,8 @@ class OptimizerState:
     """The parameter groups in order: hyperparameters as JSON types, and `"params"`, a list of names."""
     entries: Mapping[str, Entry] = field(default_factory=dict)
     """By parameter name. A parameter that has not been stepped has none."""
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
+    """The state of fp16's loss scale (`torch.amp.GradScaler.state_dict`); empty in other precisions."""
 
 
 def export_groups(

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict, get_args
 
-from ..errors import StrategyError, suggest
+import torch
 
-Precision = Literal["fp32", "bf16"]
+from ..errors import StrategyError, suggest
+from .recompute import Policy
+
+Precision = Literal["fp32", "bf16", "fp16"]
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type that is computed in, for each precision below fp32."""
 
 
 class PrepareOptions(TypedDict, total=False):
@@ -16,6 +21,8 @@ class PrepareOptions(TypedDict, total=False):
     precision: Precision
     clip_norm: float | None
     accumulate: int
+    activation_checkpointing: Policy
+    compile: bool | str
 
 
 @dataclass(frozen=True)
@@ -27,11 +34,17 @@ class Options:
     """
 
     precision: Precision = "fp32"
-    """`"fp32"`, or `"bf16"`: autocast over fp32 weights."""
+    """`"fp32"`; or `"bf16"` or `"fp16"`: autocast over fp32 weights, for fp16 with a loss scale that finds itself
+    (`torch.amp.GradScaler`): a step whose gradients overflow is left out."""
     clip_norm: float | None = None
     """Largest 2-norm of all gradients together; None leaves them alone."""
     accumulate: int = 1
     """Microbatches per optimizer step."""
+    activation_checkpointing: Policy = False
+    """Modules that keep their input only and run forward again in the backward; see `recompute.Policy`."""
+    compile: bool | str = False
+    """Whether `torch.compile` compiles the model, in place: no name changes. A string is its `mode`, such as
+    `"max-autotune"`. False, because the first step then takes a minute or more."""
 
     @classmethod
     def of(cls, given: dict[str, Any] | PrepareOptions) -> Self:
@@ -57,3 +70,13 @@ class Options:
             )
         if self.accumulate < 1:
             raise StrategyError(f"prepare: accumulate={self.accumulate!r} must be 1 or more microbatches.")
+        modes = torch._inductor.list_mode_options() if isinstance(self.compile, str) else {}
+        if isinstance(self.compile, str) and self.compile not in modes:
+            raise StrategyError(
+                f"prepare: compile has no mode {self.compile!r}.{suggest(self.compile, modes)}"
+            )
+        if isinstance(self.activation_checkpointing, str):
+            raise StrategyError(
+                f"prepare: activation_checkpointing={self.activation_checkpointing!r} must be a list of class "
+                f"names, True for the model's blocks, or a function of name and module."
+            )

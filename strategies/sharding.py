@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..errors import StrategyError
+from .options import HALF, Precision
 
 
 def refuse_unshardable(strategy: str, model: nn.Module) -> None:
@@ -87,12 +88,12 @@ def begin_like_rank_0(modules: Iterable[nn.Module], device: torch.device) -> Non
         tensor.copy_(staged)
 
 
-def mixed_precision(strategy: str, model: nn.Module) -> MixedPrecisionPolicy:
-    """Computes and gathers in bf16, reduces in fp32; BatchNorm's parameters stay as they are.
+def mixed_precision(strategy: str, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
+    """Computes and gathers in half precision, reduces in fp32; BatchNorm's parameters stay as they are.
 
     Raises:
         StrategyError: if there is a BatchNorm and this torch has one precision for all parameters: with
-            parameters in bf16 and statistics in fp32 it fails.
+            parameters in half precision and statistics in fp32 it fails.
     """
     kept = {
         parameter
@@ -100,11 +101,11 @@ def mixed_precision(strategy: str, model: nn.Module) -> MixedPrecisionPolicy:
         if isinstance(module, _NormBase)
         for parameter in module.parameters(recurse=False)
     }
-    options: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    options: dict[str, Any] = {"param_dtype": HALF[precision], "reduce_dtype": torch.float32}
     if kept:
         if "param_dtype_override_fn" not in inspect.signature(MixedPrecisionPolicy).parameters:
             raise StrategyError(
-                f"strategy {strategy!r}: precision='bf16' with BatchNorm needs a newer torch than "
+                f"strategy {strategy!r}: precision={precision!r} with BatchNorm needs a newer torch than "
                 f"{torch.__version__}; use precision='fp32', or 'ddp'."
             )
         options["param_dtype_override_fn"] = lambda p: p.dtype if p in kept else None

@@ -12,7 +12,8 @@ from ..errors import StrategyError
 from .base import OptimizerFactory
 from .engine import LocalEngine
 from .options import Options, PrepareOptions
-from .surroundings import build_optimizer, pick_device
+from .recompute import recompute_activations
+from .surroundings import build_optimizer, compile_in_place, pick_device
 
 
 @dataclass(frozen=True)
@@ -51,4 +52,6 @@ class Single:
             )
         device = pick_device(self.device)
         model = model.to(device)
+        recompute_activations(model, options.activation_checkpointing)
+        compile_in_place(model, options.compile)
         return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)

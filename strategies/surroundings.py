@@ -122,3 +122,9 @@ def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.
         StrategyError: if there are none.
     """
     return factory(parameters_to_train(model))
+
+
+def compile_in_place(module: nn.Module, compile: bool | str) -> None:
+    """Has `torch.compile` compile the module at its first call, as `Options.compile` says; no name changes."""
+    if compile:
+        module.compile(mode=compile if isinstance(compile, str) else None)

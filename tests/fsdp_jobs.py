@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import fsdp_models as models
 import surgery_models
@@ -92,11 +93,20 @@ class Run:
     evaluated: float = 0.0
 
 
-def train(strategy: str, case: Case, *, seed: int = 0, parts: int = 1, **options: object) -> Run:
+def train(
+    strategy: str,
+    case: Case,
+    *,
+    seed: int = 0,
+    parts: int = 1,
+    given: dict[str, Any] | None = None,
+    **options: object,
+) -> Run:
     """Trains on the same global batches on any number of ranks.
 
     Args:
         seed: of the first weights; rank 0's must win.
+        given: further options of `prepare`.
         parts: multiplies `case.accumulate`: one device gets as many microbatches as `parts` ranks do.
     """
     torch.manual_seed(seed)
@@ -106,6 +116,7 @@ def train(strategy: str, case: Case, *, seed: int = 0, parts: int = 1, **options
         precision=case.precision,
         clip_norm=case.clip_norm,
         accumulate=case.accumulate * parts,
+        **(given or {}),
     )
     run = Run()
     for step in range(case.steps):

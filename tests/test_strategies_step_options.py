@@ -1,0 +1,219 @@
+"""Options of a step that every strategy takes: activation checkpointing, compiling in place, half precision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import fsdp_models as models
+import pytest
+import torch
+import torch.distributed as dist
+from drivetrain import StrategyError, strategies
+from drivetrain.strategies.recompute import recompute_activations
+from fsdp_jobs import Case, Run, train
+from step_option_jobs import OPTIONS, run_all
+from strategy_jobs import make_optimizer
+from torch import nn
+
+pytestmark = pytest.mark.timeout(280)
+
+
+class Block(nn.Module):
+    """With all that a second forward could get wrong: dropout, statistics, and a buffer that the output uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count += 1
+        return x + self.drop(torch.tanh(self.norm(self.conv(x)))) * self.count.clone()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), Block(), Block(), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+def gradients(model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """After two forwards and a backward of both."""
+    torch.manual_seed(1)
+    x = torch.randn(6, 3, 8, 8)
+    (model(x).square().mean() + model(x + 1).square().mean()).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None], model.state_dict()
+
+
+POLICIES: list[Any] = [True, ["Block"], lambda name, _: name == "1", lambda name, _: name == ""]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["blocks", "class", "function", "whole"])
+def test_recomputing_changes_no_number_and_no_name(policy: Any) -> None:
+    plain, model = net(), net()
+    assert recompute_activations(model, policy)
+    (expected, state), (found, own) = gradients(plain), gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert list(state) == list(own)
+    assert all(torch.equal(state[name], own[name]) for name in state)
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What autograd keeps between forward and backward."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.zeros(2, 3, 32, 32))
+    return sum(seen.values())
+
+
+def test_recomputing_keeps_less() -> None:
+    plain, model = models.resnet(), models.resnet()
+    recompute_activations(model, True)
+    assert saved_bytes(model) < 0.6 * saved_bytes(plain)
+
+
+def test_a_recomputed_model_is_copied_whole_and_chosen_once() -> None:
+    model = net()
+    assert (
+        recompute_activations(model, True) == recompute_activations(model, ["RecomputedBlock"]) == ("1", "2")
+    )
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin[1].conv.weight.zero_()
+    x = torch.randn(2, 3, 8, 8)
+    assert not torch.equal(model(x), twin(x))  # a patched forward would still be the first model's
+    assert type(model[1]).__mro__.count(Block) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation_checkpointing": ["Bloc"]}, r"\['Bloc'\] chooses no module.*Did you mean 'Block'"),
+        ({"activation_checkpointing": "Block"}, "must be a list"),
+        ({"activation_checkpointing": lambda *_: False}, "the function chooses no module"),
+        ({"compile": "max-autotun"}, "no mode 'max-autotun'.*Did you mean 'max-autotune'"),
+        ({"precision": "fp61"}, "'fp61' is not known"),
+        ({"clipnorm": 1.0}, "no option 'clipnorm'.*Did you mean 'clip_norm'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        strategies.get("single", device="cpu").prepare(net(), make_optimizer("sgd"), **options)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"found no repeated blocks in Sequential; name the classes"):
+        recompute_activations(nn.Sequential(nn.Linear(2, 2)), True)
+
+
+def close(found: Run, expected: Run, tolerance: float, statistics: bool = True) -> None:
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=tolerance)
+    for name, value in expected.state.items():
+        if statistics or ("running" not in name and "num_batches" not in name):
+            torch.testing.assert_close(found.state[name], value, rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> dict[str, Run]:
+    """Rank 0's runs of all cases; the ranks are started once."""
+    return strategies.launch(run_all, devices=2, timeout=270)[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_grad_op", "fsdp_cpu_offload"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_ranks_train_as_one_device(on_two_ranks: dict[str, Run], strategy: str, name: str) -> None:
+    """Beside one device in fp32 without any option; half precision rounds.
+
+    BatchNorm's statistics are left out: of four microbatches one device counts four, and two ranks the mean of two.
+    """
+    case, _ = OPTIONS[name]
+    plain = train(
+        "single", Case("plain", case.model, case.optimizer, case.clip_norm, case.accumulate), parts=2
+    )
+    close(on_two_ranks[f"{strategy}: {name}"], plain, 1e-5 if case.precision == "fp32" else 3e-2, False)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_device_trains_alike(name: str) -> None:
+    case, options = OPTIONS[name]
+    plain = Case("plain", case.model, case.optimizer, case.clip_norm, case.accumulate)
+    close(
+        train("single", case, given=options),
+        train("single", plain),
+        1e-5 if case.precision == "fp32" else 3e-2,
+    )
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(768, 5), nn.Tanh())
+
+
+def compiled_and_not() -> dict[str, list[Run]]:
+    """Under each strategy a model that compiles in seconds, compiled and not."""
+    case = Case("", layers, "adamw", 0.5, 2)
+    names = ("single",) if not dist.is_initialized() else ("ddp", "fsdp")
+    return {name: [train(name, case, given={"compile": how}) for how in (True, False)] for name in names}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_compiled_model_trains_alike_under_the_same_names(ranks: int) -> None:
+    runs = (
+        compiled_and_not() if ranks == 1 else strategies.launch(compiled_and_not, devices=2, timeout=250)[0]
+    )
+    for compiled, plain in runs.values():
+        assert list(compiled.state) == ["1.weight", "1.bias"]
+        close(compiled, plain, 1e-5)
+
+
+def test_compile_compiles() -> None:
+    """The graph is whole and it is the compiled one that runs."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["frames"]["ok"]
+    train("single", Case("", layers, steps=1), given={"compile": True})
+    assert torch._dynamo.utils.counters["frames"]["ok"] > before
+
+
+def overflowing(factory: Callable[[], nn.Module]) -> nn.Module:
+    model = factory()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad * torch.inf)
+    return model
+
+
+def test_a_step_that_overflows_in_fp16_is_left_out() -> None:
+    model = overflowing(net)
+    engine = strategies.get("single", device="cpu").prepare(model, make_optimizer("sgd"), precision="fp16")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    scales = []
+    for _ in range(2):
+        with engine.forward_context():
+            loss = engine.model(torch.randn(4, 3, 8, 8)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        scales.append(engine.export_optimizer().loss_scale["scale"])
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert scales[1] < scales[0] < 65536
+
+
+def test_gradients_in_fp16_are_true_ones_after_the_backward() -> None:
+    def norm(precision: str) -> float:
+        model = net()
+        model.eval()
+        engine = strategies.get("single", device="cpu").prepare(
+            model, make_optimizer("sgd"), precision=precision, accumulate=2
+        )
+        for last in (False, True):
+            with engine.forward_context():
+                loss = engine.model(torch.ones(4, 3, 8, 8)).float().square().mean()
+            engine.backward(loss, last)
+        return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+
+    assert norm("fp16") == pytest.approx(norm("fp32"), rel=1e-2)
