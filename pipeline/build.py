@@ -77,9 +77,7 @@ def build(pipeline: Pipeline) -> Built:
     engine = strategies.get(how.strategy, **how.options).prepare(
         model,
         optimizer_factory(pipeline),
-        precision=how.precision,
-        clip_norm=how.clip_norm,
-        accumulate=how.accumulate,
+        **how.step_options,
     )
     for loader in (train, val):
         if loader is not None:

@@ -164,6 +164,8 @@ class Pipeline:
         precision: strategies.Precision = "fp32",
         accumulate: int = 1,
         clip_norm: float | None = None,
+        activation_checkpointing: strategies.Policy = False,
+        compile: bool | str = False,
         **options: Any,
     ) -> Pipeline:
         """The strategy that trains the model, by name or as an object.
@@ -171,9 +173,12 @@ class Pipeline:
         Args:
             strategy: see `drivetrain.strategies.available()`.
             devices: ranks. Outside torchrun, more than one start as fresh interpreters.
-            precision: `"fp32"`, or `"bf16"`: autocast over fp32 weights.
+            precision: `"fp32"`, or `"bf16"` or `"fp16"`: autocast over fp32 weights.
             accumulate: microbatches into which each rank splits its share of a batch.
             clip_norm: largest norm of all gradients together; None: no clipping.
+            activation_checkpointing: modules that forget their activations and compute them again in the
+                backward: True for the model's blocks, class names, or a function of name and module.
+            compile: have `torch.compile` compile the model in place; a string is its mode.
             options: the strategy's own.
 
         Raises:
@@ -181,7 +186,15 @@ class Pipeline:
         """
         return self._with(
             distribution=Distribution(
-                strategy, devices, precision, accumulate, clip_norm, options, asked=True
+                strategy,
+                devices,
+                precision,
+                accumulate,
+                clip_norm,
+                activation_checkpointing,
+                compile,
+                options,
+                asked=True,
             )
         )
 

@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import PlanError
 from ..loaders.epochs import EpochLoader
 from ..strategies import Precision
+from ..strategies.options import HALF
 from .stages import Data
 
 
@@ -73,7 +74,7 @@ def check_output(model: nn.Module, classes: int, data: Data, precision: Precisio
     """
     training, side = model.training, data.image_size
     images = torch.zeros(2, 3, side, side)
-    context = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+    context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=HALF[precision])
     try:
         with torch.no_grad(), context:
             output = model.eval()(images)

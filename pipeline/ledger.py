@@ -67,6 +67,9 @@ def variants(pipeline: Pipeline) -> list[Variant]:
     if how.precision != one.precision:
         one = dataclasses.replace(one, precision=how.precision)
         add(f"+ {how.precision}", distribution=one)
+    if how.compile:
+        one = dataclasses.replace(one, compile=how.compile)
+        add("+ compile", distribution=one)
     if dataclasses.replace(how, asked=False) != one:
         add(f"+ {_distribution_name(how)}", distribution=how)
     return [*found, Variant(LOADER, current, "loader"), Variant(MODEL, current, "model")]

@@ -15,7 +15,7 @@ from .. import strategies
 from ..errors import PlanError
 from ..transforms import CHANGES_MODEL, Transform
 from .rules import check_rules, family
-from .stages import Data
+from .stages import Data, Distribution
 
 if TYPE_CHECKING:
     from .builder import Pipeline
@@ -148,6 +148,7 @@ def make_plan(pipeline: Pipeline) -> Plan:
         Step(f"build {pipeline.model_name}", "Pipeline()", f"with the seed {pipeline.seed}, the same on every rank"),
     ]  # fmt: skip
     steps += [_transform_step(t, how.name) for t in ordered if t.kind in CHANGES_MODEL]
+    steps += _wrapping_steps(how)
     steps += [
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
         Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",
@@ -160,6 +161,26 @@ def make_plan(pipeline: Pipeline) -> Plan:
     steps += [Step("loss: cross entropy", "default", "class indices or probabilities")]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
     return Plan(tuple(steps))
+
+
+def _wrapping_steps(how: Distribution) -> list[Step]:
+    """What is done to the final modules before they are wrapped."""
+    steps = []
+    if how.activation_checkpointing:
+        what = f"recompute the activations of {_policy_name(how.activation_checkpointing)}"
+        steps.append(
+            Step(what, ".distribute()", "on the final modules, inside of what gathers and compiles them")
+        )
+    if how.compile:
+        what = "compile in place" + (f", mode {how.compile}" if isinstance(how.compile, str) else "")
+        steps.append(Step(what, ".distribute()", "the final modules; inside the wrapper, so that names stay"))
+    return steps
+
+
+def _policy_name(policy: strategies.Policy) -> str:
+    if isinstance(policy, bool):
+        return "the model's blocks"
+    return "what a function chooses" if callable(policy) else ", ".join(sorted(policy))
 
 
 def _transform_step(transform: Transform, strategy: str = "") -> Step:

@@ -32,9 +32,11 @@ KEYS = {
     "warmup": "share of all steps, 0 to 1, in which the learning rate rises",
     "strategy": "how it is distributed: single, ddp",
     "devices": "number of ranks",
-    "precision": "fp32 or bf16",
+    "precision": "fp32, bf16 or fp16",
     "accumulate": "microbatches per step and rank",
     "clip_norm": "largest norm of all gradients together; null: no clipping",
+    "activation_checkpointing": "true: the model's blocks forget their activations; or a list of class names",
+    "compile": "whether torch.compile compiles the model; or the name of its mode",
     "epochs": "passes over the training data",
     "seed": "of weights, order and augmentation",
 }
@@ -56,6 +58,8 @@ DEFAULTS: dict[str, Any] = {
     "precision": "fp32",
     "accumulate": 1,
     "clip_norm": None,
+    "activation_checkpointing": False,
+    "compile": False,
     "seed": 0,
 }
 
@@ -192,6 +196,8 @@ def build_pipeline(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]
                 precision=full["precision"],
                 accumulate=full["accumulate"],
                 clip_norm=full["clip_norm"],
+                activation_checkpointing=full["activation_checkpointing"],
+                compile=full["compile"],
             )
         )
     except (PlanError, DataError, StrategyError, TypeError) as error:  # TypeError: an argument given twice

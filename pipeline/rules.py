@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from .. import strategies
 from ..errors import PlanError
-from ..transforms import GradientClipping, ProgressiveResizing, SeqLengthWarmup, Transform
+from ..transforms import GradientClipping, GyroDropout, ProgressiveResizing, SeqLengthWarmup, Transform
 
 if TYPE_CHECKING:
     from .builder import Pipeline
@@ -116,6 +116,25 @@ def _sequences_of_images(pipeline: Pipeline) -> None:
         )
 
 
+def _compiled(pipeline: Pipeline) -> None:
+    if not pipeline.distribution.compile:
+        return
+    for transform in pipeline.transforms:
+        if not transform.compile_safe:
+            raise PlanError(
+                f"{_name(transform)} does not compile whole (see its documentation), and distribute(compile="
+                f"{pipeline.distribution.compile!r}) asks for it. Leave one of the two out."
+            )
+
+
+def _counted_forwards(pipeline: Pipeline) -> None:
+    if pipeline.distribution.activation_checkpointing and _find(pipeline, GyroDropout):
+        raise PlanError(
+            "GyroDropout counts forwards, and activation_checkpointing runs each twice: the second would drop other "
+            "features. Leave one of the two out."
+        )
+
+
 RULES: tuple[Callable[[Pipeline], None], ...] = (
     _unsafe_strategies,
     _unused_parameters,
@@ -124,6 +143,8 @@ RULES: tuple[Callable[[Pipeline], None], ...] = (
     _two_averages,
     _resizing_of_padded_crops,
     _sequences_of_images,
+    _compiled,
+    _counted_forwards,
 )
 """Every rule, one function each."""
 

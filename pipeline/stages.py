@@ -69,6 +69,8 @@ class Distribution:
     precision: strategies.Precision = "fp32"
     accumulate: int = 1
     clip_norm: float | None = None
+    activation_checkpointing: strategies.Policy = False
+    compile: bool | str = False
     options: Mapping[str, Any] = field(default_factory=dict)
     asked: bool = False
 
@@ -83,6 +85,18 @@ class Distribution:
         norm: Any = self.clip_norm
         if norm is not None and not (is_number(norm) and norm > 0):
             raise PlanError(f"clip_norm={norm!r} must be a positive number, or None for no clipping.")
+        strategies.Options.of(self.step_options)
+
+    @property
+    def step_options(self) -> strategies.PrepareOptions:
+        """What every strategy's `prepare` is told."""
+        return {
+            "precision": self.precision,
+            "clip_norm": self.clip_norm,
+            "accumulate": self.accumulate,
+            "activation_checkpointing": self.activation_checkpointing,
+            "compile": self.compile,
+        }
 
     @property
     def name(self) -> str:

@@ -23,6 +23,7 @@ _HOME = {
     "OptimizerFactory": "base",
     "OptimizerState": "optimizer_state",
     "Options": "options",
+    "Policy": "recompute",
     "Precision": "options",
     "PrepareOptions": "options",
     "Single": "single",
@@ -43,6 +44,7 @@ __all__ = [
     "OptimizerFactory",
     "OptimizerState",
     "Options",
+    "Policy",
     "Precision",
     "PrepareOptions",
     "Single",
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from .launcher import launch
     from .optimizer_state import OptimizerState
     from .options import Options, Precision, PrepareOptions
+    from .recompute import Policy
     from .registry import StrategyRow, available, get
     from .single import Single
 
