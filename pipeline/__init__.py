@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "RECIPES": "recipes",
     "Built": "build",
+    "CheckpointWarning": "retention",
+    "Checkpoints": "retention",
     "Epoch": "result",
     "FitResult": "result",
     "History": "result",
@@ -25,6 +27,8 @@ _HOME = {
 __all__ = [
     "RECIPES",
     "Built",
+    "CheckpointWarning",
+    "Checkpoints",
     "Epoch",
     "FitResult",
     "History",
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from .plan import Plan, Step
     from .recipes import RECIPES
     from .result import Epoch, FitResult, History, TrainingInterrupted
+    from .retention import Checkpoints, CheckpointWarning
 
 
 def __getattr__(name: str) -> Any:

@@ -145,7 +145,7 @@ class Methods:
     def load_state_dict(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """Takes up what `state_dict` gave, with whole tensors, after `begin`."""
         for name, layer in _counting(engine):
-            layer.step = state["counts"][name]
+            layer.step, layer.masks = state["counts"][name], None  # the masks follow from the count
         for transform, session in self._with_sessions():
             session.load_state_dict(state[_key(transform)])
 

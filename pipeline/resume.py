@@ -33,8 +33,14 @@ class Choice:
     run: str
 
 
-def choose(engine: Engine, resume: str | Path | None, store: Store | None) -> Choice:
+def choose(engine: Engine, resume: str | Path | None, store: Store | None, saves: bool) -> Choice:
     """Rank 0 looks, and verifies what it finds; all ranks get the same answer.
+
+    Args:
+        engine: to tell them.
+        resume: as in `Pipeline.fit`.
+        store: of the run, where `resume="auto"` looks; None without a folder.
+        saves: whether the run will write to it.
 
     Raises:
         CheckpointError: on all ranks, if `resume` is a path without a whole checkpoint, or the folder cannot
@@ -43,7 +49,7 @@ def choose(engine: Engine, resume: str | Path | None, store: Store | None) -> Ch
     answer: dict[str, Any] = {}
     if engine.rank == 0:
         try:
-            answer = _look(resume, store)
+            answer = _look(resume, store, saves)
         except DrivetrainError as error:
             answer = {"error": str(error)}
     answer = json.loads(_told(engine, json.dumps(answer)))
@@ -53,7 +59,7 @@ def choose(engine: Engine, resume: str | Path | None, store: Store | None) -> Ch
     return Choice(None if path is None else Checkpoint(Path(path)), answer["run"])
 
 
-def _look(resume: str | Path | None, store: Store | None) -> dict[str, Any]:
+def _look(resume: str | Path | None, store: Store | None, saves: bool) -> dict[str, Any]:
     found = None
     if resume == "auto":
         assert store is not None  # fit has checked
@@ -63,7 +69,7 @@ def _look(resume: str | Path | None, store: Store | None) -> dict[str, Any]:
     path = None if found is None else found.path
     goes_on = found is not None and resume == "auto" and found.path.parent == store.folder  # type: ignore[union-attr]
     run = found.state["run"] if goes_on and found is not None else uuid.uuid4().hex
-    if store is not None:
+    if store is not None and saves:
         store.begin(run, None if goes_on else path)
     return {"path": None if path is None else str(path), "run": run}
 

@@ -133,7 +133,7 @@ class Store:
     def _about(self) -> dict[str, Any]:
         try:
             about = json.loads((self.folder / RUN).read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.folder / RUN} cannot be read ({error}); remove it.") from None

@@ -79,10 +79,11 @@ class Run:
 
     def train(self) -> None:
         """Trains what is left of the run."""
-        choice = resuming.choose(self._engine, self._job.resume, self._store)
+        options = self._job.checkpoints
+        choice = resuming.choose(self._engine, self._job.resume, self._store, saves=options is not None)
         self._name = choice.run
-        if self._store is not None and self._job.checkpoints is not None:
-            self._saver = Saver(self._engine, self._store, self._job.checkpoints, choice.run)
+        if self._store is not None and options is not None:
+            self._saver = Saver(self._engine, self._store, options, choice.run)
         try:
             epoch = self._begin(choice.checkpoint)
             for number in range(epoch + 1, self._job.epochs + 1):
