@@ -21,6 +21,7 @@ _HOME = {
     "Step": "plan",
     "TrainingInterrupted": "result",
     "evaluate": "loop",
+    "export": "export",
     "train_epoch": "loop",
 }
 
@@ -37,12 +38,14 @@ __all__ = [
     "Step",
     "TrainingInterrupted",
     "evaluate",
+    "export",
     "train_epoch",
 ]
 
 if TYPE_CHECKING:
     from .build import Built
     from .builder import Pipeline
+    from .export import export
     from .loop import evaluate, train_epoch
     from .plan import Plan, Step
     from .recipes import RECIPES
