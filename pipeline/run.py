@@ -243,6 +243,8 @@ class Run:
         return self._methods.clock.step + 1
 
     def _advice(self) -> str:
+        if self._saver is not None:
+            self._saver.wait_a_moment()
         last = None if self._store is None else self._store.last(self._name)
         good = "There is no checkpoint before it." if last is None else f"The last good checkpoint is {last}."
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from .checkpoint import Part, finish, note_path, write_part
 from .retention import Checkpoints, Store
 
 _ROUND = 0.02  # seconds between two looks at whether the other ranks have written
-_PATIENCE = 3.0  # seconds that an interrupted run waits for a file that is being written
+_PATIENCE = 3.0  # seconds that a run which fails waits for what is being written
 
 
 class Saver:
@@ -37,6 +38,7 @@ class Saver:
         self._engine, self._store, self._options, self._run = engine, store, options, run
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._pending: Path | None = None
         self._written, self._given_up = threading.Event(), threading.Event()
 
     def save(self, step: int, part: Part, state: Mapping[str, Any]) -> None:
@@ -56,6 +58,7 @@ class Saver:
                 f"folder that all ranks share."
             )
         self._written.clear()
+        self._pending = temporary
         job = (temporary, step, part, state)
         if self._options.background:
             self._thread = threading.Thread(
@@ -76,6 +79,12 @@ class Saver:
         """
         self._settle()
         self._agree()
+
+    def wait_a_moment(self) -> None:
+        """Waits for the checkpoint that is being written, without the other ranks, and not for long."""
+        deadline = time.monotonic() + _PATIENCE
+        while self._pending is not None and self._pending.exists() and time.monotonic() < deadline:
+            time.sleep(_ROUND)
 
     def give_up(self) -> None:
         """Ends without the other ranks: after an error, or Ctrl-C. What is being written may stay unfinished."""
