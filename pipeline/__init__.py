@@ -21,7 +21,7 @@ _HOME = {
     "Step": "plan",
     "TrainingInterrupted": "result",
     "evaluate": "loop",
-    "export": "export",
+    "export": "exporting",
     "train_epoch": "loop",
 }
 
@@ -45,7 +45,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .build import Built
     from .builder import Pipeline
-    from .export import export
+    from .exporting import export
     from .loop import evaluate, train_epoch
     from .plan import Plan, Step
     from .recipes import RECIPES

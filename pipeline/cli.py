@@ -219,7 +219,7 @@ def export(
     Where weights were averaged (EMA, SWA), the averages. In Python: model.load_state_dict(
     safetensors.torch.load_file(OUT)).
     """
-    from .export import export as run
+    from .exporting import export as run
 
     if names not in ("plain", "trained"):
         raise CheckpointError(f"--names {names} is not known; use plain or trained.")

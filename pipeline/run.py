@@ -119,7 +119,7 @@ class Run:
         with resuming.restoring(checkpoint):
             self._methods.begin_epoch(self._engine, self._built.train, self._image_size)
             self._built.train.load_state_dict(state["loader"])
-        self._methods.clock.step, self._schedule.step = step, state["schedule"]["step"]
+            self._methods.clock.step, self._schedule.step = step, int(state["schedule"]["step"])
         self._go_on(checkpoint)
         resuming.load_randomness(checkpoint, self._engine, self._pipeline.seed)
         return int(state["epoch"])
