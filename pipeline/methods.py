@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ..transforms import (
     TestTimeFlip,
     Transform,
 )
+from ..transforms.gyro_dropout import GyroDropoutLayer
 from ..transforms.tensors import buffers_kept
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]
@@ -136,6 +137,21 @@ class Methods:
         for session in self._sessions:
             session.finish()
 
+    def state_dict(self, engine: Engine) -> dict[str, Any]:
+        """What a checkpoint needs beside the clock's step: JSON values and tensors (not copied, perhaps parts)."""
+        counts = {name: layer.step for name, layer in _counting(engine)}
+        return {"counts": counts, **{_key(t): s.state_dict() for t, s in self._with_sessions()}}
+
+    def load_state_dict(self, engine: Engine, state: Mapping[str, Any]) -> None:
+        """Takes up what `state_dict` gave, with whole tensors, after `begin`."""
+        for name, layer in _counting(engine):
+            layer.step, layer.masks = state["counts"][name], None  # the masks follow from the count
+        for transform, session in self._with_sessions():
+            session.load_state_dict(state[_key(transform)])
+
+    def _with_sessions(self) -> Iterator[tuple[Transform, Session]]:
+        return zip(self._loop, self._sessions, strict=True)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside it the model has the weights that are evaluated and kept (EMA, SWA)."""
@@ -147,6 +163,17 @@ class Methods:
     def predict(self, model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
         """Logits `(B, C)` of images `(B, 3, H, W)`, as evaluation counts them."""
         return model(images) if self._flip is None else self._flip.predict(model, images)
+
+
+def _key(transform: Transform) -> str:
+    return type(transform).__name__  # once in a pipeline: the plan sees to it
+
+
+def _counting(engine: Engine) -> Iterator[tuple[str, GyroDropoutLayer]]:
+    """The layers that count their batches."""
+    for name, module in engine.plain_model.named_modules():
+        if isinstance(module, GyroDropoutLayer):
+            yield name, module
 
 
 def _only(transforms: Sequence[Transform], kind: type[T]) -> T | None:

@@ -79,7 +79,8 @@ class GyroDropout(Transform):
     same channels everywhere. A layer with p = 0 does nothing and is left alone.
 
     Steps are counted in Python, so the layer stands outside a compiled graph. The count is not in the
-    state dict: a resumed run begins with the first period again. Every rank has the same subnetworks if
+    state dict: a Pipeline's checkpoints save it beside; in a loop of your own save `step` of each layer, else a
+    resumed run begins with the first period again. Every rank has the same subnetworks if
     the ranks have the same seed when this is applied.
 
     Attributes:
