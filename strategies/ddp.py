@@ -23,14 +23,10 @@ class DDPEngine(RanksEngine):
     """A model wrapped by DistributedDataParallel; see `base.Engine` for what each method promises."""
 
     def __init__(
-        self,
-        model: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        options: Options,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> None:
         super().__init__(model, optimizer, device, options)
-        self._wrapper = model
+        self._wrapper: Any = model  # has `module` and `no_sync`
 
     @property
     def plain_model(self) -> nn.Module:
@@ -90,7 +86,15 @@ class DDP:
         optimizer = build_optimizer(model, optimizer_factory)
         if not dist.is_initialized():
             return LocalEngine(model, optimizer, device, options)
-        wrapper = DistributedDataParallel(
+        return self._wrap(model, optimizer, device, options)
+
+    def _wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
+    ) -> RanksEngine:
+        return DDPEngine(self._data_parallel(model, device), optimizer, device, options)
+
+    def _data_parallel(self, model: nn.Module, device: torch.device) -> nn.Module:
+        return DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             # Gradients live in the communication buckets, not beside them: 4 bytes per parameter less.
@@ -98,7 +102,6 @@ class DDP:
             find_unused_parameters=self.find_unused_parameters,
             **_buffers_stay_local(model),
         )
-        return DDPEngine(wrapper, optimizer, device, options)
 
 
 def _buffers_stay_local(model: nn.Module) -> dict[str, Any]:

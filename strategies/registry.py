@@ -19,6 +19,9 @@ STRATEGIES = {
     "fsdp_grad_op": ("fsdp", "FSDPGradOp"),
     "fsdp_cpu_offload": ("fsdp", "FSDPCPUOffload"),
     "hsdp": ("fsdp", "HSDP"),
+    "zero_redundancy": ("zero", "ZeroRedundancy"),
+    "fairscale_oss": ("fairscale", "FairScaleOSS"),
+    "fairscale_sharded_ddp": ("fairscale", "FairScaleShardedDDP"),
 }
 
 

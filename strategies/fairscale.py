@@ -1,0 +1,125 @@
+"""FairScale's strategies: OSS divides the optimizer's state, ShardedDDP the gradients as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import StrategyError, require
+from .ddp import DDP
+from .engine import RanksEngine
+from .options import Options
+from .owned import OwnedEngine, copy_groups, keep_part
+from .sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
+from .surroundings import check_ranks
+
+EXTRA = "fairscale"
+
+
+class ShardedDDPEngine(OwnedEngine):
+    """A model whose gradients end on their owners; see `base.Engine` for what each method promises.
+
+    After the last `backward` of a step a rank has the gradients of the parameters that it owns, and None for the
+    others. Before it, with `accumulate` above 1, it has its own whole ones.
+    """
+
+    def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
+        """Adds the gradients of `loss / accumulate`; on the last microbatch each goes to its owner.
+
+        Raises:
+            StrategyError: as `base.Engine.backward`.
+        """
+        if last_microbatch:  # ShardedDDP looks here, and not in the forward as DDP does
+            super().backward(loss, last_microbatch)
+        else:
+            with self._wrapper.no_sync():
+                super().backward(loss, last_microbatch)
+
+    def _clip(self, clip_norm: float) -> float:
+        # Not OSS.clip_grad_norm: it remembers from its first call which parameters have a gradient.
+        norm = nn.utils.get_total_norm([p.grad for p in self._own if p.grad is not None]).to(self.device)
+        total = self._sum(norm.square()).sqrt()
+        nn.utils.clip_grads_with_norm_(self._own, clip_norm, total)
+        return total.item()
+
+
+@dataclass(frozen=True)
+class FairScaleOSS(DDP):
+    """`DDP` with FairScale's OSS, which divides the optimizer's state as `zero_redundancy` does.
+
+    With AdamW in fp32 a rank keeps 8 + 8/N instead of 16 bytes per parameter. OSS lays the parameters of a rank
+    side by side, in one message after each step: they must be of one dtype, and are contiguous. Of a model whose
+    weights are channels-last the images are made channels-last instead. Whole parameters are shared out in their
+    order. Needs the extra `fairscale`. See `DDP` for the options, and `owned` for what an optimizer must not do.
+    """
+
+    name = "fairscale_oss"
+    summary = "like ddp, but the optimizer's state is divided among the devices (FairScale's OSS)"
+    extra = EXTRA
+
+    def check(self, devices: int) -> None:
+        """Raises StrategyError if `devices` ranks cannot train here, MissingExtra if FairScale is missing."""
+        require("fairscale.optim.oss", EXTRA, f"train with the strategy {self.name!r}")
+        check_ranks(self.name, self.device, devices)
+
+    def _wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
+    ) -> RanksEngine:
+        divided = self._divide(model, optimizer)
+        return OwnedEngine(self._data_parallel(model, device), divided, device, options)
+
+    def _divide(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        """An OSS around `optimizer`, before the model is wrapped: it moves the parameters into buffers."""
+        _refuse_dtypes(self.name, model)
+        if make_contiguous(model):
+            give_channels_last_inputs(model)
+        oss = require("fairscale.optim.oss", EXTRA, f"train with the strategy {self.name!r}")
+        return oss.OSS(copy_groups(optimizer), keep_part(optimizer))
+
+
+@dataclass(frozen=True)
+class FairScaleShardedDDP(FairScaleOSS):
+    """FairScale's ShardedDDP over OSS: the optimizer's state and the gradients are divided (ZeRO's second stage).
+
+    With AdamW in fp32 a rank keeps 4 + 12/N instead of 16 bytes per parameter, and with `accumulate` above 1
+    before the last microbatch 4 more. Gradients go to their owners one by one: buckets would keep them all, and
+    lose them when they are zeroed. Every rank must use the same parameters in a step. Needs the extra
+    `fairscale`. See `FairScaleOSS`.
+
+    Args:
+        device: as for `DDP`.
+        find_unused_parameters: has no meaning here, where a parameter without a gradient is waited for by nobody.
+    """
+
+    name = "fairscale_sharded_ddp"
+    summary = "like fairscale_oss, but the gradients are divided, too (FairScale's ShardedDDP)"
+
+    def _wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
+    ) -> RanksEngine:
+        begin_like_rank_0(model.modules(), device)
+        divided = self._divide(model, optimizer)
+        sharded = require("fairscale.nn.data_parallel", EXTRA, f"train with the strategy {self.name!r}")
+        wrapper = sharded.ShardedDataParallel(
+            model,
+            divided,
+            broadcast_buffers=False,  # BatchNorm's statistics stay a rank's own until `sync_buffers`
+            sync_models_at_startup=False,
+            reduce_buffer_size=0,
+            auto_refresh_trainable=False,  # its way of seeing changes warns through the root logger
+        )
+        return ShardedDDPEngine(wrapper, divided, device, options)
+
+
+def _refuse_dtypes(strategy: str, model: nn.Module) -> None:
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    first = next(iter(trained.values()))
+    for name, dtype in trained.items():
+        if dtype != first:
+            raise StrategyError(
+                f"strategy {strategy!r}: the parameter {name!r} is {dtype} and others are {first}, which cannot "
+                f"lie side by side; make them one dtype, or use 'zero_redundancy'."
+            )
