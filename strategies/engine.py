@@ -207,7 +207,8 @@ class LocalEngine:
 
     def _entries(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Entry]:
         """The optimizer's state by names, of all ranks; what is elsewhere as something that `_exported` gathers."""
-        return {names[parameter]: entry for parameter, entry in self.optimizer.state.items()}
+        state: Mapping[Any, Entry] = self.optimizer.state
+        return {names[parameter]: entry for parameter, entry in state.items()}
 
     def _owns(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002
         """Whether this rank keeps the optimizer's state of `parameter`, or a part of it."""

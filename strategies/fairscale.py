@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from ..errors import StrategyError, require
-from .ddp import DDP
-from .engine import RanksEngine
-from .options import Options
+from .base import OptimizerFactory
+from .ddp import DDP, OnEveryRank
+from .engine import LocalEngine, RanksEngine
+from .options import Options, PrepareOptions
 from .owned import OwnedEngine, copy_groups, keep_part
 from .sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
-from .surroundings import check_ranks
 
 EXTRA = "fairscale"
 
@@ -62,48 +63,44 @@ class FairScaleOSS(DDP):
 
     def check(self, devices: int) -> None:
         """Raises StrategyError if `devices` ranks cannot train here, MissingExtra if FairScale is missing."""
-        require("fairscale.optim.oss", EXTRA, f"train with the strategy {self.name!r}")
-        check_ranks(self.name, self.device, devices)
+        _require("fairscale.optim.oss", self.name)
+        super().check(devices)
 
     def _wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> RanksEngine:
-        divided = self._divide(model, optimizer)
+        divided = _divide(self.name, model, optimizer)
         return OwnedEngine(self._data_parallel(model, device), divided, device, options)
-
-    def _divide(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        """An OSS around `optimizer`, before the model is wrapped: it moves the parameters into buffers."""
-        _refuse_dtypes(self.name, model)
-        if make_contiguous(model):
-            give_channels_last_inputs(model)
-        oss = require("fairscale.optim.oss", EXTRA, f"train with the strategy {self.name!r}")
-        return oss.OSS(copy_groups(optimizer), keep_part(optimizer))
 
 
 @dataclass(frozen=True)
-class FairScaleShardedDDP(FairScaleOSS):
+class FairScaleShardedDDP(OnEveryRank):
     """FairScale's ShardedDDP over OSS: the optimizer's state and the gradients are divided (ZeRO's second stage).
 
     With AdamW in fp32 a rank keeps 4 + 12/N instead of 16 bytes per parameter, and with `accumulate` above 1
     before the last microbatch 4 more. Gradients go to their owners one by one: buckets would keep them all, and
-    lose them when they are zeroed. Every rank must use the same parameters in a step. Needs the extra
-    `fairscale`. See `FairScaleOSS`.
+    lose them when they are zeroed. A parameter that no rank uses in a step is waited for by nobody; one that
+    only some use stops them all. Needs the extra `fairscale`. What `FairScaleOSS` says of parameters holds here.
 
     Args:
         device: as for `DDP`.
-        find_unused_parameters: has no meaning here, where a parameter without a gradient is waited for by nobody.
     """
 
     name = "fairscale_sharded_ddp"
     summary = "like fairscale_oss, but the gradients are divided, too (FairScale's ShardedDDP)"
+    extra = EXTRA
+
+    def check(self, devices: int) -> None:
+        """Raises StrategyError if `devices` ranks cannot train here, MissingExtra if FairScale is missing."""
+        _require("fairscale.nn.data_parallel", self.name)
+        super().check(devices)
 
     def _wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> RanksEngine:
         begin_like_rank_0(model.modules(), device)
-        divided = self._divide(model, optimizer)
-        sharded = require("fairscale.nn.data_parallel", EXTRA, f"train with the strategy {self.name!r}")
-        wrapper = sharded.ShardedDataParallel(
+        divided = _divide(self.name, model, optimizer)
+        wrapper = _require("fairscale.nn.data_parallel", self.name).ShardedDataParallel(
             model,
             divided,
             broadcast_buffers=False,  # BatchNorm's statistics stay a rank's own until `sync_buffers`
@@ -112,6 +109,20 @@ class FairScaleShardedDDP(FairScaleOSS):
             auto_refresh_trainable=False,  # its way of seeing changes warns through the root logger
         )
         return ShardedDDPEngine(wrapper, divided, device, options)
+
+
+def _require(module: str, strategy: str) -> ModuleType:
+    return require(module, EXTRA, f"train with the strategy {strategy!r}")
+
+
+def _divide(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An OSS around `optimizer`, before the model is wrapped: it moves the parameters into buffers."""
+    _refuse_dtypes(strategy, model)
+    if make_contiguous(model):
+        give_channels_last_inputs(model)
+    divide: Any = _require("fairscale.optim.oss", strategy).OSS
+    divided: torch.optim.Optimizer = divide(copy_groups(optimizer), keep_part(optimizer))
+    return divided
 
 
 def _refuse_dtypes(strategy: str, model: nn.Module) -> None:
@@ -123,3 +134,36 @@ def _refuse_dtypes(strategy: str, model: nn.Module) -> None:
                 f"strategy {strategy!r}: the parameter {name!r} is {dtype} and others are {first}, which cannot "
                 f"lie side by side; make them one dtype, or use 'zero_redundancy'."
             )
+
+
+@dataclass(frozen=True)
+class FairScaleFSDP:
+    """FairScale's FullyShardedDataParallel, by its name only: it is refused with the reason.
+
+    It needs CUDA streams, and is the forerunner of what `fsdp` (FSDP2) does on CPUs and GPUs.
+    """
+
+    device: str | None = None
+
+    name = "fairscale_fsdp"
+    summary = "FairScale's forerunner of fsdp: GPU only, and not tried"
+    extra = EXTRA
+
+    def check(self, devices: int) -> None:  # noqa: ARG002
+        """Raises StrategyError: it cannot be used yet."""
+        reason = (
+            "it has not been tried on GPUs yet"
+            if torch.cuda.is_available()
+            else "it runs on CUDA GPUs only, and there is none here"
+        )
+        raise StrategyError(f"strategy {self.name!r}: {reason}; use 'fsdp', which divides the same things.")
+
+    def prepare(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        optimizer_factory: OptimizerFactory,  # noqa: ARG002
+        **given: Unpack[PrepareOptions],  # noqa: ARG002
+    ) -> LocalEngine:
+        """Raises StrategyError, as `check` does."""
+        self.check(1)
+        raise AssertionError("unreachable")

@@ -93,9 +93,7 @@ class OwnedEngine(DDPEngine):
             return value
         return Remote(self.rank, value.shape, value.dtype) if value.dim() else value.detach().cpu()
 
-    def _exported(
-        self, parameter: nn.Parameter, name: str, key: str, value: object
-    ) -> torch.Tensor | float:
+    def _exported(self, parameter: nn.Parameter, name: str, key: str, value: object) -> torch.Tensor | float:
         if isinstance(value, Remote):
             mine = self.optimizer.state[parameter][key] if value.rank == self.rank else None
             value = value.send(mine, self.device)

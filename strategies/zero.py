@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,5 +31,6 @@ class ZeroRedundancy(DDP):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> RanksEngine:
         wrapper = self._data_parallel(model, device)
-        divided = ZeroRedundancyOptimizer(copy_groups(optimizer), keep_part(optimizer))  # type: ignore[no-untyped-call]
+        divide: Any = ZeroRedundancyOptimizer  # which says that it wants a class, and calls it
+        divided = divide(copy_groups(optimizer), keep_part(optimizer))
         return OwnedEngine(wrapper, divided, device, options)
