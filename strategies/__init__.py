@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
+    "Auto": "auto",
     "DDP": "ddp",
     "DP": "dp",
     "Engine": "base",
@@ -45,6 +46,7 @@ __all__ = [
     "DP",
     "FSDP",
     "HSDP",
+    "Auto",
     "Engine",
     "FSDPCPUOffload",
     "FSDPGradOp",
@@ -67,6 +69,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .auto import Auto
     from .base import Engine, OptimizerFactory, Strategy
     from .ddp import DDP
     from .dp import DP

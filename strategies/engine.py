@@ -110,7 +110,8 @@ class LocalEngine:
         """Overwrites the model's state, in place; see `base.Engine`.
 
         Raises:
-            StrategyError: if names or shapes are not the model's; nothing has changed then.
+            StrategyError: if names or shapes are not the model's. Nothing has changed if it is a name; a shape
+                is seen when its tensor's turn comes.
         """
         own = self._tensors("import_state")
         if set(own) != set(state):

@@ -29,6 +29,7 @@ STRATEGIES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "fairscale_oss": ("fairscale", "FairScaleOSS"),
     "fairscale_sharded_ddp": ("fairscale", "FairScaleShardedDDP"),
     "fairscale_fsdp": ("fairscale", "FairScaleFSDP"),
+    "auto": ("auto", "Auto"),
 }
 
 # Lightning's other names of the same things. Its ddp_fork is for notebooks, where ours are fresh interpreters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import fsdp_models as models
 import torch
 import torch.distributed as dist
 from drivetrain import strategies
+from drivetrain.strategies import auto, plugins
 from drivetrain.strategies.memory import held_bytes
 from strategy_jobs import make_optimizer
 from torch import nn
@@ -153,7 +155,29 @@ def parity(names: list[str], more: list[str]) -> dict[str, object]:
             # Each rank starts from weights of its own: rank 0's must become everyone's.
             results[f"{name} {case.name}"] = train(name, case, seed=dist.get_rank(), **options_of(name))
         results[f"{name} held"] = held(name, **options_of(name))
+    results["auto"] = chosen()
+    results["registered"] = "of_the_launcher" in plugins.REGISTERED
     return results
+
+
+def chosen() -> tuple[str, Run]:
+    """The log line of `auto`, whose ranks see unlike memory, and a training with it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("drivetrain.strategies.auto")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    real = auto.free_bytes
+    # Of AdamW's 16 bytes per parameter a rank may have 1.5 times in half of this, another one 0.75 times.
+    share = 3 if dist.get_rank() == 0 else 1.5
+    auto.free_bytes = lambda *_: int(share * 16 * sum(p.numel() for p in models.resnet().parameters()))
+    try:
+        run = train("auto", CASES[0])
+        return "".join(lines), run
+    finally:
+        auto.free_bytes = real
+        log.removeHandler(handler)
 
 
 def held(strategy: str, **options: object) -> tuple[float, float, float]:

@@ -14,7 +14,6 @@ from fsdp_jobs import FAMILY, everything, on_meta, surgeries
 from parity_jobs import CASES, Case, train
 from strategy_jobs import make_optimizer
 from test_strategies_parity import same_run
-from torch import nn
 
 Ranks = list[dict[str, Any]]
 names = pytest.mark.parametrize("name", FAMILY)
@@ -91,15 +90,15 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks, what: str, word
     assert words in ranks[0]["refusals"][what]
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_grad_op", "hsdp"])
+@names
 def test_alone_in_a_process_it_is_single(name: str) -> None:
     case = CASES[1]
     same_run(train(name, case), train("single", case), 0)
 
 
-def test_alone_in_a_process_nothing_can_be_offloaded() -> None:
+def test_alone_a_gpu_cannot_be_offloaded() -> None:
     with pytest.raises(StrategyError, match="no process group"):
-        FSDPCPUOffload("cpu").prepare(nn.Linear(2, 1), make_optimizer("sgd"))
+        FSDPCPUOffload()._check_alone(torch.device("cuda", 0))
 
 
 def test_alone_a_model_on_the_meta_device_gets_its_values() -> None:

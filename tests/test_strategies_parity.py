@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain.strategies import launch
-from drivetrain.strategies.memory import ADAMW_BYTES
+from drivetrain import strategies
+from drivetrain.strategies import Single, launch, plugins
+from drivetrain.strategies.memory import ADAMW_BYTES, adamw_bytes
 from parity_jobs import BF16, CASES, KINDS, NAMES, WHOLE, Case, Run, parity, train
 
 Ranks = list[dict[str, Any]]
@@ -19,7 +20,11 @@ MORE = [*WHOLE, "fsdp"]
 @pytest.fixture(scope="module")
 def ranks() -> Ranks:
     """Both ranks' results of every case, from one launch."""
-    return launch(parity, NAMES, MORE, devices=2, timeout=280)
+    strategies.register("of_the_launcher", Single)
+    try:
+        return launch(parity, NAMES, MORE, devices=2, timeout=280)
+    finally:
+        del plugins.REGISTERED["of_the_launcher"]
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -64,13 +69,9 @@ def check(ranks: Ranks, name: str, cases: list[Case], tolerance: float = 1e-5) -
         torch.testing.assert_close(first, last, rtol=0, atol=0)
 
 
-def formula(name: str, ranks: int) -> list[float]:
-    """Bytes per parameter of a rank with AdamW in fp32: parameters, gradients, optimizer."""
-    if name == "hsdp":  # the groups of these tests are half of the ranks
-        ranks = max(1, ranks // 2)
-    parameters = 4 if name in WHOLE else 4 / ranks
-    gradients = 4 if name in ("ddp", "zero_redundancy", "fairscale_oss") else 4 / ranks
-    return [parameters, gradients, 8 if name == "ddp" else 8 / ranks]
+def formula(name: str, ranks: int) -> tuple[float, float, float]:
+    """Bytes per parameter of a rank; the groups of `hsdp` are half of the ranks here."""
+    return adamw_bytes(name, max(1, ranks // 2) if name == "hsdp" else ranks)
 
 
 def check_bytes(ranks: Ranks, name: str) -> None:
@@ -119,11 +120,25 @@ def test_bytes_per_parameter(ranks: Ranks, name: str) -> None:
     check_bytes(ranks, name)
 
 
+def test_what_was_registered_before_the_launch_is_known_on_ranks(ranks: Ranks) -> None:
+    assert [rank["registered"] for rank in ranks] == [True, True]
+
+
+def test_auto_chooses_the_same_on_every_rank_and_trains(ranks: Ranks) -> None:
+    """By the rank with the least memory, which can hold a share but not all."""
+    for rank in ranks:
+        why, run = rank["auto"]
+        assert why.startswith("strategy 'auto': fsdp: 0.0 M parameters need")
+        assert "but not all" in why
+        same_run(run, on_one_device(CASES[0], 2), 1e-5)
+
+
 def test_the_formulas_are_those_of_the_papers() -> None:
     assert sum(formula("ddp", 4)) == ADAMW_BYTES
     assert sum(formula("zero_redundancy", 4)) == 8 + 8 / 4
     assert sum(formula("fairscale_sharded_ddp", 4)) == 4 + 12 / 4
     assert sum(formula("fsdp", 4)) == ADAMW_BYTES / 4
+    assert formula("fairscale_sharded_ddp", 4) == (4, 1, 2)
 
 
 @pytest.mark.slow
