@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import StrategyError
 from .base import Engine, OptimizerFactory, Strategy
 from .memory import ADAMW_BYTES
 from .options import PrepareOptions
@@ -53,8 +52,12 @@ class Auto:
     def choose(self, model: nn.Module, devices: int) -> tuple[str, str]:
         """The name of a strategy for `model` on `devices` ranks, and why, in one line. Nothing is changed.
 
-        Ranks must have the same memory free to come to the same choice; `prepare` takes the smallest.
+        The memory is this process's; `prepare` goes by the rank that has least.
+
+        Raises:
+            StrategyError: if so many ranks cannot train here.
         """
+        self.check(devices)
         return self._choose(model, devices, free_bytes(pick_device(self.device), devices))
 
     def prepare(
@@ -84,8 +87,6 @@ class Auto:
         need, room = ADAMW_BYTES * count, COMFORTABLE * free
         size = f"{count / 1e6:.1f} M parameters need {_gib(need)} with AdamW"
         memory = f"{_gib(free)} are free for each of {devices} device(s), of which {_gib(room)} may be used"
-        if devices < 1:
-            raise StrategyError(f"strategy 'auto': devices={devices} must be 1 or more.")
         if devices == 1:
             return "single", f"there is one device; {size}, and {memory}"
         if need <= room:

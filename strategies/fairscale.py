@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Unpack
@@ -27,6 +30,12 @@ class ShardedDDPEngine(OwnedEngine):
     others. Before it, with `accumulate` above 1, it has its own whole ones.
     """
 
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """The precision's autocast, or nothing for fp32."""
+        with LocalEngine.forward_context(self):
+            yield
+
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
         """Adds the gradients of `loss / accumulate`; on the last microbatch each goes to its owner.
 
@@ -35,9 +44,12 @@ class ShardedDDPEngine(OwnedEngine):
         """
         if last_microbatch:  # ShardedDDP looks here, and not in the forward as DDP does
             super().backward(loss, last_microbatch)
-        else:
+            return
+        try:
             with self._wrapper.no_sync():
                 super().backward(loss, last_microbatch)
+        finally:  # after an exception its no_sync would go on for ever, and nothing be reduced
+            self._wrapper._should_accumulate_grads = False
 
     def _clip(self, clip_norm: float) -> float:
         # Not OSS.clip_grad_norm: it remembers from its first call which parameters have a gradient.
@@ -100,14 +112,16 @@ class FairScaleShardedDDP(OnEveryRank):
     ) -> RanksEngine:
         begin_like_rank_0(model.modules(), device)
         divided = _divide(self.name, model, optimizer)
-        wrapper = _require("fairscale.nn.data_parallel", self.name).ShardedDataParallel(
-            model,
-            divided,
-            broadcast_buffers=False,  # BatchNorm's statistics stay a rank's own until `sync_buffers`
-            sync_models_at_startup=False,
-            reduce_buffer_size=0,
-            auto_refresh_trainable=False,  # its way of seeing changes warns through the root logger
-        )
+        backend = _require("fairscale.nn.data_parallel", self.name)
+        with _logging_kept():
+            wrapper = backend.ShardedDataParallel(
+                model,
+                divided,
+                broadcast_buffers=False,  # BatchNorm's statistics stay a rank's own until `sync_buffers`
+                sync_models_at_startup=False,
+                reduce_buffer_size=0,
+                auto_refresh_trainable=False,  # its way of seeing changes warns through the root logger
+            )
         return ShardedDDPEngine(wrapper, divided, device, options)
 
 
@@ -121,8 +135,17 @@ def _divide(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
     if make_contiguous(model):
         give_channels_last_inputs(model)
     divide: Any = _require("fairscale.optim.oss", strategy).OSS
-    divided: torch.optim.Optimizer = divide(copy_groups(optimizer), keep_part(optimizer))
+    with _logging_kept():
+        divided: torch.optim.Optimizer = divide(copy_groups(optimizer), keep_part(optimizer))
     return divided
+
+
+@contextmanager
+def _logging_kept() -> Iterator[None]:
+    """FairScale logs by `logging.info`, which gives the whole process a handler if it has none."""
+    before = list(logging.root.handlers)
+    yield
+    logging.root.handlers[:] = before
 
 
 def _refuse_dtypes(strategy: str, model: nn.Module) -> None:

@@ -11,9 +11,10 @@ import fsdp_models as models
 import torch
 import torch.distributed as dist
 from drivetrain import strategies
+from drivetrain.errors import StrategyError
 from drivetrain.strategies import auto, plugins
 from drivetrain.strategies.memory import held_bytes
-from strategy_jobs import make_optimizer
+from strategy_jobs import make_optimizer, refusal
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -59,6 +60,9 @@ BF16 = [
     Case("resnet bf16", models.resnet, precision="bf16"),
     Case("transformer bf16", models.Transformer, "adamw", 0.5, 2, "bf16"),
 ]
+
+
+LATE = Case("late", models.Late, "adamw", 0.5)
 
 
 @dataclass
@@ -155,9 +159,35 @@ def parity(names: list[str], more: list[str]) -> dict[str, object]:
             # Each rank starts from weights of its own: rank 0's must become everyone's.
             results[f"{name} {case.name}"] = train(name, case, seed=dist.get_rank(), **options_of(name))
         results[f"{name} held"] = held(name, **options_of(name))
+    results["late"] = train("fairscale_sharded_ddp", LATE)
+    results["late under ddp"] = train("ddp", LATE, find_unused_parameters=True)
+    results["after an error"] = after_an_error()
+    results["dtypes"] = refusal("fairscale_oss", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
+    results["adagrad"] = {name: entries_of_adagrad(name) for name in ("zero_redundancy", "fairscale_oss")}
     results["auto"] = chosen()
+    results["handlers"] = len(logging.root.handlers)
     results["registered"] = "of_the_launcher" in plugins.REGISTERED
     return results
+
+
+def after_an_error() -> list[list[float]]:
+    """The gradient after a backward was refused in the middle of a step: ranks must still exchange it."""
+    model = nn.Linear(2, 1, bias=False)
+    engine = strategies.get("fairscale_sharded_ddp", device="cpu").prepare(model, make_optimizer("sgd"))
+    images = torch.full((1, 2), float(engine.rank + 1))
+    try:
+        engine.backward(engine.model(images).sum(), last_microbatch=False)
+    except StrategyError:
+        engine.backward(engine.model(images).sum())
+    return [] if model.weight.grad is None else model.weight.grad.tolist()
+
+
+def entries_of_adagrad(strategy: str) -> int:
+    """How many parameters this rank has state for, of an optimizer that makes it when it is built."""
+    engine = strategies.get(strategy, device="cpu").prepare(
+        models.resnet(), lambda p: torch.optim.Adagrad(p, lr=0.1)
+    )
+    return len(engine.optimizer.state)
 
 
 def chosen() -> tuple[str, Run]:

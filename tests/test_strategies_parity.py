@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fsdp_models as models
 import pytest
 import torch
 from drivetrain import strategies
@@ -118,6 +119,34 @@ def test_statistics_and_evaluation_are_those_of_ddp(ranks: Ranks, name: str) -> 
 @names
 def test_bytes_per_parameter(ranks: Ranks, name: str) -> None:
     check_bytes(ranks, name)
+
+
+def test_a_parameter_that_comes_late_is_clipped_with_the_others(ranks: Ranks) -> None:
+    """FairScale's own clipping remembers from its first call which parameters have a gradient."""
+    for rank in ranks:
+        same_run(rank["late"], rank["late under ddp"], 1e-5)
+        assert rank["late"].norms[0] > 0.5
+
+
+def test_gradients_are_exchanged_after_an_error(ranks: Ranks) -> None:
+    """Ranks feed 1 and 2; the mean is on the weight's owner alone."""
+    assert sorted(rank["after an error"] for rank in ranks) == [[], [[1.5, 1.5]]]
+
+
+def test_parameters_of_two_dtypes_are_refused_by_oss(ranks: Ranks) -> None:
+    assert "'fairscale_oss': the parameter '1.weight' is torch.float64" in ranks[0]["dtypes"]
+
+
+def test_state_made_at_once_is_left_on_its_owner(ranks: Ranks) -> None:
+    count = len(list(models.resnet().parameters()))
+    for name in ("zero_redundancy", "fairscale_oss"):
+        parts = [rank["adagrad"][name] for rank in ranks]
+        assert sum(parts) == count
+        assert min(parts) > 0
+
+
+def test_no_backend_leaves_a_log_handler(ranks: Ranks) -> None:
+    assert [rank["handlers"] for rank in ranks] == [0, 0]
 
 
 def test_what_was_registered_before_the_launch_is_known_on_ranks(ranks: Ranks) -> None:
