@@ -63,8 +63,9 @@ def fit(
 
 def _run(pipeline: Pipeline, job: Job) -> Outcome:
     """Trains here or on ranks; an error of Drivetrain on a rank is raised as if it were here."""
-    devices = pipeline.distribution.devices
-    if devices == 1 and not _in_ranks():
+    how = pipeline.distribution
+    devices, strategy = how.devices, strategies.get(how.strategy, **how.options)
+    if devices == 1 and not getattr(strategy, "needs_group", False) and not _in_ranks():
         return train_rank(pipeline, job)
     try:
         return strategies.launch(train_rank, pipeline, job, devices=devices)[0]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import StrategyError
-from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups, name_of
+from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups
 from .options import HALF, Options
 
 
@@ -115,7 +115,8 @@ class LocalEngine:
         """Overwrites the model's state, in place; see `base.Engine`.
 
         Raises:
-            StrategyError: if names or shapes are not the model's; nothing has changed then.
+            StrategyError: if names or shapes are not the model's. Nothing has changed if it is a name; a shape
+                is seen when its tensor's turn comes.
         """
         own = self._tensors("import_state")
         if set(own) != set(state):
@@ -142,18 +143,19 @@ class LocalEngine:
             StrategyError: for state that is neither a tensor nor a number.
         """
         names = self._names()
-        entries: dict[str, Entry] = {}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                name = name_of(parameter, names)
-                entry = {
-                    key: self._exported(f"{name}: {key}", value)
-                    for key, value in self.optimizer.state.get(parameter, {}).items()
-                    if value is not None  # SGD without momentum
-                }
-                if entry and (keep is None or keep(name)):
-                    entries[name] = entry
-        return OptimizerState(export_groups(self.optimizer, names), entries, self._scaler.state_dict())
+        groups = export_groups(self.optimizer, names)
+        kept: dict[str, Entry] = {}
+        entries = self._entries(names)
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            name = names[parameter]
+            entry = {
+                key: self._exported(parameter, name, key, value)
+                for key, value in entries.get(name, {}).items()
+                if value is not None  # SGD without momentum
+            }
+            if entry and (keep is None or keep(name)):
+                kept[name] = entry
+        return OptimizerState(groups, kept, self._scaler.state_dict())
 
     @torch.no_grad()
     def import_optimizer(self, state: OptimizerState) -> None:
@@ -169,7 +171,7 @@ class LocalEngine:
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                saved = state.entries.get(names[parameter])
+                saved = state.entries.get(names[parameter]) if self._owns(parameter) else None
                 if saved is not None:
                     self.optimizer.state[parameter] = {
                         key: self._imported(key, value, parameter, group) for key, value in saved.items()
@@ -215,13 +217,28 @@ class LocalEngine:
         """The plain name of each parameter; a tied one has that of its first place."""
         return {parameter: name for name, parameter in self.plain_model.named_parameters()}
 
-    def _exported(self, place: str, value: object) -> torch.Tensor | float:
+    def _entries(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Entry]:
+        """The optimizer's state by names, of all ranks; what is elsewhere as something that `_exported` gathers."""
+        state: Mapping[Any, Entry] = self.optimizer.state
+        return {names[parameter]: entry for parameter, entry in state.items()}
+
+    def _owns(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002
+        """Whether this rank keeps the optimizer's state of `parameter`, or a part of it."""
+        return True
+
+    def _exported(
+        self,
+        parameter: nn.Parameter,  # noqa: ARG002
+        name: str,
+        key: str,
+        value: object,
+    ) -> torch.Tensor | float:
         if isinstance(value, torch.Tensor):
             return _copy(self.gather(value.detach()))
         if isinstance(value, int | float):
             return value
         raise StrategyError(
-            f"export_optimizer: {place} is a {type(value).__name__}; only tensors and numbers can be saved."
+            f"export_optimizer: {name}: {key} is a {type(value).__name__}; only tensors and numbers can be saved."
         )
 
     def _imported(

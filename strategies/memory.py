@@ -11,8 +11,34 @@ from torch.distributed.tensor import DTensor
 from .base import Engine
 
 ADAMW_BYTES = 16.0
-"""Bytes per parameter of AdamW in fp32: 4 for the parameter, 4 for its gradient, 8 for the optimizer. A rank
-keeps this where all is whole (single, ddp), and 1/N of it where N ranks divide all three (fsdp)."""
+"""Bytes per parameter of AdamW in fp32: 4 for the parameter, 4 for its gradient, 8 for the optimizer."""
+
+DIVIDES = {
+    "single": "",
+    "dp": "",
+    "ddp": "",
+    "zero_redundancy": "optimizer",
+    "fairscale_oss": "optimizer",
+    "fairscale_sharded_ddp": "gradients optimizer",
+    "fsdp": "parameters gradients optimizer",
+    "fsdp_grad_op": "parameters gradients optimizer",
+    "fsdp_cpu_offload": "parameters gradients optimizer",
+    "hsdp": "parameters gradients optimizer",
+}
+"""What the ranks of a strategy divide among them; the rest each of them has whole."""
+
+
+def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
+    """Bytes per parameter of parameters, gradients and optimizer that a rank keeps with AdamW in fp32.
+
+    ZeRO's formulas (Rajbhandari et al. 2020, arXiv:1910.02054). Under `hsdp`, `ranks` are those of one group.
+    """
+    divided = DIVIDES[strategy].split()
+    whole = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}
+    parameters, gradients, optimizer = (
+        size / ranks if part in divided else size for part, size in whole.items()
+    )
+    return parameters, gradients, optimizer
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import fsdp_models as models
-from fsdp_jobs import Case, Run, train
+from parity_jobs import Case, Run, train
 
 OPTIONS: dict[str, tuple[Case, dict[str, Any]]] = {
     "recomputed": (Case("", models.resnet, clip_norm=0.5, accumulate=2), {"activation_checkpointing": True}),

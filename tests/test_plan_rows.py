@@ -238,5 +238,13 @@ def test_strategies_are_known_by_their_family() -> None:
         "fsdp_grad_op": "fsdp",
         "hsdp": "fsdp",
         "deepspeed_stage_2": "deepspeed",
+        "dp": "dp",
+        "single_device": "single",
+        "ddp_notebook": "ddp",
+        "ddp_find_unused_parameters": "ddp",
+        "zero_redundancy": "ddp",
+        "fairscale_oss": "ddp",
+        "fairscale_sharded_ddp": "fairscale",
+        "fairscale_fsdp": "fairscale",
     }
     assert {name: family(name) for name in names} == names

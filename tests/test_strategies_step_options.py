@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from drivetrain import StrategyError, strategies
 from drivetrain.strategies.recompute import recompute_activations
-from fsdp_jobs import Case, Run, train
+from parity_jobs import Case, Run, train
 from step_option_jobs import OPTIONS, run_all
 from strategy_jobs import make_optimizer
 from torch import nn
