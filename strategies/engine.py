@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,16 @@ from torch import nn
 from ..errors import StrategyError
 from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups, name_of
 from .options import Options
+
+
+class Held(NamedTuple):
+    """The tensors that a rank holds for training."""
+
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    optimizer: list[torch.Tensor]
+    count: int
+    """Parameters of the whole model."""
 
 
 class LocalEngine:
@@ -48,6 +58,11 @@ class LocalEngine:
             StrategyError: if `last_microbatch` contradicts the `accumulate` given to `prepare`: the
                 loss is divided by it, so any other number of microbatches would train silently wrong.
         """
+        self._count(last_microbatch)
+        (loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
+
+    def _count(self, last_microbatch: bool) -> None:
+        """Counts a microbatch; raises StrategyError as `backward` does."""
         number = self._microbatches + 1
         if last_microbatch != (number == self.accumulate):
             raise StrategyError(
@@ -56,7 +71,6 @@ class LocalEngine:
                 f"and last_microbatch=True with the last one only."
             )
         self._microbatches = number
-        (loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> float | None:
         """Clips, steps and zeroes. Returns the gradients' total norm before clipping if it is on.
@@ -64,17 +78,21 @@ class LocalEngine:
         Raises:
             StrategyError: before `accumulate` microbatches have been through `backward`.
         """
-        if self._microbatches != self.accumulate:
-            raise StrategyError(
-                f"step: {self._microbatches} of accumulate={self.accumulate} microbatches went through "
-                f"backward; call backward for all of them first."
-            )
+        self._check_complete()
         norm: float | None = None
         if self._options.clip_norm is not None:
             norm = self._clip(self._options.clip_norm)
         self.optimizer.step()
         self.zero()
         return norm
+
+    def _check_complete(self) -> None:
+        """Raises StrategyError as `step` does."""
+        if self._microbatches != self.accumulate:
+            raise StrategyError(
+                f"step: {self._microbatches} of accumulate={self.accumulate} microbatches went through "
+                f"backward; call backward for all of them first."
+            )
 
     def zero(self) -> None:
         """Throws away the gradients added since the last step."""
@@ -122,12 +140,13 @@ class LocalEngine:
             )
         for name, value in own.items():
             saved = state[name]
-            if saved.shape != value.shape:
+            shape = self._shape(value)
+            if saved.shape != shape:
                 raise StrategyError(
                     f"import_state: {name!r} has the shape {tuple(saved.shape)} in the saved state and "
-                    f"{tuple(value.shape)} in the model; build the model with the same factory."
+                    f"{tuple(shape)} in the model; build the model with the same factory."
                 )
-            value.copy_(self._part(saved, value))
+            self._write(value, saved)
 
     @torch.no_grad()
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
@@ -143,7 +162,7 @@ class LocalEngine:
                 name = name_of(parameter, names)
                 entry = {
                     key: self._exported(f"{name}: {key}", value)
-                    for key, value in self.optimizer.state.get(parameter, {}).items()
+                    for key, value in self._state_of(parameter).items()
                     if value is not None  # SGD without momentum
                 }
                 if entry and (keep is None or keep(name)):
@@ -184,6 +203,28 @@ class LocalEngine:
     def _clip(self, clip_norm: float) -> float:
         """Scales the gradients to a total norm of at most `clip_norm`; returns the norm they had."""
         return nn.utils.clip_grad_norm_(self.plain_model.parameters(), clip_norm).item()
+
+    def _state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """The optimizer's state of one parameter; tensors as `gather` takes them."""
+        return self.optimizer.state.get(parameter, {})
+
+    def _shape(self, value: torch.Tensor) -> torch.Size:
+        """The shape that `gather` gives a tensor of the model."""
+        return value.shape
+
+    def _write(self, value: torch.Tensor, whole: torch.Tensor) -> None:
+        """Overwrites a tensor of the model, in place, by one that every rank has whole."""
+        value.copy_(self._part(whole, value))
+
+    def held(self) -> Held:
+        """The tensors this rank holds for training; see `memory.held_bytes`."""
+        parameters = list(self.plain_model.parameters())
+        return Held(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            list(tensors_in(self.optimizer)),
+            sum(parameter.numel() for parameter in parameters),
+        )
 
     def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """What this rank holds of `whole`, a CPU tensor that every rank has, where it holds `like`."""
@@ -255,3 +296,9 @@ class RanksEngine(LocalEngine):
 def _copy(value: torch.Tensor) -> torch.Tensor:
     # Contiguous, because safetensors takes nothing else and channels_last weights are not.
     return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    for values in optimizer.state.values():
+        yield from (value for value in values.values() if isinstance(value, torch.Tensor))

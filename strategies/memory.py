@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from .base import Engine
+from .engine import LocalEngine
 
 ADAMW_BYTES = 16.0
 """Bytes per parameter of AdamW in fp32: 4 for the parameter, 4 for its gradient, 8 for the optimizer. A rank
@@ -31,23 +31,15 @@ class HeldBytes:
         return (self.parameters + self.gradients + self.optimizer) / self.count
 
 
-def held_bytes(engine: Engine) -> HeldBytes:
+def held_bytes(engine: LocalEngine) -> HeldBytes:
     """Counts what this rank holds now; no communication.
 
     Gradients are there only between the last `backward` and `step`, and most optimizers make their state in
     the first step: call it after the second step's `backward`. Memory that tensors share, such as DDP's
     buckets, counts once and whole. Padding counts too: FSDP2 rounds the first dimension up to the ranks.
     """
-    parameters = list(engine.plain_model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state = [
-        value
-        for values in engine.optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    count = sum(parameter.numel() for parameter in parameters)
-    return HeldBytes(_bytes(parameters), _bytes(gradients), _bytes(state), count)
+    held = engine.held()
+    return HeldBytes(_bytes(held.parameters), _bytes(held.gradients), _bytes(held.optimizer), held.count)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -11,14 +11,22 @@ from typing import Any, cast
 from ..errors import StrategyError, suggest
 from .base import Strategy
 
-# name -> (file, class). The class's constructor arguments are the strategy's options.
-STRATEGIES = {
+# name -> (file, class), and arguments of the class that the name stands for. Its others are the strategy's options.
+STRATEGIES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "single": ("single", "Single"),
     "ddp": ("ddp", "DDP"),
     "fsdp": ("fsdp", "FSDP"),
     "fsdp_grad_op": ("fsdp", "FSDPGradOp"),
     "fsdp_cpu_offload": ("fsdp", "FSDPCPUOffload"),
     "hsdp": ("fsdp", "HSDP"),
+    "deepspeed": ("deepspeed", "DeepSpeed"),
+    "deepspeed_stage_1": ("deepspeed", "DeepSpeed", {"stage": 1}),
+    "deepspeed_stage_1_offload": ("deepspeed", "DeepSpeed", {"stage": 1, "offload": "cpu"}),
+    "deepspeed_stage_2": ("deepspeed", "DeepSpeed", {"stage": 2}),
+    "deepspeed_stage_2_offload": ("deepspeed", "DeepSpeed", {"stage": 2, "offload": "cpu"}),
+    "deepspeed_stage_3": ("deepspeed", "DeepSpeed", {"stage": 3}),
+    "deepspeed_stage_3_offload": ("deepspeed", "DeepSpeed", {"stage": 3, "offload": "cpu"}),
+    "deepspeed_stage_3_offload_nvme": ("deepspeed", "DeepSpeed", {"stage": 3, "offload": "nvme"}),
 }
 
 
@@ -55,15 +63,16 @@ def get(strategy: str | Strategy, **options: Any) -> Strategy:
 def _make(name: str, options: dict[str, Any]) -> Strategy:
     if name not in STRATEGIES:
         raise StrategyError(f"strategies.get: unknown strategy {name!r}.{suggest(name, STRATEGIES)}")
-    file, class_name = STRATEGIES[name]
+    file, class_name, *presets = STRATEGIES[name]
+    preset: dict[str, Any] = presets[0] if presets else {}
     kind = getattr(importlib.import_module(f".{file}", __package__), class_name)
-    known = inspect.signature(kind).parameters
+    known = inspect.signature(kind).parameters.keys() - preset.keys()
     for option in options:
         if option not in known:
             raise StrategyError(
                 f"strategies.get: strategy {name!r} has no option {option!r}.{suggest(option, known)}"
             )
-    return cast(Strategy, kind(**options))
+    return cast(Strategy, kind(**preset, **options))
 
 
 @dataclass(frozen=True)
