@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "DDP": "ddp",
+    "DeepSpeed": "deepspeed",
     "Engine": "base",
     "FSDP": "fsdp",
     "FSDPCPUOffload": "fsdp",
@@ -37,6 +38,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "HSDP",
+    "DeepSpeed",
     "Engine",
     "FSDPCPUOffload",
     "FSDPGradOp",
@@ -56,6 +58,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .base import Engine, OptimizerFactory, Strategy
     from .ddp import DDP
+    from .deepspeed import DeepSpeed
     from .fsdp import FSDP, HSDP, FSDPCPUOffload, FSDPGradOp
     from .launcher import launch
     from .optimizer_state import OptimizerState

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..errors import StrategyError
-from .deepspeed_backend import load
 from .engine import Held, RanksEngine, tensors_in
 from .optimizer_state import Entry, OptimizerState, import_groups
 from .options import Options
@@ -31,16 +30,23 @@ class DeepSpeedEngine(RanksEngine):
 
     Args:
         wrapper: what `deepspeed.initialize` gave.
+        deepspeed: the package.
         groups: the parameters of the optimizer's groups.
         stage: of ZeRO.
     """
 
     def __init__(
-        self, wrapper: Any, groups: Groups, device: torch.device, options: Options, stage: int
+        self,
+        wrapper: Any,
+        deepspeed: Any,
+        groups: Groups,
+        device: torch.device,
+        options: Options,
+        stage: int,
     ) -> None:
         self._zero = wrapper.optimizer
         super().__init__(wrapper, self._zero.optimizer, device, options)
-        self._deepspeed = load(device.type)
+        self._deepspeed = deepspeed
         self._wrapper = wrapper
         self._groups = groups
         self._stage = stage

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ..errors import StrategyError, suggest
+from ..errors import MissingExtra, StrategyError, suggest
 from .base import Strategy
 
 # name -> (file, class), and arguments of the class that the name stands for. Its others are the strategy's options.
@@ -111,6 +111,6 @@ def _row(name: str) -> StrategyRow:
     strategy = get(name)
     try:
         strategy.check(devices=1)
-    except StrategyError as error:
+    except (StrategyError, MissingExtra) as error:
         return StrategyRow(name, strategy.summary, False, str(error))
     return StrategyRow(name, strategy.summary, True, "")

@@ -111,7 +111,7 @@ def train(strategy: str, case: Case, *, seed: int = 0, parts: int = 1, **options
     for step in range(case.steps):
         engine.model.train()
         images, labels = batch(step, case.pixels)
-        run.losses.append(_one_step(engine, step, images, labels, run))
+        run.losses.append(one_step(engine, step, images, labels, run))
         if step == case.steps // 2:
             run.evaluated = evaluate(engine, images)
     engine.sync_buffers()
@@ -125,7 +125,7 @@ def batch(step: int, pixels: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.randint(5, (BATCH,), generator=generator)
 
 
-def _one_step(engine, step: int, images, labels, run: Run) -> float:
+def one_step(engine, step: int, images, labels, run: Run) -> float:
     total = torch.zeros(())
     part = BATCH // engine.accumulate // engine.world_size
     for i in range(engine.accumulate):

@@ -1,0 +1,298 @@
+"""What the DeepSpeed tests run inside ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsdp_models as models
+import torch
+import torch.distributed as dist
+from drivetrain import Pipeline, strategies
+from drivetrain.errors import DrivetrainError, StrategyError
+from drivetrain.strategies import OptimizerState
+from drivetrain.strategies.memory import held_bytes
+from drivetrain.transforms import EMA, SAM, SWA, GradientClipping, LayerFreezing
+from fsdp_jobs import BF16, CASES, KINDS, Case, Run, batch, evaluate, on_meta, one_step, surgeries, train
+from pipeline_data import numbers
+from strategy_jobs import make_optimizer, refusal
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+STAGES = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+OFFLOAD = [f"{name}_offload" for name in STAGES]
+DIVIDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""Else stage 3 keeps parameters as small as those of the tests whole."""
+MOVES = [
+    ("ddp", "deepspeed_stage_1"), ("deepspeed_stage_1", "deepspeed_stage_2_offload"),
+    ("deepspeed_stage_2_offload", "deepspeed_stage_3"), ("deepspeed_stage_3", "fsdp"),
+    ("fsdp", "deepspeed_stage_3_offload"), ("deepspeed_stage_3_offload", "ddp"),
+    ("ddp", "deepspeed_stage_2"), ("deepspeed_stage_2", "ddp"),
+]  # fmt: skip
+MOVED = [
+    Case("transformer adamw", models.Transformer, "adamw", 0.5, 2),
+    Case("resnet sgd", models.resnet),
+]
+"""Between two strategies: each of DeepSpeed's gives to another once, and takes once."""
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return {"config": DIVIDED} if name.startswith("deepspeed") else {}
+
+
+def prepare(name: str, model: nn.Module, optimizer: str = "sgd", **options: Any) -> Any:
+    strategy = strategies.get(name, device="cpu", **options_of(name))
+    return strategy.prepare(model, make_optimizer(optimizer), **options)
+
+
+def everything(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
+    """All that is asked of DeepSpeed in one launch, because starting ranks and importing it costs seconds."""
+    warnings.simplefilter("error")  # as in the tests' own process
+    warnings.filterwarnings("ignore", "Grad strides do not match", UserWarning)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    before = process()
+    with captured() as printed:
+        results |= parity(STAGES, CASES) | parity(OFFLOAD, CASES[1:2])
+    results["printed"] = printed.read_text()
+    printed.unlink()
+    results["process"] = before, process()
+    results |= parity(STAGES[1:], [*KINDS, *BF16, *surgeries()])
+    results["ddp " + CASES[0].name] = train("ddp", CASES[0])
+    results |= {f"{a} to {b} {case.name}": moved(a, b, case) for a, b in MOVES for case in MOVED}
+    results["discarded"] = {name: discarded(name) for name in (*STAGES, *OFFLOAD)}
+    results["held"] = {name: held(name) for name in STAGES}
+    results["meta"] = {name: prepare(name, meta()).export_state() for name in STAGES}
+    results["methods"] = methods()
+    results["refusals"] = refusals()
+    results["pipelines"] = {name: fitted(pipeline) for name, pipeline in pipelines.items()}
+    return results
+
+
+def parity(names: list[str], cases: list[Case]) -> dict[str, Run]:
+    """Each rank starts from weights of its own: rank 0's must become everyone's."""
+    return {
+        f"{name} {case.name}": train(name, case, seed=dist.get_rank(), **options_of(name))
+        for name in names
+        for case in cases
+    }
+
+
+def four() -> dict[str, Any]:
+    """What is asked of four ranks, and of one."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    results: dict[str, Any] = dict(parity([*STAGES, *OFFLOAD], CASES))
+    results |= {f"{a} to {b} {case.name}": moved(a, b, case) for a, b in MOVES for case in MOVED}
+    results["held"] = {name: held(name) for name in STAGES}
+    return results
+
+
+def process() -> dict[str, Any]:
+    """What a library may change for everybody."""
+    return {
+        "environment": dict(os.environ),
+        "signals": [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
+        "filters": list(warnings.filters),
+        "logging": (logging.getLogger().level, logging.getLogger().handlers[:], logging.root.manager.disable),
+        "threads": torch.get_num_threads(),
+        "torch": (torch.get_default_dtype(), torch.nn.functional.linear, nn.Module.__init__, torch.empty),
+    }
+
+
+@contextmanager
+def captured() -> Iterator[Path]:
+    """The file to which standard output and error go inside it, also from C."""
+    descriptor, name = tempfile.mkstemp()
+    kept = [os.dup(number) for number in (1, 2)]
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    try:
+        yield Path(name)
+    finally:
+        for number, own in enumerate(kept, 1):
+            os.dup2(own, number)
+            os.close(own)
+        os.close(descriptor)
+
+
+def moved(first: str, second: str, case: Case) -> tuple[Run, OptimizerState]:
+    """Half of a training with one strategy, the rest with another; its losses, weights and optimizer."""
+    run = Run()
+    torch.manual_seed(0)
+    options = {"clip_norm": case.clip_norm, "accumulate": case.accumulate}
+    engine = prepare(first, case.model(), case.optimizer, **options)
+    for step in range(case.steps):
+        if step == case.steps // 2:
+            engine.sync_buffers()
+            state, optimizer = engine.export_state(), engine.export_optimizer()
+            engine = prepare(second, case.model(), case.optimizer, **options)  # other weights
+            engine.import_state(state)
+            engine.import_optimizer(optimizer)
+        engine.model.train()
+        run.losses.append(one_step(engine, step, *batch(step, case.pixels), run))
+    engine.sync_buffers()
+    run.state = engine.export_state()
+    return run, engine.export_optimizer()
+
+
+def discarded(name: str) -> list[dict[str, torch.Tensor]]:
+    """Weights after two steps, the second time with gradients in between that were thrown away."""
+    states = []
+    for wasted in (0, 1, 2):
+        torch.manual_seed(0)
+        engine = prepare(name, models.Transformer(), accumulate=2, clip_norm=0.5)
+        for step in range(2):
+            for number in range(wasted):
+                gradients(engine, 10 + step, number)
+            engine.zero()
+            for number in range(2):
+                gradients(engine, step, number)
+            engine.step()
+        states.append(engine.export_state())
+    return states
+
+
+def gradients(engine: Any, step: int, number: int) -> None:
+    images, labels = (part.chunk(2)[number].chunk(engine.world_size)[engine.rank] for part in batch(step, 16))
+    engine.backward(cross_entropy(engine.model(images), labels), last_microbatch=number == 1)
+
+
+def held(name: str) -> dict[str, float]:
+    """Bytes per parameter on this rank, AdamW in fp32, with DeepSpeed's own choice of what stage 3 divides."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(3)))
+    engine = strategies.get(name, device="cpu").prepare(model, make_optimizer("adamw"))
+    for step in range(2):
+        engine.backward(engine.model(torch.randn(2, 1024)).square().mean())
+        found = held_bytes(engine)
+        if step == 0:
+            engine.step()
+    assert found.count == 3 * (1024 * 1024 + 1024)
+    parts = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
+    return {part: count / found.count for part, count in parts.items()}
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        model = on_meta()
+    torch.manual_seed(dist.get_rank())
+    return model
+
+
+def methods() -> dict[str, Any]:
+    """What the methods that need more than an engine do under DeepSpeed."""
+    found: dict[str, Any] = {}
+    for name in STAGES:
+        found[f"EMA {name}"] = attempt(lambda name=name: averaged(name))
+        found[f"SWA {name}"] = attempt(lambda name=name: stopped_averaging(name))
+        found[f"SAM {name}"] = attempt(lambda name=name: SAM().perturb(after_backward(name)))
+        found[f"GradientClipping {name}"] = attempt(
+            lambda name=name: GradientClipping("value").clip(after_backward(name))
+        )
+        found[f"LayerFreezing {name}"] = attempt(lambda name=name: frozen_moves(name))
+    return found
+
+
+def attempt(action: Any) -> Any:
+    try:
+        return action()
+    except DrivetrainError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def averaged(name: str) -> dict[str, torch.Tensor]:
+    """Seen by an evaluation in the middle, and kept at the end."""
+    torch.manual_seed(0)
+    engine = prepare(name, models.Transformer())
+    session = EMA(half_life=2).session(engine.plain_model)
+    seen = {}
+    for step in range(6):
+        engine.model.train()
+        one_step(engine, step, *batch(step, 16), Run())
+        session.after_step(step / 6)
+        if step == 3:
+            with session.evaluating():
+                seen["evaluated"] = torch.tensor(evaluate(engine, batch(9, 16)[0]))
+    session.finish()
+    return seen | engine.export_state()
+
+
+def stopped_averaging(name: str) -> float:
+    """How far a step takes the weights from the mean that the model had become before it."""
+    engine = prepare(name, models.Transformer())
+    session = SWA(start=0.0, end=0.5).session(engine.plain_model)
+    for step in range(4):
+        one_step(engine, step, *batch(step, 16), Run())
+        session.after_step(0.1 + 0.4 * (step == 3))
+    mean = engine.export_state()
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    one_step(engine, 5, *batch(5, 16), Run())
+    return max(float((t - mean[n]).abs().max()) for n, t in engine.export_state().items())
+
+
+def after_backward(name: str) -> Iterator[nn.Parameter]:
+    engine = prepare(name, models.Transformer())
+    engine.backward(cross_entropy(engine.model(batch(0, 16)[0]), batch(0, 16)[1]))
+    return engine.plain_model.parameters()
+
+
+def frozen_moves(name: str) -> float:
+    """How far a layer moves that was frozen after some steps."""
+    engine = prepare(name, models.Transformer())
+    for step in range(4):
+        if step == 2:
+            LayerFreezing(0.0, 1.0).freeze(engine.plain_model, 0.6)
+            before = engine.export_state()["patches.weight"]
+        one_step(engine, step, *batch(step, 16), Run())
+    return float((engine.export_state()["patches.weight"] - before).abs().max())
+
+
+def refusals() -> dict[str, str]:
+    """The message of each thing that cannot be."""
+    twice = nn.Linear(2, 1)
+    prepare("deepspeed_stage_2", twice)
+    scalar = nn.Linear(2, 1)
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    diverged = prepare("deepspeed_stage_2", nn.Linear(2, 1))
+    diverged.backward(diverged.model(torch.full((1, 2), torch.inf)).sum())
+    return {
+        "twice": refusal("deepspeed_stage_3", twice),
+        "scalar": refusal("deepspeed_stage_1", scalar),
+        "wrapped": refusal("deepspeed_stage_2", wrapped),
+        "lazy": refusal("deepspeed_stage_3", nn.Sequential(nn.LazyLinear(2))),
+        "infinite": str(attempt(diverged.step)),
+        "uneven": uneven(),
+    }
+
+
+def uneven() -> str:
+    """An optimizer whose parameters have made different numbers of steps."""
+    engine = prepare("deepspeed_stage_2", nn.Linear(2, 1), "adamw")
+    engine.backward(engine.model(torch.ones(1, 2)).sum())
+    engine.step()
+    state = engine.export_optimizer()
+    state.entries["bias"]["step"] += 1
+    try:
+        engine.import_optimizer(state)
+    except StrategyError as error:
+        return str(error)
+    return "not refused"
+
+
+def fitted(pipeline: Pipeline) -> Any:
+    """Numbers and weights of a training, or its error."""
+    try:
+        result = pipeline.fit(epochs=2, progress=False)
+    except DrivetrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return numbers(result), result.model.state_dict()

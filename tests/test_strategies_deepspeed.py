@@ -1,0 +1,355 @@
+"""DeepSpeed's ZeRO on real CPU ranks, held to `Single` on the same global batches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsdp_models as models
+import pytest
+import torch
+from deepspeed_jobs import MOVED, MOVES, OFFLOAD, STAGES, averaged, everything, four
+from drivetrain import Pipeline, strategies
+from drivetrain.errors import StrategyError
+from drivetrain.strategies import DeepSpeed, launch
+from drivetrain.strategies.deepspeed_config import choose_zero, make_config, read_config
+from drivetrain.strategies.options import Options
+from drivetrain.transforms import EMA, ChannelsLast, NoWeightDecay, WeightStandardization
+from fsdp_jobs import BF16, CASES, KINDS, Case, Run, on_meta, surgeries, train
+from pipeline_data import Toy, numbers, plain_model
+from strategy_jobs import make_optimizer
+from test_strategies_fsdp import same_run, weights
+from torch import nn
+
+Ranks = list[dict[str, Any]]
+stages = pytest.mark.parametrize("name", STAGES)
+
+
+@pytest.fixture(scope="module")
+def pipelines(toy: Toy) -> dict[str, tuple[Pipeline, dict[str, Any]]]:
+    """Name: a pipeline, and how it is distributed beside the strategy."""
+    return {
+        "plain": (toy.pipeline(plain_model), {}),
+        "clipped accumulated": (toy.pipeline(plain_model), {"clip_norm": 0.05, "accumulate": 2}),
+        "methods": (toy.pipeline().transform(ChannelsLast(), WeightStandardization(), NoWeightDecay()), {}),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(pipelines: Any) -> Ranks:
+    """Both ranks' results of everything, from one launch."""
+    asked = {
+        f"{name} {strategy}": pipeline.distribute(strategy, devices=2, device="cpu", **how)
+        for name, (pipeline, how) in pipelines.items()
+        for strategy in STAGES[1:]
+    }
+    asked["average"] = (
+        pipelines["plain"][0].transform(EMA(half_life=3)).distribute(STAGES[1], devices=2, device="cpu")
+    )
+    return launch(everything, asked, devices=2, timeout=280)
+
+
+def check_cases(ranks: Ranks, names: list[str], cases: list[Case], tolerance: float = 1e-5) -> None:
+    for case in cases:
+        single = train("single", case, parts=len(ranks))
+        for name in names:
+            for rank in ranks:
+                same_run(rank[f"{name} {case.name}"], single, tolerance)
+            first, last = (rank[f"{name} {case.name}"].state for rank in (ranks[0], ranks[-1]))
+            torch.testing.assert_close(first, last, rtol=0, atol=0)
+
+
+@stages
+def test_two_ranks_train_like_one_device(ranks: Ranks, name: str) -> None:
+    check_cases(ranks, [name], CASES)
+
+
+@pytest.mark.parametrize("name", OFFLOAD)
+def test_two_ranks_that_offload_train_like_one_device(ranks: Ranks, name: str) -> None:
+    check_cases(ranks, [name], CASES[1:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 4])
+def test_one_and_four_ranks_train_like_one_device(devices: int) -> None:
+    ranks = launch(four, devices=devices, timeout=280)
+    check_cases(ranks, [*STAGES, *OFFLOAD], CASES)
+    for case in MOVED:
+        single = train("single", case, parts=devices)
+        for rank in ranks:
+            for first, second in MOVES:
+                same_run(rank[f"{first} to {second} {case.name}"][0], single, 1e-5)
+    for rank in ranks:
+        for name in STAGES:
+            check_held(rank["held"][name], name, devices)
+
+
+@pytest.mark.parametrize("name", STAGES[1:])
+@pytest.mark.parametrize("case", [*KINDS, *surgeries()], ids=lambda case: case.name)
+def test_other_models_train_like_one_device(ranks: Ranks, name: str, case: Case) -> None:
+    """Tied, frozen and channels-last weights, a single layer; and every surgery, as the catalogue says."""
+    check_cases(ranks, [name], [case])
+
+
+@pytest.mark.parametrize("name", STAGES[1:])
+@pytest.mark.parametrize("case", BF16, ids=lambda case: case.name)
+def test_bf16_trains_like_autocast_on_one_device(ranks: Ranks, name: str, case: Case) -> None:
+    """bf16 rounds at 2^-8; the weights that are trained, and exported, are fp32."""
+    check_cases(ranks, [name], [case], 2e-2)
+    for rank in ranks:
+        exported = weights(rank[f"{name} {case.name}"].state and rank[f"{name} {case.name}"])
+        assert all(tensor.dtype == torch.float32 for tensor in exported.values())
+
+
+def test_statistics_and_evaluation_are_those_of_ddp(ranks: Ranks) -> None:
+    """`sync_buffers` reduces BatchNorm's statistics, in the middle of training and at its end."""
+    for rank in ranks:
+        ddp = rank[f"ddp {CASES[0].name}"]
+        for name in STAGES:
+            run = rank[f"{name} {CASES[0].name}"]
+            torch.testing.assert_close(run.state, ddp.state, rtol=1e-5, atol=1e-5)
+            assert run.evaluated == pytest.approx(ddp.evaluated, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", MOVED, ids=lambda case: case.name)
+@pytest.mark.parametrize(("first", "second"), MOVES)
+def test_a_training_moves_between_strategies(ranks: Ranks, first: str, second: str, case: Case) -> None:
+    """Weights and the optimizer's state, exported by one and imported by the other, go on as if nothing had been."""
+    single, state = train_single(case)
+    for rank in ranks:
+        run, optimizer = rank[f"{first} to {second} {case.name}"]
+        same_run(run, single, 1e-5)
+        assert optimizer.entries.keys() == state.entries.keys()
+        for name, entry in state.entries.items():
+            torch.testing.assert_close(dict(optimizer.entries[name]), dict(entry), rtol=0, atol=1e-5)
+        assert [group["params"] for group in optimizer.groups] == [g["params"] for g in state.groups]
+
+
+def train_single(case: Case) -> tuple[Run, Any]:
+    from deepspeed_jobs import moved
+
+    return moved(
+        "single", "single", Case(case.name, case.model, case.optimizer, case.clip_norm, case.accumulate * 2)
+    )
+
+
+@pytest.mark.parametrize("name", [*STAGES, *OFFLOAD])
+def test_gradients_that_were_thrown_away_leave_no_trace(ranks: Ranks, name: str) -> None:
+    for rank in ranks:
+        none, some, all_ = rank["discarded"][name]
+        torch.testing.assert_close(some, none, rtol=0, atol=0)
+        torch.testing.assert_close(all_, none, rtol=0, atol=0)
+
+
+def check_held(held: dict[str, float], name: str, devices: int) -> None:
+    """In bytes per parameter: 4 for the parameter, for its gradient, and for the copy that AdamW's 8 belong to."""
+    parameters = 4 / devices if name == "deepspeed_stage_3" else 4
+    expected = {"parameters": parameters, "gradients": 4 / devices, "optimizer": 12 / devices}
+    assert held == pytest.approx(expected, rel=0.05)
+    assert sum(held.values()) <= 1.05 * sum(expected.values())
+
+
+@stages
+def test_bytes_per_parameter(ranks: Ranks, name: str) -> None:
+    for rank in ranks:
+        check_held(rank["held"][name], name, 2)
+
+
+@stages
+def test_a_model_on_the_meta_device_begins_with_rank_0s_random_numbers(ranks: Ranks, name: str) -> None:
+    torch.manual_seed(0)
+    expected = on_meta().state_dict()
+    for rank in ranks:
+        torch.testing.assert_close(rank["meta"][name], dict(expected), rtol=0, atol=0)
+
+
+@stages
+def test_methods_work_or_are_declared_unsafe(ranks: Ranks, name: str) -> None:
+    """What each `unsafe_with` rests on."""
+    expected = averaged("single")
+    for rank in ranks:
+        found = rank["methods"]
+        if name == "deepspeed_stage_3":
+            assert "has divided it among the ranks" in found[f"EMA {name}"]
+            assert "has divided it among the ranks" in found[f"SWA {name}"]
+        else:
+            torch.testing.assert_close(found[f"EMA {name}"], expected, rtol=0, atol=1e-5)
+            assert found[f"SWA {name}"] > 1e-4  # the step went on from the weights before the mean
+        assert found[f"SAM {name}"].startswith("PlanError")
+        assert found[f"GradientClipping {name}"].startswith("PlanError")
+        moves = found[f"LayerFreezing {name}"]
+        assert isinstance(moves, str) or moves > 1e-4
+
+
+@pytest.mark.parametrize("name", ["plain", "clipped accumulated", "methods"])
+@pytest.mark.parametrize("strategy", STAGES[1:])
+def test_a_pipeline_trains_like_one_device(ranks: Ranks, pipelines: Any, name: str, strategy: str) -> None:
+    pipeline, how = pipelines[name]
+    same_fit(ranks[0]["pipelines"][f"{name} {strategy}"], pipeline.distribute("single", **how))
+
+
+def test_a_pipeline_averages_like_one_device(ranks: Ranks, pipelines: Any) -> None:
+    same_fit(ranks[0]["pipelines"]["average"], pipelines["plain"][0].transform(EMA(half_life=3)))
+
+
+def same_fit(found: Any, pipeline: Pipeline) -> None:
+    alone = pipeline.fit(epochs=2, progress=False)
+    assert not isinstance(found, str), found
+    for one, two in zip(numbers(alone), found[0], strict=True):
+        assert two == pytest.approx(one, abs=1e-5)
+    torch.testing.assert_close(found[1], alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_quiet_and_changes_nothing_around_it(ranks: Ranks) -> None:
+    for rank in ranks:
+        before, after = rank["process"]
+        assert after == before
+        assert rank["printed"] == ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("twice", "'deepspeed_stage_3': the parameter 'weight' was divided by DeepSpeed already"),
+        ("scalar", "'deepspeed_stage_1': the parameter 'scale' has no dimension"),
+        ("wrapped", "'deepspeed_stage_2': the model is wrapped in DistributedDataParallel already"),
+        ("lazy", "'deepspeed_stage_3': the parameter '0.weight' has no shape"),
+        ("infinite", "the gradients are not finite"),
+        ("uneven", "'step' is 1.0 for 'weight' and 2.0 for 'bias'"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(ranks: Ranks, what: str, words: str) -> None:
+    assert words in ranks[0]["refusals"][what]
+
+
+@stages
+def test_alone_in_a_process_it_is_single(name: str) -> None:
+    same_run(train(name, CASES[1]), train("single", CASES[1]), 0)
+
+
+@pytest.mark.parametrize("options", [{"offload": "cpu"}, {"config": {}}], ids=str)
+def test_alone_in_a_process_offload_and_config_would_do_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(StrategyError, match="no process group"):
+        DeepSpeed("cpu", **options).prepare(models.resnet(), make_optimizer("sgd"))
+
+
+def test_names_are_lightnings() -> None:
+    names = ["deepspeed", *STAGES, *OFFLOAD, "deepspeed_stage_3_offload_nvme"]
+    assert set(names) <= set(strategies.registry.STRATEGIES)
+    for name in names[1:]:
+        assert strategies.get(name).name == name
+    assert strategies.get("deepspeed") == DeepSpeed()
+    assert DeepSpeed().name == "deepspeed_stage_2"
+    assert (
+        DeepSpeed(config={"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}).name
+        == OFFLOAD[2]
+    )
+    with pytest.raises(StrategyError, match="has no option 'stage'"):
+        strategies.get("deepspeed_stage_2", stage=3)
+
+
+CONFIG = {
+    "train_batch_size": "auto",
+    "optimizer": "auto",
+    "gradient_clipping": 0.5,
+    "gradient_accumulation_steps": "auto",
+    "fp16": {"enabled": False},
+    "steps_per_print": 7,
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 1000,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+}
+
+
+def test_a_configuration_passes_through(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    for config in (CONFIG, path, str(path)):
+        read = read_config(config)
+        zero = choose_zero(None, None, None, read)
+        made = make_config(zero, Options(clip_norm=0.5, accumulate=4), read, "deepspeed")
+        assert (zero.stage, zero.offload) == (3, "cpu")
+        assert made["steps_per_print"] == 7
+        assert (made["gradient_clipping"], made["gradient_accumulation_steps"]) == (0.5, 4)
+        assert "optimizer" not in made
+        section = made["zero_optimization"]
+        assert section["reduce_bucket_size"] == 1000
+        assert section["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert make_config(choose_zero(2, None, None, {}), Options(), {}, "deepspeed")["gradient_clipping"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"gradient_clipping": 1.0}, "gradient_clipping=1.0 contradicts clip_norm=None"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 contradicts accumulate=1"),
+        ({"optimizer": {"type": "Adam"}}, r"config\['optimizer'\] cannot be set, because Drivetrain gives"),
+        ({"scheduler": {"type": "WarmupLR"}}, r"config\['scheduler'\] cannot be set"),
+        ({"train_batch_size": 8}, r"config\['train_batch_size'\] cannot be set"),
+        ({"train_micro_batch_size_per_gpu": 8}, r"config\['train_micro_batch_size_per_gpu'\]"),
+        ({"bf16": {"enabled": True}}, r"config\['bf16'\] cannot be set, because precision"),
+        ({"fp16": {"enabled": True}}, r"config\['fp16'\] cannot be set"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage=3 contradicts stage=2"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "'nvme' needs stage=3"),
+        ({"zero_optimization": 3}, "must be an object"),
+    ],
+)  # fmt: skip
+def test_a_configuration_must_not_contradict(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        strategies.get("deepspeed_stage_2", device="cpu", config=config).prepare(
+            nn.Linear(2, 1), make_optimizer("sgd")
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stage": 0}, "stage=0 must be 1, 2 or 3"),
+        ({"offload": "disk"}, "offload='disk' is not known"),
+        ({"stage": 2, "offload": "nvme"}, "'nvme' needs stage=3"),
+        ({"offload": "cpu", "config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, "contradicts"),
+        ({"config": "missing.json"}, "config='missing.json' cannot be read as a JSON file"),
+        ({"config": 3}, "cannot be read"),
+    ],
+)  # fmt: skip
+def test_options_that_mean_nothing(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        DeepSpeed(**options)
+
+
+MISSING = """
+import sys
+sys.modules["deepspeed"] = None
+from drivetrain import MissingExtra, strategies
+row = next(row for row in strategies.available() if row.name == "deepspeed_stage_2")
+print(row.runs_here, row.why_not)
+try:
+    strategies.get("deepspeed", device="cpu").check(1)
+except MissingExtra as error:
+    print(error)
+"""
+
+
+def test_without_deepspeed_it_says_how_to_install_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.startswith("False deepspeed is needed to ")
+    assert done.stdout.count("pip install 'drivetrain[deepspeed]'") == 2
+
+
+UNUSED = """
+import sys
+from drivetrain import strategies
+strategies.available()
+sys.exit("deepspeed" in sys.modules)
+"""
+
+
+def test_deepspeed_is_imported_at_use_only() -> None:
+    subprocess.run([sys.executable, "-c", UNUSED], check=True, timeout=100)
