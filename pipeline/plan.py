@@ -164,6 +164,6 @@ def make_plan(pipeline: Pipeline) -> Plan:
 
 def _transform_step(transform: Transform, strategy: str = "") -> Step:
     why = KIND_REASON[transform.kind]
-    if transform.kind == "memory_format" and family(strategy) == "fsdp":
+    if transform.kind == "memory_format" and family(strategy) in ("fsdp", "deepspeed"):
         why = "shards are contiguous: the images, and so the activations, take the format; the weights do not"
     return Step(f"{transform}", ".transform()", why)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ..errors import StrategyError
-from .engine import Held, RanksEngine, tensors_in
-from .optimizer_state import Entry, OptimizerState, import_groups
+from .engine import RanksEngine
+from .memory import Held, tensors_in
+from .optimizer_state import Entry, Keep, OptimizerState, import_groups
 from .options import Options
 
 Groups = list[list[nn.Parameter]]
@@ -99,7 +100,7 @@ class DeepSpeedEngine(RanksEngine):
         super().import_state(state)
         self._zero.refresh_fp32_params()
 
-    def export_optimizer(self, keep: Any = None) -> OptimizerState:
+    def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
         """The optimizer's state by plain parameter names; see `LocalEngine.export_optimizer`."""
         with self._plain_groups():
             return super().export_optimizer(keep)
@@ -139,12 +140,16 @@ class DeepSpeedEngine(RanksEngine):
             return value.detach().clone()
 
     def held(self) -> Held:
-        """The tensors this rank holds for training; see `memory.held_bytes`."""
+        """The tensors this rank holds for training; see `memory.held_bytes`.
+
+        DeepSpeed's copy of the weights counts with the optimizer; with stages 1 and 2 a parameter that lies across
+        two parts has its whole gradient in both. Its buffers for communication and offload are left out.
+        """
         parameters = list(self.plain_model.parameters())
         flats = list(dict.fromkeys(self._flat(p) for group in self._groups for p in group))
         gradients = [p.grad for p in (*parameters, *flats) if p.grad is not None]
-        for kept in self._zero.averaged_gradients.values():
-            gradients += kept or []
+        for kept in (self._zero.averaged_gradients, getattr(self._zero, "all_grad_tensors", {})):
+            gradients += [gradient for group in kept.values() for gradient in group or []]
         divided = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
         count = sum(self._shape(parameter).numel() for parameter in parameters)
         return Held([*parameters, *divided], gradients, [*flats, *tensors_in(self.optimizer)], count)
@@ -179,7 +184,7 @@ class DeepSpeedEngine(RanksEngine):
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole.contiguous(), key)
             return
         # DeepSpeed's setter of whole tensors fails on those that do not divide evenly: the last part is padded.
-        size = parameter.ds_tensor.numel()
+        size = cast(Any, parameter).ds_tensor.numel()
         padded = whole.new_zeros(size * self.world_size)
         padded[: whole.numel()] = whole.flatten()
         part = padded[self.rank * size : (self.rank + 1) * size]

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..errors import StrategyError
+from .memory import Held, tensors_in
 from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups, name_of
 from .options import Options
-
-
-class Held(NamedTuple):
-    """The tensors that a rank holds for training."""
-
-    parameters: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    optimizer: list[torch.Tensor]
-    count: int
-    """Parameters of the whole model."""
 
 
 class LocalEngine:
@@ -206,7 +197,7 @@ class LocalEngine:
 
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         """The optimizer's state of one parameter; tensors as `gather` takes them."""
-        return self.optimizer.state.get(parameter, {})
+        return cast(Mapping[str, Any], self.optimizer.state.get(parameter, {}))
 
     def _shape(self, value: torch.Tensor) -> torch.Size:
         """The shape that `gather` gives a tensor of the model."""
@@ -296,9 +287,3 @@ class RanksEngine(LocalEngine):
 def _copy(value: torch.Tensor) -> torch.Tensor:
     # Contiguous, because safetensors takes nothing else and channels_last weights are not.
     return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors of an optimizer's state."""
-    for values in optimizer.state.values():
-        yield from (value for value in values.values() if isinstance(value, torch.Tensor))

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from .engine import LocalEngine
-
 ADAMW_BYTES = 16.0
 """Bytes per parameter of AdamW in fp32: 4 for the parameter, 4 for its gradient, 8 for the optimizer. A rank
 keeps this where all is whole (single, ddp), and 1/N of it where N ranks divide all three (fsdp)."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The tensors that one rank holds for training, on whatever device."""
+
+    parameters: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+    optimizer: Sequence[torch.Tensor]
+    count: int
+    """Parameters of the whole model."""
+
+
+class HoldsTensors(Protocol):
+    """What `held_bytes` needs of an engine."""
+
+    def held(self) -> Held: ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +47,7 @@ class HeldBytes:
         return (self.parameters + self.gradients + self.optimizer) / self.count
 
 
-def held_bytes(engine: LocalEngine) -> HeldBytes:
+def held_bytes(engine: HoldsTensors) -> HeldBytes:
     """Counts what this rank holds now; no communication.
 
     Gradients are there only between the last `backward` and `step`, and most optimizers make their state in
@@ -49,3 +65,9 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    for values in optimizer.state.values():
+        yield from (value for value in values.values() if isinstance(value, torch.Tensor))

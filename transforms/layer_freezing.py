@@ -27,9 +27,9 @@ class LayerFreezing(Transform):
     changed. Running statistics of batch normalisations still move, as in Composer.
 
     Frozen parameters get no gradient, for which DDP waits unless find_unused_parameters is set. FSDP2 reads
-    requires_grad at every forward. DeepSpeed and FairScale lay out flat buffers for the parameters that
-    were trained at the start, and it has not been tried with them. A compiled model compiles again after
-    each change.
+    requires_grad at every forward. DeepSpeed keeps stepping what is frozen, by momentum and weight
+    decay, in the flat buffers that it laid out at the start; FairScale, which lays out such buffers too, has not
+    been tried. A compiled model compiles again after each change.
 
     Attributes:
         freeze_start: share of training before the first layer freezes. Number in [0, 1). Default 0.5, as
