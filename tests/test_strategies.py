@@ -46,10 +46,13 @@ def test_get_refuses(strategy: object, options: dict[str, object], words: str) -
 def test_available_lists_every_strategy_and_prints_as_a_table() -> None:
     table = strategies.available()
     family = ["fsdp", "fsdp_grad_op", "fsdp_cpu_offload", "hsdp"]
-    assert [row.name for row in table] == ["single", "ddp", *family]
-    assert all(row.runs_here and not row.why_not for row in table)
+    stages = [f"deepspeed_stage_{stage}{offload}" for stage in (1, 2, 3) for offload in ("", "_offload")]
+    deepspeed = ["deepspeed", *stages, "deepspeed_stage_3_offload_nvme"]
+    assert [row.name for row in table] == ["single", "ddp", *family, *deepspeed]
+    assert all(row.runs_here != bool(row.why_not) for row in table)
+    assert all(row.runs_here for row in table[:-1])  # NVMe wants libaio
     lines = repr(table).splitlines()
-    assert [line.split()[:2] for line in lines] == [[row.name, "yes"] for row in table]
+    assert [line.split()[:2] for line in lines] == [[r.name, "yes" if r.runs_here else "no"] for r in table]
 
 
 def test_importing_the_folder_does_not_import_torch() -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import fsdp_models as models
 import pytest
 import torch
-from deepspeed_jobs import FEW, MOVED, MOVES, OFFLOAD, STAGES, averaged, every_case, everything, moved
-from drivetrain import Pipeline, strategies
+from deepspeed_jobs import FEW, MOVED, MOVES, every_case, everything, moved
+from deepspeed_methods import OFFLOAD, STAGES, averaged
+from drivetrain import Pipeline
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import DeepSpeed, launch
-from drivetrain.strategies.deepspeed_config import choose_zero, make_config, read_config
-from drivetrain.strategies.options import Options
 from drivetrain.transforms import (
     EMA,
     ChannelsLast,
@@ -32,7 +27,6 @@ from fsdp_jobs import BF16, CASES, KINDS, Case, on_meta, surgeries, train
 from pipeline_data import Toy, numbers, plain_model
 from strategy_jobs import make_optimizer
 from test_strategies_fsdp import same_run, weights
-from torch import nn
 
 Ranks = list[dict[str, Any]]
 stages = pytest.mark.parametrize("name", STAGES)
@@ -250,122 +244,3 @@ def test_alone_in_a_process_it_is_single(name: str) -> None:
 def test_alone_in_a_process_offload_and_config_would_do_nothing(options: dict[str, Any]) -> None:
     with pytest.raises(StrategyError, match="no process group"):
         DeepSpeed("cpu", **options).prepare(models.resnet(), make_optimizer("sgd"))
-
-
-def test_names_are_lightnings() -> None:
-    names = ["deepspeed", *STAGES, *OFFLOAD, "deepspeed_stage_3_offload_nvme"]
-    assert set(names) <= set(strategies.registry.STRATEGIES)
-    for name in names[1:]:
-        assert strategies.get(name).name == name
-    assert strategies.get("deepspeed") == DeepSpeed()
-    assert DeepSpeed().name == "deepspeed_stage_2"
-    assert (
-        DeepSpeed(config={"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}).name
-        == OFFLOAD[2]
-    )
-    with pytest.raises(StrategyError, match="has no option 'stage'"):
-        strategies.get("deepspeed_stage_2", stage=3)
-
-
-CONFIG = {
-    "train_batch_size": "auto",
-    "optimizer": "auto",
-    "gradient_clipping": 0.5,
-    "gradient_accumulation_steps": "auto",
-    "fp16": {"enabled": False},
-    "steps_per_print": 7,
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": 1000,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-    },
-}
-
-
-def test_a_configuration_passes_through(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(CONFIG))
-    for config in (CONFIG, path, str(path)):
-        read = read_config(config)
-        zero = choose_zero(None, None, None, read)
-        made = make_config(zero, Options(clip_norm=0.5, accumulate=4), read, "deepspeed")
-        assert (zero.stage, zero.offload) == (3, "cpu")
-        assert made["steps_per_print"] == 7
-        assert (made["gradient_clipping"], made["gradient_accumulation_steps"]) == (0.5, 4)
-        assert "optimizer" not in made
-        section = made["zero_optimization"]
-        assert section["reduce_bucket_size"] == 1000
-        assert section["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
-    assert make_config(choose_zero(2, None, None, {}), Options(), {}, "deepspeed")["gradient_clipping"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"gradient_clipping": 1.0}, "gradient_clipping=1.0 contradicts clip_norm=None"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 contradicts accumulate=1"),
-        ({"optimizer": {"type": "Adam"}}, r"config\['optimizer'\] cannot be set, because Drivetrain gives"),
-        ({"scheduler": {"type": "WarmupLR"}}, r"config\['scheduler'\] cannot be set"),
-        ({"train_batch_size": 8}, r"config\['train_batch_size'\] cannot be set"),
-        ({"train_micro_batch_size_per_gpu": 8}, r"config\['train_micro_batch_size_per_gpu'\]"),
-        ({"bf16": {"enabled": True}}, r"config\['bf16'\] cannot be set, because precision"),
-        ({"fp16": {"enabled": True}}, r"config\['fp16'\] cannot be set"),
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage=3 contradicts stage=2"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "'nvme' needs stage=3"),
-        ({"zero_optimization": 3}, "must be an object"),
-    ],
-)  # fmt: skip
-def test_a_configuration_must_not_contradict(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(StrategyError, match=words):
-        strategies.get("deepspeed_stage_2", device="cpu", config=config).prepare(
-            nn.Linear(2, 1), make_optimizer("sgd")
-        )
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"stage": 0}, "stage=0 must be 1, 2 or 3"),
-        ({"offload": "disk"}, "offload='disk' is not known"),
-        ({"stage": 2, "offload": "nvme"}, "'nvme' needs stage=3"),
-        ({"offload": "cpu", "config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, "contradicts"),
-        ({"config": "missing.json"}, "config='missing.json' cannot be read as a JSON file"),
-        ({"config": 3}, "cannot be read"),
-    ],
-)  # fmt: skip
-def test_options_that_mean_nothing(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(StrategyError, match=words):
-        DeepSpeed(**options)
-
-
-MISSING = """
-import sys
-sys.modules["deepspeed"] = None
-from drivetrain import MissingExtra, strategies
-row = next(row for row in strategies.available() if row.name == "deepspeed_stage_2")
-print(row.runs_here, row.why_not)
-try:
-    strategies.get("deepspeed", device="cpu").check(1)
-except MissingExtra as error:
-    print(error)
-"""
-
-
-def test_without_deepspeed_it_says_how_to_install_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MISSING], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert done.stdout.startswith("False deepspeed is needed to ")
-    assert done.stdout.count("pip install 'drivetrain[deepspeed]'") == 2
-
-
-UNUSED = """
-import sys
-from drivetrain import strategies
-strategies.available()
-sys.exit("deepspeed" in sys.modules)
-"""
-
-
-def test_deepspeed_is_imported_at_use_only() -> None:
-    subprocess.run([sys.executable, "-c", UNUSED], check=True, timeout=100)
