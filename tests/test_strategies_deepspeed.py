@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,15 @@ Ranks = list[dict[str, Any]]
 stages = pytest.mark.parametrize("name", STAGES)
 FITTED = {"plain": STAGES[1], "clipped accumulated": STAGES[2], "methods": STAGES[2], "batches": STAGES[2]}
 """The strategy that each pipeline is trained with."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the ranks: the numbers of some surgeries (Factorize) depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
