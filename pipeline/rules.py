@@ -24,6 +24,11 @@ def family(strategy: str) -> str:
     return FAMILIES.get(strategy, strategy.split("_")[0])
 
 
+def belongs(strategy: str, group: str) -> bool:
+    """Whether a strategy is of a family, or of a finer group: `"deepspeed_stage_3"` is offloading too."""
+    return group == family(strategy) or f"{strategy}_".startswith(f"{group}_")
+
+
 def check_rules(pipeline: Pipeline) -> None:
     """Holds a pipeline to every rule below.
 
@@ -51,9 +56,10 @@ def check_epochs(pipeline: Pipeline, epochs: int) -> None:
 
 
 def _unsafe_strategies(pipeline: Pipeline) -> None:
-    strategy = pipeline.distribution.name
+    how = pipeline.distribution
+    strategy = strategies.get(how.strategy, **how.options).name  # "deepspeed" alone does not say which stage
     for transform in pipeline.transforms:
-        if family(strategy) in transform.unsafe_with:
+        if any(belongs(strategy, unsafe) for unsafe in transform.unsafe_with):
             raise PlanError(
                 f"{_name(transform)} does not work with the strategy {strategy!r} (see its documentation). Leave "
                 "it out, or distribute with 'single' or 'ddp'."

@@ -18,6 +18,7 @@ _HOME = {
     "Auto": "auto",
     "DDP": "ddp",
     "DP": "dp",
+    "DeepSpeed": "deepspeed",
     "Engine": "base",
     "FSDP": "fsdp",
     "FairScaleFSDP": "fairscale",
@@ -48,6 +49,7 @@ __all__ = [
     "FSDP",
     "HSDP",
     "Auto",
+    "DeepSpeed",
     "Engine",
     "FSDPCPUOffload",
     "FSDPGradOp",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from .auto import Auto
     from .base import Engine, OptimizerFactory, Strategy
     from .ddp import DDP
+    from .deepspeed import DeepSpeed
     from .dp import DP
     from .fairscale import FairScaleFSDP, FairScaleOSS, FairScaleShardedDDP
     from .fsdp import FSDP, HSDP, FSDPCPUOffload, FSDPGradOp

@@ -9,8 +9,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import StrategyError
+from .memory import Held, tensors_in
 from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups
 from .options import HALF, Options
 
@@ -49,6 +51,13 @@ class LocalEngine:
             StrategyError: if `last_microbatch` contradicts the `accumulate` given to `prepare`: the
                 loss is divided by it, so any other number of microbatches would train silently wrong.
         """
+        self._count(last_microbatch)
+        self._scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
+        if last_microbatch:  # here, so that whoever looks at the gradients sees true ones
+            self._unscale()
+
+    def _count(self, last_microbatch: bool) -> None:
+        """Counts a microbatch; raises StrategyError as `backward` does."""
         number = self._microbatches + 1
         if last_microbatch != (number == self.accumulate):
             raise StrategyError(
@@ -57,9 +66,6 @@ class LocalEngine:
                 f"and last_microbatch=True with the last one only."
             )
         self._microbatches = number
-        self._scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
-        if last_microbatch:  # here, so that whoever looks at the gradients sees true ones
-            self._unscale()
 
     def step(self) -> float | None:
         """Clips, steps and zeroes. Returns the gradients' total norm before clipping if it is on.
@@ -67,17 +73,21 @@ class LocalEngine:
         Raises:
             StrategyError: before `accumulate` microbatches have been through `backward`.
         """
-        if self._microbatches != self.accumulate:
-            raise StrategyError(
-                f"step: {self._microbatches} of accumulate={self.accumulate} microbatches went through "
-                f"backward; call backward for all of them first."
-            )
+        self._check_complete()
         norm: float | None = None
         if self._options.clip_norm is not None:
             norm = self._clip(self._options.clip_norm)
         self._scaler.step(self.optimizer)
         self.zero()
         return norm
+
+    def _check_complete(self) -> None:
+        """Raises StrategyError as `step` does."""
+        if self._microbatches != self.accumulate:
+            raise StrategyError(
+                f"step: {self._microbatches} of accumulate={self.accumulate} microbatches went through "
+                f"backward; call backward for all of them first."
+            )
 
     def zero(self) -> None:
         """Throws away the gradients added since the last step."""
@@ -128,12 +138,13 @@ class LocalEngine:
             )
         for name, value in own.items():
             saved = state[name]
-            if saved.shape != value.shape:
+            shape = self._shape(value)
+            if saved.shape != shape:
                 raise StrategyError(
                     f"import_state: {name!r} has the shape {tuple(saved.shape)} in the saved state and "
-                    f"{tuple(value.shape)} in the model; build the model with the same factory."
+                    f"{tuple(shape)} in the model; build the model with the same factory."
                 )
-            value.copy_(self._part(saved, value))
+            self._write(value, saved)
 
     @torch.no_grad()
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
@@ -197,6 +208,24 @@ class LocalEngine:
     def _clip(self, clip_norm: float) -> float:
         """Scales the gradients to a total norm of at most `clip_norm`; returns the norm they had."""
         return nn.utils.clip_grad_norm_(self.plain_model.parameters(), clip_norm).item()
+
+    def _shape(self, value: torch.Tensor) -> torch.Size:
+        """The shape that `gather` gives a tensor of the model."""
+        return value.shape
+
+    def _write(self, value: torch.Tensor, whole: torch.Tensor) -> None:
+        """Overwrites a tensor of the model, in place, by one that every rank has whole."""
+        value.copy_(self._part(whole, value))
+
+    def held(self) -> Held:
+        """The tensors this rank holds for training; see `memory.held_bytes`."""
+        parameters = list(self.plain_model.parameters())
+        return Held(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            list(tensors_in(self.optimizer)),
+            sum(parameter.numel() for parameter in parameters),
+        )
 
     def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """What this rank holds of `whole`, a CPU tensor that every rank has, where it holds `like`."""
@@ -278,6 +307,18 @@ class RanksEngine(LocalEngine):
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)
         return value
+
+    def _unscale(self) -> None:
+        super()._unscale()
+        if not self._scaler.is_enabled():
+            return
+        # A rank sees the gradients it holds, perhaps none; if one rank leaves the step out, all must.
+        seen = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        here = torch.zeros((), device=self.device)
+        for found in seen.values():
+            here += found.full_tensor() if isinstance(found, DTensor) else found
+        seen.clear()
+        seen[self.device] = self._sum(here)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

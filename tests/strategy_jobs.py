@@ -174,9 +174,9 @@ def barrier_waits() -> float:
     return time.monotonic() - start
 
 
-def refusal(strategy: str, model: nn.Module) -> str:
+def refusal(strategy: str, model: nn.Module, **options) -> str:
     try:
-        strategies.get(strategy, device="cpu").prepare(model, make_optimizer("sgd"))
+        strategies.get(strategy, device="cpu").prepare(model, make_optimizer("sgd"), **options)
     except StrategyError as error:
         return str(error)
     return "not refused"

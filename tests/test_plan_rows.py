@@ -248,3 +248,25 @@ def test_strategies_are_known_by_their_family() -> None:
         "fairscale_fsdp": "fairscale",
     }
     assert {name: family(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "refused"),
+    [
+        ("deepspeed_stage_2", {}, False),
+        ("deepspeed", {}, False),
+        ("deepspeed", {"stage": 3}, True),
+        ("deepspeed", {"config": {"zero_optimization": {"stage": 3}}}, True),
+        ("deepspeed_stage_3_offload", {}, True),
+        ("ddp", {}, False),
+    ],
+)
+def test_a_finer_family_is_known_by_what_the_strategy_does(
+    toy: Toy, strategy: str, options: dict[str, Any], refused: bool
+) -> None:
+    pipeline = toy.pipeline().transform(EMA()).distribute(strategy, devices=2, device="cpu", **options)
+    if not refused:
+        pipeline.plan()
+        return
+    with pytest.raises(PlanError, match="EMA does not work with the strategy 'deepspeed_stage_3"):
+        pipeline.plan()

@@ -27,8 +27,8 @@ class LayerFreezing(Transform):
     changed. Running statistics of batch normalisations still move, as in Composer.
 
     Frozen parameters get no gradient, for which DDP waits unless find_unused_parameters is set. FSDP2 reads
-    requires_grad at every forward, and FairScale's ShardedDDP waits for no gradient. DeepSpeed lays out flat
-    buffers for the parameters that were trained at the start, and it has not been tried there. A compiled
+    requires_grad at every forward, and FairScale's ShardedDDP waits for no gradient. DeepSpeed keeps stepping
+    what is frozen, by momentum and weight decay, in the flat buffers that it laid out at the start. A compiled
     model compiles again after each change.
 
     Attributes:
