@@ -10,7 +10,6 @@ import surgery_models as models
 import timm
 import torch
 import torch.nn.functional as F
-import torchvision
 from drivetrain.errors import DataError
 from drivetrain.transforms import (
     ALiBi,
@@ -23,7 +22,6 @@ from drivetrain.transforms import (
     LowPrecisionLayerNorm,
     NothingChanged,
     SqueezeExcite,
-    StochasticDepth,
     Transform,
     WeightStandardization,
 )
@@ -200,57 +198,6 @@ def test_factorize_inside_a_layer_that_reads_its_weights() -> None:
     with torch.no_grad():
         fast = model(x)
     torch.testing.assert_close(fast, model(x.requires_grad_()), rtol=1e-4, atol=1e-5)
-
-
-# ---- StochasticDepth ----
-
-
-@pytest.mark.parametrize("method", ["block", "sample"])
-def test_dropped_branches(method: str) -> None:
-    """Over many draws: the share that is dropped, one draw for the batch or one per sample, and the mean."""
-    torch.manual_seed(0)
-    model = nn.Sequential(copy.deepcopy(models.resnet()[4]))
-    StochasticDepth(method, 0.25, "uniform").apply(model)  # type: ignore[arg-type]
-    branch = model[0].drop_branch
-    x = torch.ones(8, 2, 3, 3)
-    rows = torch.stack([branch(x)[:, 0, 0, 0] for _ in range(400)])
-    torch.testing.assert_close(rows.unique(), torch.tensor([0, 1 / 0.75]))
-    assert rows.mean().item() == pytest.approx(1, abs=0.1)
-    assert (rows == rows[:, :1]).all().item() is (method == "block")
-    assert torch.equal(branch.eval()(x), x)
-
-
-def test_rates_and_blocks() -> None:
-    model = models.convnext()
-    report = StochasticDepth(drop_rate=0.3).apply(model)
-    assert report.changed == ("features.1.0", "features.3.0", "features.3.1")
-    rates = [model.get_submodule(name).stochastic_depth.p for name in report.changed]
-    assert rates == pytest.approx([0.1, 0.2, 0.3])
-    built = timm.create_model("test_convnext", num_classes=5, drop_path_rate=0.2)
-    notes = StochasticDepth().apply(built).notes
-    assert len(notes) == 1
-    assert "had a rate that the model was built with" in notes[0]
-
-
-def test_evaluation_is_that_of_the_plain_model() -> None:
-    for factory in (models.resnet, models.vit, models.timm_vit, models.timm_resnet):
-        model = factory().eval()
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                nn.init.ones_(module.weight)  # timm's last one is 0, and with it the branch
-        plain = copy.deepcopy(model)
-        StochasticDepth("sample", 0.9, "uniform").apply(model)
-        x = models.images()
-        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
-        assert not torch.allclose(model.train()(x), plain.train()(x))
-
-
-def test_blocks_without_a_shortcut_are_left_alone() -> None:
-    report = StochasticDepth().apply(torchvision.models.efficientnet_b0())
-    assert len(report.changed) == 9
-    assert [why for _, why in report.skipped] == ["it has no shortcut"] * 7
-    with pytest.warns(NothingChanged, match="it has no shortcut"):
-        StochasticDepth().apply(timm.create_model("test_efficientnet", num_classes=5))
 
 
 # ---- GyroDropout ----
