@@ -10,7 +10,7 @@ import surgery_models as models
 import timm
 import torch
 import torch.nn.functional as F
-from drivetrain.errors import DataError
+from drivetrain.errors import DataError, PlanError
 from drivetrain.transforms import (
     ALiBi,
     BlurPool,
@@ -222,7 +222,7 @@ def test_subnetworks_are_few_and_held() -> None:
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_any_shape_and_batch(shape: tuple[int, ...], batch: int) -> None:
     """Composer's fails for a batch that tau does not divide and for tokens."""
-    layer = operated(GyroDropout(tau=4), nn.Dropout(0.1))[0]
+    layer = operated(GyroDropout(tau=4, total_steps=9999), nn.Dropout(0.1))[0]
     kept = layer(torch.ones(batch, *shape)) > 0
     feature_axis = 1 if len(shape) == 3 else -1
     lines = kept.movedim(feature_axis, -1).flatten(1, -2) if len(shape) > 1 else kept[:, None]
@@ -236,11 +236,24 @@ def test_short_runs_and_idle_layers() -> None:
     assert report.skipped == (("0", "p=0: it does nothing"),)
 
 
+def test_the_length_of_the_training_is_given_told_or_asked_for() -> None:
+    given, open_ended = GyroDropout(sigma=4, tau=2, total_steps=40), GyroDropout(sigma=4, tau=2)
+    model = operated(open_ended, nn.Dropout(0.1))
+    assert torch.equal(model.eval()(torch.ones(4, 9)), torch.ones(4, 9))
+    with pytest.raises(PlanError, match=r"how long the training is.* total_steps=…, or call its begin"):
+        model.train()(torch.ones(4, 9))
+    open_ended.begin(model, 100)
+    assert model[0].hold == 50
+    model = operated(given, nn.Dropout(0.1))
+    given.begin(model, 100)
+    assert model[0].hold == 20
+
+
 def test_ranks_with_one_seed_have_the_same_subnetworks() -> None:
     outs = []
     for _ in range(2):
         torch.manual_seed(5)
-        outs.append(operated(GyroDropout(), nn.Dropout(0.1))(torch.ones(4, 9)))
+        outs.append(operated(GyroDropout(total_steps=9999), nn.Dropout(0.1))(torch.ones(4, 9)))
     assert torch.equal(*outs)
 
 
