@@ -8,7 +8,7 @@ that no pipeline can meet are held elsewhere only:
 | hooks skipped by BlurPool, FSDP2 around a layer; graph breaks | test_transforms_blurpool.py: hooks, fsdp2, compiled |
 | BlurPool loses padding, dtype, frozen weights, eval mode | test_transforms_blurpool.py: test_dtype_device_grad_mode… |
 | `apply` tells nothing; twice is not once; saving the model fails | test_transforms_surgery.py |
-| StochasticDepth breaks graphs, leaves gradients out, ranks differ | test_transforms_stochastic_depth.py, …_sharded.py |
+| StochasticDepth breaks graphs, leaves gradients out | test_transforms_stochastic_depth.py, …_sharded.py |
 | norms in low precision stay fp32 on the CPU | test_transforms_surgery_numbers.py: test_low_precision_under_autocast |
 | what torch.compile cannot take | test_transforms_surgery_runs.py: test_compiles_whole, by `compile_safe` |
 | a target of -100 is smoothed | test_transforms_label_smoothing.py: test_ignored_rows_drop_out_of_the_mean |
