@@ -49,14 +49,14 @@ class Methods:
     """The methods of one run on one rank. Without any, each step here does nothing.
 
     Args:
-        transforms: of the pipeline, in the plan's order; surgeries and losses among them are passed over.
+        transforms: of the pipeline, in the plan's order; of surgeries only `begin` is called, of losses nothing.
         seed: of the random numbers that mix batches.
         classes: their number, for soft targets.
     """
 
     def __init__(self, transforms: Sequence[Transform], seed: int = 0, classes: int | None = None) -> None:
         self.clock = Clock(total=1)
-        self._seed, self._classes = seed, classes
+        self._seed, self._classes, self._all = seed, classes, tuple(transforms)
         self._resizing = _only(transforms, ProgressiveResizing)
         self._batch = [t for t in transforms if t.kind == "batch" and t is not self._resizing]
         self._sam, self._clipping = _only(transforms, SAM), _only(transforms, GradientClipping)
@@ -67,6 +67,8 @@ class Methods:
     def begin(self, engine: Engine, total: int) -> None:
         """Starts a training of so many steps, with the wrapped model's weights as they are now."""
         self.clock = Clock(total)
+        for transform in self._all:
+            transform.begin(engine.plain_model, total)
         self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
 
     def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: int) -> None:
