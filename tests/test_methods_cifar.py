@@ -1,4 +1,4 @@
-"""Each training method at work on real images: a few thousand of CIFAR-10, a small residual network, some epochs.
+"""Each training method at work on real images: a few thousand of CIFAR-10, a small network, some epochs.
 
 Regularisers pay where plain training overfits. So the setting is one in which it does: few images, which come
 unchanged in every epoch, and a network that has learnt them by heart at the end.
@@ -54,10 +54,10 @@ METHODS: list[Transform] = [
 ]  # fmt: skip
 """All methods with their defaults, but:
 
-ColOut has the value of Composer's recipe for ResNet-50: the default, 0.15, trains at 27 pixels and is judged at 32,
-and ends 3.4 points below. EMA's half-life of 1000 steps is longer than these 600. Adaptive clipping has ten times
-its source's threshold, which is for batches of 4096; with that one, 0.01, it ends 11 points below. Clipping by value
-has no usual threshold; this one cuts half of the first gradient's elements.
+ColOut has the value of Composer's hot recipe for ResNet-50: the default, 0.15, trains at 27 pixels, is judged
+at 32, and ends 3.4 points below. EMA's half-life of 1000 steps is longer than these 600. Adaptive clipping
+has ten times its source's threshold, which is for batches of 4096; with that one, 0.01, it ends 11 points
+below. Clipping by value has no usual threshold; this one cuts half of the first gradient's elements.
 """
 TOKENS = {"SeqLengthWarmup"}
 """Methods for sequences of tokens, which have no images to train on."""
@@ -99,8 +99,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def network() -> nn.Module:
     """The quickstart's, with a first layer that takes every second pixel: a third of the work.
 
-    Pools round up, so that ColOut's images end in 2 × 2 as those of 32 pixels do. At 1 × 1 the last 3 × 3 layers
-    train no weight but the one in the middle: at 27 pixels ColOut then ended at 24 %.
+    Pools round up, so that ColOut's images end in 2 × 2 as those of 32 pixels do. At 1 × 1 the last 3 × 3
+    layers train no weight but the one in the middle: at 27 pixels ColOut then ended at 24 %.
     """
     model = cifar_resnet(num_classes=10, width=16)
     first = model.get_submodule("0.0")
