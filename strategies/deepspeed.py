@@ -143,7 +143,8 @@ class DeepSpeed:
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
         if make_contiguous(model):
             give_channels_last_inputs(model)
-        # Before anything is divided: a factory may look at the shapes of parameters, which stage 3 empties.
+        # Before anything is divided: blocks are found, and a factory may look, by shapes, which stage 3 empties.
+        recompute_activations(model, options.activation_checkpointing)
         before = dict(model.named_parameters())
         optimizer = build_optimizer(model, optimizer_factory)
         with working(device) as deepspeed:
@@ -151,7 +152,6 @@ class DeepSpeed:
                 model, device, deepspeed.zero.Init(config_dict_or_path=config) if zero.stage == 3 else None
             )
             _exchange(optimizer, before, dict(model.named_parameters()))
-            recompute_activations(model, options.activation_checkpointing)
             compile_in_place(model, options.compile)
             groups = [list(group["params"]) for group in optimizer.param_groups]
             wrapper, *_ = deepspeed.initialize(
