@@ -57,7 +57,7 @@ class DeepSpeed:
             the CPU. One kind of device for all engines of a process.
         stage: 1, 2 or 3; None takes that of `config`, else 2, as Lightning does.
         offload: `"cpu"`: the optimizer and its state, with stage 3 also the parameters, are on the CPU; `"nvme"`
-            (stage 3): on a disk. None takes that of `config`, else nothing is offloaded.
+            (stage 3): on a disk, which no test has run. None takes that of `config`, else nothing is offloaded.
         nvme_path: for `"nvme"`, a folder on that disk.
         config: a DeepSpeed configuration, as a dict or the path of a JSON file. What Drivetrain decides (optimizer,
             schedule, batch size, precision, clipping, accumulation) must not be in it, or be `"auto"`, or the same.
