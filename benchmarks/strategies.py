@@ -20,7 +20,7 @@ import torch
 from drivetrain import strategies
 from drivetrain.strategies.memory import adamw_bytes, held_bytes
 from measuring import Contender, compare, measure, save
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -142,7 +142,8 @@ def times(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 def bytes_table(ranks: list[int]) -> tuple[Table, dict[str, Any]]:
     """The largest rank's bytes per parameter, and its ratio to the formula."""
-    table = Table("strategy", "ranks", "parameters", "gradients", "optimizer", "sum", "formula", "ratio")
+    name_column = Column("strategy", no_wrap=True)
+    table = Table(name_column, "ranks", "params", "grads", "optim", "sum", "formula", "ratio")
     rows: dict[str, Any] = {}
     for number in ranks:
         per_rank = strategies.launch(held, NAMES, devices=number)

@@ -150,10 +150,11 @@ def test_state_of_another_model_is_refused(alone: dict[tuple[str, str], Exported
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_strategy_to_every_other_on_1_2_and_4_ranks(alone: dict[tuple[str, str], Exported]) -> None:
     given: dict[tuple[object, str], Exported] = dict(alone)
     for devices in (1, 2, 4):
-        for (name, kind), state in launch(export_all, NAMES, devices=devices, timeout=250)[0].items():
+        for (name, kind), state in launch(export_all, NAMES, devices=devices, timeout=300)[0].items():
             given[(name, devices), kind] = state
     for devices in (1, 2, 4):
         for rank in launch(import_all, NAMES, given, devices=devices, timeout=900):
