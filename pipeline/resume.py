@@ -67,8 +67,10 @@ def _look(resume: str | Path | None, store: Store | None, saves: bool) -> dict[s
     elif resume is not None:
         found = find(Path(resume))
     path = None if found is None else found.path
-    goes_on = found is not None and resume == "auto" and found.path.parent == store.folder  # type: ignore[union-attr]
-    run = found.state["run"] if goes_on and found is not None else uuid.uuid4().hex
+    run = uuid.uuid4().hex
+    goes_on = found is not None and store is not None and resume == "auto" and store.run == found.state["run"]
+    if goes_on and found is not None:
+        run = found.state["run"]
     if store is not None and saves:
         store.begin(run, None if goes_on else path)
     return {"path": None if path is None else str(path), "run": run}

@@ -90,6 +90,11 @@ class Store:
             with atomic_file(self.folder / RUN) as file:
                 file.write(json.dumps(about).encode())
 
+    @property
+    def run(self) -> str | None:
+        """The run whose checkpoints are written; None before there are any."""
+        return self._about().get("run")
+
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint of the run that is whole, or the one that the run continues; None without any.
 

@@ -91,10 +91,9 @@ def test_a_crafted_pickle_is_refused_or_never_looked_at(toy: Toy, saved: Path, t
                     continue  # this run has no averages: the file is not opened
                 with pytest.raises(CheckpointError):
                     resume(toy, place)
-                with pytest.raises(CheckpointError):
-                    export(
-                        place, tmp_path / "out.safetensors", names="trained"
-                    ) if name != "optimizer.safetensors" else resume(toy, place)
+                if not digests or name == "model.safetensors":  # else it is not opened
+                    with pytest.raises(CheckpointError):
+                        export(place, tmp_path / "out.safetensors", names="trained")
                 assert not proof.exists(), name
     beside = copy_of(saved, tmp_path / "beside")
     for name in (

@@ -17,7 +17,7 @@ from PIL import Image
 from pipeline_data import CLASSES, Toy, toy_arrays
 from safetensors.torch import load_file
 
-COMMANDS = ("convert", "train", "recipes", "ledger", "doctor")
+COMMANDS = ("convert", "train", "export", "recipes", "ledger", "doctor")
 ENVIRONMENT = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
 
 # Runs commands one after another in one process, because starting one takes seconds.
