@@ -208,7 +208,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     names: Annotated[
         str,
-        typer.Option(help="plain: those of the model before surgery. trained: those of the model after it."),
+        typer.Option(help="Names of the weights. plain: before surgery; trained: as trained, after it."),
     ] = "plain",
     best: Annotated[
         bool, typer.Option("--best", help="The checkpoint of the highest accuracy, not the newest.")

@@ -17,6 +17,7 @@ from . import resume as resuming
 from .build import Built
 from .builder import Pipeline
 from .checkpoint import Checkpoint
+from .exporting import evaluated_state
 from .facts import check_same, description, run_facts
 from .interrupts import interrupts_held
 from .loop import EpochStats, evaluate, train_epoch
@@ -136,8 +137,7 @@ class Run:
             else f"Resumed from {checkpoint.path}: the training was finished."
         )
         if not state["step_in_epoch"]:
-            with self._methods.evaluating():
-                self._keep(self._history, self._engine.export_state())
+            self._keep(self._history, evaluated_state(checkpoint) if self._lead or under_torchrun() else {})
 
     def _epoch(self, number: int) -> None:
         built, methods, start = self._built, self._methods, perf_counter()

@@ -52,7 +52,7 @@ class Saver:
         if self._engine.rank == 0:
             self._caught(self._make, temporary)
         self._agree()
-        if not temporary.is_dir():
+        if not self._sees(temporary):
             raise CheckpointError(
                 f"Rank {self._engine.rank} does not see {temporary}, which rank 0 has made: checkpoints need a "
                 f"folder that all ranks share."
@@ -91,6 +91,13 @@ class Saver:
         self._given_up.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE)
+
+    def _sees(self, temporary: Path) -> bool:
+        """Whether the folder that rank 0 has made is here; a network's file system may be a moment late."""
+        deadline = time.monotonic() + _PATIENCE
+        while not (seen := temporary.is_dir()) and time.monotonic() < deadline:
+            time.sleep(_ROUND)
+        return seen
 
     def _make(self, temporary: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)

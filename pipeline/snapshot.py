@@ -63,7 +63,10 @@ def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 def _division(engine: Engine) -> tuple[Any, int]:
     """What this rank is to keep of each export, and how many ranks write: all where parameters are divided."""
-    state = {n: v for n, v in engine.plain_model.state_dict().items() if isinstance(v, torch.Tensor)}
+    kept = engine.plain_model.state_dict(
+        keep_vars=True
+    )  # DeepSpeed's parameters say of themselves what they were
+    state = {name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}
     divided = any(is_dtensor(value) or hasattr(value, "ds_shape") for value in state.values())
     if not divided:
         return (lambda _: engine.rank == 0), 1
