@@ -94,7 +94,8 @@ def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
         engine.import_state(checkpoint.tensors("model"))
         numbers = {name: entry for own in checkpoint.state["ranks"] for name, entry in own["numbers"].items()}
         entries = Entries(checkpoint.tensors("optimizer"), numbers)
-        engine.import_optimizer(OptimizerState(checkpoint.state["optimizer"]["groups"], entries))
+        plain = checkpoint.state["optimizer"]
+        engine.import_optimizer(OptimizerState(plain["groups"], entries, plain["loss_scale"]))
 
 
 def load_methods(checkpoint: Checkpoint, built: Built) -> None:

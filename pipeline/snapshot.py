@@ -43,7 +43,7 @@ def take(engine: Engine, methods: Methods, sums: Sums) -> tuple[Part, dict[str, 
         writers,
     )
     whole = {
-        "optimizer": {"groups": optimizer.groups},
+        "optimizer": {"groups": optimizer.groups, "loss_scale": dict(optimizer.loss_scale)},
         "methods": values,
         "sums": sums.state_dict(engine),
         "parameters": sorted(name for name, _ in engine.plain_model.named_parameters()),

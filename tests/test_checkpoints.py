@@ -82,13 +82,14 @@ def cases(toy: Toy) -> dict[str, Pipeline]:
         "selecting": plain.transform(SelectiveBackprop(0.2, 0.9)),
         "mixing": plain.transform(MixUp(), CutMix(), SAM(interval=2)),
         "in parts": plain.distribute("single", accumulate=4, clip_norm=0.1, precision="bf16"),
+        "fp16": plain.distribute("single", precision="fp16"),  # its loss scale has moved
         "torch loader": folder,
     }
 
 
 NAMES = [
     "random numbers", "adamw", "no momentum", "a factory", "ema", "swa", "gyro", "resizing", "freezing", "selecting",
-    "mixing", "in parts", "torch loader",
+    "mixing", "in parts", "fp16", "torch loader",
 ]  # fmt: skip
 
 

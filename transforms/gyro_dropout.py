@@ -72,7 +72,8 @@ class GyroDropoutLayer(nn.Dropout):
         return torch.rand(features, generator=torch.Generator().manual_seed(self.seed + index)) > self.p
 
     def set_length(self, total_steps: int) -> None:
-        """Divides a training of so many steps into periods."""
+        """Begins a training of so many steps, and divides it into periods."""
+        self.step, self.masks = 0, None
         self.hold = max(1, total_steps // self.subnetworks * self.concurrent)
 
     def extra_repr(self) -> str:
