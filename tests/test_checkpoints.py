@@ -13,6 +13,7 @@ import torch
 from checkpoint_jobs import Dropping
 from drivetrain import CheckpointError, Pipeline, PlanError
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, FitResult
+from drivetrain.pipeline.checkpoint import Checkpoint
 from drivetrain.transforms import (
     EMA,
     SAM,
@@ -270,3 +271,17 @@ def test_places_without_a_checkpoint(toy: Toy, tmp_path: Path) -> None:
         Checkpoints(keep=0)
     fit(pipeline, 1, out=tmp_path / "off", checkpoints=None)
     assert not (tmp_path / "off" / "checkpoints").exists()
+
+
+def test_the_loss_scale_of_fp16_goes_on(toy: Toy, tmp_path: Path) -> None:
+    """It counts the steps since it last changed."""
+    pipeline = cases(toy)["fp16"]
+    fit(pipeline, out=tmp_path / "whole", checkpoints=ALL)
+    halfway = checkpoints_in(tmp_path / "whole")[STEPS]
+    fit(pipeline, out=tmp_path / "resumed", resume=halfway, checkpoints=ALL)
+    scales = [
+        Checkpoint(checkpoints_in(tmp_path / run)[-1]).state["optimizer"]["loss_scale"]
+        for run in ("whole", "resumed")
+    ]
+    assert scales[0] == scales[1]
+    assert scales[0]["_growth_tracker"] == 3 * STEPS
