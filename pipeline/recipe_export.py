@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,7 @@ def _plain(where: str, value: Any) -> Any:
         return value.name
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Collection) and not isinstance(value, str | bytes | set | frozenset):
+    if isinstance(value, list | tuple):
         return [_plain(f"{where}[{number}]", each) for number, each in enumerate(value)]
     finite = not isinstance(value, float) or math.isfinite(value)
     if finite and (value is None or type(value) in (bool, int, float, str)):

@@ -178,14 +178,12 @@ def check_values(full: Mapping[str, Any], origin: Origin) -> None:
     Raises:
         RecipeError: naming the key, its value, and what it may be.
     """
+    for key in KEYS:
+        if key in full:
+            _check_kind(key, full[key], origin)
     for key, meaning in KEYS.items():
         if key not in full:
-            raise RecipeError(f"{origin.at(key)}: it has no {key!r}: {meaning}.")
-        kinds, value = _KINDS[key], full[key]
-        if not any(kind(value) for kind in kinds):
-            allowed = " or ".join(_NAMES[kind] for kind in kinds)
-            hint = _number_hint(value) if _text not in kinds else ""
-            raise RecipeError(f"{origin.at(key)}: {key}={value!r:.200} must be {allowed}: {meaning}.{hint}")
+            raise RecipeError(f"Recipe {origin.name}: it has no {key!r}: {meaning}.")
     for note in full["notes"]:
         check_key(note, origin)
     if not isinstance(full["optimizer"].get("name"), str):
@@ -198,6 +196,14 @@ def check_values(full: Mapping[str, Any], origin: Origin) -> None:
                 f"{origin.at('transforms')}: the transform {entry!r:.200} must be a dict with a name."
             )
     _check_texts_that_are_numbers(full, origin)
+
+
+def _check_kind(key: str, value: object, origin: Origin) -> None:
+    kinds = _KINDS[key]
+    if not any(kind(value) for kind in kinds):
+        allowed = " or ".join(_NAMES[kind] for kind in kinds)
+        hint = "" if _text in kinds else _number_hint(value)
+        raise RecipeError(f"{origin.at(key)}: {key}={value!r:.200} must be {allowed}: {KEYS[key]}.{hint}")
 
 
 def _check_texts_that_are_numbers(full: Mapping[str, Any], origin: Origin) -> None:

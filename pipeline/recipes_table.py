@@ -49,7 +49,9 @@ def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         return "\n".join(found)
     if key not in given:
         return "default"
-    return "" if key in ("description", "source", "published", "measured") else "the source"
+    if key in ("description", "source", "published", "measured", "train", "val"):
+        return ""
+    return "the source" if full["source"] else "the recipe"
 
 
 def keys_table() -> Table:
@@ -61,4 +63,16 @@ def keys_table() -> Table:
 
 
 def _text(value: Any) -> str:
-    return escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    """A value as JSON; of a dict or a list of dicts, one entry a line."""
+    if isinstance(value, str):
+        return escape(value)
+    lines = [_json(value)]
+    if isinstance(value, Mapping) and value:
+        lines = [f"{key}: {_json(each)}" for key, each in value.items()]
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        lines = [", ".join(f"{key}={_json(v)}" for key, v in each.items()) for each in value]
+    return escape("\n".join(lines))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
