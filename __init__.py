@@ -20,15 +20,19 @@ _HOME = {
     "PlanError": "errors",
     "StrategyError": "errors",
     "RecipeError": "errors",
+    "CheckpointError": "errors",
+    "NonFiniteError": "errors",
     "MissingExtra": "errors",
 }
 
 __all__ = [
     "RECIPES",
     "BetonError",
+    "CheckpointError",
     "DataError",
     "DrivetrainError",
     "MissingExtra",
+    "NonFiniteError",
     "Pipeline",
     "PlanError",
     "RecipeError",
@@ -38,9 +42,11 @@ __all__ = [
 if TYPE_CHECKING:
     from .errors import (
         BetonError,
+        CheckpointError,
         DataError,
         DrivetrainError,
         MissingExtra,
+        NonFiniteError,
         PlanError,
         RecipeError,
         StrategyError,

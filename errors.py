@@ -35,6 +35,14 @@ class RecipeError(DrivetrainError, ValueError):
     """A recipe that is unknown, or has a key or value that means nothing."""
 
 
+class CheckpointError(DrivetrainError, ValueError):
+    """A checkpoint that is missing, incomplete, damaged, of another run, or cannot be written."""
+
+
+class NonFiniteError(DrivetrainError, ArithmeticError):
+    """A loss or a gradient that is no finite number, which would spoil the weights."""
+
+
 class MissingExtra(DrivetrainError, ImportError):
     """An optional dependency that is not installed; the message names the extra that brings it."""
 

@@ -11,6 +11,15 @@ from typing import BinaryIO
 from .errors import DrivetrainError
 
 
+def sync(path: Path) -> None:
+    """Returns when the file, or the names in the folder, are on the disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A binary file that appears under `path` when the block ends, and not at all if it fails.
@@ -25,11 +34,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(path.parent)
     except OSError as error:
         raise DrivetrainError(f"{path} could not be written: {error.strerror or error}.") from error
     finally:

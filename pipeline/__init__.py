@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "RECIPES": "recipes",
     "Built": "build",
+    "CheckpointWarning": "retention",
+    "Checkpoints": "retention",
     "Epoch": "result",
     "FitResult": "result",
     "History": "result",
@@ -19,12 +21,15 @@ _HOME = {
     "Step": "plan",
     "TrainingInterrupted": "result",
     "evaluate": "loop",
+    "export": "exporting",
     "train_epoch": "loop",
 }
 
 __all__ = [
     "RECIPES",
     "Built",
+    "CheckpointWarning",
+    "Checkpoints",
     "Epoch",
     "FitResult",
     "History",
@@ -33,16 +38,19 @@ __all__ = [
     "Step",
     "TrainingInterrupted",
     "evaluate",
+    "export",
     "train_epoch",
 ]
 
 if TYPE_CHECKING:
     from .build import Built
     from .builder import Pipeline
+    from .exporting import export
     from .loop import evaluate, train_epoch
     from .plan import Plan, Step
     from .recipes import RECIPES
     from .result import Epoch, FitResult, History, TrainingInterrupted
+    from .retention import Checkpoints, CheckpointWarning
 
 
 def __getattr__(name: str) -> Any:

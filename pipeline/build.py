@@ -72,6 +72,8 @@ def build(pipeline: Pipeline) -> Built:
     val = None if data.val is None else _loader(pipeline, data, data.val, train=False)
     classes = count_classes(train, val, data)
     model, reports = build_model(pipeline)
+    for transform in pipeline.transforms:
+        transform.begin(model, len(train))  # an epoch, until the training says how long it is
     with seeded(pipeline.seed):
         check_output(model, classes, data, how.precision)
     engine = strategies.get(how.strategy, **how.options).prepare(
@@ -124,7 +126,7 @@ def _fresh_model(pipeline: Pipeline) -> nn.Module:
     options = ", ".join(f"{name}={value!r:.40}" for name, value in pipeline.model_options.items())
     if isinstance(pipeline.model, nn.Module):
         try:
-            return copy.deepcopy(pipeline.model).cpu()
+            return _not_compiled(copy.deepcopy(pipeline.model)).cpu()
         except (RuntimeError, TypeError) as error:
             raise PlanError(f"Your model cannot be copied: {error}. Give its factory instead.") from error
     try:
@@ -133,6 +135,15 @@ def _fresh_model(pipeline: Pipeline) -> nn.Module:
         raise PlanError(f"{pipeline.model_name}({options}) cannot be built: {error}") from error
     if not isinstance(model, nn.Module):
         raise PlanError(f"The factory {pipeline.model_name} gave a {type(model).__name__}, not a module.")
+    return _not_compiled(model)
+
+
+def _not_compiled(model: nn.Module) -> nn.Module:
+    if hasattr(model, "_orig_mod"):
+        raise PlanError(
+            "The model is what torch.compile gives, and every name of its weights begins with '_orig_mod.'. Give the "
+            "model itself; in a loop of your own, model.compile() compiles and keeps the names."
+        )
     return model
 
 

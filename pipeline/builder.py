@@ -17,12 +17,17 @@ from ..transforms import Transform
 from .models import model_factory
 from .optimizers import Optimization
 from .plan import Plan, make_plan, sort_transforms
+from .retention import Checkpoints
 from .stages import ONE_DEVICE, Data, Distribution, is_whole, source_name
 
 if TYPE_CHECKING:
     from .build import Built
     from .ledger_result import Ledger
+    from .nonfinite import OnNonFinite
     from .result import FitResult
+
+CHECKPOINTS = Checkpoints()
+"""What `fit` does when it is not told."""
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -229,22 +234,48 @@ class Pipeline:
         return build(self)
 
     def fit(
-        self, *, epochs: int | None = None, out: str | Path | None = None, progress: bool = True
+        self,
+        *,
+        epochs: int | None = None,
+        out: str | Path | None = None,
+        progress: bool = True,
+        resume: str | Path | None = None,
+        checkpoints: Checkpoints | None = CHECKPOINTS,
+        on_nonfinite: OnNonFinite = "raise",
     ) -> FitResult:
         """Trains.
 
+        A run that is resumed goes on as if it had not been interrupted: bit for bit with the same strategy and
+        number of ranks, with others to the rounding of sums. What is compared, and refused where it differs:
+        model, optimizer, schedule, seed, data, batch size, transforms, precision, clipping, and the epochs
+        unless the learning rate and the methods do not depend on them. Epochs that were finished keep their
+        lines in the history. A run that was finished gives its result.
+
         Args:
             epochs: passes over the training data; None: the recipe's.
-            out: a folder for `history.json` and `model.safetensors`, written after each epoch.
+            out: a folder for `history.json` and `model.safetensors`, written after each epoch, and for
+                `checkpoints/`. With several machines, one that all of them share.
             progress: show a bar and a line per epoch.
+            resume: `"auto"`: from the newest complete checkpoint in `out`, or from the start where there is
+                none; a path: from this checkpoint, or the newest of this run's folder; None: from the start.
+                Checkpoints of an earlier run in `out` are then replaced, once the first new one is complete.
+            checkpoints: when they are made, and which are kept; None: none are. Without `out` there are none.
+            on_nonfinite: `"raise"`: a loss that is not finite ends the training, naming step, rank and the last
+                good checkpoint; `"skip"`: its step is not taken by any rank. The learning rate goes on, and
+                the history counts it. On a GPU every step then waits for its loss.
 
         Raises:
             PlanError, DataError, StrategyError: before training, if it cannot work.
+            CheckpointError: if a checkpoint cannot be written, or is damaged, or is of another run.
+            NonFiniteError: see `on_nonfinite`.
             TrainingInterrupted: on Ctrl-C; a KeyboardInterrupt that carries what was finished.
         """
         from .fit import fit
 
-        return fit(self, epochs=epochs, out=out, progress=progress)
+        return fit(
+            self, epochs=epochs, out=out, progress=progress, resume=resume, checkpoints=checkpoints,
+            on_nonfinite=on_nonfinite,
+        )  # fmt: skip
 
     def ledger(self, *, seconds: float = 120.0, progress: bool = True) -> Ledger:
         """Measures what each stage brings, alone against plain PyTorch; see `drivetrain.pipeline.ledger`."""

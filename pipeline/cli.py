@@ -1,4 +1,4 @@
-"""The command line: `drivetrain convert | inspect | verify | train | recipes | ledger | doctor`."""
+"""The command line: `drivetrain convert | inspect | verify | train | export | recipes | ledger | doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from ..errors import DataError, DrivetrainError
+from ..errors import CheckpointError, DataError, DrivetrainError
 
 if TYPE_CHECKING:
     from .builder import Pipeline
@@ -176,19 +176,22 @@ def train(
     data: Train = None,
     val: Val = None,
     out: Out = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out, if there is one.")
+    ] = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="Measure the ledger after training.")] = False,
     ledger_seconds: Seconds = 90.0,
 ) -> None:
     """Trains a recipe and says what came out.
 
-    With --out, history.json and model.safetensors are written after every epoch; with --ledger, also
-    ledger.json and ledger.png. Ctrl-C stops, and keeps the epochs that were finished.
+    With --out, history.json, model.safetensors and a checkpoint are written after every epoch; with --ledger,
+    also ledger.json and ledger.png. Ctrl-C stops, and keeps the epochs that were finished; --resume goes on.
     """
     from .builder import Pipeline
 
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
     print(pipeline.plan())
-    result = pipeline.fit(out=out)
+    result = pipeline.fit(out=out, resume="auto" if resume else None)
     for report in result.reports:
         print(report)
     if result.accuracy is not None:
@@ -197,6 +200,32 @@ def train(
         _measure(pipeline, ledger_seconds, out)
     if out is not None:
         print(f"{out}: " + ", ".join(sorted(path.name for path in out.iterdir() if path.is_file())))
+
+
+@app.command()
+def export(
+    place: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Folder of a run, or of one checkpoint.")
+    ],
+    out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+    names: Annotated[
+        str,
+        typer.Option(help="Names of the weights. plain: before surgery; trained: as trained, after it."),
+    ] = "plain",
+    best: Annotated[
+        bool, typer.Option("--best", help="The checkpoint of the highest accuracy, not the newest.")
+    ] = False,
+) -> None:
+    """Writes the weights of a checkpoint as a plain state dict, which loads without Drivetrain.
+
+    Where weights were averaged (EMA, SWA), the averages. In Python: model.load_state_dict(
+    safetensors.torch.load_file(OUT)).
+    """
+    from .exporting import export as run
+
+    if names not in ("plain", "trained"):
+        raise CheckpointError(f"--names {names} is not known; use plain or trained.")
+    print(f"{out}: {run(place, out, names=cast(Literal['plain', 'trained'], names), best=best).path.name}")
 
 
 @app.command()

@@ -14,6 +14,8 @@ from ..loaders.epochs import Batch
 from ..strategies import Engine
 from ..transforms import Loss
 from .methods import Methods, Microbatch
+from .nonfinite import Unguarded
+from .sums import Sums
 
 Watch = Callable[[int, torch.Tensor], None]
 """Called after each step with the number of images (all ranks) and the step's loss, still on the device."""
@@ -21,12 +23,14 @@ Watch = Callable[[int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class EpochStats:
-    """Of one epoch: mean loss over all ranks, images (all ranks), seconds, seconds spent waiting for data."""
+    """Of one epoch: mean loss over all ranks, images (all ranks), seconds, seconds spent waiting for data, and
+    steps that were skipped because their loss was not finite."""
 
     loss: float
     images: int
     seconds: float
     waited: float
+    skipped: int = 0
 
 
 def train_epoch(
@@ -36,6 +40,8 @@ def train_epoch(
     before_step: Callable[[], None] | None = None,
     watch: Watch | None = None,
     methods: Methods | None = None,
+    sums: Sums | None = None,
+    guard: Unguarded | None = None,
 ) -> EpochStats:
     """Trains on each batch once.
 
@@ -46,27 +52,37 @@ def train_epoch(
         before_step: called before each optimizer step; sets the learning rate.
         watch: called after each step.
         methods: what changes batches, gradients and weights; None: nothing does.
+        sums: those of the epoch's batches before these; None: there were none. Is kept up to date.
+        guard: looks at each loss; None: nobody does.
     """
-    methods = methods or Methods(())
+    methods, guard = methods or Methods(()), guard or Unguarded()
+    sums = sums or Sums(torch.zeros((), device=engine.device))
     engine.model.train()
-    waiting = Stopwatch()
-    total, steps, images_seen, start = torch.zeros((), device=engine.device), 0, 0, perf_counter()
+    waiting, start, before = Stopwatch(), perf_counter(), (sums.seconds, sums.waited)
     for images, labels in waiting.around(batches):
+        guard.begin()
         parts = methods.microbatches(engine, images, labels, loss)
         step_loss = add_gradients(engine, parts, loss)
-        methods.refine(engine, partial(add_gradients, engine, parts, loss))
         if before_step is not None:
             before_step()
-        methods.clip(engine)
-        engine.step()
+        if guard.admits(step_loss):
+            methods.refine(engine, partial(add_gradients, engine, parts, loss))
+            methods.clip(engine)
+            guard.check_norm(engine.step())
+            sums.total += step_loss
+            sums.counted += 1
+        else:
+            engine.zero()
+            sums.skipped += 1
         methods.after_step()
-        total += step_loss
-        steps += 1
-        images_seen += len(images) * engine.world_size
+        sums.images += len(images) * engine.world_size
+        sums.seconds, sums.waited = before[0] + perf_counter() - start, before[1] + waiting.seconds
         if watch is not None:
             watch(len(images) * engine.world_size, step_loss)
-    mean = engine.reduce(total / max(steps, 1)).item()
-    return EpochStats(mean, images_seen, perf_counter() - start, waiting.seconds)
+    guard.flush()
+    mean = engine.reduce(sums.total / max(sums.counted, 1)).item()
+    seconds = before[0] + perf_counter() - start
+    return EpochStats(mean, sums.images, seconds, sums.waited, sums.skipped)
 
 
 def add_gradients(engine: Engine, parts: list[Microbatch], loss: Loss) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ..transforms import (
     TestTimeFlip,
     Transform,
 )
+from ..transforms.gyro_dropout import GyroDropoutLayer
 from ..transforms.tensors import buffers_kept
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]
@@ -48,14 +49,14 @@ class Methods:
     """The methods of one run on one rank. Without any, each step here does nothing.
 
     Args:
-        transforms: of the pipeline, in the plan's order; surgeries and losses among them are passed over.
+        transforms: of the pipeline, in the plan's order; of surgeries only `begin` is called, of losses nothing.
         seed: of the random numbers that mix batches.
         classes: their number, for soft targets.
     """
 
     def __init__(self, transforms: Sequence[Transform], seed: int = 0, classes: int | None = None) -> None:
         self.clock = Clock(total=1)
-        self._seed, self._classes = seed, classes
+        self._seed, self._classes, self._all = seed, classes, tuple(transforms)
         self._resizing = _only(transforms, ProgressiveResizing)
         self._batch = [t for t in transforms if t.kind == "batch" and t is not self._resizing]
         self._sam, self._clipping = _only(transforms, SAM), _only(transforms, GradientClipping)
@@ -66,6 +67,8 @@ class Methods:
     def begin(self, engine: Engine, total: int) -> None:
         """Starts a training of so many steps, with the wrapped model's weights as they are now."""
         self.clock = Clock(total)
+        for transform in self._all:
+            transform.begin(engine.plain_model, total)
         self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
 
     def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: int) -> None:
@@ -136,6 +139,21 @@ class Methods:
         for session in self._sessions:
             session.finish()
 
+    def state_dict(self, engine: Engine) -> dict[str, Any]:
+        """What a checkpoint needs beside the clock's step: JSON values and tensors (not copied, perhaps parts)."""
+        counts = {name: layer.step for name, layer in _counting(engine)}
+        return {"counts": counts, **{_key(t): s.state_dict() for t, s in self._with_sessions()}}
+
+    def load_state_dict(self, engine: Engine, state: Mapping[str, Any]) -> None:
+        """Takes up what `state_dict` gave, with whole tensors, after `begin`."""
+        for name, layer in _counting(engine):
+            layer.step, layer.masks = state["counts"][name], None  # the masks follow from the count
+        for transform, session in self._with_sessions():
+            session.load_state_dict(state[_key(transform)])
+
+    def _with_sessions(self) -> Iterator[tuple[Transform, Session]]:
+        return zip(self._loop, self._sessions, strict=True)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside it the model has the weights that are evaluated and kept (EMA, SWA)."""
@@ -147,6 +165,17 @@ class Methods:
     def predict(self, model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
         """Logits `(B, C)` of images `(B, 3, H, W)`, as evaluation counts them."""
         return model(images) if self._flip is None else self._flip.predict(model, images)
+
+
+def _key(transform: Transform) -> str:
+    return type(transform).__name__  # once in a pipeline: the plan sees to it
+
+
+def _counting(engine: Engine) -> Iterator[tuple[str, GyroDropoutLayer]]:
+    """The layers that count their batches."""
+    for name, module in engine.plain_model.named_modules():
+        if isinstance(module, GyroDropoutLayer):
+            yield name, module
 
 
 def _only(transforms: Sequence[Transform], kind: type[T]) -> T | None:

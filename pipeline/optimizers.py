@@ -128,7 +128,8 @@ class Schedule:
     def __init__(self, optimization: Optimization, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self._optimization, self._optimizer, self._steps = optimization, optimizer, steps
         self._peaks = [group["lr"] for group in optimizer.param_groups]
-        self._step = 0
+        self.step = 0
+        """The rates that were set so far."""
 
     @property
     def lr(self) -> float:
@@ -137,7 +138,7 @@ class Schedule:
 
     def advance(self) -> None:
         """Sets the rate for the step that is about to be taken."""
-        factor = self._optimization.lr_factor(self._step, self._steps)
+        factor = self._optimization.lr_factor(self.step, self._steps)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
-        self._step += 1
+        self.step += 1

@@ -189,6 +189,6 @@ def _policy_name(policy: strategies.Policy) -> str:
 
 def _transform_step(transform: Transform, strategy: str = "") -> Step:
     why = KIND_REASON[transform.kind]
-    if transform.kind == "memory_format" and family(strategy) == "fsdp":
+    if transform.kind == "memory_format" and family(strategy) in ("fsdp", "deepspeed"):
         why = "shards are contiguous: the images, and so the activations, take the format; the weights do not"
     return Step(f"{transform}", ".transform()", why)

@@ -36,13 +36,24 @@ class Progress:
             self._bar.set_postfix_str(f"loss {loss.item():.4f}", refresh=False)
         self._bar.update(images)
 
+    def skip(self, images: int) -> None:
+        """Images of the epoch that were trained on before, in another process."""
+        if images:
+            self._bar.update(images)
+            self._bar.unpause()
+
     def line(self, text: str) -> None:
         """Prints a line that stays."""
         if self._show:
-            tqdm.write(text)
+            say(text)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
+
+
+def say(text: str) -> None:
+    """Prints a line that stays, above any bar."""
+    tqdm.write(text)

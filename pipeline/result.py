@@ -30,6 +30,7 @@ class Epoch:
         waiting: share of the training time spent waiting for data, 0 to 1.
         seconds: of the whole epoch, evaluation included.
         lr: learning rate at its end.
+        skipped: steps not taken because their loss was not finite; `fit(on_nonfinite="skip")`.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class Epoch:
     waiting: float
     seconds: float
     lr: float
+    skipped: int = 0
 
     def __str__(self) -> str:
         parts = [f"epoch {self.epoch}", f"loss {self.loss:.4f}"]
@@ -50,6 +52,8 @@ class Epoch:
             f"waiting {self.waiting:.0%}",
             f"{self.seconds:.1f} s",
         ]
+        if self.skipped:
+            parts.append(f"{self.skipped} steps skipped")
         return "  ".join(parts)
 
 

@@ -14,13 +14,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=Transform)
 
-FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp"}
-"""Strategies whose family is not the first word of their name."""
+FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
+"""Strategies whose family is not the first word of their name. Both of DDP's here divide the optimizer's state
+only: weights and gradients are whole on every rank, and what changes those works."""
 
 
 def family(strategy: str) -> str:
-    """The family of a strategy by its name: single, dp, ddp, fsdp, deepspeed or fairscale."""
+    """The family of a strategy by its name: single, dp, ddp, fsdp, deepspeed, fairscale, auto, or a third party's."""
     return FAMILIES.get(strategy, strategy.split("_")[0])
+
+
+def belongs(strategy: str, group: str) -> bool:
+    """Whether a strategy is of a family, or of a finer group: `"deepspeed_stage_3"` is offloading too."""
+    return group == family(strategy) or f"{strategy}_".startswith(f"{group}_")
 
 
 def check_rules(pipeline: Pipeline) -> None:
@@ -50,9 +56,10 @@ def check_epochs(pipeline: Pipeline, epochs: int) -> None:
 
 
 def _unsafe_strategies(pipeline: Pipeline) -> None:
-    strategy = pipeline.distribution.name
+    how = pipeline.distribution
+    strategy = strategies.get(how.strategy, **how.options).name  # "deepspeed" alone does not say which stage
     for transform in pipeline.transforms:
-        if family(strategy) in transform.unsafe_with:
+        if any(belongs(strategy, unsafe) for unsafe in transform.unsafe_with):
             raise PlanError(
                 f"{_name(transform)} does not work with the strategy {strategy!r} (see its documentation). Leave "
                 "it out, or distribute with 'single' or 'ddp'."
@@ -61,14 +68,17 @@ def _unsafe_strategies(pipeline: Pipeline) -> None:
 
 def _unused_parameters(pipeline: Pipeline) -> None:
     how = pipeline.distribution
-    if family(how.name) != "ddp" or how.devices == 1:
+    if family(how.name) not in ("ddp", "auto") or how.devices == 1:
         return
     strategy = strategies.get(how.strategy, **how.options)
+    remedy = f"add find_unused_parameters=True to .distribute({how.name!r}, …)"
+    if family(how.name) == "auto":
+        remedy = "distribute with 'ddp_find_unused_parameters' or 'fsdp', for 'auto' might choose 'ddp'"
     for transform in pipeline.transforms:
         if transform.unused_parameters and not getattr(strategy, "find_unused_parameters", False):
             raise PlanError(
-                f"{_name(transform)} leaves parameters without a gradient, for which {how.name!r} would wait: add "
-                f"find_unused_parameters=True to .distribute({how.name!r}, …)."
+                f"{_name(transform)} leaves parameters without a gradient, for which {how.name!r} would wait: "
+                f"{remedy}."
             )
 
 
@@ -86,9 +96,10 @@ def _clipping_of_shards(pipeline: Pipeline) -> None:
     strategy = pipeline.distribution.name
     if clipping is None or family(strategy) in ("single", "ddp", "dp"):
         return
+    does = "might shard" if family(strategy) == "auto" else "shards"
     if clipping.by == "adaptive":
         raise PlanError(
-            f"{clipping} needs whole weights, and {strategy!r} shards them. Use by='norm' or by='value', or "
+            f"{clipping} needs whole weights, and {strategy!r} {does} them. Use by='norm' or by='value', or "
             "distribute with 'ddp'."
         )
 

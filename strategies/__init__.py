@@ -4,7 +4,8 @@
     results = strategies.launch(train, config, devices=2)               # starts the ranks
     print(strategies.available())
 
-A new strategy is one file and one line in `registry.STRATEGIES`. Names are imported at first use:
+A new strategy is one file and one line in `registry.STRATEGIES`; those of others come by `register` or an entry
+point. Names are imported at first use:
 importing this package costs nothing, which the ranks that `launch` starts rely on.
 """
 
@@ -14,9 +15,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
+    "Auto": "auto",
     "DDP": "ddp",
+    "DP": "dp",
+    "DeepSpeed": "deepspeed",
     "Engine": "base",
     "FSDP": "fsdp",
+    "FairScaleFSDP": "fairscale",
+    "FairScaleOSS": "fairscale",
+    "FairScaleShardedDDP": "fairscale",
     "FSDPCPUOffload": "fsdp",
     "FSDPGradOp": "fsdp",
     "HSDP": "fsdp",
@@ -29,18 +36,26 @@ _HOME = {
     "Single": "single",
     "Strategy": "base",
     "StrategyRow": "registry",
+    "ZeroRedundancy": "zero",
     "available": "registry",
     "get": "registry",
     "launch": "launcher",
+    "register": "registry",
 }
 
 __all__ = [
     "DDP",
+    "DP",
     "FSDP",
     "HSDP",
+    "Auto",
+    "DeepSpeed",
     "Engine",
     "FSDPCPUOffload",
     "FSDPGradOp",
+    "FairScaleFSDP",
+    "FairScaleOSS",
+    "FairScaleShardedDDP",
     "OptimizerFactory",
     "OptimizerState",
     "Options",
@@ -50,21 +65,28 @@ __all__ = [
     "Single",
     "Strategy",
     "StrategyRow",
+    "ZeroRedundancy",
     "available",
     "get",
     "launch",
+    "register",
 ]
 
 if TYPE_CHECKING:
+    from .auto import Auto
     from .base import Engine, OptimizerFactory, Strategy
     from .ddp import DDP
+    from .deepspeed import DeepSpeed
+    from .dp import DP
+    from .fairscale import FairScaleFSDP, FairScaleOSS, FairScaleShardedDDP
     from .fsdp import FSDP, HSDP, FSDPCPUOffload, FSDPGradOp
     from .launcher import launch
     from .optimizer_state import OptimizerState
     from .options import Options, Precision, PrepareOptions
     from .recompute import Policy
-    from .registry import StrategyRow, available, get
+    from .registry import StrategyRow, available, get, register
     from .single import Single
+    from .zero import ZeroRedundancy
 
 
 def __getattr__(name: str) -> Any:

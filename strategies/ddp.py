@@ -24,14 +24,10 @@ class DDPEngine(RanksEngine):
     """A model wrapped by DistributedDataParallel; see `base.Engine` for what each method promises."""
 
     def __init__(
-        self,
-        model: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        options: Options,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> None:
         super().__init__(model, optimizer, device, options)
-        self._wrapper = model
+        self._wrapper: Any = model  # has `module` and `no_sync`
 
     @property
     def plain_model(self) -> nn.Module:
@@ -51,24 +47,17 @@ class DDPEngine(RanksEngine):
 
 
 @dataclass(frozen=True)
-class DDP:
-    """Each rank holds the whole model and trains on its slice of the batch; gradients are averaged.
+class OnEveryRank:
+    """What strategies share that keep the whole model on every rank. A subclass says how to `_wrap` it.
 
-    Runs inside `strategies.launch`, under torchrun, or in a process group of the user's own; alone in
-    a process it is one rank, and there is nothing to wrap.
-
-    Args:
-        device: `"cpu"` (gloo) or `"cuda"` (NCCL, the device is LOCAL_RANK); None takes CUDA if there
-            is any, else the CPU.
-        find_unused_parameters: look in every step for parameters that got no gradient, as models whose
-            layers freeze or take turns have them. False, because the search costs time.
+    They run inside `strategies.launch`, under torchrun, or in a process group of the user's own; alone in a
+    process there is one rank, and nothing to wrap.
     """
 
     device: str | None = None
-    find_unused_parameters: bool = False
 
-    name = "ddp"
-    summary = "the whole model on every device, gradients averaged (DistributedDataParallel)"
+    name = ""
+    summary = ""
 
     def check(self, devices: int) -> None:
         """Raises StrategyError if `devices` ranks cannot train here."""
@@ -93,7 +82,37 @@ class DDP:
         optimizer = build_optimizer(model, optimizer_factory)
         if not dist.is_initialized():
             return LocalEngine(model, optimizer, device, options)
-        wrapper = DistributedDataParallel(
+        return self._wrap(model, optimizer, device, options)
+
+    def _wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
+    ) -> RanksEngine:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DDP(OnEveryRank):
+    """Each rank holds the whole model and trains on its slice of the batch; gradients are averaged.
+
+    Args:
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL, the device is LOCAL_RANK); None takes CUDA if there
+            is any, else the CPU.
+        find_unused_parameters: look in every step for parameters that got no gradient, as models whose
+            layers freeze or take turns have them. False, because the search costs time.
+    """
+
+    find_unused_parameters: bool = False
+
+    name = "ddp"
+    summary = "the whole model on every device, gradients averaged (DistributedDataParallel)"
+
+    def _wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
+    ) -> RanksEngine:
+        return DDPEngine(self._data_parallel(model, device), optimizer, device, options)
+
+    def _data_parallel(self, model: nn.Module, device: torch.device) -> nn.Module:
+        return DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             # Gradients live in the communication buckets, not beside them: 4 bytes per parameter less.
@@ -101,7 +120,6 @@ class DDP:
             find_unused_parameters=self.find_unused_parameters,
             **_buffers_stay_local(model),
         )
-        return DDPEngine(wrapper, optimizer, device, options)
 
 
 def _buffers_stay_local(model: nn.Module) -> dict[str, Any]:

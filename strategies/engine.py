@@ -9,9 +9,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import StrategyError
-from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups, name_of
+from .memory import Held, tensors_in
+from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups
 from .options import HALF, Options
 
 
@@ -49,6 +51,13 @@ class LocalEngine:
             StrategyError: if `last_microbatch` contradicts the `accumulate` given to `prepare`: the
                 loss is divided by it, so any other number of microbatches would train silently wrong.
         """
+        self._count(last_microbatch)
+        self._scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
+        if last_microbatch:  # here, so that whoever looks at the gradients sees true ones
+            self._unscale()
+
+    def _count(self, last_microbatch: bool) -> None:
+        """Counts a microbatch; raises StrategyError as `backward` does."""
         number = self._microbatches + 1
         if last_microbatch != (number == self.accumulate):
             raise StrategyError(
@@ -57,9 +66,6 @@ class LocalEngine:
                 f"and last_microbatch=True with the last one only."
             )
         self._microbatches = number
-        self._scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
-        if last_microbatch:  # here, so that whoever looks at the gradients sees true ones
-            self._unscale()
 
     def step(self) -> float | None:
         """Clips, steps and zeroes. Returns the gradients' total norm before clipping if it is on.
@@ -67,17 +73,21 @@ class LocalEngine:
         Raises:
             StrategyError: before `accumulate` microbatches have been through `backward`.
         """
-        if self._microbatches != self.accumulate:
-            raise StrategyError(
-                f"step: {self._microbatches} of accumulate={self.accumulate} microbatches went through "
-                f"backward; call backward for all of them first."
-            )
+        self._check_complete()
         norm: float | None = None
         if self._options.clip_norm is not None:
             norm = self._clip(self._options.clip_norm)
         self._scaler.step(self.optimizer)
         self.zero()
         return norm
+
+    def _check_complete(self) -> None:
+        """Raises StrategyError as `step` does."""
+        if self._microbatches != self.accumulate:
+            raise StrategyError(
+                f"step: {self._microbatches} of accumulate={self.accumulate} microbatches went through "
+                f"backward; call backward for all of them first."
+            )
 
     def zero(self) -> None:
         """Throws away the gradients added since the last step."""
@@ -115,7 +125,8 @@ class LocalEngine:
         """Overwrites the model's state, in place; see `base.Engine`.
 
         Raises:
-            StrategyError: if names or shapes are not the model's; nothing has changed then.
+            StrategyError: if names or shapes are not the model's. Nothing has changed if it is a name; a shape
+                is seen when its tensor's turn comes.
         """
         own = self._tensors("import_state")
         if set(own) != set(state):
@@ -127,12 +138,13 @@ class LocalEngine:
             )
         for name, value in own.items():
             saved = state[name]
-            if saved.shape != value.shape:
+            shape = self._shape(value)
+            if saved.shape != shape:
                 raise StrategyError(
                     f"import_state: {name!r} has the shape {tuple(saved.shape)} in the saved state and "
-                    f"{tuple(value.shape)} in the model; build the model with the same factory."
+                    f"{tuple(shape)} in the model; build the model with the same factory."
                 )
-            value.copy_(self._part(saved, value))
+            self._write(value, saved)
 
     @torch.no_grad()
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
@@ -142,18 +154,19 @@ class LocalEngine:
             StrategyError: for state that is neither a tensor nor a number.
         """
         names = self._names()
-        entries: dict[str, Entry] = {}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                name = name_of(parameter, names)
-                entry = {
-                    key: self._exported(f"{name}: {key}", value)
-                    for key, value in self.optimizer.state.get(parameter, {}).items()
-                    if value is not None  # SGD without momentum
-                }
-                if entry and (keep is None or keep(name)):
-                    entries[name] = entry
-        return OptimizerState(export_groups(self.optimizer, names), entries, self._scaler.state_dict())
+        groups = export_groups(self.optimizer, names)
+        kept: dict[str, Entry] = {}
+        entries = self._entries(names)
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            name = names[parameter]
+            entry = {
+                key: self._exported(parameter, name, key, value)
+                for key, value in entries.get(name, {}).items()
+                if value is not None  # SGD without momentum
+            }
+            if entry and (keep is None or keep(name)):
+                kept[name] = entry
+        return OptimizerState(groups, kept, self._scaler.state_dict())
 
     @torch.no_grad()
     def import_optimizer(self, state: OptimizerState) -> None:
@@ -169,7 +182,7 @@ class LocalEngine:
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                saved = state.entries.get(names[parameter])
+                saved = state.entries.get(names[parameter]) if self._owns(parameter) else None
                 if saved is not None:
                     self.optimizer.state[parameter] = {
                         key: self._imported(key, value, parameter, group) for key, value in saved.items()
@@ -196,6 +209,24 @@ class LocalEngine:
         """Scales the gradients to a total norm of at most `clip_norm`; returns the norm they had."""
         return nn.utils.clip_grad_norm_(self.plain_model.parameters(), clip_norm).item()
 
+    def _shape(self, value: torch.Tensor) -> torch.Size:
+        """The shape that `gather` gives a tensor of the model."""
+        return value.shape
+
+    def _write(self, value: torch.Tensor, whole: torch.Tensor) -> None:
+        """Overwrites a tensor of the model, in place, by one that every rank has whole."""
+        value.copy_(self._part(whole, value))
+
+    def held(self) -> Held:
+        """The tensors this rank holds for training; see `memory.held_bytes`."""
+        parameters = list(self.plain_model.parameters())
+        return Held(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            list(tensors_in(self.optimizer)),
+            sum(parameter.numel() for parameter in parameters),
+        )
+
     def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """What this rank holds of `whole`, a CPU tensor that every rank has, where it holds `like`."""
         return whole
@@ -215,13 +246,28 @@ class LocalEngine:
         """The plain name of each parameter; a tied one has that of its first place."""
         return {parameter: name for name, parameter in self.plain_model.named_parameters()}
 
-    def _exported(self, place: str, value: object) -> torch.Tensor | float:
+    def _entries(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Entry]:
+        """The optimizer's state by names, of all ranks; what is elsewhere as something that `_exported` gathers."""
+        state: Mapping[Any, Entry] = self.optimizer.state
+        return {names[parameter]: entry for parameter, entry in state.items()}
+
+    def _owns(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002
+        """Whether this rank keeps the optimizer's state of `parameter`, or a part of it."""
+        return True
+
+    def _exported(
+        self,
+        parameter: nn.Parameter,  # noqa: ARG002
+        name: str,
+        key: str,
+        value: object,
+    ) -> torch.Tensor | float:
         if isinstance(value, torch.Tensor):
             return _copy(self.gather(value.detach()))
         if isinstance(value, int | float):
             return value
         raise StrategyError(
-            f"export_optimizer: {place} is a {type(value).__name__}; only tensors and numbers can be saved."
+            f"export_optimizer: {name}: {key} is a {type(value).__name__}; only tensors and numbers can be saved."
         )
 
     def _imported(
@@ -261,6 +307,18 @@ class RanksEngine(LocalEngine):
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)
         return value
+
+    def _unscale(self) -> None:
+        super()._unscale()
+        if not self._scaler.is_enabled():
+            return
+        # A rank sees the gradients it holds, perhaps none; if one rank leaves the step out, all must.
+        seen = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        here = torch.zeros((), device=self.device)
+        for found in seen.values():
+            here += found.full_tensor() if isinstance(found, DTensor) else found
+        seen.clear()
+        seen[self.device] = self._sum(here)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from .sharding import (
     mixed_precision,
     refuse_unshardable,
 )
-from .surroundings import build_optimizer, check_ranks, compile_in_place, enter
+from .surroundings import build_optimizer, check_ranks, compile_in_place, enter, pick_device
 
 
 class FSDPEngine(RanksEngine):
@@ -152,7 +152,7 @@ class FSDP:
         refuse_unshardable(self.name, model)
         refuse_without_reset(self.name, model)
         if not dist.is_initialized():
-            self._check_alone()
+            self._check_alone(device)
             materialise(model, device)
             model = model.to(device)
             recompute_activations(model, options.activation_checkpointing)
@@ -161,7 +161,7 @@ class FSDP:
         self._shard(model, device, options)
         return FSDPEngine(model, build_optimizer(model, optimizer_factory), device, options)
 
-    def _check_alone(self) -> None:
+    def _check_alone(self, device: torch.device) -> None:
         """Raises StrategyError if it cannot do without a process group."""
 
     def _shard(self, model: nn.Module, device: torch.device, options: Options) -> None:
@@ -212,18 +212,26 @@ class FSDPGradOp(FSDP):
 class FSDPCPUOffload(FSDP):
     """`FSDP`, but each rank's part, its gradients and the optimizer with its state are on the CPU.
 
-    A device holds one gathered block and the activations; the optimizer steps on the CPU. See `FSDP`. It needs
-    a process group also on one device: torchrun or `strategies.launch(..., devices=1)`.
+    A device holds one gathered block and the activations; the optimizer steps on the CPU. See `FSDP`. A GPU
+    needs a process group also when it is the only one: torchrun or `strategies.launch(..., devices=1)`, which a
+    Pipeline does by itself. Alone on the CPU there is nothing to offload, and it trains like `single`.
     """
 
     name = "fsdp_cpu_offload"
     summary = "like fsdp, but what is divided is kept on the CPU, which also steps"
 
-    def _check_alone(self) -> None:
-        raise StrategyError(
-            "strategy 'fsdp_cpu_offload': there is no process group, without which nothing can be offloaded; start "
-            "this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
-        )
+    @property
+    def needs_group(self) -> bool:
+        """Whether `prepare` needs a process group even on one device."""
+        return pick_device(self.device).type == "cuda"
+
+    def _check_alone(self, device: torch.device) -> None:
+        # Not made here: a group that stayed would be in the way of the next `launch` in this process.
+        if device.type == "cuda":
+            raise StrategyError(
+                "strategy 'fsdp_cpu_offload': there is no process group, without which nothing can be offloaded; "
+                "start this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
+            )
 
     def _shard(self, model: nn.Module, device: torch.device, options: Options) -> None:
         # The norm of gradients on the CPU is reduced there.

@@ -7,11 +7,13 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import cloudpickle
 
 from ..errors import StrategyError
+from . import plugins
 from .group import join_group, under_torchrun
 from .ranks import Rank, Ranks, Report
 
@@ -92,6 +94,8 @@ def _call_here(function: Callable[..., Result], args: tuple[Any, ...], devices: 
 
 
 def _pickle_job(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    if plugins.REGISTERED:
+        function = partial(plugins.call_with, plugins.REGISTERED, function)
     try:
         return cloudpickle.dumps((function, args))  # type: ignore[no-any-return]
     except Exception as error:

@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from .base import Engine
-
 ADAMW_BYTES = 16.0
-"""Bytes per parameter of AdamW in fp32: 4 for the parameter, 4 for its gradient, 8 for the optimizer. A rank
-keeps this where all is whole (single, ddp), and 1/N of it where N ranks divide all three (fsdp)."""
+"""Bytes per parameter of AdamW in fp32: 4 for the parameter, 4 for its gradient, 8 for the optimizer."""
+
+DIVIDES = {
+    "single": "",
+    "dp": "",
+    "ddp": "",
+    "zero_redundancy": "optimizer",
+    "fairscale_oss": "optimizer",
+    "fairscale_sharded_ddp": "gradients optimizer",
+    "fsdp": "parameters gradients optimizer",
+    "fsdp_grad_op": "parameters gradients optimizer",
+    "fsdp_cpu_offload": "parameters gradients optimizer",
+    "hsdp": "parameters gradients optimizer",
+}
+"""What the ranks of a strategy divide among them; the rest each of them has whole."""
+
+
+def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
+    """Bytes per parameter of parameters, gradients and optimizer that a rank keeps with AdamW in fp32.
+
+    ZeRO's formulas (Rajbhandari et al. 2020, arXiv:1910.02054). Under `hsdp`, `ranks` are those of one group.
+    """
+    divided = DIVIDES[strategy].split()
+    whole = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}
+    parameters, gradients, optimizer = (
+        size / ranks if part in divided else size for part, size in whole.items()
+    )
+    return parameters, gradients, optimizer
+
+
+@dataclass(frozen=True)
+class Held:
+    """The tensors that one rank holds for training, on whatever device."""
+
+    parameters: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+    optimizer: Sequence[torch.Tensor]
+    count: int
+    """Parameters of the whole model."""
+
+
+class HoldsTensors(Protocol):
+    """What `held_bytes` needs of an engine."""
+
+    def held(self) -> Held: ...
 
 
 @dataclass(frozen=True)
@@ -31,23 +73,15 @@ class HeldBytes:
         return (self.parameters + self.gradients + self.optimizer) / self.count
 
 
-def held_bytes(engine: Engine) -> HeldBytes:
+def held_bytes(engine: HoldsTensors) -> HeldBytes:
     """Counts what this rank holds now; no communication.
 
     Gradients are there only between the last `backward` and `step`, and most optimizers make their state in
     the first step: call it after the second step's `backward`. Memory that tensors share, such as DDP's
     buckets, counts once and whole. Padding counts too: FSDP2 rounds the first dimension up to the ranks.
     """
-    parameters = list(engine.plain_model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state = [
-        value
-        for values in engine.optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    count = sum(parameter.numel() for parameter in parameters)
-    return HeldBytes(_bytes(parameters), _bytes(gradients), _bytes(state), count)
+    held = engine.held()
+    return HeldBytes(_bytes(held.parameters), _bytes(held.gradients), _bytes(held.optimizer), held.count)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -57,3 +91,9 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    for values in optimizer.state.values():
+        yield from (value for value in values.values() if isinstance(value, torch.Tensor))

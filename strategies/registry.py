@@ -8,25 +8,58 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ..errors import StrategyError, suggest
+from ..errors import DrivetrainError, StrategyError, suggest
+from . import plugins
 from .base import Strategy
 
-# name -> (file, class). The class's constructor arguments are the strategy's options.
-STRATEGIES = {
+# name -> (file, class), or (file, class, options that the name stands for). The class's constructor arguments are
+# the strategy's options.
+STRATEGIES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "single": ("single", "Single"),
+    "dp": ("dp", "DP"),
     "ddp": ("ddp", "DDP"),
+    "ddp_spawn": ("ddp", "DDP"),
+    "ddp_notebook": ("ddp", "DDP"),
+    "ddp_find_unused_parameters": ("ddp", "DDP", {"find_unused_parameters": True}),
     "fsdp": ("fsdp", "FSDP"),
     "fsdp_grad_op": ("fsdp", "FSDPGradOp"),
     "fsdp_cpu_offload": ("fsdp", "FSDPCPUOffload"),
     "hsdp": ("fsdp", "HSDP"),
+    "deepspeed": ("deepspeed", "DeepSpeed"),
+    "deepspeed_stage_1": ("deepspeed", "DeepSpeed", {"stage": 1}),
+    "deepspeed_stage_1_offload": ("deepspeed", "DeepSpeed", {"stage": 1, "offload": "cpu"}),
+    "deepspeed_stage_2": ("deepspeed", "DeepSpeed", {"stage": 2}),
+    "deepspeed_stage_2_offload": ("deepspeed", "DeepSpeed", {"stage": 2, "offload": "cpu"}),
+    "deepspeed_stage_3": ("deepspeed", "DeepSpeed", {"stage": 3}),
+    "deepspeed_stage_3_offload": ("deepspeed", "DeepSpeed", {"stage": 3, "offload": "cpu"}),
+    "deepspeed_stage_3_offload_nvme": ("deepspeed", "DeepSpeed", {"stage": 3, "offload": "nvme"}),
+    "zero_redundancy": ("zero", "ZeroRedundancy"),
+    "fairscale_oss": ("fairscale", "FairScaleOSS"),
+    "fairscale_sharded_ddp": ("fairscale", "FairScaleShardedDDP"),
+    "fairscale_fsdp": ("fairscale", "FairScaleFSDP"),
+    "auto": ("auto", "Auto"),
 }
+
+# Lightning's other names of the same things. Its ddp_fork is for notebooks, where ours are fresh interpreters:
+# a fork of a process in which torch or numba has computed hangs.
+ALIASES = {
+    "single_device": "single",
+    "ddp_fork": "ddp_notebook",
+    **{f"{start}_find_unused_parameters_true": "ddp_find_unused_parameters"
+       for start in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")},
+    **{f"{start}_find_unused_parameters_false": "ddp"
+       for start in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")},
+}  # fmt: skip
+
+TPU_NAMES = ("xla", "xla_debug", "xla_fsdp", "single_xla", "single_tpu")
 
 
 def get(strategy: str | Strategy, **options: Any) -> Strategy:
     """A strategy by its name, or the given strategy object itself.
 
     Args:
-        strategy: a name of `available()`, or an object with a strategy's `check` and `prepare`.
+        strategy: a name of `available()`, one of Lightning's names for the same things, or an object with a
+            strategy's `check` and `prepare`.
         options: the strategy's own options, for a name only: `get("ddp", device="cpu")`.
 
     Raises:
@@ -38,12 +71,7 @@ def get(strategy: str | Strategy, **options: Any) -> Strategy:
         raise StrategyError(
             f"strategies.get: {strategy.__name__} is a class; pass an object, {strategy.__name__}(...)."
         )
-    missing = [part for part in ("name", "summary", "check", "prepare") if not hasattr(strategy, part)]
-    if missing:
-        raise StrategyError(
-            f"strategies.get: a {type(strategy).__name__} is no strategy, it has no {', '.join(missing)}. "
-            f"Pass a Strategy object or a name.{suggest('', STRATEGIES)}"
-        )
+    _check_parts(strategy)
     if options:
         raise StrategyError(
             f"strategies.get: options {sorted(options)} were given beside a finished {strategy.name!r} "
@@ -52,18 +80,94 @@ def get(strategy: str | Strategy, **options: Any) -> Strategy:
     return strategy
 
 
+def register(name: str, kind: plugins.Kind) -> None:
+    """Makes a strategy of one's own known by `name`, in this process and the ranks that it launches.
+
+    A package can do so for all processes by an entry point; see `plugins.GROUP`.
+
+    Args:
+        name: as given to `get`; its first word is the family by which a Pipeline knows what goes together.
+        kind: the strategy's class, or a function that makes one; its arguments are the strategy's options.
+
+    Raises:
+        StrategyError: if the name is taken, or `kind` cannot be called.
+    """
+    if not callable(kind):
+        raise StrategyError(
+            f"strategies.register: {name!r} is given a {type(kind).__name__}; give the strategy's class, or a "
+            f"function that makes one."
+        )
+    if _is_ours(name) or name in plugins.REGISTERED or name in plugins.installed():
+        raise StrategyError(f"strategies.register: the name {name!r} is taken; choose another.")
+    plugins.REGISTERED[name] = kind
+
+
+def _check_parts(strategy: Any) -> None:
+    missing = [part for part in ("name", "summary", "check", "prepare") if not hasattr(strategy, part)]
+    if missing:
+        raise StrategyError(
+            f"strategies.get: a {type(strategy).__name__} is no strategy, it has no {', '.join(missing)}. "
+            f"Pass a Strategy object or a name.{suggest('', STRATEGIES)}"
+        )
+
+
 def _make(name: str, options: dict[str, Any]) -> Strategy:
-    if name not in STRATEGIES:
-        raise StrategyError(f"strategies.get: unknown strategy {name!r}.{suggest(name, STRATEGIES)}")
-    file, class_name = STRATEGIES[name]
-    kind = getattr(importlib.import_module(f".{file}", __package__), class_name)
+    kind, preset = _find(name)
     known = inspect.signature(kind).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option in options:
-        if option not in known:
+        if option in preset and options[option] != preset[option]:
+            raise StrategyError(
+                f"strategies.get: {option}={options[option]!r} contradicts the name {name!r}, which stands for "
+                f"{option}={preset[option]!r}; leave the option out, or take the plain name."
+            )
+        if option not in known and not takes_any:
             raise StrategyError(
                 f"strategies.get: strategy {name!r} has no option {option!r}.{suggest(option, known)}"
             )
-    return cast(Strategy, kind(**options))
+    strategy = kind(**{**preset, **options})
+    _check_parts(strategy)
+    return cast(Strategy, strategy)
+
+
+def _find(name: str) -> tuple[plugins.Kind, dict[str, Any]]:
+    """The class of a strategy, and the options that the name stands for."""
+    name = ALIASES.get(name, name)
+    if name in STRATEGIES:
+        file, class_name, *preset = STRATEGIES[name]
+        return getattr(importlib.import_module(f".{file}", __package__), class_name), dict(*preset)
+    if name in plugins.REGISTERED:
+        return plugins.REGISTERED[name], {}
+    if name in TPU_NAMES:
+        raise StrategyError(
+            f"strategies.get: {name!r} trains on TPUs through XLA, which Drivetrain does not: it has strategies for "
+            f"CPUs and CUDA GPUs."
+        )
+    theirs = _of_packages()
+    if name in theirs:
+        return plugins.load(theirs[name]), {}
+    raise StrategyError(f"strategies.get: unknown strategy {name!r}.{suggest(name, _names())}")
+
+
+def _is_ours(name: str) -> bool:
+    return name in STRATEGIES or name in ALIASES or name in TPU_NAMES
+
+
+def _of_packages() -> dict[str, Any]:
+    """The strategies of installed packages. Raises StrategyError if one claims a name of ours."""
+    theirs = plugins.installed()
+    for name, point in theirs.items():
+        if _is_ours(name):
+            raise StrategyError(
+                f"The installed strategy {name!r} ({point.value}) has a name of Drivetrain's own; rename it, or "
+                f"uninstall its package."
+            )
+    return theirs
+
+
+def _names() -> list[str]:
+    """All that `available` lists, each once."""
+    return list(dict.fromkeys([*STRATEGIES, *plugins.REGISTERED, *_of_packages()]))
 
 
 @dataclass(frozen=True)
@@ -76,6 +180,8 @@ class StrategyRow:
     """Whether it can run in this installation and on this machine, on at least one device."""
     why_not: str
     """The reason and remedy if it cannot run here, else empty."""
+    extra: str = ""
+    """The extra of Drivetrain that it needs: `pip install 'drivetrain[extra]'`."""
 
 
 class StrategyTable(list[StrategyRow]):
@@ -86,22 +192,41 @@ class StrategyTable(list[StrategyRow]):
 
     def __repr__(self) -> str:
         width = max((len(row.name) for row in self), default=0)
+        extra = max((len(row.extra) for row in self), default=0)
         return "\n".join(
-            f"{row.name:<{width}}  {'yes' if row.runs_here else 'no '}  {row.summary}"
+            f"{row.name:<{width}}  {'yes' if row.runs_here else 'no '}  {row.extra or '-':<{extra}}  {row.summary}"
             + ("" if row.runs_here else f"  [{row.why_not}]")
             for row in self
         )
 
 
 def available() -> StrategyTable:
-    """Every strategy by name, with whether it can run here and why not. Prints as a table."""
-    return StrategyTable(_row(name) for name in STRATEGIES)
+    """Every strategy by name: whether it can run here, the extra it needs, what it does, and why it cannot run.
+
+    Prints as a table of these columns.
+
+    Raises:
+        StrategyError: if two installed packages bring a strategy of the same name.
+    """
+    return StrategyTable(_row(name) for name in _names())
 
 
 def _row(name: str) -> StrategyRow:
-    strategy = get(name)
+    try:
+        strategy = get(name)
+    except DrivetrainError as error:  # a package that cannot be imported
+        return StrategyRow(name, "of an installed package", False, str(error))
+    summary, extra = _summary(name, strategy), getattr(strategy, "extra", "")
     try:
         strategy.check(devices=1)
-    except StrategyError as error:
-        return StrategyRow(name, strategy.summary, False, str(error))
-    return StrategyRow(name, strategy.summary, True, "")
+    except DrivetrainError as error:
+        return StrategyRow(name, summary, False, str(error), extra)
+    return StrategyRow(name, summary, True, "", extra)
+
+
+def _summary(name: str, strategy: Strategy) -> str:
+    """A strategy's own, or for another name of it, what the name stands for."""
+    if strategy.name == name or name not in STRATEGIES:
+        return strategy.summary
+    options = ", ".join(f"{key}={value}" for key, value in _find(name)[1].items())
+    return f"{strategy.name} with {options}" if options else f"another name of {strategy.name}"

@@ -6,12 +6,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from drivetrain.errors import PlanError
-from drivetrain.transforms import EMA, SAM, SWA, GradientClipping, NoWeightDecay, Transform
+from drivetrain.transforms import EMA, SAM, SWA, GradientClipping, NoWeightDecay, StochasticDepth, Transform
+from surgery_models import resnet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torchvision.models.resnet import BasicBlock
 
 STEPS, BATCH = 6, 8
+DROPS = StochasticDepth("block", 0.5, "uniform")
 LOOPS: list[Transform] = [EMA(half_life=3), SWA(start=0.3, end=0.7), SWA(start=0.3, end=1.0)]
 
 
@@ -104,6 +107,48 @@ def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
+def drop_step(model: nn.Module, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Whole gradients and buffers after a forward and backward of a rank's images with the rank's own draws."""
+    torch.manual_seed(100 + rank)  # at the drop rate of DROPS, ranks 0 and 1 drop different branches
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(rank))
+    model(images).square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return (
+        {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in gradients.items()},
+        {name: b.clone() for name, b in model.named_buffers()},
+    )
+
+
+def dropping() -> nn.Module:
+    torch.manual_seed(0)
+    model = resnet()
+    DROPS.apply(model)
+    return model
+
+
+def drops(rank: int) -> dict[str, object]:
+    """The step under DDP, and under FSDP2 around each block and around each layer."""
+    results: dict[str, object] = {}
+    model = dropping()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp.broadcast_buffers = False  # so that each rank's own statistics can be seen
+    gradients, buffers = drop_step(ddp, rank)
+    results["ddp"] = (
+        {name.removeprefix("module."): value for name, value in gradients.items()},
+        {name.removeprefix("module."): value for name, value in buffers.items()},
+    )
+    ddp(torch.zeros(2, 3, 32, 32))  # raises if the reducer still waits for a gradient of the step before
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for name, kinds in {"blocks": BasicBlock, "layers": (nn.Conv2d, nn.Linear)}.items():
+        model = dropping()
+        for module in model.modules():
+            if isinstance(module, kinds):
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        results[name] = drop_step(model, rank)
+    return results
+
+
 def everything() -> dict[str, object]:
     """One rank's part of all that the tests look at."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -112,6 +157,7 @@ def everything() -> dict[str, object]:
     }
     ddp = nn.parallel.DistributedDataParallel(net())
     results["ddp"] = train(ddp, LOOPS[0], rank, ranks)
+    results["drops"] = drops(rank)
     results["clip"] = clip(sharded(), rank, ranks)
     results["checkpoint"] = checkpoint(sharded())
     refused = sharded()

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import fsdp_models as models
-from fsdp_jobs import Case, Run, train
+import parity_jobs
+import torch
+from drivetrain import strategies
+from parity_jobs import Case, options_of, quiet, train
+from strategy_jobs import make_optimizer, refusal
+from torch import nn
 
 OPTIONS: dict[str, tuple[Case, dict[str, Any]]] = {
     "recomputed": (Case("", models.resnet, clip_norm=0.5, accumulate=2), {"activation_checkpointing": True}),
@@ -14,10 +19,38 @@ OPTIONS: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-def run_all() -> dict[str, Run]:
+NAMES = [*parity_jobs.NAMES, "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+REFUSED = {(name, "fp16") for name in NAMES if name.startswith("deepspeed")}
+
+
+def run_all() -> dict[str, Any]:
     """Each case under each strategy that can take it, on this rank."""
-    return {
-        f"{strategy}: {name}": train(strategy, case, given=options)
-        for strategy in ("ddp", "fsdp", "fsdp_grad_op", "fsdp_cpu_offload")
+    quiet()
+    results: dict[str, Any] = {
+        f"{strategy}: {name}": train(strategy, case, given=options, **options_of(strategy))
+        for strategy in NAMES
         for name, (case, options) in OPTIONS.items()
+        if (strategy, name) not in REFUSED
     }
+    results["overflow"] = {
+        name: overflow_on_one_rank(name) for name in ("ddp", "fsdp", "fairscale_sharded_ddp")
+    }
+    results["refused"] = {
+        name: refusal(name, models.resnet(), precision="fp16") for name, _ in sorted(REFUSED)
+    }
+    return results
+
+
+def overflow_on_one_rank(strategy: str) -> tuple[bool, float]:
+    """Whether the weights stayed as they were in a step that overflowed on rank 1 only, and the scale after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Linear(8, 5))
+    engine = strategies.get(strategy, device="cpu").prepare(model, make_optimizer("sgd"), precision="fp16")
+    before = engine.export_state()
+    with engine.forward_context():
+        loss = engine.model(torch.randn(4, 3, 4, 4)).float().square().mean()
+    engine.backward(loss * (torch.inf if engine.rank == 1 else 1.0))
+    engine.step()
+    after = engine.export_state()
+    same = all(torch.equal(after[name], value) for name, value in before.items())
+    return same, engine.export_optimizer().loss_scale["scale"]

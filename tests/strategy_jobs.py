@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from drivetrain import strategies
 from drivetrain.errors import StrategyError
+from drivetrain.transforms import NoWeightDecay
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -61,6 +62,8 @@ def build(batch_norm: bool, seed: int) -> nn.Module:
 def make_optimizer(name: str):
     if name == "adamw":
         return lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
+    if name == "no decay":  # two groups, of which one has weight decay
+        return NoWeightDecay().optimizer(make_optimizer("adamw"))
     return lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
@@ -171,9 +174,9 @@ def barrier_waits() -> float:
     return time.monotonic() - start
 
 
-def refusal(strategy: str, model: nn.Module) -> str:
+def refusal(strategy: str, model: nn.Module, **options) -> str:
     try:
-        strategies.get(strategy, device="cpu").prepare(model, make_optimizer("sgd"))
+        strategies.get(strategy, device="cpu").prepare(model, make_optimizer("sgd"), **options)
     except StrategyError as error:
         return str(error)
     return "not refused"

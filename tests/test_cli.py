@@ -17,7 +17,7 @@ from PIL import Image
 from pipeline_data import CLASSES, Toy, toy_arrays
 from safetensors.torch import load_file
 
-COMMANDS = ("convert", "train", "recipes", "ledger", "doctor")
+COMMANDS = ("convert", "train", "export", "recipes", "ledger", "doctor")
 ENVIRONMENT = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
 
 # Runs commands one after another in one process, because starting one takes seconds.
@@ -175,9 +175,9 @@ def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     assert end.code == 0, end.err
     for text in ("BlurPool", "epoch 2  loss", "top-1 accuracy", "after 2 epochs", "plain PyTorch", "bind"):
         assert text in end.out, text
-    names = ["history.json", "ledger.json", "ledger.png", "model.safetensors"]
+    names = ["checkpoints", "history.json", "ledger.json", "ledger.png", "model.safetensors"]
     assert sorted(path.name for path in out.iterdir()) == names
-    assert end.out.splitlines()[-1] == f"{out}: {', '.join(names)}"
+    assert end.out.splitlines()[-1] == f"{out}: {', '.join(names[1:])}"
     history = json.loads((out / "history.json").read_text())
     assert history["recipe"] == "cifar10-quickstart"
     assert history["provenance"]["command"].startswith("drivetrain train cifar10-quickstart batch_size=32")

@@ -1,18 +1,25 @@
-"""Each training method at work on real images: a few thousand of CIFAR-10, a small residual network, some epochs."""
+"""Each training method at work on real images: a few thousand of CIFAR-10, a small network, some epochs.
+
+Regularisers pay where plain training overfits. So the setting is one in which it does: few images, which come
+unchanged in every epoch, and a network that has learnt them by heart at the end.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 from drivetrain import DataError, Pipeline
 from drivetrain.loaders import cifar10, convert
-from drivetrain.pipeline import FitResult
+from drivetrain.pipeline.loop import evaluate
+from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.transforms import (
+    CHANGES_MODEL,
     EMA,
     SAM,
     SWA,
+    TRANSFORMS,
     AugMix,
     ColOut,
     CutMix,
@@ -27,22 +34,51 @@ from drivetrain.transforms import (
     SelectiveBackprop,
     TestTimeFlip,
     Transform,
+    TrivialAugment,
 )
+from torch import nn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-IMAGES, EPOCHS, BATCH = 5000, 20, 100
-POINTS = {"CutMix": 0.1}
-"""How far below plain training a method may end: 0.02, except where it shows only in far longer trainings. CutMix's
-box takes half of an image in the mean, whatever alpha; it ends 5 to 7 points below after 20 epochs.
-"""
+IMAGES, EPOCHS, BATCH = 2500, 24, 100
+POINTS = 0.02
+"""How far below plain training a method may end."""
+SEEDS = 3
+"""Plain trainings, whose mean accuracy is what a method is held to: one differs from the next by a point."""
 
 METHODS: list[Transform] = [
-    LabelSmoothing(0.1), MixUp(0.05), CutMix(0.2), CutOut(length=0.25), ColOut(), ProgressiveResizing(0.75),
-    SelectiveBackprop(), RandAugment(1, 5), AugMix(severity=1),
-    EMA(half_life=30), SWA(0.8, 0.97), SAM(), GradientClipping("norm", 1.0), GradientClipping("value", 0.1),
-    GradientClipping("adaptive", 0.1), NoWeightDecay(), TestTimeFlip(), LayerFreezing(0.5, 0.5),
+    LabelSmoothing(), MixUp(), CutMix(), CutOut(), ColOut(0.05, 0.05), ProgressiveResizing(),
+    SelectiveBackprop(), RandAugment(), TrivialAugment(), AugMix(), SAM(), GradientClipping("norm", 1.0),
+    GradientClipping("value", 0.01), GradientClipping("adaptive", 0.1), NoWeightDecay(), LayerFreezing(),
+    SWA(), EMA(half_life=50), TestTimeFlip(),
 ]  # fmt: skip
+"""All methods with their defaults, but:
+
+ColOut has the value of Composer's hot recipe for ResNet-50: the default, 0.15, trains at 27 pixels, is judged
+at 32, and ends 3.4 points below. EMA's half-life of 1000 steps is longer than these 600. Adaptive clipping
+has ten times its source's threshold, which is for batches of 4096; with that one, 0.01, it ends 11 points
+below. Clipping by value has no usual threshold; this one cuts half of the first gradient's elements.
+"""
+TOKENS = {"SeqLengthWarmup"}
+"""Methods for sequences of tokens, which have no images to train on."""
+
+LIKE_PLAIN_UNTIL = {
+    "SelectiveBackprop": 0.5,
+    "LayerFreezing": 0.5,
+    "SWA": 0.97,
+    "EMA": 1.0,
+    "TestTimeFlip": 1.0,
+}
+"""The share of the training in which a method changes no step, by its definition; 0 for the others."""
+
+
+@dataclass
+class Trained:
+    """What a training came to: the loss of each epoch, and on the test images accuracy and cross entropy."""
+
+    losses: list[float]
+    accuracy: float
+    test_loss: float
 
 
 @pytest.fixture(scope="module")
@@ -60,34 +96,68 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(out / "train.beton"), str(out / "test.beton")
 
 
-def train(files: tuple[str, str], *transforms: Transform) -> FitResult:
-    loading: dict[str, Any] = {"scale": (0.5, 1.0), "eval_ratio": 1.0}
+def network() -> nn.Module:
+    """The quickstart's, with a first layer that takes every second pixel: a third of the work.
+
+    Pools round up, so that ColOut's images end in 2 × 2 as those of 32 pixels do. At 1 × 1 the last 3 × 3
+    layers train no weight but the one in the middle: at 27 pixels ColOut then ended at 24 %.
+    """
+    model = cifar_resnet(num_classes=10, width=16)
+    first = model.get_submodule("0.0")
+    assert isinstance(first, nn.Conv2d)
+    first.stride = (2, 2)
+    for module in model.modules():
+        if isinstance(module, nn.MaxPool2d):
+            module.ceil_mode = True
+    return model
+
+
+def train(files: tuple[str, str], *transforms: Transform, seed: int = 0) -> Trained:
+    """Trains on one rank; the test images are looked at once, at the end, since ten thousand take a while."""
     pipeline = (
-        Pipeline("cifar_resnet", num_classes=10, width=8)
-        .load(*files, batch_size=BATCH, image_size=32, **loading)
+        Pipeline(network, seed=seed)
         .transform(*transforms)
-        .optimize("sgd", lr=0.05, momentum=0.9, weight_decay=5e-4, schedule="linear", warmup=0.2)
+        .optimize("sgd", lr=0.1, momentum=0.9, weight_decay=5e-4, schedule="cosine", warmup=0.1)
     )
-    return pipeline.fit(epochs=EPOCHS, progress=False)
+    # Whole images, never mirrored.
+    images: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": False, "eval_ratio": 1.0}
+    result = pipeline.load(files[0], batch_size=BATCH, image_size=32, **images).fit(
+        epochs=EPOCHS, progress=False
+    )
+    with pipeline.load(*files, batch_size=BATCH, image_size=32, **images).build() as built:
+        built.engine.plain_model.load_state_dict(result.model.state_dict())
+        assert built.val is not None
+        test_loss, accuracy = evaluate(built.engine, built.val, built.methods)
+    return Trained([epoch.loss for epoch in result.history.epochs], accuracy, test_loss)
 
 
 @pytest.fixture(scope="module")
-def plain(files: tuple[str, str]) -> float:
-    """Accuracy without any method."""
-    accuracy = train(files).accuracy
-    assert accuracy is not None
-    assert accuracy > 0.45
-    return accuracy
+def plain(files: tuple[str, str]) -> list[Trained]:
+    """Trainings without any method, which learn the images by heart."""
+    trainings = [train(files, seed=seed) for seed in range(SEEDS)]
+    print("plain:", ", ".join(f"{training.accuracy:.2%}" for training in trainings))
+    for training in trainings:
+        assert training.accuracy > 0.45
+        assert training.losses[-1] < 0.1
+    return trainings
+
+
+def test_every_method_is_here() -> None:
+    known = {name for name, kind in TRANSFORMS.items() if kind.kind not in CHANGES_MODEL}
+    assert {type(method).__name__ for method in METHODS} == known - TOKENS
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_it_trains_to_about_the_accuracy_of_plain_training(
-    method: Transform, files: tuple[str, str], plain: float
+def test_it_acts_and_trains_to_about_the_accuracy_of_plain_training(
+    method: Transform, files: tuple[str, str], plain: list[Trained]
 ) -> None:
-    result = train(files, method)
-    losses = [epoch.loss for epoch in result.history.epochs]
-    print(f"{method}: {result.accuracy:.2%}, plain {plain:.2%}")
-    assert losses[-1] < losses[0]
-    assert np.isfinite(losses).all()
-    assert result.accuracy is not None
-    assert result.accuracy > plain - POINTS.get(type(method).__name__, 0.02)
+    reference = sum(training.accuracy for training in plain) / len(plain)
+    it, same_seed = train(files, method), plain[0]
+    print(f"{method}: {it.accuracy:.2%}, plain {reference:.2%}")
+    # Two trainings of one seed are the same to the bit, so what differs is the method's doing.
+    equal = int(LIKE_PLAIN_UNTIL.get(type(method).__name__, 0) * EPOCHS)
+    assert it.losses[:equal] == same_seed.losses[:equal]
+    assert (it.losses == same_seed.losses) == (equal == EPOCHS)
+    assert it.test_loss != same_seed.test_loss
+    assert it.losses[-1] < it.losses[0]
+    assert it.accuracy > reference - POINTS

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from drivetrain import DrivetrainError, Pipeline, PlanError
 from drivetrain.pipeline import FitResult
-from drivetrain.strategies import launch
+from drivetrain.strategies import Single, launch
 from drivetrain.transforms import (
     EMA,
     SAM,
+    SWA,
     ChannelsLast,
     ColOut,
     CutMix,
@@ -26,6 +30,7 @@ from drivetrain.transforms import (
     NoWeightDecay,
     ProgressiveResizing,
     TestTimeFlip,
+    Transform,
     WeightStandardization,
 )
 from pipeline_data import (
@@ -51,6 +56,15 @@ SHARDED = [
     "layout",
 ]
 """Cases that FSDP2 must train to the same numbers, too."""
+DIVIDED = [
+    (strategy, case)
+    for strategy in ("zero_redundancy", "fairscale_oss")
+    for case in ("clipped", "methods", "averaged", "clipped by value", "freezing", "layout")
+] + [
+    ("fairscale_sharded_ddp", case)
+    for case in ("clipped", "accumulated", "averaged", "swa", "freezing", "a rank without a share", "layout")
+]
+"""Strategies that divide the optimizer's state, and cases that these must train to the same numbers."""
 
 
 def fit(pipeline: Pipeline) -> FitResult:
@@ -93,11 +107,25 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
         ),
         "layout": (toy.pipeline().transform(ChannelsLast(), WeightStandardization()), {}),
         "freezing": (toy.pipeline().transform(LayerFreezing(0.0, 1.0)), {}),
+        "averaged": (toy.pipeline(plain_model).transform(EMA(half_life=3), NoWeightDecay()), {}),
+        "swa": (toy.pipeline().transform(SWA(start=0.3, end=0.7)), {}),
         "clipped by value": (
             toy.pipeline().transform(GradientClipping("value", 0.01), NoWeightDecay(), TestTimeFlip()),
             {},
         ),
     }
+
+
+@pytest.fixture(scope="module")
+def on_one_device(cases: Any) -> Callable[[str], FitResult]:
+    """A case's result on one device, trained when it is first asked for."""
+
+    @cache
+    def result(name: str) -> FitResult:
+        pipeline, how = cases[name]
+        return fit(pipeline.distribute("single", **how))
+
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +136,10 @@ def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
     for name in SHARDED:
         pipelines[f"sharded {name}"] = cases[name][0].distribute("fsdp", devices=2, **cases[name][1])
     pipelines["freezing"] = pipelines["freezing"].distribute("ddp", devices=2, find_unused_parameters=True)
+    for strategy, name in DIVIDED:
+        pipeline, how = cases[name]
+        search = {"find_unused_parameters": True} if name == "freezing" and "sharded" not in strategy else {}
+        pipelines[f"{strategy} {name}"] = pipeline.distribute(strategy, devices=2, **how, **search)
     pipelines["diverging"] = pipelines["plain"].optimize("sgd", lr=1e9)
     return launch(fit_all, pipelines, devices=2, timeout=120)
 
@@ -119,9 +151,10 @@ def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
         "clipped by value", "freezing",
     ],
 )  # fmt: skip
-def test_two_ranks_train_as_one_device(name: str, cases: Any, on_two_ranks: list[dict[str, Any]]) -> None:
-    pipeline, how = cases[name]
-    alone = fit(pipeline.distribute("single", **how))
+def test_two_ranks_train_as_one_device(
+    name: str, on_one_device: Callable[[str], FitResult], on_two_ranks: list[dict[str, Any]]
+) -> None:
+    alone = on_one_device(name)
     assert not isinstance(on_two_ranks[0][name], str), on_two_ranks[0][name]
     found, weights = on_two_ranks[0][name]
     for one, two in zip(numbers(alone), found, strict=True):
@@ -131,15 +164,41 @@ def test_two_ranks_train_as_one_device(name: str, cases: Any, on_two_ranks: list
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_two_ranks_that_shard_train_as_one_device(
-    name: str, cases: Any, on_two_ranks: list[dict[str, Any]]
+    name: str, on_one_device: Callable[[str], FitResult], on_two_ranks: list[dict[str, Any]]
 ) -> None:
-    pipeline, how = cases[name]
-    alone = fit(pipeline.distribute("single", **how))
+    alone = on_one_device(name)
     assert not isinstance(on_two_ranks[0][f"sharded {name}"], str), on_two_ranks[0][f"sharded {name}"]
     found, weights = on_two_ranks[0][f"sharded {name}"]
     for one, two in zip(numbers(alone), found, strict=True):
         assert two == pytest.approx(one, abs=1e-5)
     torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "name"), DIVIDED)
+def test_two_ranks_that_divide_the_optimizer_train_as_one_device(
+    strategy: str,
+    name: str,
+    on_one_device: Callable[[str], FitResult],
+    on_two_ranks: list[dict[str, Any]],
+) -> None:
+    alone = on_one_device(name)
+    assert not isinstance(on_two_ranks[0][f"{strategy} {name}"], str), on_two_ranks[0][f"{strategy} {name}"]
+    found, weights = on_two_ranks[0][f"{strategy} {name}"]
+    for one, two in zip(numbers(alone), found, strict=True):
+        assert two == pytest.approx(one, abs=1e-5)
+    torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", [SAM(), GradientClipping("norm")], ids=str)
+def test_what_needs_whole_gradients_is_refused_where_each_is_on_one_rank(
+    toy: Toy, transform: Transform
+) -> None:
+    pipeline = toy.pipeline().transform(transform)
+    with pytest.raises(
+        PlanError, match=f"{type(transform).__name__} does not work with .*'fairscale_sharded_ddp'"
+    ):
+        pipeline.distribute("fairscale_sharded_ddp", devices=2).plan()
+    pipeline.distribute("fairscale_oss", devices=2).plan()
 
 
 def test_two_ranks_mix_as_two_microbatches(cases: Any, on_two_ranks: list[dict[str, Any]]) -> None:
@@ -166,7 +225,7 @@ def test_batch_norm_on_two_ranks_is_that_of_two_microbatches(
 
 def test_a_loss_that_is_lost_is_one_error_on_every_rank(on_two_ranks: list[dict[str, Any]]) -> None:
     for rank in on_two_ranks:
-        assert rank["diverging"].startswith("DrivetrainError: In epoch 1 the loss is")
+        assert rank["diverging"].startswith("NonFiniteError: At step ")
         assert "Lower the learning rate" in rank["diverging"]
 
 
@@ -177,6 +236,24 @@ def test_an_error_on_a_rank_comes_as_if_it_were_here(toy: Toy, tmp_path: Path) -
         pipeline.distribute("ddp", devices=2).fit(epochs=1, out=tmp_path, progress=False)
     assert "Traceback" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+class InGroup(Single):
+    """Trains on one device, in a process group."""
+
+    name = "in_group"
+    needs_group = True
+
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        assert dist.get_world_size() == 1
+        return super().prepare(*args, **options)
+
+
+@pytest.mark.slow
+def test_a_strategy_that_needs_a_process_group_gets_one_on_one_device(toy: Toy) -> None:
+    found = fit(toy.pipeline().distribute(InGroup("cpu")))
+    assert numbers(found) == numbers(fit(toy.pipeline().distribute("single")))
+    assert not dist.is_initialized()
 
 
 SCRIPT = """

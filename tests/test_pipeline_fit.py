@@ -146,6 +146,7 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
     assert written["seed"] == 0
     assert written["provenance"]["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert sorted(path.name for path in (tmp_path / "a" / "run").iterdir()) == [
+        "checkpoints",
         "history.json",
         "model.safetensors",
     ]

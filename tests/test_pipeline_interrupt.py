@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from drivetrain.pipeline import TrainingInterrupted
-from drivetrain.pipeline.fit import interrupts_held
+from drivetrain.pipeline.interrupts import interrupts_held
 from PIL import Image
 from pipeline_data import CLASSES, Sleepy, Toy, evaluated, plain_model
 from process_state import wait_until_ended
@@ -114,7 +114,7 @@ def assert_keeps_the_first_epoch(process: subprocess.Popen[str], out: Path, val:
     assert process.returncode not in (0, None)
     kept, left = output.splitlines()[-2:]
     history = json.loads((out / "history.json").read_text())
-    assert sorted(path.name for path in out.iterdir()) == ["history.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "history.json", "model.safetensors"]
     assert kept == f"kept {len(history['epochs'])} {history['epochs'][-1]['accuracy']}"
     model = Sleepy(0)
     model.load_state_dict(load_file(out / "model.safetensors"))
@@ -214,7 +214,7 @@ def test_the_command_line_ends_with_a_line(
     _, errors = interrupt(train)
     assert (train.returncode, errors.count("Traceback")) == (130, 0), errors
     assert "was the last to be finished" in errors.splitlines()[-1]
-    assert sorted(path.name for path in run.iterdir()) == ["history.json", "model.safetensors"]
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "history.json", "model.safetensors"]
 
     wait_for(measured.exists, ledger)
     time.sleep(2)

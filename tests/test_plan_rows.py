@@ -1,12 +1,31 @@
 """Each silent failure known of Composer and of the sharding backends: sorted, adapted, or refused. One test a row.
 
-Where the row is about one transform alone, its own tests hold it as well; here it is seen from a pipeline.
+Where the row is about one transform alone, its own tests hold it as well; here it is seen from a pipeline. Rows
+that no pipeline can meet are held elsewhere only:
+
+| failure | test |
+|---|---|
+| hooks skipped by BlurPool, FSDP2 around a layer; graph breaks | test_transforms_blurpool.py: hooks, fsdp2, compiled |
+| BlurPool loses padding, dtype, frozen weights, eval mode | test_transforms_blurpool.py: test_dtype_device_grad_mode… |
+| `apply` tells nothing; twice is not once; saving the model fails | test_transforms_surgery.py |
+| StochasticDepth breaks graphs, leaves gradients out | test_transforms_stochastic_depth.py, …_sharded.py |
+| norms in low precision stay fp32 on the CPU | test_transforms_surgery_numbers.py: test_low_precision_under_autocast |
+| what torch.compile cannot take | test_transforms_surgery_runs.py: test_compiles_whole, by `compile_safe` |
+| a target of -100 is smoothed | test_transforms_label_smoothing.py: test_ignored_rows_drop_out_of_the_mean |
+| resizing by the nearest pixel | test_transforms_image_methods.py: test_resizing_is_bilinear… |
+| selection without a loss for each image | test_transforms_selection.py: test_losses_that_cannot |
+| EMA's counters, SWA that never ends | test_transforms_averaging.py |
+| EMA of shards, SAM of shards, adaptive clipping of shards | test_transforms_sharded.py |
+| ChannelsLast on shards | test_transforms_channels_last.py: test_sharded_parameters_are_refused |
+| an optimizer made before sharding | test_strategies_fsdp.py: test_the_optimizer_is_made_of_shards |
+| accumulation, clipping, zeroing, bf16 logits | test_strategies.py, …_ddp.py, …_fsdp.py |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,6 +41,7 @@ from drivetrain.transforms import (
     Factorize,
     GhostBatchNorm,
     GradientClipping,
+    GyroDropout,
     LabelSmoothing,
     LayerFreezing,
     MixUp,
@@ -148,6 +168,28 @@ def test_selection_has_a_loss_for_each_image(toy: Toy) -> None:
     assert pipeline.fit(epochs=2, progress=False).accuracy is not None
 
 
+def test_selection_comes_before_mixing(toy: Toy) -> None:
+    """Composer puts it first: of a mixture it would choose by a loss that belongs to two images."""
+    transforms = (CutMix(), MixUp(), SelectiveBackprop())
+    heads = [step.what.split("(")[0] for step in toy.pipeline().transform(*transforms).plan().steps]
+    assert heads.index("SelectiveBackprop") < min(heads.index("MixUp"), heads.index("CutMix"))
+
+
+def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:
+    """Composer's fails in a run of fewer steps than it has subnetworks."""
+
+    def dropping() -> nn.Module:
+        return nn.Sequential(*batch_norm_model()[:-1], nn.Dropout(0.2), batch_norm_model()[-1])
+
+    pipeline = toy.pipeline(dropping).transform(GyroDropout(sigma=2, tau=3))
+    with pipeline.build() as built:
+        layer = built.engine.plain_model[-2]
+        assert layer.hold == len(built.train) // 2 * 3
+        built.methods.begin(built.engine, 100)
+        assert layer.hold == 150
+    assert pipeline.fit(epochs=1, progress=False).accuracy is not None
+
+
 # facts of the strategies: the order
 
 
@@ -167,6 +209,14 @@ def test_surgery_after_sharding_is_refused(one_process_group: None) -> None:  # 
     for transform in (SqueezeExcite(min_channels=64), WeightStandardization()):  # BlurPool adds no parameter
         with pytest.raises(PlanError, match="shard"):
             transform.apply(model)
+
+
+def test_the_wrapper_of_torch_compile_is_refused(toy: Toy) -> None:
+    """Every name of the weights that are kept would begin with "_orig_mod."."""
+    compiled = torch.compile(batch_norm_model(), backend="eager")
+    for model in (compiled, lambda: compiled):
+        with pytest.raises(PlanError, match=r"torch\.compile.*_orig_mod.*model\.compile\(\)"):
+            toy.pipeline(model).build()
 
 
 def sync_batch_norm() -> nn.Module:
@@ -229,6 +279,24 @@ def test_methods_that_a_backend_cannot_take_are_declared(transform: Transform) -
     assert {"deepspeed", "fairscale"} <= set(transform.unsafe_with)
 
 
+@dataclass(frozen=True)
+class AloneOnly(Transform):
+    """One that no rank may use."""
+
+    kind: ClassVar[Any] = "loop"
+    source: ClassVar[str] = "none"
+    unsafe_with: ClassVar[tuple[str, ...]] = ("ddp", "fsdp")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_grad_op", "hsdp"])
+def test_methods_that_a_strategy_cannot_take_are_refused(toy: Toy, strategy: str) -> None:
+    options = {"shard_size": 2} if strategy == "hsdp" else {}
+    devices = 4 if strategy == "hsdp" else 2
+    with pytest.raises(PlanError, match=rf"AloneOnly does not work with the strategy '{strategy}'"):
+        toy.pipeline().transform(AloneOnly()).distribute(strategy, devices=devices, **options).plan()
+    toy.pipeline().transform(AloneOnly()).plan()
+
+
 def test_strategies_are_known_by_their_family() -> None:
     from drivetrain.pipeline.rules import family
 
@@ -238,5 +306,35 @@ def test_strategies_are_known_by_their_family() -> None:
         "fsdp_grad_op": "fsdp",
         "hsdp": "fsdp",
         "deepspeed_stage_2": "deepspeed",
+        "dp": "dp",
+        "single_device": "single",
+        "ddp_notebook": "ddp",
+        "ddp_find_unused_parameters": "ddp",
+        "zero_redundancy": "ddp",
+        "fairscale_oss": "ddp",
+        "fairscale_sharded_ddp": "fairscale",
+        "fairscale_fsdp": "fairscale",
     }
     assert {name: family(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "refused"),
+    [
+        ("deepspeed_stage_2", {}, False),
+        ("deepspeed", {}, False),
+        ("deepspeed", {"stage": 3}, True),
+        ("deepspeed", {"config": {"zero_optimization": {"stage": 3}}}, True),
+        ("deepspeed_stage_3_offload", {}, True),
+        ("ddp", {}, False),
+    ],
+)
+def test_a_finer_family_is_known_by_what_the_strategy_does(
+    toy: Toy, strategy: str, options: dict[str, Any], refused: bool
+) -> None:
+    pipeline = toy.pipeline().transform(EMA()).distribute(strategy, devices=2, device="cpu", **options)
+    if not refused:
+        pipeline.plan()
+        return
+    with pytest.raises(PlanError, match="EMA does not work with the strategy 'deepspeed_stage_3"):
+        pipeline.plan()

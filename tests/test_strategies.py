@@ -31,7 +31,7 @@ def test_get_returns_a_strategy_object_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("strategy", "options", "words"),
     [
-        ("dpp", {}, "Did you mean 'ddp'"),
+        ("dddp", {}, "Did you mean 'ddp'"),
         ("ddp", {"devcie": "cpu"}, "Did you mean 'device'"),
         (DDP, {}, "pass an object"),
         (DDP(), {"device": "cpu"}, "beside a finished 'ddp'"),
@@ -41,15 +41,6 @@ def test_get_returns_a_strategy_object_as_it_is() -> None:
 def test_get_refuses(strategy: object, options: dict[str, object], words: str) -> None:
     with pytest.raises(StrategyError, match=words):
         strategies.get(strategy, **options)
-
-
-def test_available_lists_every_strategy_and_prints_as_a_table() -> None:
-    table = strategies.available()
-    family = ["fsdp", "fsdp_grad_op", "fsdp_cpu_offload", "hsdp"]
-    assert [row.name for row in table] == ["single", "ddp", *family]
-    assert all(row.runs_here and not row.why_not for row in table)
-    lines = repr(table).splitlines()
-    assert [line.split()[:2] for line in lines] == [[row.name, "yes"] for row in table]
 
 
 def test_importing_the_folder_does_not_import_torch() -> None:

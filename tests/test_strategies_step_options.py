@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import fsdp_models as models
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 from drivetrain import StrategyError, strategies
 from drivetrain.strategies.recompute import recompute_activations
-from fsdp_jobs import Case, Run, train
-from step_option_jobs import OPTIONS, run_all
+from parity_jobs import Case, Run, train
+from step_option_jobs import NAMES, OPTIONS, REFUSED, run_all
 from strategy_jobs import make_optimizer
 from torch import nn
 
@@ -121,14 +122,15 @@ def close(found: Run, expected: Run, tolerance: float, statistics: bool = True) 
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks() -> dict[str, Run]:
+def on_two_ranks() -> dict[str, Any]:
     """Rank 0's runs of all cases; the ranks are started once."""
     return strategies.launch(run_all, devices=2, timeout=270)[0]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_grad_op", "fsdp_cpu_offload"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_two_ranks_train_as_one_device(on_two_ranks: dict[str, Run], strategy: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "name"), [pair for pair in product(NAMES, OPTIONS) if pair not in REFUSED]
+)
+def test_two_ranks_train_as_one_device(on_two_ranks: dict[str, Any], strategy: str, name: str) -> None:
     """Beside one device in fp32 without any option; half precision rounds.
 
     BatchNorm's statistics are left out: of four microbatches one device counts four, and two ranks the mean of two.
@@ -138,6 +140,17 @@ def test_two_ranks_train_as_one_device(on_two_ranks: dict[str, Run], strategy: s
         "single", Case("plain", case.model, case.optimizer, case.clip_norm, case.accumulate), parts=2
     )
     close(on_two_ranks[f"{strategy}: {name}"], plain, 1e-5 if case.precision == "fp32" else 3e-2, False)
+
+
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(on_two_ranks: dict[str, Any]) -> None:
+    for same, scale in on_two_ranks["overflow"].values():
+        assert same
+        assert scale < 65536
+
+
+def test_deepspeed_refuses_fp16(on_two_ranks: dict[str, Any]) -> None:
+    assert on_two_ranks["refused"]
+    assert all("precision='fp16'" in message for message in on_two_ranks["refused"].values())
 
 
 @pytest.mark.parametrize("name", OPTIONS)

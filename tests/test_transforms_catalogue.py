@@ -74,7 +74,7 @@ def test_each_declares_itself(cls: type[Transform]) -> None:
     assert cls.source
     assert "Source: " in cls.__doc__
     assert set(cls.after) <= set(TRANSFORMS)
-    assert set(cls.unsafe_with) <= {"ddp", "fsdp", "deepspeed", "fairscale"}
+    assert set(cls.unsafe_with) <= {"ddp", "fsdp", "deepspeed", "deepspeed_stage_3", "fairscale"}
     translates = cls.from_plain is not Transform.from_plain
     assert translates or not cls.renames, f"{cls.__name__} renames and cannot translate"
     for field in dataclasses.fields(cls):
@@ -138,7 +138,7 @@ def test_declared_facts() -> None:
     }
     assert {n for n, cls in TRANSFORMS.items() if cls.unused_parameters} == {"LayerFreezing"}
     assert {n: cls.unsafe_with for n, cls in TRANSFORMS.items() if cls.unsafe_with} == {
-        "EMA": ("deepspeed",),
+        "EMA": ("deepspeed_stage_3",),
         "GradientClipping": ("deepspeed", "fairscale"),
         "LayerFreezing": LayerFreezing.unsafe_with,
         "SAM": ("deepspeed", "fairscale"),
@@ -155,6 +155,8 @@ def test_the_catalogue_lists_all_and_what_each_declares() -> None:
         assert (row.kind, row.source) == (cls.kind, cls.source)
         assert (row.renames == "yes") == cls.renames
         assert row.fsdp == ("no" if "fsdp" in cls.unsafe_with else "yes")
+        finer = "stages 1, 2" if "deepspeed_stage_3" in cls.unsafe_with else "yes"
+        assert row.deepspeed == ("no" if "deepspeed" in cls.unsafe_with else finer)
     assert rows["GyroDropout"].compiles == "no"
     assert rows["BlurPool"].compiles == "yes"
     assert rows["MixUp"].compiles == ""

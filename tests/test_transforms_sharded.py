@@ -8,7 +8,7 @@ import pytest
 import torch
 from drivetrain.strategies import launch
 from drivetrain.transforms import SAM, Transform
-from shard_jobs import LOOPS, clip, everything, net, train
+from shard_jobs import LOOPS, clip, drop_step, dropping, everything, net, train
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,22 @@ def test_ddp_does_too(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for name, value in expected.items():
             torch.testing.assert_close(rank["ddp"]["end"][f"module.{name}"], value, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("way", ["ddp", "blocks", "layers"])
+def test_ranks_may_drop_different_branches(ranks: list[dict[str, Any]], way: str) -> None:
+    """Gradients are the mean of both ranks' own, 0 for what both dropped; statistics are each rank's own."""
+    alone = [drop_step(dropping(), rank) for rank in (0, 1)]
+    dropped = [{name for name, g in gradients.items() if not g.any()} for gradients, _ in alone]
+    assert dropped[0] != dropped[1]
+    assert dropped[0] | dropped[1]
+    for rank, (_, statistics) in zip(ranks, alone, strict=True):
+        gradients, buffers = rank["drops"][way]
+        assert gradients.keys() == alone[0][0].keys()
+        for name, value in gradients.items():
+            mean = (alone[0][0][name] + alone[1][0][name]) / 2
+            torch.testing.assert_close(value, mean, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(buffers, statistics)
 
 
 def test_clipping_is_by_the_norm_of_all_shards(ranks: list[dict[str, Any]]) -> None:

@@ -10,8 +10,7 @@ import surgery_models as models
 import timm
 import torch
 import torch.nn.functional as F
-import torchvision
-from drivetrain.errors import DataError
+from drivetrain.errors import DataError, PlanError
 from drivetrain.transforms import (
     ALiBi,
     BlurPool,
@@ -23,7 +22,6 @@ from drivetrain.transforms import (
     LowPrecisionLayerNorm,
     NothingChanged,
     SqueezeExcite,
-    StochasticDepth,
     Transform,
     WeightStandardization,
 )
@@ -202,57 +200,6 @@ def test_factorize_inside_a_layer_that_reads_its_weights() -> None:
     torch.testing.assert_close(fast, model(x.requires_grad_()), rtol=1e-4, atol=1e-5)
 
 
-# ---- StochasticDepth ----
-
-
-@pytest.mark.parametrize("method", ["block", "sample"])
-def test_dropped_branches(method: str) -> None:
-    """Over many draws: the share that is dropped, one draw for the batch or one per sample, and the mean."""
-    torch.manual_seed(0)
-    model = nn.Sequential(copy.deepcopy(models.resnet()[4]))
-    StochasticDepth(method, 0.25, "uniform").apply(model)  # type: ignore[arg-type]
-    branch = model[0].drop_branch
-    x = torch.ones(8, 2, 3, 3)
-    rows = torch.stack([branch(x)[:, 0, 0, 0] for _ in range(400)])
-    torch.testing.assert_close(rows.unique(), torch.tensor([0, 1 / 0.75]))
-    assert rows.mean().item() == pytest.approx(1, abs=0.1)
-    assert (rows == rows[:, :1]).all().item() is (method == "block")
-    assert torch.equal(branch.eval()(x), x)
-
-
-def test_rates_and_blocks() -> None:
-    model = models.convnext()
-    report = StochasticDepth(drop_rate=0.3).apply(model)
-    assert report.changed == ("features.1.0", "features.3.0", "features.3.1")
-    rates = [model.get_submodule(name).stochastic_depth.p for name in report.changed]
-    assert rates == pytest.approx([0.1, 0.2, 0.3])
-    built = timm.create_model("test_convnext", num_classes=5, drop_path_rate=0.2)
-    notes = StochasticDepth().apply(built).notes
-    assert len(notes) == 1
-    assert "had a rate that the model was built with" in notes[0]
-
-
-def test_evaluation_is_that_of_the_plain_model() -> None:
-    for factory in (models.resnet, models.vit, models.timm_vit, models.timm_resnet):
-        model = factory().eval()
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                nn.init.ones_(module.weight)  # timm's last one is 0, and with it the branch
-        plain = copy.deepcopy(model)
-        StochasticDepth("sample", 0.9, "uniform").apply(model)
-        x = models.images()
-        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
-        assert not torch.allclose(model.train()(x), plain.train()(x))
-
-
-def test_blocks_without_a_shortcut_are_left_alone() -> None:
-    report = StochasticDepth().apply(torchvision.models.efficientnet_b0())
-    assert len(report.changed) == 9
-    assert [why for _, why in report.skipped] == ["it has no shortcut"] * 7
-    with pytest.warns(NothingChanged, match="it has no shortcut"):
-        StochasticDepth().apply(timm.create_model("test_efficientnet", num_classes=5))
-
-
 # ---- GyroDropout ----
 
 
@@ -275,7 +222,7 @@ def test_subnetworks_are_few_and_held() -> None:
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_any_shape_and_batch(shape: tuple[int, ...], batch: int) -> None:
     """Composer's fails for a batch that tau does not divide and for tokens."""
-    layer = operated(GyroDropout(tau=4), nn.Dropout(0.1))[0]
+    layer = operated(GyroDropout(tau=4, total_steps=9999), nn.Dropout(0.1))[0]
     kept = layer(torch.ones(batch, *shape)) > 0
     feature_axis = 1 if len(shape) == 3 else -1
     lines = kept.movedim(feature_axis, -1).flatten(1, -2) if len(shape) > 1 else kept[:, None]
@@ -289,11 +236,24 @@ def test_short_runs_and_idle_layers() -> None:
     assert report.skipped == (("0", "p=0: it does nothing"),)
 
 
+def test_the_length_of_the_training_is_given_told_or_asked_for() -> None:
+    given, open_ended = GyroDropout(sigma=4, tau=2, total_steps=40), GyroDropout(sigma=4, tau=2)
+    model = operated(open_ended, nn.Dropout(0.1))
+    assert torch.equal(model.eval()(torch.ones(4, 9)), torch.ones(4, 9))
+    with pytest.raises(PlanError, match=r"how long the training is.* total_steps=…, or call its begin"):
+        model.train()(torch.ones(4, 9))
+    open_ended.begin(model, 100)
+    assert model[0].hold == 50
+    model = operated(given, nn.Dropout(0.1))
+    given.begin(model, 100)
+    assert model[0].hold == 20
+
+
 def test_ranks_with_one_seed_have_the_same_subnetworks() -> None:
     outs = []
     for _ in range(2):
         torch.manual_seed(5)
-        outs.append(operated(GyroDropout(), nn.Dropout(0.1))(torch.ones(4, 9)))
+        outs.append(operated(GyroDropout(total_steps=9999), nn.Dropout(0.1))(torch.ones(4, 9)))
     assert torch.equal(*outs)
 
 

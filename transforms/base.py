@@ -129,6 +129,9 @@ class Transform:
         """Changes `model` in place and reports what changed."""
         raise TypeError(f"{type(self).__name__} does not change the model; it is a {self.kind} transform")
 
+    def begin(self, model: nn.Module, total_steps: int) -> None:
+        """For a surgery: to be called with the changed model before a training of so many optimizer steps."""
+
     def from_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
         """A state dict of the plain model as one that the changed model loads; a new dict.
 

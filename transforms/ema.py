@@ -45,7 +45,7 @@ class EMA(Transform):
 
     kind: ClassVar[Kind] = "loop"
     source: ClassVar[str] = "Tarvainen and Valpola 2017, arXiv:1703.01780"
-    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed",)
+    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed_stage_3",)
 
     def __post_init__(self) -> None:
         if (self.half_life is None) == (self.smoothing is None):

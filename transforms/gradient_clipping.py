@@ -24,8 +24,8 @@ source's epsilon. Composer has none, and its biases that start at 0 stay there."
 class GradientClipping(Transform):
     """Bounds the gradients between the backward and the optimizer's step.
 
-    DeepSpeed takes the gradients away, and FairScale leaves each on one rank only, where a norm of the rest is
-    silently another: use the strategies' own clipping there.
+    DeepSpeed takes the gradients away, and FairScale's ShardedDDP leaves each on one rank only, where a norm of
+    the rest is silently another: use the strategies' own clipping there.
 
     Attributes:
         by: `"norm"`: the 2-norm of all gradients together is at most the threshold. `"value"`: each element

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ..errors import PlanError
 from .base import Kind, Report, Transform
 from .checks import check_count, check_fraction
 from .surgery import Verdict, obstacle, operate
@@ -23,14 +24,14 @@ class GyroDropoutLayer(nn.Dropout):
         p: share of the features that a subnetwork lacks.
         subnetworks: how many there are in all.
         concurrent: how many of them share a batch; neighbouring rows have the same one.
-        hold: for how many steps.
+        hold: for how many steps; None: not known yet, and needed to train.
         seed: the subnetworks and their order follow from it.
         step: training batches seen.
     """
 
     subnetworks: int
     concurrent: int
-    hold: int
+    hold: int | None
     seed: int
     step: int = 0
     masks: torch.Tensor | None = None
@@ -39,6 +40,11 @@ class GyroDropoutLayer(nn.Dropout):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return input
+        if self.hold is None:
+            raise PlanError(
+                "GyroDropout does not know how long the training is, and outside a pipeline nobody tells it. Give "
+                "total_steps=…, or call its begin(model, total_steps) before the first step."
+            )
         channels = input.dim() == 4
         features = input.shape[1] if channels else input.shape[-1]
         period, offset = divmod(self.step, self.hold)
@@ -65,6 +71,11 @@ class GyroDropoutLayer(nn.Dropout):
         """(F,): made anew from its seed, because all of them would take subnetworks × F bytes a layer."""
         return torch.rand(features, generator=torch.Generator().manual_seed(self.seed + index)) > self.p
 
+    def set_length(self, total_steps: int) -> None:
+        """Begins a training of so many steps, and divides it into periods."""
+        self.step, self.masks = 0, None
+        self.hold = max(1, total_steps // self.subnetworks * self.concurrent)
+
     def extra_repr(self) -> str:
         return f"p={self.p}, subnetworks={self.subnetworks}, concurrent={self.concurrent}, hold={self.hold}"
 
@@ -79,7 +90,8 @@ class GyroDropout(Transform):
     same channels everywhere. A layer with p = 0 does nothing and is left alone.
 
     Steps are counted in Python, so the layer stands outside a compiled graph. The count is not in the
-    state dict: a resumed run begins with the first period again. Every rank has the same subnetworks if
+    state dict: a Pipeline's checkpoints save it beside; in a loop of your own save `step` of each layer, else a
+    resumed run begins with the first period again. Every rank has the same subnetworks if
     the ranks have the same seed when this is applied.
 
     Attributes:
@@ -88,11 +100,11 @@ class GyroDropout(Transform):
         sigma: preselected subnetworks. Count ≥ 1. Default 256, as in Composer.
         tau: subnetworks that share a batch. Count ≥ 1. Default 16, as in Composer.
         total_steps: optimizer steps of the whole run. Count ≥ 1. A selection stays for
-            total_steps // sigma · tau steps, at least one. Give your run's; the default, 10000, is about
-            100 epochs of CIFAR-10 in batches of 512 and has no source.
+            total_steps // sigma · tau steps, at least one. Default None: a pipeline tells its own, as
+            Composer's trainer does; in a loop of your own give it here or to `begin`.
 
     Raises:
-        PlanError: at construction, if a value cannot be used.
+        PlanError: at construction, if a value cannot be used; in training, if the length is not known.
 
     Source: Lee et al., "GyroDropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
     """
@@ -100,7 +112,7 @@ class GyroDropout(Transform):
     p: float = 0.5
     sigma: int = 256
     tau: int = 16
-    total_steps: int = 10000
+    total_steps: int | None = None
 
     kind: ClassVar[Kind] = "surgery"
     source: ClassVar[str] = "Lee et al., MLSys 2022"
@@ -108,18 +120,26 @@ class GyroDropout(Transform):
 
     def __post_init__(self) -> None:
         check_fraction(self, "p")
-        for field in ("sigma", "tau", "total_steps"):
+        for field in ("sigma", "tau") if self.total_steps is None else ("sigma", "tau", "total_steps"):
             check_count(self, field, least=1)
 
     def apply(self, model: nn.Module) -> Report:
         """Changes `model` in place. Layers that were changed before stay, with a note."""
         return operate("GyroDropout", model, _judge, self._change, "Dropout with p above 0")
 
+    def begin(self, model: nn.Module, total_steps: int) -> None:
+        """Tells the layers how long the training is, unless `total_steps` does."""
+        for module in model.modules():
+            if isinstance(module, GyroDropoutLayer) and self.total_steps is None:
+                module.set_length(total_steps)
+
     def _change(self, module: nn.Module) -> None:
         module.__class__ = GyroDropoutLayer
         assert isinstance(module, GyroDropoutLayer)
         module.p, module.subnetworks, module.concurrent = self.p, self.sigma, self.tau
-        module.hold = max(1, self.total_steps // self.sigma * self.tau)
+        module.hold = None
+        if self.total_steps is not None:
+            module.set_length(self.total_steps)
         module.seed = int(torch.randint(2**62, ()))
 
 

@@ -27,9 +27,9 @@ class LayerFreezing(Transform):
     changed. Running statistics of batch normalisations still move, as in Composer.
 
     Frozen parameters get no gradient, for which DDP waits unless find_unused_parameters is set. FSDP2 reads
-    requires_grad at every forward. DeepSpeed and FairScale lay out flat buffers for the parameters that
-    were trained at the start, and it has not been tried with them. A compiled model compiles again after
-    each change.
+    requires_grad at every forward, and FairScale's ShardedDDP waits for no gradient. DeepSpeed keeps stepping
+    what is frozen, by momentum and weight decay, in the flat buffers that it laid out at the start. A compiled
+    model compiles again after each change.
 
     Attributes:
         freeze_start: share of training before the first layer freezes. Number in [0, 1). Default 0.5, as
@@ -48,7 +48,7 @@ class LayerFreezing(Transform):
 
     kind: ClassVar[Kind] = "schedule"
     source: ClassVar[str] = "Brock et al. 2017, arXiv:1706.04983"
-    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed", "fairscale")
+    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed",)
     unused_parameters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -5,8 +5,11 @@ Shapes: B batch, C channels, H and W height and width, N tokens, D features.
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 import torchvision
+from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.models.vision_transformer import EncoderBlock
 
@@ -15,27 +18,121 @@ class DropBranch(torchvision.ops.StochasticDepth):  # type: ignore[misc]
     """torchvision's module, under a name that says that the surgery set it."""
 
 
-class StochasticBasicBlock(BasicBlock):  # type: ignore[misc]
-    """torchvision's, with the branch dropped at random."""
+class Shortcut(torch.autograd.Function):
+    """A copy of the shortcut, for a branch that was not computed: its parameters get gradients of 0.
+
+    Gradients of None would be another training: an optimizer passes such parameters over, momentum and
+    weight decay included, DDP waits for them, and FSDP2's ranks disagree on what to reduce.
+    """
+
+    @staticmethod
+    def forward(shortcut: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return shortcut.clone()  # a view could not be changed in place, which ReLU does
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (grad, *map(torch.zeros_like, ctx.saved_tensors))
+
+
+class _DropsBranch(nn.Module):
+    """The sum of shortcut and branch in torchvision's ResNet blocks. A dropped branch moves no statistics."""
+
+    BRANCH: ClassVar[tuple[str, ...]]
+    """The modules of the branch that have parameters or buffers."""
+    conv1: nn.Module
+    bn1: nn.Module
+    conv2: nn.Module
+    bn2: nn.Module
+    relu: nn.Module
+    downsample: nn.Module | None
+    drop_branch: nn.Module
+
+    def _branch(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, C, H, W) to the same number of dimensions."""
-        branch = self.relu(self.bn1(self.conv1(x)))
-        branch = self.drop_branch(self.bn2(self.conv2(branch)))
-        shortcut = x if self.downsample is None else self.downsample(x)
-        return self.relu(branch + shortcut)  # type: ignore[no-any-return]
+        shortcut: torch.Tensor = x if self.downsample is None else self.downsample(x)
+        out: torch.Tensor = self.relu(self._sum(shortcut, x))
+        return out
+
+    def _sum(self, shortcut: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        drop: Any = self.drop_branch
+        if drop.mode == "row" or not drop.training:
+            out: torch.Tensor = drop(self._branch(x))
+            return out.add_(shortcut)
+        parts = [module for name in self.BRANCH for module in getattr(self, name).modules()]
+        if not _may_skip(parts, x):
+            return self._masked(parts, x).add_(shortcut)
+        # On the CPU, because Python reads it: a draw on the GPU would be waited for.
+        scale = drop(torch.ones(())).item()
+        if scale:
+            return self._branch(x, scale).add_(shortcut)
+        parameters = [p for part in parts for p in part.parameters(recurse=False) if p.requires_grad]
+        skipped: torch.Tensor = Shortcut.apply(shortcut, *parameters)
+        return skipped
+
+    def _masked(self, parts: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+        """The same numbers by a branch that is computed in any case, and multiplied by 0 if it is dropped."""
+        scale: torch.Tensor = self.drop_branch(torch.ones((), device=x.device))
+        buffers = [buffer for part in parts for buffer in part.buffers(recurse=False)]
+        before = [buffer.clone() for buffer in buffers]
+        branch = self._branch(x)
+        with torch.no_grad():
+            for buffer, old in zip(buffers, before, strict=True):
+                # .data: autograd holds BatchNorm's statistics, though its backward in training reads none.
+                buffer.data.copy_(torch.where(scale > 0, buffer, old))
+        return branch * scale
 
 
-class StochasticBottleneck(Bottleneck):  # type: ignore[misc]
+def _scaled(norm: nn.Module, x: torch.Tensor, scale: float) -> torch.Tensor:
+    """norm(x) * scale. BatchNorm's weight and bias take the factor: no pass over the activations for it."""
+    if scale != 1 and isinstance(norm, nn.BatchNorm2d) and norm.affine:
+        weights = {name: value * scale for name, value in norm.named_parameters()}
+        scaled: torch.Tensor = torch.func.functional_call(norm, weights, x)
+        return scaled
+    out: torch.Tensor = norm(x)
+    return out if scale == 1 else out * scale
+
+
+def _may_skip(parts: list[nn.Module], x: torch.Tensor) -> bool:
+    """Whether these modules may be left uncalled: Python decides it, and no one waits for them.
+
+    A graph, of torch.compile or CUDA, would take in one draw for ever. Hooks gather shards (FSDP around each
+    layer, ZeRO 3) and SyncBatchNorm sums over ranks, which must all take part, and may draw differently.
+    """
+    if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return not any(
+        part._forward_pre_hooks or part._forward_hooks or isinstance(part, nn.SyncBatchNorm) for part in parts
+    )
+
+
+class StochasticBasicBlock(_DropsBranch, BasicBlock):  # type: ignore[misc]
     """torchvision's, with the branch dropped at random."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, C, H, W) to the same number of dimensions."""
-        branch = self.relu(self.bn1(self.conv1(x)))
-        branch = self.relu(self.bn2(self.conv2(branch)))
-        branch = self.drop_branch(self.bn3(self.conv3(branch)))
-        shortcut = x if self.downsample is None else self.downsample(x)
-        return self.relu(branch + shortcut)  # type: ignore[no-any-return]
+    BRANCH = ("conv1", "bn1", "conv2", "bn2")
+
+    def _branch(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        return _scaled(self.bn2, self.conv2(x), scale)
+
+
+class StochasticBottleneck(_DropsBranch, Bottleneck):  # type: ignore[misc]
+    """torchvision's, with the branch dropped at random."""
+
+    BRANCH = ("conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
+    conv3: nn.Module
+    bn3: nn.Module
+
+    def _branch(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        return _scaled(self.bn3, self.conv3(x), scale)
 
 
 class StochasticEncoderBlock(EncoderBlock):  # type: ignore[misc]

@@ -27,8 +27,8 @@ class SAM(Transform):
 
     The second pass updates BatchNorm's statistics once more, unless it runs inside `buffers_kept(model)`.
     Gradients are those of all ranks if the loop synchronises the first pass; Composer does not, so that
-    each of its ranks perturbs by its own. DeepSpeed takes the gradients away, and FairScale leaves each on one
-    rank only, so that neither can perturb.
+    each of its ranks perturbs by its own. DeepSpeed takes the gradients away, and FairScale's ShardedDDP
+    leaves each on one rank only, so that neither can perturb.
 
     Attributes:
         rho: distance to the worst point, in the 2-norm of all weights together. Number > 0. Default 0.05,

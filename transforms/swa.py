@@ -25,8 +25,8 @@ class SWA(Transform):
     remains, `torch.optim.swa_utils.update_bn(loader, model)` after `finish()` measures them.
 
     Between the two points an evaluation sees the mean so far. Half precision is averaged in float32. From
-    `start` to `end` it costs the model's memory once more. DeepSpeed's stage 3 leaves nothing on the model to
-    average.
+    `start` to `end` it costs the model's memory once more. DeepSpeed steps a copy of the weights that the mean does not
+    reach, and its stage 3 leaves nothing on the model to average.
 
     Attributes:
         start: share of the training after which it begins. Number in [0, 1). Default 0.7, as in Composer.

@@ -93,6 +93,6 @@ def _row(cls: type[Transform]) -> CatalogueRow:
 def _works(cls: type[Transform], family: str) -> str:
     if family in cls.unsafe_with:
         return "no"
-    if family == "deepspeed":
-        return "not tried"
+    if family == "deepspeed" and "deepspeed_stage_3" in cls.unsafe_with:
+        return "stages 1, 2"
     return "find_unused_parameters" if family == "ddp" and cls.unused_parameters else "yes"

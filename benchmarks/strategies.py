@@ -1,0 +1,182 @@
+"""What each strategy keeps per parameter, beside ZeRO's formulas, and its step time beside the backend's alone.
+
+    python benchmarks/strategies.py [--rounds 9] [--steps 5] [--ranks 1 2 4] [--out benchmarks/results]
+
+Bytes are counted on every rank between backward and step, with AdamW in fp32; the largest rank counts. Step times
+are those of two ranks, in which Drivetrain's engine and the backend called by hand take turns on models with the
+same weights; a ratio above 1 is in Drivetrain's favour. CPU and gloo, one thread per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from drivetrain import strategies
+from drivetrain.strategies.memory import adamw_bytes, held_bytes
+from measuring import Contender, compare, measure, save
+from rich.table import Column, Table
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH, DEPTH, BATCH = 512, 16, 32
+NAMES = [
+    "ddp",
+    "zero_redundancy",
+    "fairscale_oss",
+    "fairscale_sharded_ddp",
+    "fsdp",
+    "fsdp_grad_op",
+    "fsdp_cpu_offload",
+]
+OURS, BY_HAND = "Drivetrain", "by hand"
+
+
+def model() -> nn.Module:
+    """4.2 million parameters in layers of one size."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(DEPTH))
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 8))
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def loss_of(wrapped: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    return wrapped(images).square().mean()
+
+
+def held(names: list[str]) -> dict[str, tuple[int, int, int, int]]:
+    """Bytes of parameters, gradients and optimizer on this rank, and the number of parameters."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        engine = strategies.get(name, device="cpu").prepare(model(), adamw)
+        for _ in range(2):
+            engine.backward(loss_of(engine.model, torch.randn(BATCH, WIDTH)))
+            bytes_ = held_bytes(engine)
+            engine.step()
+        found[name] = (bytes_.parameters, bytes_.gradients, bytes_.optimizer, bytes_.count)
+    return found
+
+
+def by_hand_ddp() -> tuple[nn.Module, torch.optim.Optimizer]:
+    wrapped = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    return wrapped, adamw(wrapped.parameters())
+
+
+def by_hand_zero() -> tuple[nn.Module, torch.optim.Optimizer]:
+    wrapped = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=1e-3)
+
+
+def by_hand_fsdp() -> tuple[nn.Module, torch.optim.Optimizer]:
+    wrapped = model()
+    for block in list(wrapped.children())[:-1]:
+        fully_shard(block)
+    fully_shard(wrapped)
+    return wrapped, adamw(wrapped.parameters())
+
+
+HAND: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
+    "ddp": by_hand_ddp,
+    "zero_redundancy": by_hand_zero,
+    "fsdp": by_hand_fsdp,
+}
+
+
+def ours(name: str, steps: int, images: torch.Tensor) -> Contender:
+    """Seconds per step of our engine."""
+    engine = strategies.get(name, device="cpu").prepare(model(), adamw)
+
+    def turn() -> float:
+        engine.barrier()
+        start = perf_counter()
+        for _ in range(steps):
+            with engine.forward_context():
+                loss = loss_of(engine.model, images)
+            engine.backward(loss)
+            engine.step()
+        engine.barrier()
+        return (perf_counter() - start) / steps
+
+    return turn
+
+
+def theirs(name: str, steps: int, images: torch.Tensor) -> Contender:
+    """Seconds per step of the backend."""
+    wrapped, optimizer = HAND[name]()
+
+    def turn() -> float:
+        torch.distributed.barrier()
+        start = perf_counter()
+        for _ in range(steps):
+            loss_of(wrapped, images).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.distributed.barrier()
+        return (perf_counter() - start) / steps
+
+    return turn
+
+
+def times(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds per step, by strategy and contender."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    images = torch.randn(BATCH, WIDTH)
+    return {
+        name: measure({OURS: ours(name, steps, images), BY_HAND: theirs(name, steps, images)}, rounds)
+        for name in HAND
+    }
+
+
+def bytes_table(ranks: list[int]) -> tuple[Table, dict[str, Any]]:
+    """The largest rank's bytes per parameter, and its ratio to the formula."""
+    name_column = Column("strategy", no_wrap=True)
+    table = Table(name_column, "ranks", "params", "grads", "optim", "sum", "formula", "ratio")
+    rows: dict[str, Any] = {}
+    for number in ranks:
+        per_rank = strategies.launch(held, NAMES, devices=number)
+        for name in NAMES:
+            largest = max((rank[name] for rank in per_rank), key=lambda found: sum(found[:3]))
+            parts = [part / largest[3] for part in largest[:3]]
+            formula = sum(adamw_bytes(name, number))
+            ratio = sum(parts) / formula
+            rows.setdefault(name, {})[number] = {
+                "parameters": parts[0], "gradients": parts[1], "optimizer": parts[2],
+                "formula": formula, "ratio": ratio,
+            }  # fmt: skip
+            cells = [f"{value:.2f}" for value in (*parts, sum(parts), formula)]
+            table.add_row(name, str(number), *cells, f"{ratio:.3f}")
+    return table, rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    table, rows = bytes_table(options.ranks)
+    tables, results = [table], {"bytes_per_parameter": rows, "step": {}}
+    for name, figures in strategies.launch(times, options.steps, options.rounds, devices=2)[0].items():
+        compared, results["step"][name] = compare(f"a step, {name}, 2 ranks", "s", figures, OURS)
+        tables.append(compared)
+    save(tables, results, options.out / "strategies.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What a run is, as JSON values: by which a checkpoint knows whether it is of this run, and what can rebuild it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+import torch
+
+from .. import transforms
+from ..errors import CheckpointError
+from ..loaders.epochs import EpochLoader
+from ..transforms import Transform
+from .build import Built
+from .builder import Pipeline
+from .models import model_factory
+from .plan import sort_transforms
+
+BY_PROGRESS = ("SWA", "ProgressiveResizing", "LayerFreezing", "SelectiveBackprop")
+"""Transforms that do something at a share of the whole training, which another number of epochs would move."""
+
+
+def run_facts(pipeline: Pipeline, built: Built, epochs: int) -> dict[str, Any]:
+    """What must be the same for a run to go on as if it had not been interrupted.
+
+    Left out is what does not change the numbers, or what checkpoints are there to change: strategy, devices,
+    microbatches, workers, paths. Names and shapes of the model are compared when they are loaded.
+    """
+    data, train, how = pipeline.data, built.train, pipeline.distribution
+    assert data is not None  # the plan has checked
+    optimization = pipeline.optimization
+    by_name = isinstance(optimization.optimizer, str)
+    facts = {
+        "seed": pipeline.seed,
+        "training samples": len(train.indices),
+        "training data (CRC-32)": _identity(train),
+        "batch_size": data.batch_size,
+        "image_size": data.image_size,
+        "loader": data.loader,
+        "load settings": dict(data.settings),
+        "transforms": [repr(transform) for transform in sort_transforms(pipeline.transforms)],
+        "optimizer": optimization.optimizer if by_name else "a factory",
+        "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
+        "schedule": optimization.schedule,
+        "warmup": optimization.warmup,
+        "precision": how.precision,
+        "clip_norm": how.clip_norm,
+        "epochs": epochs,
+    }
+    return dict(json.loads(json.dumps(facts, default=repr)))
+
+
+def check_same(saved: dict[str, Any], own: dict[str, Any], where: object) -> None:
+    """Compares the facts of a checkpoint with those of the run that is to go on from it.
+
+    Raises:
+        CheckpointError: naming the first difference.
+    """
+    for key, value in own.items():
+        there = saved.get(key)
+        if key == "parameter groups":
+            there, value = _in_both(there, value)
+        if there == value or (key == "epochs" and _may_differ(saved, own)):
+            continue
+        why = ""
+        if key == "epochs":
+            why = (
+                " The learning rate, or a method, follows the share of the training that is done; only with "
+                "schedule='constant', no warm-up and no method of that kind may the epochs change."
+            )
+        raise CheckpointError(
+            f"The checkpoint {where} is of a run with {key} = {there!r}, and this one has {value!r}.{why} Resume "
+            f"with the same, or start anew with resume=None in another folder."
+        )
+
+
+def _may_differ(saved: dict[str, Any], own: dict[str, Any]) -> bool:
+    """Whether a run may have another number of epochs than the one that it continues."""
+    steady = own["schedule"] == "constant" and own["warmup"] == 0
+    return steady and not any(t.startswith(BY_PROGRESS) for t in (*own["transforms"], *saved["transforms"]))
+
+
+def _in_both(saved: Any, own: list[dict[str, Any]]) -> tuple[Any, Any]:
+    """The hyperparameters that both optimizers have: a strategy may bring an optimizer with more of them."""
+    if not isinstance(saved, list) or len(saved) != len(own):
+        return saved, own
+    keys = [sorted(set(left) & set(right)) for left, right in zip(saved, own, strict=True)]
+    return tuple(
+        [{key: group[key] for key in common} for group, common in zip(groups, keys, strict=True)]
+        for groups in (saved, own)
+    )  # type: ignore[return-value]
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group; not those that only choose between implementations."""
+    chosen = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+    plain = {key: value for key, value in group.items() if key not in chosen}
+    return {key: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in plain.items()}
+
+
+def _identity(loader: EpochLoader) -> int:
+    """Of the samples: their checksums where the file has a manifest, else their labels."""
+    checksums = None if loader.beton is None else loader.beton.checksums
+    return zlib.crc32((loader.labels if checksums is None else checksums).tobytes())
+
+
+def description(pipeline: Pipeline) -> dict[str, Any] | None:
+    """The model and what changed it, as JSON values to rebuild it from; None if it is known to no name."""
+    name = pipeline.model_name
+    module = getattr(pipeline.model, "__module__", "")
+    if not module.startswith("torchvision.") and module != model_factory.__module__:
+        return None
+    try:
+        if model_factory(name) is not pipeline.model:
+            return None
+        changes = [t for t in pipeline.transforms if t.kind in transforms.CHANGES_MODEL]
+        found = {
+            "model": name,
+            "model_options": dict(pipeline.model_options),
+            "transforms": [transforms.to_dict(transform) for transform in changes],
+            "seed": pipeline.seed,
+        }
+        return dict(json.loads(json.dumps(found)))
+    except (TypeError, ValueError):  # a value that is no JSON, or no model of that name
+        return None
+
+
+def described(found: dict[str, Any]) -> tuple[Pipeline, tuple[Transform, ...]]:
+    """A pipeline with the model of a `description`, and its transforms in order."""
+    made = tuple(transforms.get(**entry) for entry in found["transforms"])
+    pipeline = Pipeline(found["model"], seed=found["seed"], **found["model_options"]).transform(*made)
+    return pipeline, sort_transforms(made)

@@ -1,0 +1,140 @@
+"""Losses that are no finite numbers: noticed at their step, by all ranks together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+
+from ..errors import NonFiniteError, PlanError, suggest
+from ..strategies import Engine
+from ..transforms.tensors import locals_of
+
+OnNonFinite = Literal["raise", "skip"]
+
+
+def check_choice(how: str) -> None:
+    """Refuses what is no `OnNonFinite`.
+
+    Raises:
+        PlanError: naming it.
+    """
+    if how not in get_args(OnNonFinite):
+        raise PlanError(f"on_nonfinite={how!r} is not known.{suggest(str(how), get_args(OnNonFinite))}")
+
+
+class Unguarded:
+    """Admits every step."""
+
+    def begin(self) -> None:
+        """To be called before a step's forward."""
+
+    def admits(self, loss: torch.Tensor) -> bool:  # noqa: ARG002
+        """Whether the optimizer may step with this loss `()`; every rank must ask, and gets the same answer."""
+        return True
+
+    def check_norm(self, norm: float | None) -> None:
+        """Looks at the gradients' norm that the step gave, if it gave one."""
+
+    def flush(self) -> None:
+        """Looks at what has not been looked at yet; before a checkpoint and at an epoch's end."""
+
+
+class LossGuard(Unguarded):
+    """Stops a training, or skips the step, when a rank's loss is not finite.
+
+    With `"raise"` the loss is looked at before the optimizer steps where that costs nothing, on the CPU; on
+    CUDA one step later, when the next one is queued, so that the device never waits. With `"skip"` every step
+    waits for its loss, and buffers (BatchNorm's statistics, which a bad batch would spoil) are copied before it.
+
+    Gradients that are not finite although the loss is show in their norm, with `clip_norm`; the step has been
+    taken by then, so that is an error also with `"skip"`. Without a norm they show in the next loss. A skipped
+    step whose weights are spoiled already is an error too: no step would ever be taken again.
+
+    Args:
+        engine: to agree with the other ranks: one number each, a step.
+        how: `"raise"` or `"skip"`.
+        step: gives the number of the step, from 1.
+        advice: completes an error: the last good checkpoint, what to change.
+    """
+
+    def __init__(
+        self, engine: Engine, how: OnNonFinite, step: Callable[[], int], advice: Callable[[], str]
+    ) -> None:
+        self._engine, self._skip = engine, how == "skip"
+        self._step, self._advice = step, advice
+        self._at_once = self._skip or engine.device.type != "cuda"
+        self._late: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Copies the buffers, if the step may be skipped."""
+        if self._skip:
+            self._buffers = [(buffer, buffer.clone()) for buffer in self._engine.plain_model.buffers()]
+
+    @torch.no_grad()
+    def admits(self, loss: torch.Tensor) -> bool:
+        """See `Unguarded.admits`.
+
+        Raises:
+            NonFiniteError: naming step and rank; for the step before, on CUDA.
+        """
+        losses = torch.zeros(self._engine.world_size, device=self._engine.device)
+        losses[self._engine.rank] = loss
+        losses = self._engine.reduce(losses, "sum")  # each rank's own in its place
+        if self._at_once:
+            return self._judged(self._step(), losses)
+        late = self._late
+        host = torch.empty(losses.shape, pin_memory=True).copy_(losses, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        self._late = self._step(), host, copied
+        self._look(late)
+        return True
+
+    def check_norm(self, norm: float | None) -> None:
+        """See `Unguarded.check_norm`.
+
+        Raises:
+            NonFiniteError: naming the step.
+        """
+        if norm is not None and not math.isfinite(norm):
+            self.flush()
+            raise NonFiniteError(
+                f"At step {self._step()} the norm of the gradients is {norm}, with a finite loss; the weights are "
+                f"spoiled. {self._advice()}"
+            )
+
+    def flush(self) -> None:
+        """See `Unguarded.flush`.
+
+        Raises:
+            NonFiniteError: naming step and rank.
+        """
+        late, self._late = self._late, None
+        self._look(late)
+
+    def _look(self, late: tuple[int, torch.Tensor, torch.cuda.Event] | None) -> None:
+        if late is not None:
+            step, losses, copied = late
+            copied.synchronize()
+            self._judged(step, losses)
+
+    def _judged(self, step: int, losses: torch.Tensor) -> bool:
+        bad = {rank: value for rank, value in enumerate(losses.tolist()) if not math.isfinite(value)}
+        if not bad:
+            return True
+        where = ", ".join(f"{value} on rank {rank}" for rank, value in list(bad.items())[:8])
+        if self._skip and not self._spoiled():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+            return False
+        spoiled = " The weights themselves are not finite any more: skipping would not help." * self._skip
+        raise NonFiniteError(f"At step {step} the loss is {where}.{spoiled} {self._advice()}")
+
+    def _spoiled(self) -> bool:
+        parameters = [p.detach() for p in self._engine.plain_model.parameters()]
+        mine = any(not bool(part.isfinite().all()) for part in locals_of(parameters))
+        return bool(self._engine.reduce(torch.tensor(float(mine)), "sum").item())

@@ -1,0 +1,260 @@
+"""A run on one rank: from a checkpoint or the start to the last epoch, with checkpoints on the way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..errors import CheckpointError, NonFiniteError
+from ..strategies.group import under_torchrun
+from . import resume as resuming
+from .build import Built
+from .builder import Pipeline
+from .checkpoint import Checkpoint
+from .exporting import evaluated_state
+from .facts import check_same, description, run_facts
+from .interrupts import interrupts_held
+from .loop import EpochStats, evaluate, train_epoch
+from .nonfinite import LossGuard, OnNonFinite
+from .optimizers import Schedule
+from .progress import Progress, say
+from .provenance import provenance
+from .result import Epoch, History, save_weights
+from .retention import Checkpoints, Store
+from .saving import Saver
+from .snapshot import all_finite, take
+from .sums import Sums
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists."""
+
+    epochs: int
+    folder: Path | None
+    progress: bool
+    resume: str | Path | None
+    checkpoints: Checkpoints | None
+    on_nonfinite: OnNonFinite
+
+
+@dataclass
+class Outcome:
+    """What a rank sends back: weights on the CPU by plain names (after the last whole epoch) and history."""
+
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+
+
+class Run:
+    """One training on this rank.
+
+    Args:
+        pipeline: what is trained.
+        built: its parts.
+        job: how.
+        outcome: is kept up to date with the epochs that are finished.
+    """
+
+    def __init__(self, pipeline: Pipeline, built: Built, job: Job, outcome: Outcome) -> None:
+        self._pipeline, self._built, self._job, self._outcome = pipeline, built, job, outcome
+        self._engine, self._methods = built.engine, built.methods
+        self._lead = built.engine.rank == 0
+        self._image_size = built.train.settings.image_size
+        self._length = len(built.train)  # steps in an epoch
+        self._facts = run_facts(pipeline, built, job.epochs)
+        self._schedule = Schedule(pipeline.optimization, self._engine.optimizer, job.epochs * self._length)
+        self._sums = self._no_sums()
+        self._store = None if job.folder is None else Store(job.folder.resolve() / "checkpoints")
+        self._guard = LossGuard(self._engine, job.on_nonfinite, self._step_now, self._advice)
+        facts = {"recipe": pipeline.recipe, "seed": pipeline.seed, "provenance": provenance()}
+        self._history = History([], facts)
+        self._name = ""
+        self._saver: Saver | None = None
+
+    def train(self) -> None:
+        """Trains what is left of the run."""
+        options = self._job.checkpoints
+        choice = resuming.choose(self._engine, self._job.resume, self._store, saves=options is not None)
+        self._name = choice.run
+        if self._store is not None and options is not None:
+            self._saver = Saver(self._engine, self._store, options, choice.run)
+        try:
+            epoch = self._begin(choice.checkpoint)
+            for number in range(epoch + 1, self._job.epochs + 1):
+                self._epoch(number)
+            self._methods.finish()
+            if self._saver is not None:
+                self._saver.close()
+        except BaseException:
+            if self._saver is not None:
+                self._saver.give_up()
+            raise
+
+    def _begin(self, checkpoint: Checkpoint | None) -> int:
+        """Starts anew, or puts everything back; returns the epochs that are finished."""
+        if checkpoint is None:
+            self._methods.begin(self._engine, self._job.epochs * self._length)
+            if self._job.resume is not None:
+                self._say("There is no checkpoint yet: the training starts from the beginning.")
+            return 0
+        state, step = checkpoint.state, checkpoint.state["step"]
+        check_same(state["facts"], self._facts, checkpoint.path)
+        if state["epoch"] + (state["step_in_epoch"] > 0) > self._job.epochs:
+            raise CheckpointError(
+                f"The checkpoint {checkpoint.path} is after {state['epoch']} epochs and {state['step_in_epoch']} "
+                f"steps; epochs={self._job.epochs} must not be fewer."
+            )
+        resuming.load_engine(checkpoint, self._engine)
+        self._methods.begin(self._engine, self._job.epochs * self._length)
+        resuming.load_methods(checkpoint, self._built)
+        self._sums = resuming.load_sums(checkpoint, self._engine)
+        # What an epoch's beginning decides is decided as it was, also in the middle of the epoch.
+        self._methods.clock.step = step - state["step_in_epoch"]
+        with resuming.restoring(checkpoint):
+            self._methods.begin_epoch(self._engine, self._built.train, self._image_size)
+            self._built.train.load_state_dict(state["loader"])
+            self._methods.clock.step, self._schedule.step = step, int(state["schedule"]["step"])
+        self._go_on(checkpoint)
+        resuming.load_randomness(checkpoint, self._engine, self._pipeline.seed)
+        return int(state["epoch"])
+
+    def _go_on(self, checkpoint: Checkpoint) -> None:
+        """The history goes on; a run that has finished epochs has its result already."""
+        state, history = checkpoint.state, resuming.load_history(checkpoint)
+        here = {"step": state["step"], "strategy": state["strategy"], "ranks": len(state["ranks"])}
+        since = [*history.facts.get("resumed", []), {**here, "provenance": provenance()}]
+        self._history = History(history.epochs, {**history.facts, "resumed": since})
+        self._say(
+            f"Resumed from {checkpoint.path}: step {state['step_in_epoch']} of epoch {state['epoch'] + 1}."
+            if state["epoch"] < self._job.epochs
+            else f"Resumed from {checkpoint.path}: the training was finished."
+        )
+        if not state["step_in_epoch"]:
+            self._keep(self._history, evaluated_state(checkpoint) if self._lead or under_torchrun() else {})
+
+    def _epoch(self, number: int) -> None:
+        built, methods, start = self._built, self._methods, perf_counter()
+        earlier = self._sums.elapsed
+        if not self._sums.steps:
+            methods.begin_epoch(self._engine, built.train, self._image_size)
+        images, total = built.train.settings.batch_size, self._length * built.train.settings.batch_size
+        with Progress(number, self._job.epochs, total, show=self._job.progress and self._lead) as bar:
+            bar.skip(self._sums.steps * images)
+
+            def after_step(images: int, loss: torch.Tensor) -> None:
+                bar.update(images, loss)
+                self._sums.elapsed = earlier + perf_counter() - start
+                self._save_if_due(number)
+
+            stats = train_epoch(
+                self._engine, built.train, built.loss, self._schedule.advance, after_step, methods, self._sums,
+                self._guard,
+            )  # fmt: skip
+            val_loss, accuracy, state = self._evaluate()
+            self._check(number, stats, val_loss)
+            epoch = Epoch(
+                epoch=number,
+                loss=stats.loss,
+                val_loss=val_loss,
+                accuracy=accuracy,
+                images_per_s=stats.images / stats.seconds,
+                waiting=stats.waited / stats.seconds,
+                seconds=earlier + perf_counter() - start,
+                lr=self._schedule.lr,
+                skipped=stats.skipped,
+            )
+            self._keep(History([*self._history.epochs, epoch], self._history.facts), state)
+            bar.line(str(epoch))
+        self._sums = self._no_sums()
+        self._save(number, 0)
+
+    def _evaluate(self) -> tuple[float | None, float | None, dict[str, torch.Tensor]]:
+        """Validation loss and accuracy, and the weights that have them, by plain names."""
+        engine, val = self._engine, self._built.val
+        engine.sync_buffers()
+        with self._methods.evaluating():
+            engine.sync_buffers()  # averages of buffers (EMA, SWA) are each rank's own, too
+            loss, accuracy = evaluate(engine, val, self._methods) if val else (None, None)
+            # On every rank: each holds a part of sharded weights.
+            return loss, accuracy, engine.export_state()
+
+    def _check(self, number: int, stats: EpochStats, val_loss: float | None) -> None:
+        if stats.skipped >= self._length:
+            raise NonFiniteError(f"In epoch {number} no step had a finite loss. {self._advice()}")
+        if not math.isfinite(stats.loss) or not math.isfinite(val_loss or 0.0):
+            raise NonFiniteError(
+                f"In epoch {number} the loss is {stats.loss}, in validation {val_loss}. {self._advice()}"
+            )
+
+    def _keep(self, history: History, state: dict[str, torch.Tensor]) -> None:
+        """Weights and history are of the same epoch, in memory and on disk."""
+        with interrupts_held():
+            if self._job.folder is not None and self._lead and history.epochs:
+                save_weights(state, self._job.folder / "model.safetensors")
+                history.save(self._job.folder / "history.json")
+            self._history = self._outcome.history = history
+            self._outcome.state = state if self._lead or under_torchrun() else {}
+
+    def _save_if_due(self, number: int) -> None:
+        """In the middle of an epoch, if steps are counted; its end has a checkpoint anyway."""
+        options, steps = self._job.checkpoints, self._sums.steps
+        if self._saver is None or options is None or options.every_steps is None or steps >= self._length:
+            return
+        if self._methods.clock.step % options.every_steps == 0:
+            self._guard.flush()
+            self._save(number - 1, steps)
+
+    def _save(self, epoch: int, step_in_epoch: int) -> None:
+        """A checkpoint after `epoch` whole epochs and so many steps of the next."""
+        if self._saver is None:
+            return
+        part, whole = take(self._engine, self._methods, self._sums)
+        bad = torch.tensor(float(not all_finite(part, whole["parameters"])))
+        if self._engine.reduce(bad, "sum").item():  # each rank has looked at what it writes
+            raise NonFiniteError(
+                f"After step {self._methods.clock.step} the weights are not finite; they were not saved. "
+                f"{self._advice()}"
+            )
+        state: dict[str, Any] = {
+            **whole,
+            "drivetrain": __version__,
+            "run": self._name,
+            "epoch": epoch,
+            "step_in_epoch": step_in_epoch,
+            "step": self._methods.clock.step,
+            "strategy": self._pipeline.distribution.name,
+            "facts": self._facts,
+            "description": description(self._pipeline),
+            "schedule": {"step": self._schedule.step},
+            "loader": self._built.train.state_dict(),
+            "history": self._history.to_dict(),
+        }
+        self._saver.save(self._methods.clock.step, part, state)
+
+    def _step_now(self) -> int:
+        """The number of the step that is being taken, from 1."""
+        return self._methods.clock.step + 1
+
+    def _advice(self) -> str:
+        if self._saver is not None:
+            self._saver.wait_a_moment()
+        last = None if self._store is None else self._store.last(self._name)
+        good = "There is no checkpoint before it." if last is None else f"The last good checkpoint is {last}."
+        return (
+            f"{good} Lower the learning rate ({self._pipeline.optimization.describe()}), add a warm-up, set "
+            f"clip_norm, or skip such steps with fit(on_nonfinite='skip')."
+        )
+
+    def _no_sums(self) -> Sums:
+        return Sums(torch.zeros((), device=self._engine.device))
+
+    def _say(self, text: str) -> None:
+        if self._lead and self._job.progress:
+            say(text)

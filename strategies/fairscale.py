@@ -1,0 +1,192 @@
+"""FairScale's strategies: OSS divides the optimizer's state, ShardedDDP the gradients as well."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from ..errors import StrategyError, require
+from .base import OptimizerFactory
+from .ddp import DDP, OnEveryRank
+from .engine import LocalEngine, RanksEngine
+from .options import Options, PrepareOptions
+from .owned import OwnedEngine, copy_groups, keep_part
+from .sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
+
+EXTRA = "fairscale"
+
+
+class ShardedDDPEngine(OwnedEngine):
+    """A model whose gradients end on their owners; see `base.Engine` for what each method promises.
+
+    After the last `backward` of a step a rank has the gradients of the parameters that it owns, and None for the
+    others. Before it, with `accumulate` above 1, it has its own whole ones.
+    """
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """The precision's autocast, or nothing for fp32."""
+        with LocalEngine.forward_context(self):
+            yield
+
+    def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
+        """Adds the gradients of `loss / accumulate`; on the last microbatch each goes to its owner.
+
+        Raises:
+            StrategyError: as `base.Engine.backward`.
+        """
+        if last_microbatch:  # ShardedDDP looks here, and not in the forward as DDP does
+            super().backward(loss, last_microbatch)
+            return
+        try:
+            with self._wrapper.no_sync():
+                super().backward(loss, last_microbatch)
+        finally:  # after an exception its no_sync would go on for ever, and nothing be reduced
+            self._wrapper._should_accumulate_grads = False
+
+    def _clip(self, clip_norm: float) -> float:
+        # Not OSS.clip_grad_norm: it remembers from its first call which parameters have a gradient.
+        norm = nn.utils.get_total_norm([p.grad for p in self._own if p.grad is not None]).to(self.device)
+        total = self._sum(norm.square()).sqrt()
+        nn.utils.clip_grads_with_norm_(self._own, clip_norm, total)
+        return total.item()
+
+
+@dataclass(frozen=True)
+class FairScaleOSS(DDP):
+    """`DDP` with FairScale's OSS, which divides the optimizer's state as `zero_redundancy` does.
+
+    With AdamW in fp32 a rank keeps 8 + 8/N instead of 16 bytes per parameter. OSS lays the parameters of a rank
+    side by side, in one message after each step: they must be of one dtype, and are contiguous. Of a model whose
+    weights are channels-last the images are made channels-last instead. Whole parameters are shared out in their
+    order. Needs the extra `fairscale`. See `DDP` for the options, and `owned` for what an optimizer must not do.
+    """
+
+    name = "fairscale_oss"
+    summary = "like ddp, but the optimizer's state is divided among the devices (FairScale's OSS)"
+    extra = EXTRA
+
+    def check(self, devices: int) -> None:
+        """Raises StrategyError if `devices` ranks cannot train here, MissingExtra if FairScale is missing."""
+        _require("fairscale.optim.oss", self.name)
+        super().check(devices)
+
+    def _wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
+    ) -> RanksEngine:
+        divided = _divide(self.name, model, optimizer)
+        return OwnedEngine(self._data_parallel(model, device), divided, device, options)
+
+
+@dataclass(frozen=True)
+class FairScaleShardedDDP(OnEveryRank):
+    """FairScale's ShardedDDP over OSS: the optimizer's state and the gradients are divided (ZeRO's second stage).
+
+    With AdamW in fp32 a rank keeps 4 + 12/N instead of 16 bytes per parameter, and with `accumulate` above 1
+    before the last microbatch 4 more. Gradients go to their owners one by one: buckets would keep them all, and
+    lose them when they are zeroed. A parameter that no rank uses in a step is waited for by nobody; one that
+    only some use stops them all. Needs the extra `fairscale`. What `FairScaleOSS` says of parameters holds here.
+
+    Args:
+        device: as for `DDP`.
+    """
+
+    name = "fairscale_sharded_ddp"
+    summary = "like fairscale_oss, but the gradients are divided, too (FairScale's ShardedDDP)"
+    extra = EXTRA
+
+    def check(self, devices: int) -> None:
+        """Raises StrategyError if `devices` ranks cannot train here, MissingExtra if FairScale is missing."""
+        _require("fairscale.nn.data_parallel", self.name)
+        super().check(devices)
+
+    def _wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
+    ) -> RanksEngine:
+        begin_like_rank_0(model.modules(), device)
+        divided = _divide(self.name, model, optimizer)
+        backend = _require("fairscale.nn.data_parallel", self.name)
+        with _logging_kept():
+            wrapper = backend.ShardedDataParallel(
+                model,
+                divided,
+                broadcast_buffers=False,  # BatchNorm's statistics stay a rank's own until `sync_buffers`
+                sync_models_at_startup=False,
+                reduce_buffer_size=0,
+                auto_refresh_trainable=False,  # its way of seeing changes warns through the root logger
+            )
+        return ShardedDDPEngine(wrapper, divided, device, options)
+
+
+def _require(module: str, strategy: str) -> ModuleType:
+    return require(module, EXTRA, f"train with the strategy {strategy!r}")
+
+
+def _divide(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An OSS around `optimizer`, before the model is wrapped: it moves the parameters into buffers."""
+    _refuse_dtypes(strategy, model)
+    if make_contiguous(model):
+        give_channels_last_inputs(model)
+    divide: Any = _require("fairscale.optim.oss", strategy).OSS
+    with _logging_kept():
+        divided: torch.optim.Optimizer = divide(copy_groups(optimizer), keep_part(optimizer))
+    return divided
+
+
+@contextmanager
+def _logging_kept() -> Iterator[None]:
+    """FairScale logs by `logging.info`, which gives the whole process a handler if it has none."""
+    before = list(logging.root.handlers)
+    yield
+    logging.root.handlers[:] = before
+
+
+def _refuse_dtypes(strategy: str, model: nn.Module) -> None:
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    first = next(iter(trained.values()))
+    for name, dtype in trained.items():
+        if dtype != first:
+            raise StrategyError(
+                f"strategy {strategy!r}: the parameter {name!r} is {dtype} and others are {first}, which cannot "
+                f"lie side by side; make them one dtype, or use 'zero_redundancy'."
+            )
+
+
+@dataclass(frozen=True)
+class FairScaleFSDP:
+    """FairScale's FullyShardedDataParallel, by its name only: it is refused with the reason.
+
+    It needs CUDA streams, and is the forerunner of what `fsdp` (FSDP2) does on CPUs and GPUs.
+    """
+
+    device: str | None = None
+
+    name = "fairscale_fsdp"
+    summary = "FairScale's forerunner of fsdp: GPU only, and not tried"
+    extra = EXTRA
+
+    def check(self, devices: int) -> None:  # noqa: ARG002
+        """Raises StrategyError: it cannot be used yet."""
+        reason = (
+            "it has not been tried on GPUs yet"
+            if torch.cuda.is_available()
+            else "it runs on CUDA GPUs only, and there is none here"
+        )
+        raise StrategyError(f"strategy {self.name!r}: {reason}; use 'fsdp', which divides the same things.")
+
+    def prepare(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        optimizer_factory: OptimizerFactory,  # noqa: ARG002
+        **given: Unpack[PrepareOptions],  # noqa: ARG002
+    ) -> LocalEngine:
+        """Raises StrategyError, as `check` does."""
+        self.check(1)
+        raise AssertionError("unreachable")

@@ -1,0 +1,65 @@
+"""What ranks do in the tests of checkpoints; a module, because they import it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from drivetrain import DrivetrainError, Pipeline
+from drivetrain.pipeline import Checkpoints
+from pipeline_data import batch_norm_model, numbers
+from torch import nn
+
+ALL = Checkpoints(every_steps=1, keep=1000)
+EPOCHS = 2
+
+
+class Dropping(nn.Sequential):
+    """Draws from torch's, numpy's and Python's global random numbers in every step."""
+
+    def __init__(self) -> None:
+        super().__init__(*batch_norm_model()[:-1], nn.Dropout(0.3), batch_norm_model()[-1])
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            images = images + random.random() * 0.1 + np.random.normal() * 0.1  # noqa: NPY002
+        output: torch.Tensor = super().forward(images)
+        return output
+
+
+def outcome(pipeline: Pipeline, **arguments: Any) -> Any:
+    """Numbers and weights of a training, or its error as text."""
+    try:
+        result = pipeline.fit(epochs=EPOCHS, progress=False, **arguments)
+    except DrivetrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return numbers(result), result.model.state_dict()
+
+
+def seed_by_rank() -> None:
+    """Python's and numpy's random numbers differ from rank to rank, as torch's do where a model draws some."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002
+
+
+def train_and_resume(
+    pipelines: dict[str, Pipeline], sources: dict[str, Path], folder: Path
+) -> dict[str, dict[str, Any]]:
+    """On each rank: each pipeline trained whole, saving into `folder / name`; resumed in its own middle; and
+    from each of `sources`, and from what each other pipeline has saved."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, pipeline in pipelines.items():
+        seed_by_rank()
+        whole = outcome(pipeline, out=folder / name, checkpoints=ALL)
+        found[name] = {"whole": whole}
+    own = {name: folder / name / "checkpoints" for name in pipelines}
+    for name, pipeline in pipelines.items():
+        for label, place in {**sources, **own}.items():
+            if label.partition(" ")[0] == name.partition(" ")[0]:  # of the same model
+                found[name][label] = outcome(pipeline, resume=place / "step-00000003")
+                found[name][f"{label}, next epoch"] = outcome(pipeline, resume=place / "step-00000004")
+    return found

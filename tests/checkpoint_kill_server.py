@@ -1,0 +1,92 @@
+"""Trains on ranks that it forks, so that tests can kill them at any moment without paying for imports.
+
+One line of stdin, JSON `{"out", "ranks", "train", "val", "every_steps"}`, starts a training that resumes from
+`out`. Answers: that it is ready; the ranks' process ids at once, their exit statuses when all have ended.
+
+This process only imports; it computes nothing before it forks. stdout is for answers: the ranks have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from drivetrain.pipeline import Checkpoints
+from drivetrain.pipeline.builder import Pipeline
+from drivetrain.pipeline.fit import fit
+from drivetrain.transforms import EMA
+from pipeline_data import BATCH, CLASSES, SIDE
+from torch import nn
+
+EPOCHS = 4
+
+
+class Large(nn.Sequential):
+    """Enough weights that saving takes a good part of the time; draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(), nn.Linear(256, 512), nn.Dropout(0.2), nn.Linear(512, CLASSES),
+        )  # fmt: skip
+
+
+def train(order: dict[str, Any], rank: int) -> None:
+    os.dup2(os.open(f"{order['out']}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    ranks = order["ranks"]
+    pipeline = Pipeline(Large).load(
+        order["train"], order["val"], batch_size=BATCH, image_size=SIDE, flip=True, workers=1
+    )
+    pipeline = pipeline.optimize("adamw", lr=0.01, warmup=0.2).transform(EMA(half_life=3))
+    if ranks > 1:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "gloo", init_method=f"file://{order['rendezvous']}", rank=rank, world_size=ranks
+        )
+        pipeline = pipeline.distribute("ddp", devices=ranks)
+    fit(
+        pipeline,
+        epochs=EPOCHS,
+        out=Path(order["out"]),
+        progress=False,
+        resume="auto",
+        checkpoints=Checkpoints(every_steps=order["every_steps"]),
+    )
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def child(order: dict[str, Any], rank: int) -> int:
+    try:
+        train(order, rank)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pids = []
+        for rank in range(order["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(child(order, rank))
+            pids.append(pid)
+        print(json.dumps(pids), flush=True)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Checkpoints of one process: a resumed run is the uninterrupted one bit for bit, and another run is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_jobs import Dropping
+from drivetrain import CheckpointError, Pipeline, PlanError
+from drivetrain.pipeline import Checkpoints, CheckpointWarning, FitResult
+from drivetrain.transforms import (
+    EMA,
+    SAM,
+    SWA,
+    ChannelsLast,
+    CutMix,
+    GyroDropout,
+    LabelSmoothing,
+    LayerFreezing,
+    MixUp,
+    NoWeightDecay,
+    ProgressiveResizing,
+    SelectiveBackprop,
+)
+from pipeline_data import (
+    BATCH,
+    CLASSES,
+    SIDE,
+    TRAIN,
+    Toy,
+    batch_norm_model,
+    numbers,
+    plain_model,
+    surroundings,
+)
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+STEPS = TRAIN // BATCH  # of an epoch
+ALL = Checkpoints(every_steps=1, keep=1000, background=False)
+
+
+def gyro() -> nn.Module:
+    return nn.Sequential(*batch_norm_model()[:-1], nn.Dropout(0.3), batch_norm_model()[-1])
+
+
+def fit(pipeline: Pipeline, epochs: int = 3, **arguments: Any) -> FitResult:
+    return pipeline.fit(epochs=epochs, progress=False, **arguments)
+
+
+def checkpoints_in(out: Path) -> list[Path]:
+    return sorted((out / "checkpoints").glob("step-*"))
+
+
+def assert_same(resumed: FitResult, whole: FitResult) -> None:
+    """Every number of every epoch, and every bit of the weights."""
+    assert numbers(resumed) == numbers(whole)
+    assert [e.lr for e in resumed.history.epochs] == [e.lr for e in whole.history.epochs]
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+def cases(toy: Toy) -> dict[str, Pipeline]:
+    sgd, model = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, batch_norm_model
+    plain = toy.pipeline(model, flip=True).optimize("sgd", **sgd, schedule="cosine", warmup=0.2)
+    folder = toy.pipeline(model, loader="torch", workers=0, flip=True)
+    return {
+        "random numbers": toy.pipeline(Dropping),
+        "adamw": plain.optimize("adamw", lr=0.01).transform(NoWeightDecay(), LabelSmoothing(0.1)),
+        "no momentum": plain.optimize("sgd", lr=0.1),
+        "a factory": plain.optimize(lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5)),
+        "ema": plain.transform(EMA(half_life=3, update_every=2), ChannelsLast()),
+        "swa": plain.transform(SWA(0.3, 0.8)),
+        "gyro": toy.pipeline(gyro).transform(GyroDropout(total_steps=12, sigma=4, tau=1)),
+        "resizing": plain.transform(ProgressiveResizing(0.5, 0.3, 0.25, 2)),
+        "freezing": plain.transform(LayerFreezing(0.2, 1.0)),
+        "selecting": plain.transform(SelectiveBackprop(0.2, 0.9)),
+        "mixing": plain.transform(MixUp(), CutMix(), SAM(interval=2)),
+        "in parts": plain.distribute("single", accumulate=4, clip_norm=0.1, precision="bf16"),
+        "fp16": plain.distribute("single", precision="fp16"),  # its loss scale has moved
+        "torch loader": folder,
+    }
+
+
+NAMES = [
+    "random numbers", "adamw", "no momentum", "a factory", "ema", "swa", "gyro", "resizing", "freezing", "selecting",
+    "mixing", "in parts", "fp16", "torch loader",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resumed_anywhere_it_is_the_same_run(name: str, toy: Toy, tmp_path: Path) -> None:
+    """In the middle of the first epoch, at its end, in the middle of the second, and before the last step."""
+    pipeline = cases(toy)[name]
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    whole = fit(pipeline, out=tmp_path, checkpoints=ALL)
+    found = checkpoints_in(tmp_path)
+    assert [int(path.name[5:]) for path in found] == list(range(1, 3 * STEPS + 1))
+    before = surroundings()
+    for step in (1, STEPS, STEPS + 2, 3 * STEPS - 1):
+        assert_same(fit(pipeline, resume=found[step - 1]), whole)
+    assert surroundings() == before
+
+
+def test_cases_depend_on_what_is_restored(toy: Toy, tmp_path: Path) -> None:
+    """Else they would be the same without it: one file or value of a checkpoint at a time is another's."""
+    pipeline = cases(toy)["random numbers"].transform(EMA(half_life=3)).optimize("adamw", lr=0.01)
+    whole = fit(pipeline, out=tmp_path, checkpoints=ALL)
+    donor, host = checkpoints_in(tmp_path)[1], checkpoints_in(tmp_path)[5]
+    for name in ("model", "optimizer", "methods", "rank"):
+        mixed = swap_file(host, donor, f"{name}.safetensors", tmp_path / name)
+        assert numbers(fit(pipeline, resume=mixed)) != numbers(whole), name
+
+
+def swap_file(host: Path, donor: Path, name: str, target: Path) -> Path:
+    """A copy of `host` with one file of `donor`, with digests that are right."""
+    from drivetrain.pipeline.checkpoint import _digest, _measure
+
+    target = target / "step-00000006"
+    target.mkdir(parents=True)
+    for path in host.iterdir():
+        (target / path.name).write_bytes(
+            (donor if path.name == name else host).joinpath(path.name).read_bytes()
+        )
+    state = json.loads((target / "state.json").read_text())
+    del state["sha256"]
+    state["files"][name] = _measure(target / name)
+    (target / "state.json").write_text(json.dumps({**state, "sha256": _digest(state)}))
+    return target
+
+
+def test_the_files_are_those_that_other_tools_read(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.pipeline(batch_norm_model).transform(EMA(half_life=3)).optimize("adamw", lr=0.01)
+    result = fit(pipeline, out=tmp_path)
+    path = checkpoints_in(tmp_path)[-1]
+    names = ["methods.safetensors", "model.safetensors", "optimizer.safetensors", "rank.safetensors"]
+    assert sorted(entry.name for entry in path.iterdir()) == [*names, "state.json"]
+    state = json.loads((path / "state.json").read_text())
+    assert (state["epoch"], state["step_in_epoch"], state["step"]) == (3, 0, 3 * STEPS)
+    assert state["history"] == result.history.to_dict()
+    weights = load_file(path / "model.safetensors")
+    assert set(weights) == set(result.model.state_dict())
+    averages = load_file(path / "methods.safetensors")
+    for name, value in result.model.state_dict().items():
+        assert torch.equal(averages[f"EMA.averages::{name}"], value)  # what was evaluated
+    with safe_open(path / "optimizer.safetensors", framework="pt") as moments:
+        assert moments.get_tensor("0.weight::exp_avg").shape == weights["0.weight"].shape
+        assert moments.get_tensor("0.weight::step") == 3 * STEPS
+
+
+def test_the_history_goes_on(toy: Toy, tmp_path: Path, capsys: Any) -> None:
+    pipeline = toy.pipeline(batch_norm_model)
+    whole = fit(pipeline, out=tmp_path / "whole", checkpoints=ALL)
+    resumed = pipeline.fit(epochs=3, out=tmp_path / "on", resume=checkpoints_in(tmp_path / "whole")[STEPS])
+    assert resumed.history.epochs[0] == whole.history.epochs[0]  # with its images/s and seconds
+    assert json.loads((tmp_path / "on" / "history.json").read_text()) == resumed.history.to_dict()
+    assert resumed.history.facts["resumed"][0]["step"] == STEPS + 1
+    assert f"step-0000000{STEPS + 1}: step 1 of epoch 2" in capsys.readouterr().out
+    # The second epoch counts the images, and the time, of the step before the interruption.
+    second = resumed.history.epochs[1]
+    assert second.seconds > second.images_per_s**-1 * TRAIN * 0.99
+
+
+def test_auto(toy: Toy, tmp_path: Path, capsys: Any) -> None:
+    pipeline = toy.pipeline(batch_norm_model)
+    whole = pipeline.fit(epochs=3, out=tmp_path, resume="auto")
+    assert "There is no checkpoint yet" in capsys.readouterr().out
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")}
+    again = pipeline.fit(epochs=3, out=tmp_path, resume="auto")
+    assert "the training was finished" in capsys.readouterr().out
+    assert_same(again, whole)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")} == files
+    with pytest.raises(PlanError, match="give fit"):
+        fit(pipeline, resume="auto")
+
+
+def test_a_damaged_one_is_passed_over(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.pipeline(batch_norm_model)
+    whole = fit(pipeline, out=tmp_path)
+    newest = checkpoints_in(tmp_path)[-1]
+    with (newest / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors has 100 bytes of another content than the \d+"
+    ):
+        fit(pipeline, resume=newest)
+    with pytest.warns(CheckpointWarning, match="is damaged: model.safetensors"):
+        resumed = fit(pipeline, out=tmp_path, resume="auto")
+    assert resumed.history.facts["resumed"][0]["step"] == 2 * STEPS
+    assert_same(resumed, whole)
+    assert_same(fit(pipeline, resume=newest), whole)  # it was written anew
+
+
+def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.pipeline(batch_norm_model)
+    fit(pipeline, out=tmp_path)
+    other = Toy(tmp_path)
+    assert other.train != toy.train
+    changed = {
+        r"seed = 0, and this one has 1": pipeline._with(seed=1),
+        r"batch_size = 32, and this one has 16": toy.pipeline(batch_norm_model, batch_size=16),
+        r"image_size": toy.pipeline(batch_norm_model, image_size=8),
+        r"load settings": toy.pipeline(batch_norm_model, flip=True),
+        r"transforms = \[\]": pipeline.transform(LabelSmoothing(0.1)),
+        r"optimizer = 'sgd', and this one has 'adamw'": pipeline.optimize("adamw", schedule="constant"),
+        r"parameter groups": pipeline.optimize("sgd", lr=0.1, momentum=0.8, schedule="constant"),
+        r"schedule": pipeline.optimize("sgd", lr=0.1, momentum=0.9),
+        r"warmup": pipeline.optimize("sgd", lr=0.1, momentum=0.9, schedule="constant", warmup=0.5),
+        r"precision": pipeline.distribute("single", precision="bf16"),
+        r"clip_norm": pipeline.distribute("single", clip_norm=1.0),
+        r"is of another run: import_state: '0.bias'": toy.pipeline(plain_model),
+        r"is of another run: import_state: '0.weight' has the shape": toy.pipeline(wide),
+        r"training samples": pipeline.load(other.val, batch_size=BATCH, image_size=SIDE, flip=False),
+        r"training data": pipeline.load(shuffled(tmp_path), batch_size=BATCH, image_size=SIDE, flip=False),
+    }
+    for message, one in changed.items():
+        with pytest.raises(CheckpointError, match=message):
+            fit(one, resume=tmp_path)
+    # And what makes no difference to the numbers is not compared.
+    moved = pipeline.load(other.train, other.val, batch_size=BATCH, image_size=SIDE, flip=False, workers=2)
+    assert len(fit(moved.distribute("single", accumulate=2), resume=tmp_path).history.epochs) == 3
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 9, 3, padding=1, bias=False), nn.BatchNorm2d(9), nn.ReLU(), nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(), nn.Linear(9 * 16, CLASSES),
+    )  # fmt: skip
+
+
+def shuffled(folder: Path) -> str:
+    from pipeline_data import write_toy
+
+    return str(write_toy(folder / "other.beton", TRAIN, seed=9))
+
+
+def test_more_epochs_only_where_nothing_depends_on_their_number(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.pipeline(batch_norm_model)
+    whole = fit(pipeline, 4)
+    fit(pipeline, 2, out=tmp_path / "constant")
+    assert_same(fit(pipeline, 4, out=tmp_path / "constant", resume="auto"), whole)
+    with pytest.raises(CheckpointError, match="epochs=1 must not be fewer"):
+        fit(pipeline, 1, out=tmp_path / "constant", resume="auto")
+    for name, one in {
+        "cosine": pipeline.optimize("sgd", lr=0.1),
+        "swa": pipeline.transform(SWA(0.3, 0.8)),
+    }.items():
+        fit(one, 2, out=tmp_path / name)
+        with pytest.raises(
+            CheckpointError, match=r"epochs = 2, and this one has 3. The learning rate, or a method"
+        ):
+            fit(one, 3, out=tmp_path / name, resume="auto")
+
+
+def test_places_without_a_checkpoint(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.pipeline(plain_model)
+    (tmp_path / "step-00000001").mkdir()
+    for place in (tmp_path / "none", tmp_path, tmp_path / "step-00000001", Path(toy.train)):
+        with pytest.raises(CheckpointError, match=r"is no checkpoint|is not a complete checkpoint"):
+            fit(pipeline, resume=place)
+    with pytest.raises(PlanError, match="every_steps=0"):
+        Checkpoints(every_steps=0)
+    with pytest.raises(PlanError, match="keep=0"):
+        Checkpoints(keep=0)
+    fit(pipeline, 1, out=tmp_path / "off", checkpoints=None)
+    assert not (tmp_path / "off" / "checkpoints").exists()

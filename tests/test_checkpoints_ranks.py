@@ -1,0 +1,142 @@
+"""Checkpoints saved under any strategy and number of ranks, resumed under any other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_jobs import Dropping, train_and_resume
+from drivetrain import Pipeline
+from drivetrain.strategies import launch
+from drivetrain.transforms import EMA
+from pipeline_data import Toy, plain_model
+from safetensors import safe_open
+
+STRATEGIES = ("single", "ddp", "fsdp")
+"""Those that a checkpoint moves between."""
+ON_RANKS = [name for name in STRATEGIES if name != "single"]
+
+
+def pipelines(toy: Toy, ranks: int) -> dict[str, Pipeline]:
+    """Model and strategy: a model whose numbers do not depend on the ranks, and one that draws and counts."""
+    plain = toy.pipeline(plain_model).optimize("adamw", lr=0.01, warmup=0.2).transform(EMA(half_life=3))
+    drawing = toy.pipeline(Dropping).transform(EMA(half_life=3))
+    strategies = [name for name in STRATEGIES if ranks == 1 or name != "single"]
+    made = {f"plain {name}": plain.distribute(name, devices=ranks) for name in strategies}
+    return made | {f"drawing {name}": drawing.distribute(name, devices=ranks) for name in strategies}
+
+
+def run(toy: Toy, ranks: int, folder: Path, sources: dict[str, Path]) -> list[dict[str, Any]]:
+    jobs = pipelines(toy, ranks)
+    if ranks == 1:
+        return [train_and_resume(jobs, sources, folder)]
+    return launch(train_and_resume, jobs, sources, folder, devices=ranks, timeout=240)
+
+
+def places(folder: Path, toy: Toy, ranks: int) -> dict[str, Path]:
+    """Where the checkpoints of the model that is the same everywhere are."""
+    names = [name for name in pipelines(toy, ranks) if name.startswith("plain")]
+    return {f"{name} {ranks}": folder / name / "checkpoints" for name in names}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def one(toy: Toy, root: Path) -> dict[str, Any]:
+    return run(toy, 1, root / "1", {})[0]
+
+
+@pytest.fixture(scope="module")
+def two(toy: Toy, root: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
+    assert one
+    return run(toy, 2, root / "2", places(root / "1", toy, 1))
+
+
+@pytest.fixture(scope="module")
+def back(toy: Toy, root: Path, two: list[dict[str, Any]]) -> dict[str, Any]:
+    """On one rank, from two."""
+    assert two
+    return run(toy, 1, root / "back", places(root / "2", toy, 2))[0]
+
+
+def assert_all_plain_are(whole: Any, found: dict[str, dict[str, Any]], sources: int) -> None:
+    """Every resumed training of the plain model has the numbers and weights of `whole`, nearly."""
+    compared = 0
+    for name, outcomes in found.items():
+        for label, outcome in outcomes.items() if name.startswith("plain") else ():
+            assert not isinstance(outcome, str), (name, label, outcome)
+            for left, right in zip(outcome[0], whole[0], strict=True):
+                assert left == pytest.approx(right, abs=1e-5), (name, label)
+            torch.testing.assert_close(outcome[1], whole[1], rtol=1e-4, atol=1e-5)
+            compared += 1
+    names = sum(name.startswith("plain") for name in found)
+    assert compared == names * (1 + 2 * (sources + names))
+
+
+def test_from_one_rank_to_two(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    assert_all_plain_are(one["plain single"]["whole"], two[0], sources=len(STRATEGIES))
+
+
+def test_from_two_ranks_to_one(one: dict[str, Any], back: dict[str, Any]) -> None:
+    assert_all_plain_are(one["plain single"]["whole"], back, sources=len(ON_RANKS))
+
+
+@pytest.mark.parametrize("model", ["plain", "drawing"])
+@pytest.mark.parametrize("strategy", ON_RANKS)
+def test_the_same_ranks_go_on_bit_for_bit(model: str, strategy: str, two: list[dict[str, Any]]) -> None:
+    name = f"{model} {strategy}"
+    whole = two[0][name]["whole"]
+    assert not isinstance(whole, str), whole
+    for label in (name, f"{name}, next epoch"):
+        assert two[0][name][label][0] == whole[0], label
+        torch.testing.assert_close(two[0][name][label][1], whole[1], rtol=0, atol=0)
+
+
+def test_ddp_and_fsdp_draw_alike(two: list[dict[str, Any]]) -> None:
+    """Each rank's random numbers and statistics follow a checkpoint to another strategy of as many ranks."""
+    found = two[0]["drawing fsdp"]
+    for label in ("drawing ddp", "drawing ddp, next epoch"):
+        for left, right in zip(found[label][0], found["whole"][0], strict=True):
+            assert left == pytest.approx(right, abs=1e-4)
+
+
+def test_shards_are_in_the_layout_of_hugging_face(root: Path, two: list[dict[str, Any]]) -> None:
+    whole = two[0]["plain fsdp"]["whole"][1]
+    folder = root / "2" / "plain fsdp" / "checkpoints" / "step-00000003"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(whole)
+    assert index["metadata"]["total_size"] == sum(v.numel() * v.element_size() for v in whole.values())
+    assert set(index["weight_map"].values()) == {
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }
+    sizes = []
+    for shard in set(index["weight_map"].values()):
+        with safe_open(folder / shard, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            names = set(file.keys())
+            assert names == {name for name, home in index["weight_map"].items() if home == shard}
+            assert {name: file.get_slice(name).get_shape() for name in names} == {
+                name: list(whole[name].shape) for name in names
+            }
+            sizes.append(sum(file.get_tensor(name).numel() for name in names))
+    assert min(sizes) > 0.4 * sum(sizes) or max(sizes) == max(v.numel() for v in whole.values())
+    replicated = root / "2" / "plain ddp" / "checkpoints" / "step-00000003"
+    assert (replicated / "model.safetensors").exists()
+    assert not list(replicated.glob("*.index.json"))
+
+
+@pytest.mark.slow
+def test_four_ranks(toy: Toy, root: Path, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    sources = places(root / "1", toy, 1) | places(root / "2", toy, 2)
+    four = run(toy, 4, root / "4", sources)[0]
+    assert two
+    assert_all_plain_are(one["plain single"]["whole"], four, sources=len(sources))
+    back = run(toy, 2, root / "4 to 2", places(root / "4", toy, 4))[0]
+    assert_all_plain_are(one["plain single"]["whole"], back, sources=len(ON_RANKS))

@@ -1,0 +1,161 @@
+"""Losses that are not finite: noticed at their step by all ranks, or skipped by all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import NonFiniteError, Pipeline, PlanError
+from drivetrain.pipeline import Checkpoints
+from drivetrain.strategies import launch
+from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, plain_model
+from torch import nn
+
+STEPS = TRAIN // BATCH
+
+
+class Bad(nn.Module):
+    """Gives NaN in the training forwards of these numbers, counted from 1, on one rank."""
+
+    def __init__(self, steps: tuple[int, ...], rank: int = 0, gradient: bool = False) -> None:
+        super().__init__()
+        self.layers, self.steps, self.rank, self.gradient = batch_norm_model(), steps, rank, gradient
+        self.count = -1  # the check of the model's output trains once
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.count += self.training
+        here = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        bad = self.training and self.count in self.steps and here == self.rank
+        if bad and not self.gradient:
+            images = images * float("nan")  # and so BatchNorm's statistics become NaN, too
+        logits: torch.Tensor = self.layers(images)
+        if bad and self.gradient:
+            logits = Infinite.apply(logits)
+        return logits
+
+
+class Infinite(torch.autograd.Function):
+    """The same values, and an infinite gradient."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return gradient * float("inf")
+
+
+def fit(pipeline: Pipeline, **arguments: Any) -> Any:
+    return pipeline.fit(epochs=3, progress=False, **arguments)
+
+
+def test_raises_at_the_step_and_names_the_checkpoint(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(
+        NonFiniteError, match=r"At step 7 the loss is nan on rank 0. The last good .*step-00000006\. L"
+    ):
+        fit(toy.pipeline(Bad((7,))), out=tmp_path, checkpoints=Checkpoints(every_steps=2))
+    with pytest.raises(
+        NonFiniteError, match=r"At step 2 the loss is nan on rank 0. There is no checkpoint before it"
+    ):
+        fit(toy.pipeline(Bad((2,))))
+    # What was saved before is whole, and trains on where the cause is mended.
+    resumed = fit(toy.pipeline(Bad(())), out=tmp_path, resume="auto")
+    assert resumed.history.facts["resumed"][0]["step"] == 6
+    assert len(resumed.history.epochs) == 3
+
+
+def test_an_infinite_gradient(toy: Toy) -> None:
+    """With a norm at its own step; without, when the weights that it spoiled give the next loss."""
+    pipeline = toy.pipeline(Bad((3,), gradient=True))
+    clipped = pipeline.distribute("single", clip_norm=1.0)
+    for how in ("raise", "skip"):
+        with pytest.raises(
+            NonFiniteError, match="At step 3 the norm of the gradients is nan, with a finite loss"
+        ):
+            fit(clipped, on_nonfinite=how)
+    with pytest.raises(NonFiniteError, match="At step 4 the loss is nan"):
+        fit(pipeline)
+    with pytest.raises(NonFiniteError, match=r"At step 4 the loss is nan on rank 0. The weights themselves"):
+        fit(pipeline, on_nonfinite="skip")
+
+
+def test_weights_that_are_not_finite_are_not_saved(toy: Toy, tmp_path: Path) -> None:
+    """The last step of an epoch spoils them with a finite loss: there is no later loss to show it."""
+    pipeline = toy.pipeline(Bad((2 * STEPS,), gradient=True)).load(toy.train, batch_size=BATCH, image_size=16)
+    with pytest.raises(
+        NonFiniteError, match=r"After step 8 the weights are not finite; they were not saved.*00004\."
+    ):
+        fit(pipeline, out=tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*step*")] == ["step-00000004"]
+
+
+def test_skipping(toy: Toy, tmp_path: Path) -> None:
+    """Weights, statistics and optimizer are as if the batch had not been; the rates are those of the whole."""
+    pipeline = toy.pipeline(Bad((2, 7))).optimize("sgd", lr=0.1, momentum=0.9)
+    result = fit(pipeline, out=tmp_path, on_nonfinite="skip", checkpoints=Checkpoints(every_steps=1, keep=99))
+    assert [epoch.skipped for epoch in result.history.epochs] == [1, 1, 0]
+    assert "1 steps skipped" in str(result.history.epochs[0])
+    assert json.loads((tmp_path / "history.json").read_text())["epochs"][1]["skipped"] == 1
+    whole = fit(pipeline._with(model=Bad(())))
+    assert [e.lr for e in result.history.epochs] == [e.lr for e in whole.history.epochs]
+    assert result.accuracy > 0.9
+    state = {step: load(tmp_path, step) for step in (1, 2, 3)}
+    for name, value in state[1].items():
+        assert torch.equal(state[2][name], value), name  # BatchNorm's counters, too
+    assert not torch.equal(state[3]["layers.0.weight"], state[2]["layers.0.weight"])
+    with pytest.raises(NonFiniteError, match="no step had a finite loss"):
+        fit(toy.pipeline(Bad(tuple(range(100)))), on_nonfinite="skip")
+    with pytest.raises(PlanError, match="on_nonfinite='ignore' is not known"):
+        fit(pipeline, on_nonfinite="ignore")
+
+
+def load(out: Path, step: int) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(out / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def on_ranks(pipelines: dict[str, tuple[Pipeline, str]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (pipeline, how) in pipelines.items():
+        try:
+            result = fit(pipeline, on_nonfinite=how)
+            found[name] = [e.skipped for e in result.history.epochs], result.accuracy
+        except NonFiniteError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_all_ranks_agree(toy: Toy) -> None:
+    """One rank's loss is every rank's: none waits for another, whichever strategy."""
+    made = toy.pipeline(Bad((3, 6), rank=1))
+    jobs = {
+        f"{strategy} {how}": (made.distribute(strategy, devices=2), how)
+        for strategy in ("ddp", "fsdp")
+        for how in ("raise", "skip")
+    }
+    jobs["after it"] = (toy.pipeline(plain_model).distribute("ddp", devices=2), "raise")
+    ranks = launch(on_ranks, jobs, devices=2, timeout=120)
+    for found in ranks:
+        for strategy in ("ddp", "fsdp"):
+            assert found[f"{strategy} raise"].startswith("At step 3 the loss is nan on rank 1. "), found
+            skipped, accuracy = found[f"{strategy} skip"]
+            assert skipped == [1, 1, 0]
+            assert accuracy > 0.8
+        assert found["after it"][0] == [0, 0, 0]
+
+
+@pytest.mark.gpu
+def test_on_cuda_one_step_late(toy: Toy) -> None:
+    """Named by its own step, although it is looked at when the next is queued; also if it is the last."""
+    pipeline = toy.pipeline(Bad((3,))).distribute("single", device="cuda")
+    with pytest.raises(NonFiniteError, match="At step 3 the loss is nan on rank 0"):
+        fit(pipeline)
+    with pytest.raises(NonFiniteError, match=f"At step {STEPS} the loss is nan on rank 0"):
+        fit(toy.pipeline(Bad((STEPS,))).distribute("single", device="cuda"))
+    skipped = fit(pipeline, on_nonfinite="skip")
+    assert [epoch.skipped for epoch in skipped.history.epochs] == [1, 0, 0]

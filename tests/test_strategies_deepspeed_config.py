@@ -1,0 +1,139 @@
+"""The names of DeepSpeed's strategies, their options, a user's configuration, and what is missing: in this process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from ctypes.util import find_library
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed_methods import OFFLOAD, STAGES
+from drivetrain import strategies
+from drivetrain.errors import StrategyError
+from drivetrain.strategies import DeepSpeed
+from drivetrain.strategies.deepspeed_config import choose_zero, make_config, read_config
+from drivetrain.strategies.options import Options
+from strategy_jobs import make_optimizer
+from torch import nn
+
+
+def test_names_are_lightnings() -> None:
+    names = ["deepspeed", *STAGES, *OFFLOAD, "deepspeed_stage_3_offload_nvme"]
+    assert set(names) <= set(strategies.registry.STRATEGIES)
+    for name in names[1:]:
+        assert strategies.get(name).name == name
+    assert strategies.get("deepspeed") == DeepSpeed()
+    assert DeepSpeed().name == "deepspeed_stage_2"
+    assert (
+        DeepSpeed(config={"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}).name
+        == OFFLOAD[2]
+    )
+    with pytest.raises(StrategyError, match="has no option 'stage'"):
+        strategies.get("deepspeed_stage_2", stage=3)
+
+
+CONFIG = {
+    "train_batch_size": "auto",
+    "optimizer": "auto",
+    "gradient_clipping": 0.5,
+    "gradient_accumulation_steps": "auto",
+    "fp16": {"enabled": False},
+    "steps_per_print": 7,
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 1000,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+}
+
+
+def test_a_configuration_passes_through(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    for config in (CONFIG, path, str(path)):
+        read = read_config(config)
+        zero = choose_zero(None, None, None, read)
+        made = make_config(zero, Options(clip_norm=0.5, accumulate=4), read, "deepspeed")
+        assert (zero.stage, zero.offload) == (3, "cpu")
+        assert made["steps_per_print"] == 7
+        assert (made["gradient_clipping"], made["gradient_accumulation_steps"]) == (0.5, 4)
+        assert "optimizer" not in made
+        section = made["zero_optimization"]
+        assert section["reduce_bucket_size"] == 1000
+        assert section["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert make_config(choose_zero(2, None, None, {}), Options(), {}, "deepspeed")["gradient_clipping"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"gradient_clipping": 1.0}, "gradient_clipping=1.0 contradicts clip_norm=None"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 contradicts accumulate=1"),
+        ({"optimizer": {"type": "Adam"}}, r"config\['optimizer'\] cannot be set, because Drivetrain gives"),
+        ({"scheduler": {"type": "WarmupLR"}}, r"config\['scheduler'\] cannot be set"),
+        ({"train_batch_size": 8}, r"config\['train_batch_size'\] cannot be set"),
+        ({"train_micro_batch_size_per_gpu": 8}, r"config\['train_micro_batch_size_per_gpu'\]"),
+        ({"bf16": {"enabled": True}}, r"config\['bf16'\] cannot be set, because precision"),
+        ({"fp16": {"enabled": True}}, r"config\['fp16'\] cannot be set"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage=3 contradicts stage=2"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "'nvme' needs stage=3"),
+        ({"zero_optimization": 3}, "must be an object"),
+    ],
+)  # fmt: skip
+def test_a_configuration_must_not_contradict(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        strategies.get("deepspeed_stage_2", device="cpu", config=config).prepare(
+            nn.Linear(2, 1), make_optimizer("sgd")
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stage": 0}, "stage=0 must be 1, 2 or 3"),
+        ({"offload": "disk"}, "offload='disk' is not known"),
+        ({"stage": 2, "offload": "nvme"}, "'nvme' needs stage=3"),
+        ({"offload": "cpu", "config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, "contradicts"),
+        ({"config": "missing.json"}, "config='missing.json' cannot be read as a JSON file"),
+        ({"config": 3}, "cannot be read"),
+    ],
+)  # fmt: skip
+def test_options_that_mean_nothing(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        DeepSpeed(**options)
+
+
+PROCESS = """
+import sys
+from drivetrain import MissingExtra, strategies
+strategies.available()
+assert "deepspeed" not in sys.modules
+sys.modules["deepspeed"] = None
+row = next(row for row in strategies.available() if row.name == "deepspeed_stage_2")
+print(row.runs_here, row.why_not)
+try:
+    strategies.get("deepspeed", device="cpu").check(1)
+except MissingExtra as error:
+    print(error)
+"""
+
+
+def test_it_is_imported_at_use_only_and_says_how_it_is_installed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=150, check=True
+    )
+    assert done.stdout.startswith("False deepspeed is needed to ")
+    assert done.stdout.count("pip install 'drivetrain[deepspeed]'") == 2
+
+
+def test_nvme_says_what_it_needs(tmp_path: Path) -> None:
+    """Where libaio is, that a folder must be given; where it is not, so."""
+    if find_library("aio") is None:
+        with pytest.raises(StrategyError, match="install a C\\+\\+ compiler, ninja and libaio-dev"):
+            strategies.get("deepspeed_stage_3_offload_nvme", nvme_path=str(tmp_path)).check(1)
+    else:
+        with pytest.raises(StrategyError, match=r"nvme_path=None is no folder|libaio-dev"):
+            strategies.get("deepspeed_stage_3_offload_nvme").check(1)

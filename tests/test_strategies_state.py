@@ -1,0 +1,163 @@
+"""What one engine exports, any other takes over: the next losses are those of an uninterrupted training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import strategies
+from drivetrain.errors import StrategyError
+from drivetrain.strategies import OptimizerState, launch
+from parity_jobs import NAMES
+from state_jobs import (
+    OPTIMIZERS,
+    STATEFUL,
+    Exported,
+    Stateful,
+    everything,
+    export_all,
+    exported,
+    factory,
+    import_all,
+    imported,
+)
+
+Ranks = list[dict[str, Any]]
+names = pytest.mark.parametrize("name", NAMES)
+kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
+ring = pytest.mark.parametrize("kind", STATEFUL)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], Exported]:
+    """One device's training."""
+    return {("single", kind): exported("single", kind) for kind in OPTIMIZERS}
+
+
+@pytest.fixture(scope="module")
+def ranks(alone: dict[tuple[str, str], Exported]) -> Ranks:
+    """Both ranks' exports and imports, from one launch."""
+    return launch(everything, NAMES, alone, devices=2, timeout=280)
+
+
+def same_state(found: Exported, expected: Exported, tolerance: float = 0.0) -> None:
+    torch.testing.assert_close(found.state, expected.state, rtol=0, atol=tolerance)
+    assert found.optimizer.groups == expected.optimizer.groups
+    torch.testing.assert_close(
+        dict(found.optimizer.entries), dict(expected.optimizer.entries), rtol=0, atol=tolerance
+    )
+
+
+def goes_on(found: Exported, given: Exported, alone: Exported) -> None:
+    """It is given back as it came, bit for bit, and trains on as one device that was never interrupted."""
+    same_state(found, given)
+    assert found.losses == pytest.approx(alone.losses, abs=1e-5)
+
+
+@kinds
+def test_the_state_is_plain_and_whole(alone: dict[tuple[str, str], Exported], kind: str) -> None:
+    state = alone["single", kind]
+    model = Stateful()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(state.state) == set(model.state_dict())
+    assert "blocks.2.0.weight" not in trained  # its name is that of its first place
+    assert {name for group in state.optimizer.groups for name in group["params"]} == trained
+    assert [group["weight_decay"] > 0 for group in state.optimizer.groups] == [True, False]
+    assert set(state.optimizer.entries) == (set() if kind == "plain sgd" else trained)
+    assert state.state["seen"].dtype == torch.float64
+    assert state.state["count"].dtype == torch.int64
+    if kind == "adamw":
+        assert all(entry["step"] == 4 for entry in state.optimizer.entries.values())
+
+
+@kinds
+@names
+def test_two_ranks_export_what_one_device_has(
+    ranks: Ranks, alone: dict[tuple[str, str], Exported], name: str, kind: str
+) -> None:
+    for rank in ranks:
+        found = rank["exported"][name, kind]
+        expected = alone["single", kind]
+        assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+        same_state(found, expected, 1e-5)
+    same_state(*(rank["exported"][name, kind] for rank in ranks))
+
+
+@kinds
+@names
+def test_one_device_goes_on_with_what_two_ranks_exported(
+    ranks: Ranks, alone: dict[tuple[str, str], Exported], name: str, kind: str
+) -> None:
+    given = ranks[1]["exported"][name, kind]
+    goes_on(imported("single", kind, given), given, alone["single", kind])
+
+
+@kinds
+@names
+def test_two_ranks_go_on_with_what_one_device_exported(
+    ranks: Ranks, alone: dict[tuple[str, str], Exported], name: str, kind: str
+) -> None:
+    for rank in ranks:
+        goes_on(rank["imported"][name, "single", kind], alone["single", kind], alone["single", kind])
+
+
+@ring
+@names
+def test_two_ranks_go_on_with_their_own_export_bit_for_bit(ranks: Ranks, name: str, kind: str) -> None:
+    for rank in ranks:
+        given, found = rank["exported"][name, kind], rank[f"{name} to itself, {kind}"]
+        same_state(found, given)
+        assert found.losses == given.losses
+
+
+@ring
+@names
+def test_two_ranks_go_on_with_another_strategys_export(
+    ranks: Ranks, alone: dict[tuple[str, str], Exported], name: str, kind: str
+) -> None:
+    for rank in ranks:
+        goes_on(rank[f"{name} to the next, {kind}"], rank["exported"][name, kind], alone["single", kind])
+
+
+@names
+def test_what_has_not_stepped_has_no_entries(ranks: Ranks, name: str) -> None:
+    """And clears those of the engine that takes it over."""
+    expected = exported("single", "adamw", steps=0)
+    for rank in ranks:
+        found = rank["unstepped"][name]
+        assert found.optimizer.entries == {}
+        assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+
+
+@names
+def test_a_rank_keeps_only_what_it_wants(ranks: Ranks, name: str) -> None:
+    assert [rank["kept"][name] for rank in ranks] == [(["head.weight", "head.bias"],) * 2, ([], [])]
+
+
+def test_state_of_another_model_is_refused(alone: dict[tuple[str, str], Exported]) -> None:
+    engine = strategies.get("single", device="cpu").prepare(Stateful(), factory("adamw", 0.1))
+    before, given = engine.export_state(), alone["single", "adamw"]
+    with pytest.raises(StrategyError, match=r"'head\.bias' is in the model only"):
+        engine.import_state({n: t for n, t in given.state.items() if n != "head.bias"})
+    with pytest.raises(StrategyError, match=r"'odd' is in the saved state only"):
+        engine.import_state({**given.state, "odd": torch.zeros(1)})
+    torch.testing.assert_close(engine.export_state(), before, rtol=0, atol=0)
+    with pytest.raises(StrategyError, match=r"'head\.weight' has the shape \(2, 2\)"):
+        engine.import_state({**given.state, "head.weight": torch.zeros(2, 2)})
+    with pytest.raises(StrategyError, match=r"groups of .* parameters"):
+        engine.import_optimizer(OptimizerState(given.optimizer.groups[:1]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_strategy_to_every_other_on_1_2_and_4_ranks(alone: dict[tuple[str, str], Exported]) -> None:
+    given: dict[tuple[object, str], Exported] = dict(alone)
+    for devices in (1, 2, 4):
+        for (name, kind), state in launch(export_all, NAMES, devices=devices, timeout=300)[0].items():
+            given[(name, devices), kind] = state
+    for devices in (1, 2, 4):
+        for rank in launch(import_all, NAMES, given, devices=devices, timeout=900):
+            assert len(rank) == len(NAMES) * len(given)
+            for (_, source, kind), found in rank.items():
+                goes_on(found, given[source, kind], alone["single", kind])
