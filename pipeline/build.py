@@ -94,7 +94,7 @@ def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool) -> Epoc
     loader: EpochLoader = kind(
         source_file(data, source),
         batch_size=data.batch_size,
-        image_size=data.image_size,
+        image_size=data.image_size if train else data.eval_size,
         train=train,
         seed=pipeline.seed,
         workers=data.workers,

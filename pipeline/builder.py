@@ -36,7 +36,8 @@ class Pipeline:
 
     Args:
         model: a factory of the model, called with `model_options`; the name of one (`"resnet50"` or any
-            other of torchvision, `"cifar_resnet"`); or a module, which is copied and stays as it is.
+            other of torchvision, `"cifar_resnet"`, `"package.module:factory"`); or a module, which
+            is copied and stays as it is.
 
     Example::
 
@@ -85,17 +86,31 @@ class Pipeline:
         return new
 
     @classmethod
-    def from_recipe(cls, recipe: str | Mapping[str, Any], **overrides: Any) -> Pipeline:
-        """The pipeline of a recipe: a name in `RECIPES` or a dict, with some values replaced.
+    def from_recipe(cls, recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Pipeline:
+        """The pipeline of a recipe, with some values replaced.
 
-        Overrides reach any value by its key (`epochs=36`, `batch_size=512`, `train="train.beton"`).
+        Args:
+            recipe: a name in `RECIPES`, a dict, or a file that ends in .yaml, .yml or .json.
+            overrides: any value by its key (`epochs=36`, `batch_size=512`, `train="train.beton"`); a dotted key
+                reaches into a dict (`**{"optimizer.lr": 0.5}`).
 
         Raises:
-            RecipeError: for an unknown name or key, with the nearest one.
+            RecipeError: for an unknown name or key, with the nearest one, or a value of the wrong kind; of a
+                file, with the line.
         """
         from .recipes import build_pipeline
 
         return build_pipeline(recipe, overrides)
+
+    def to_recipe(self) -> dict[str, Any]:
+        """This pipeline as a recipe: a dict of JSON values, from which `from_recipe` builds its equal.
+
+        Raises:
+            RecipeError: naming what no recipe can hold (a built module, a factory without a name), and the remedy.
+        """
+        from .recipe_export import to_recipe
+
+        return to_recipe(self)
 
     @property
     def model_name(self) -> str:
@@ -111,6 +126,7 @@ class Pipeline:
         *,
         batch_size: int,
         image_size: int,
+        eval_image_size: int | None = None,
         loader: str = "ffcv",
         workers: int | None = None,
         **settings: Any,
@@ -121,12 +137,16 @@ class Pipeline:
             train, val: files to train on, and to evaluate on after each epoch.
             batch_size: the *global* batch: the same samples make up step k on one device or on eight.
             image_size: side of the square images, in pixels.
+            eval_image_size: their side in evaluation; None: image_size. A model that is trained on random
+                crops is often at its best on somewhat larger images (Touvron et al. 2019, arXiv:1906.06423).
             loader: `"ffcv"`, or `"torch"` for the plain PyTorch baseline.
             workers: threads (`ffcv`) or processes (`torch`) per rank; None: one per core.
             settings: the loader's others: `crop`, `scale`, `padding`, `flip`, `mean`, `std`, …
         """
         names = source_name(train, "train"), None if val is None else source_name(val, "val")
-        return self._with(data=Data(*names, batch_size, image_size, loader, workers, settings))
+        return self._with(
+            data=Data(*names, batch_size, image_size, loader, workers, settings, eval_image_size)
+        )
 
     def transform(self, *transforms: Transform) -> Pipeline:
         """Adds transforms, in any order; the plan sorts them.
@@ -150,7 +170,7 @@ class Pipeline:
         warmup: float = 0.0,
         **options: Any,
     ) -> Pipeline:
-        """The optimizer, by name (`"sgd"`, `"adamw"`) with its options, or as a factory.
+        """The optimizer, by name (`"sgd"`, `"sgdw"`, `"adamw"`) with its options, or as a factory.
 
         Args:
             optimizer: a factory is a function `parameters -> Optimizer`, never an optimizer: it is

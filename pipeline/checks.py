@@ -72,15 +72,15 @@ def check_output(model: nn.Module, classes: int, data: Data, precision: Precisio
     Raises:
         PlanError: if they differ, or the model cannot take the images.
     """
-    training, side = model.training, data.image_size
-    images = torch.zeros(2, 3, side, side)
+    training, side = model.training, data.eval_size
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=HALF[precision])
     try:
         with torch.no_grad(), context:
-            output = model.eval()(images)
+            output = model.eval()(torch.zeros(2, 3, side, side))
             # Lazy modules have their shapes now. BatchNorm's statistics move in the copies only.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            trained = torch.func.functional_call(model.train(), buffers, images)
+            side = data.image_size
+            trained = torch.func.functional_call(model.train(), buffers, torch.zeros(2, 3, side, side))
     except Exception as error:  # whatever a model does with images that it cannot take
         raise PlanError(
             f"The model cannot take images of {side} × {side} pixels: {type(error).__name__}: {error}"

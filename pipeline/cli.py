@@ -169,7 +169,9 @@ def verify(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe; see: drivetrain recipes.")],
+    recipe: Annotated[
+        str, typer.Argument(help="Name of a recipe (see: drivetrain recipes), or a .yaml or .json file.")
+    ],
     overrides: Overrides = None,
     data: Train = None,
     val: Val = None,
@@ -228,7 +230,9 @@ def export(
 
 @app.command()
 def ledger(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe; see: drivetrain recipes.")],
+    recipe: Annotated[
+        str, typer.Argument(help="Name of a recipe (see: drivetrain recipes), or a .yaml or .json file.")
+    ],
     overrides: Overrides = None,
     data: Train = None,
     val: Val = None,
@@ -249,7 +253,10 @@ def ledger(
 @app.command()
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(help="Show this recipe, with the meaning of each value.")
+        str | None,
+        typer.Argument(
+            help="Show this recipe, by name or file: each value, its meaning, and where it is from."
+        ),
     ] = None,
     keys: Annotated[bool, typer.Option("--keys", help="List the keys of a recipe.")] = False,
 ) -> None:

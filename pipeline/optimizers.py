@@ -13,10 +13,12 @@ import torch
 
 from ..errors import PlanError, suggest
 from ..strategies import OptimizerFactory
+from .sgdw import SGDW
 from .stages import is_number
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
+    "sgdw": SGDW,
     "adamw": torch.optim.AdamW,
 }
 
@@ -86,7 +88,7 @@ class Optimization:
         except (TypeError, ValueError) as error:
             raise PlanError(
                 f"optimize({self.optimizer!r}) cannot use {dict(self.options)}: {error}. Give numbers as "
-                f"torch.optim's {OPTIMIZERS[str(self.optimizer)].__name__} takes them."
+                f"{OPTIMIZERS[str(self.optimizer)].__name__} takes them."
             ) from None
 
     def factory(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:

@@ -143,7 +143,7 @@ def make_plan(pipeline: Pipeline) -> Plan:
     check_rules(pipeline)
     steps = [
         Step(f"load {data.train}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
-             f"{data.image_size} px; every rank takes its slice of each batch"),
+             f"{data.image_size} px{_eval_size(data)}; every rank takes its slice of each batch"),
         *(_transform_step(t) for t in ordered if t.kind == "image"),
         Step(f"build {pipeline.model_name}", "Pipeline()", f"with the seed {pipeline.seed}, the same on every rank"),
     ]  # fmt: skip
@@ -161,6 +161,10 @@ def make_plan(pipeline: Pipeline) -> Plan:
     steps += [Step("loss: cross entropy", "default", "class indices or probabilities")]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
     return Plan(tuple(steps))
+
+
+def _eval_size(data: Data) -> str:
+    return "" if data.eval_size == data.image_size else f" ({data.eval_size} px in evaluation)"
 
 
 def _wrapping_steps(how: Distribution) -> list[Step]:

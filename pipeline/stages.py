@@ -37,6 +37,12 @@ class Data:
     loader: str
     workers: int | None
     settings: Mapping[str, Any]
+    eval_image_size: int | None = None
+
+    @property
+    def eval_size(self) -> int:
+        """Side of the images in evaluation, in pixels."""
+        return self.image_size if self.eval_image_size is None else self.eval_image_size
 
     def __post_init__(self) -> None:
         if self.loader not in LOADERS:
@@ -45,6 +51,10 @@ class Data:
         if self.workers is not None and not is_whole(self.workers, least):
             raise PlanError(
                 f"workers={self.workers!r} must be an integer from {least} on, or None for one per core."
+            )
+        if self.eval_image_size is not None and not is_whole(self.eval_image_size, 1):
+            raise PlanError(
+                f"eval_image_size={self.eval_image_size!r} must be an integer from 1 on, or None for image_size."
             )
         known = {f.name for f in dataclasses.fields(Settings)} - _NOT_SETTINGS
         for name in self.settings:

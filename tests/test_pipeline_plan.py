@@ -360,3 +360,17 @@ def test_a_bf16_model_is_checked_as_it_trains(toy: Toy) -> None:
     assert pipeline.distribute("single", precision="bf16").fit(epochs=1, progress=False).accuracy is not None
     with pytest.raises(PlanError, match="cannot take images of 16 × 16 pixels"):
         pipeline.fit(epochs=1, progress=False)
+
+
+def test_evaluation_has_a_size_of_its_own(toy: Toy) -> None:
+    pipeline = toy.pipeline(eval_image_size=SIDE + 8)
+    assert f"{SIDE} px ({SIDE + 8} px in evaluation)" in pipeline.plan().steps[0].why
+    with pipeline.build() as built:
+        assert built.val is not None
+        assert next(iter(built.train))[0].shape[2:] == (SIDE, SIDE)
+        assert next(iter(built.val))[0].shape[2:] == (SIDE + 8, SIDE + 8)
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, CLASSES))
+    with pytest.raises(PlanError, match=rf"cannot take images of {SIDE + 8} × {SIDE + 8} pixels"):
+        toy.pipeline(flat, eval_image_size=SIDE + 8).build()
+    with pytest.raises(PlanError, match=r"eval_image_size=0 must be an integer from 1 on"):
+        toy.pipeline(eval_image_size=0)

@@ -1,0 +1,112 @@
+"""Recipes for CIFAR-10, which is fetched by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LOADING: dict[str, Any] = {
+    "crop": "padded",
+    "padding": 4,
+    "eval_ratio": 1.0,
+    "mean": [0.4914, 0.4822, 0.4465],
+    "std": [0.247, 0.2435, 0.2616],
+}
+
+_DATA: dict[str, Any] = {"train": "cifar10:train", "val": "cifar10:test", "image_size": 32}
+
+_SMALL: dict[str, Any] = {
+    **_DATA,
+    "model": "cifar_resnet",
+    "model_options": {"num_classes": 10, "width": 16},
+    "batch_size": 256,
+    "loading": _LOADING,
+    "optimizer": {"name": "sgd", "lr": 0.3, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True},
+    "schedule": "linear",
+    "warmup": 0.25,
+    "epochs": 5,
+}
+_SMALL_NOTES = {
+    "model": "the shape of Page's ResNet-9, width 64, cut to 16 for CPUs",
+    "batch_size": "ours; Page: 512",
+    "loading.padding": "the usual CIFAR augmentation, He et al. 2016, arXiv:1512.03385, section 4.2",
+    "optimizer.lr": "ours, tried on a CPU at this width",
+    "optimizer.weight_decay": "Page, per image and learning rate: 5e-4 · batch, for a summed loss",
+    "schedule": "Page: up to the peak in a fifth of the training and down to nothing, both linear",
+    "warmup": "a quarter, ours",
+    "epochs": "ours: minutes on a CPU",
+}
+
+CIFAR: dict[str, dict[str, Any]] = {
+    "baseline": {
+        "description": "CIFAR-10 in plain PyTorch: torchvision data set, DataLoader, NCHW, fp32, no extras. "
+        "What the other recipes are measured against.",
+        "source": "David Page, How to train your ResNet (2018), https://myrtle.ai/learn/how-to-train-your-resnet/, "
+        "whose network, augmentation and schedule it has at a quarter of the width",
+        "published": "94 % at width 64 (26 s on one V100, as airbench's README counts it); nothing at width 16",
+        "measured": "1,001 images/s (quartiles 990 to 1,027, n = 8) on two cores of an AMD EPYC, torch 2.15, "
+        "2026-11-20: benchmarks/results/quickstart-ledger.json. Its accuracy: not measured.",
+        "notes": {**_SMALL_NOTES, "loader": "what is to be compared with"},
+        **_SMALL,
+        "loader": "torch",
+    },
+    "cifar10-quickstart": {
+        "description": "CIFAR-10 on two CPU cores or any GPU in a few minutes: every stage at work.",
+        "source": "the baseline recipe; BlurPool arXiv:1904.11486, label smoothing arXiv:1512.00567",
+        "published": "nothing for this combination",
+        "measured": "2,330 images/s (quartiles 2,255 to 2,358, n = 8), 2.26 times plain PyTorch, on two cores of an "
+        "AMD EPYC, torch 2.15, 2026-11-20: benchmarks/results/quickstart-ledger.json. The accuracy of "
+        "that run is in the README. On a GPU: not measured.",
+        "notes": {
+            **_SMALL_NOTES,
+            "transforms.LabelSmoothing": "0.1, the value of its source",
+            "precision": "ours, for CPUs with bf16 instructions",
+        },
+        **_SMALL,
+        "transforms": [
+            {"name": "BlurPool"},
+            {"name": "ChannelsLast"},
+            {"name": "LabelSmoothing", "smoothing": 0.1},
+        ],
+        "precision": "bf16",
+    },
+    "cifar10-fast": {
+        "description": "The road to 94 % on CIFAR-10 for one GPU, after airbench94: as much of it as the stages "
+        "express. Not the whole: see notes.",
+        "source": "Keller Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU (2024), arXiv:2404.00498; values "
+        "from https://github.com/KellerJordan/cifar10-airbench, legacy/airbench94.py",
+        "published": "94.01 % (mean of 1,000 runs) after 9.9 epochs in 3.83 s on one A100, 3.09 s compiled",
+        "measured": "not measured on a GPU, and not to the end; whether it reaches 94 % is not known",
+        "notes": {
+            "model": "airbench94's network; its first layer is trained from random weights, where airbench computes "
+            "it from the images (whitening) and freezes it",
+            "model_options.bias_lr": "airbench's bias_scaler: BatchNorm's shifts learn 64 times as fast",
+            "loading.padding": "airbench: translate 2, over reflected edges. It flips all images in every other "
+            "epoch (alternating flip), the loader each at random",
+            "optimizer.lr": "airbench's 11.5 per 1,024 images, decoupled and for a summed loss: 11.5 / (1 + 1 / (1 - "
+            "0.85)) = 1.5 for a mean. Its Lookahead is left out",
+            "optimizer.weight_decay": "0.0153 / 11.5, in the same way",
+            "transforms.LabelSmoothing": "airbench: 0.2",
+            "transforms.TestTimeFlip": "airbench also shifts by a pixel in evaluation (6 views; here 2)",
+            "schedule": "airbench begins at 0.2 of the peak and ends at 0.07 of it; this one at 0 and 0",
+            "warmup": "airbench: 0.23",
+            "precision": "airbench: everything in fp16 but BatchNorm; this is autocast",
+            "epochs": "airbench: 9.9",
+        },
+        **_DATA,
+        "model": "airbench_net",
+        "model_options": {"num_classes": 10, "bias_lr": 64.0},
+        "batch_size": 1024,
+        "loading": {**_LOADING, "padding": 2},
+        "transforms": [
+            {"name": "ChannelsLast"},
+            {"name": "LabelSmoothing", "smoothing": 0.2},
+            {"name": "TestTimeFlip"},
+        ],
+        "optimizer": {"name": "sgd", "lr": 1.5, "momentum": 0.85, "weight_decay": 1.33e-3, "nesterov": True},
+        "schedule": "linear",
+        "warmup": 0.23,
+        "precision": "bf16",
+        "epochs": 10,
+    },
+}
+"""By name."""

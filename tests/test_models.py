@@ -1,0 +1,134 @@
+"""Models by name: Drivetrain's own, torchvision's, imported ones, and published weights with a new last layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import recipe_factories
+import torch
+import torchvision
+from drivetrain import DataError, Pipeline, PlanError, RecipeError
+from drivetrain.pipeline.build import build_model
+from drivetrain.pipeline.models import MODELS, model_factory, name_of_factory, pretrained, vit_s16
+from drivetrain.pipeline.networks import Shift, airbench_net
+from torch import nn
+
+
+def test_factories_by_name() -> None:
+    assert model_factory("resnet18") is torchvision.models.resnet18
+    assert model_factory("recipe_factories:small") is recipe_factories.small
+    assert model_factory("recipe_factories:Small.Inner") is recipe_factories.Small.Inner
+    for name, factory in MODELS.items():
+        assert model_factory(name) is factory
+        assert name_of_factory(factory) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet81", "'resnet81'.*package.module:factory.*Did you mean 'resnet18'"),
+        ("no_such_module:small", "cannot be imported: No module named 'no_such_module'"),
+        ("recipe_factories:smal", "cannot be imported: .*'smal'"),
+        ("recipe_factories:", "cannot be imported"),
+        (":small", "cannot be imported"),
+        ("recipe_factories:not_a_factory", "is 3; name a function that returns a module, or its class"),
+        ("torch.optim:SGD", "name a function that returns a module, or its class"),
+        ("os:system", "cannot be imported from os"),
+        ("__main__:small", "cannot be imported from __main__"),
+    ],
+)
+def test_a_name_that_is_no_factory(name: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Pipeline(name)
+
+
+HEADS = {
+    "resnet18": "fc", "vit_b_16": "heads.head", "efficientnet_b0": "classifier.1", "vgg11": "classifier.6",
+    "densenet121": "classifier", "swin_t": "head", "convnext_tiny": "classifier.2", "squeezenet1_1": "classifier.1",
+    "mobilenet_v3_small": "classifier.3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_last_layer_is_replaced_whatever_its_name(name: str) -> None:
+    with torch.device("meta"):
+        plain = torchvision.models.get_model(name, weights=None).eval()
+        model = pretrained(name, 7, weights=None).eval()
+        assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 7)
+    before = {key: value.shape for key, value in plain.state_dict().items()}
+    after = {key: value.shape for key, value in model.state_dict().items()}
+    assert before.keys() == after.keys()
+    changed = {key for key in before if before[key] != after[key]}
+    assert changed == {f"{HEADS[name]}.weight", f"{HEADS[name]}.bias"}
+
+
+def test_published_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a file as torchvision would have fetched it, by its name in torch.hub's folder."""
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    source = torchvision.models.resnet18()
+    with torch.no_grad():
+        for number, parameter in enumerate(source.parameters()):
+            parameter.fill_(number)
+    url = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.url
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(source.state_dict(), tmp_path / "checkpoints" / url.rpartition("/")[2])
+    model = pretrained("resnet18", 5)
+    assert model.fc.out_features == 5
+    for (name, parameter), mine in zip(source.named_parameters(), model.parameters(), strict=True):
+        assert name.startswith("fc") or torch.equal(parameter, mine)
+
+
+def test_weights_that_are_not_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    weights = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
+    gone = weights.value.__class__(
+        url=(tmp_path / "none-00000000.pth").as_uri(),
+        transforms=weights.value.transforms,
+        meta=weights.value.meta,
+    )
+    monkeypatch.setattr(weights, "_value_", gone)
+    with pytest.raises(
+        DataError, match=r"weights IMAGENET1K_V1 of resnet18 could not be fetched: .*checkpoints"
+    ):
+        pretrained("resnet18", 5, "IMAGENET1K_V1")
+    pipeline = Pipeline("pretrained", name="resnet18", num_classes=5, weights="IMAGENET1K_V1")
+    with pytest.raises(PlanError, match="could not be fetched"):
+        build_model(pipeline)
+    with pytest.raises(RecipeError, match=r"no weights 'IMAGENET1K_V3'.*Known: .*IMAGENET1K_V1"):
+        pretrained("resnet18", 5, "IMAGENET1K_V3")
+    with pytest.raises(RecipeError, match=r"No model is named 'resnet81'"):
+        pretrained("resnet81", 5)
+
+
+def test_vit_s16_has_the_size_that_is_known() -> None:
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in vit_s16().parameters())
+    assert count == 22_050_664  # timm's vit_small_patch16_224, too
+
+
+def test_airbenchs_convolutions_begin_as_the_identity() -> None:
+    model = airbench_net()
+    group = model[3]
+    images = torch.randn(2, 64, 8, 8)
+    torch.testing.assert_close(group[0](images)[:, :64], images)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+    norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    assert (norm.momentum, norm.affine) == (0.4, False)
+
+
+def test_a_shift_learns_faster_and_decays_as_slowly() -> None:
+    """As airbench's bias: 64 times the learning rate, and a weight decay divided by it."""
+    generator = torch.Generator().manual_seed(0)
+    shift, bias = Shift(3, 64.0), nn.Parameter(torch.zeros(3))
+    options = {"momentum": 0.85, "nesterov": True}
+    ours = torch.optim.SGD(shift.parameters(), lr=0.01, weight_decay=0.1, **options)
+    theirs = torch.optim.SGD([bias], lr=0.64, weight_decay=0.1 / 64, **options)
+    for _ in range(5):
+        images = torch.randn(2, 3, 4, 4, generator=generator)
+        for optimizer, output in ((ours, shift(images)), (theirs, images + bias[:, None, None])):
+            optimizer.zero_grad()
+            (output**2).mean().backward()
+            optimizer.step()
+        torch.testing.assert_close(8 * shift.bias, bias)
+    assert bias.abs().max() > 0.01

@@ -1,0 +1,133 @@
+"""Recipes in YAML and JSON files: read as data, by the rules of YAML 1.2, with errors that name the line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from drivetrain import Pipeline, RecipeError
+from drivetrain.pipeline.recipe_files import read_recipe
+from drivetrain.pipeline.recipes import complete
+from pipeline_data import Toy
+
+RECIPE = """\
+# What a person writes.
+model: cifar_resnet
+model_options: {num_classes: 4, width: 4}
+train: {train}
+batch_size: 32
+image_size: 16
+optimizer:
+  name: sgd
+  lr: 1e-2        # text, to PyYAML
+  momentum: 0.9
+transforms:
+  - name: BlurPool
+  - {name: LabelSmoothing, smoothing: .1}
+epochs: 1
+"""
+
+
+def written(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    file = folder / name
+    file.write_bytes(text.encode())
+    return file
+
+
+def test_a_yaml_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
+    file = written(tmp_path, RECIPE.replace("{train}", toy.train))
+    for recipe in (file, str(file)):
+        pipeline = Pipeline.from_recipe(recipe, workers=1, **{"optimizer.momentum": 0.5})
+        assert pipeline.optimization.options == {"lr": 0.01, "momentum": 0.5}
+        assert pipeline.transforms[1].smoothing == 0.1  # type: ignore[attr-defined]
+        assert (pipeline.recipe, pipeline.epochs) == ("mine.yaml", 1)
+    assert pipeline.fit(progress=False).history.facts["recipe"] == "mine.yaml"
+
+
+def test_json_and_yaml_of_a_recipe_are_the_same(tmp_path: Path) -> None:
+    full = complete("resnet50-hot")
+    as_json = written(tmp_path, json.dumps(full, indent="\t"), "hot.json")
+    as_yaml = written(tmp_path, yaml.safe_dump(full, allow_unicode=True), "hot.yml")
+    assert complete(as_json) == complete(as_yaml) == full
+
+
+SCALARS: dict[str, Any] = {
+    "1e-4": 1e-4, "1E5": 1e5, "-.5": -0.5, "5.": 5.0, "+3": 3, "010": 10, "1_000": "1_000", "0x10": "0x10",
+    "no": "no", "on": "on", "yes": "yes", "true": True, "False": False, "null": None, "~": None, "": None,
+    "1:30": "1:30", "2026-11-20": "2026-11-20", "'1e-4'": "1e-4", "[1, 2.5]": [1, 2.5], "<<": "<<", ".inf": ".inf",
+}  # fmt: skip
+
+
+def test_scalars_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    text = "".join(f"key{number}: {written}\n" for number, written in enumerate(SCALARS))
+    found = read_recipe(written(tmp_path, text))[0]
+    for number, (text, value) in enumerate(SCALARS.items()):
+        assert found[f"key{number}"] == value, text
+        assert type(found[f"key{number}"]) is type(value), text
+
+
+BROKEN: dict[str, tuple[str, str]] = {
+    "key": (
+        "model: resnet18\nbach_size: 3\n",
+        r"mine.yaml, line 2: .*'bach_size'.*Did you mean 'batch_size'",
+    ),
+    "number in quotes": (
+        "model: resnet18\nimage_size: '32'\n",
+        r"mine.yaml, line 2: image_size='32' must be .* Write the number without quotes: 32",
+    ),
+    "twice": (
+        "model: a\nseed: 1\nmodel: b\n",
+        r"mine.yaml, line 3: the key 'model' is there twice. Remove one",
+    ),
+    "twice inside": ("optimizer:\n  lr: 1\n  lr: 2\n", r"mine.yaml, line 3: the key 'lr' is there twice"),
+    "syntax": ("model: [1,\nseed: 3\n", r"mine.yaml, line \d: .*Write plain YAML"),
+    "code": (
+        "model: !!python/object/apply:os.getcwd []\n",
+        r"mine.yaml, line 1: .*constructor.*Write plain YAML",
+    ),
+    "own tag": ("model: !mine 3\n", r"mine.yaml, line 1: .*Write plain YAML"),
+    "wrong tag": ("seed: !!float x\n", r"mine.yaml: .*'x'"),
+    "no mapping": ("- model\n", r"mine.yaml: it holds \['model'\]"),
+    "empty": ("", r"mine.yaml: it holds None"),
+    "two documents": ("model: a\n---\nmodel: b\n", r"mine.yaml, line 2"),
+    "key that is no word": ("1: 2\n", r"mine.yaml, line 1: the key 1 is no word"),
+    "loop": ("loading: &all [*all]\n", r"mine.yaml, line 1: .*recursive"),
+    "depth": ("[" * 5000, r"mine.yaml: it is nested too deeply"),
+    "control character": ("model: \0\n", r"mine.yaml: .*special characters"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_no_recipe(name: str, tmp_path: Path) -> None:
+    text, message = BROKEN[name]
+    with pytest.raises(RecipeError, match=f"(?s){message}"):
+        Pipeline.from_recipe(written(tmp_path, text))
+
+
+def test_a_line_is_not_blamed_for_an_override(tmp_path: Path) -> None:
+    file = written(tmp_path, "model: resnet18\nseed: 1\n")
+    with pytest.raises(RecipeError, match=r"mine.yaml: seed=-1 must be"):
+        Pipeline.from_recipe(file, seed=-1)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"none.yaml does not exist"):
+        Pipeline.from_recipe(str(tmp_path / "none.yaml"))
+    with pytest.raises(RecipeError, match=r"a recipe's file ends in .yaml, .yml, .json"):
+        Pipeline.from_recipe(tmp_path / "recipe.txt")
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(RecipeError, match=r"cannot be read: Is a directory"):
+        Pipeline.from_recipe(tmp_path / "folder.yaml")
+    (tmp_path / "latin.yaml").write_bytes("model: Grün".encode("latin-1"))
+    with pytest.raises(RecipeError, match=r"no text in UTF-8"):
+        Pipeline.from_recipe(tmp_path / "latin.yaml")
+    for text, message in {
+        '{"model": 1, "model": 2}': "the key 'model' is there twice",
+        '{"model":\n nul}': "line 2: .*Write plain JSON",
+        '{"seed": NaN}': "must be those of JSON",
+    }.items():
+        with pytest.raises(RecipeError, match=message):
+            Pipeline.from_recipe(written(tmp_path, text, "mine.json"))

@@ -1,0 +1,110 @@
+"""Every recipe builds, plans and takes steps, on a stand-in for its data that is a few pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain import RECIPES, Pipeline
+from drivetrain.loaders import convert
+from drivetrain.pipeline.recipes import complete
+from drivetrain.strategies.registry import STRATEGIES
+from pipeline_data import CLASSES, toy_arrays
+
+BATCH, SIDE = 8, 64
+TINY_VIT = {
+    "num_classes": CLASSES,
+    "image_size": SIDE,
+    "patch_size": 16,
+    "width": 32,
+    "depth": 2,
+    "heads": 2,
+    "mlp": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("stand-in")
+    sizes = {"train": BATCH, "val": 4}
+    for seed, (name, size) in enumerate(sizes.items()):
+        convert(toy_arrays(size, seed, SIDE), folder / f"{name}.beton", classes="abcd", progress=False)
+    return {name: str(folder / f"{name}.beton") for name in sizes}
+
+
+def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:
+    """What makes a recipe small: its data, images, batch (and with it the learning rate), devices and length.
+
+    Models stay as they are, but for those of billions of parameters. fp16, for which CPUs have no fast
+    convolutions, becomes bf16.
+    """
+    recipe = complete(name)
+    overrides: dict[str, Any] = {
+        **files, "batch_size": BATCH, "image_size": SIDE, "eval_image_size": None, "devices": 1, "accumulate": 1,
+        "workers": 0 if recipe["loader"] == "torch" else 1, "strategy_options": {"device": "cpu"},
+        "optimizer.lr": recipe["optimizer"]["lr"] * BATCH / recipe["batch_size"],
+        # Each epoch is a step. Of three, growing images have one epoch at full size.
+        "epochs": 3 if any(entry["name"] == "ProgressiveResizing" for entry in recipe["transforms"]) else 2,
+    }  # fmt: skip
+    if recipe["precision"] == "fp16":
+        overrides["precision"] = "bf16"
+    if recipe["model"] == "vit":
+        return overrides | {"model_options": TINY_VIT}
+    if recipe["model"] == "vit_s16":
+        overrides["model_options.image_size"] = SIDE
+    if recipe["model"] == "pretrained":
+        overrides["model_options.weights"] = None  # to be fetched
+    return overrides | {"model_options.num_classes": CLASSES}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_takes_two_steps(name: str, stand_in: dict[str, str]) -> None:
+    if RECIPES[name].get("strategy", "single") not in STRATEGIES:
+        pytest.skip(f"unknown strategy {RECIPES[name]['strategy']}")
+    pipeline = Pipeline.from_recipe(name, **shrunk(name, stand_in))
+    assert pipeline.plan().steps
+    result = pipeline.fit(progress=False)
+    assert len(result.history.epochs) >= 2
+    assert np.isfinite([(epoch.loss, epoch.val_loss) for epoch in result.history.epochs]).all()
+    assert result.history.facts["recipe"] == name
+    asked = {entry["name"] for entry in RECIPES[name].get("transforms", [])}
+    reports = {report.transform: report for report in result.reports}
+    for surgery in asked & {"BlurPool", "StochasticDepth"}:
+        assert reports[surgery].changed, surgery
+    assert {type(transform).__name__ for transform in pipeline.transforms} == asked
+
+
+@pytest.mark.slow
+def test_the_billions_are_divided_among_two_ranks(stand_in: dict[str, str]) -> None:
+    overrides = shrunk("billion-fsdp", stand_in) | {"devices": 2, "accumulate": 2}
+    result = Pipeline.from_recipe("billion-fsdp", **overrides).fit(progress=False)
+    assert np.isfinite([epoch.loss for epoch in result.history.epochs]).all()
+
+
+@pytest.mark.parametrize("name", ["billion-fsdp", "billion-deepspeed"])
+def test_the_billions_are_billions(name: str) -> None:
+    recipe = complete(name)
+    with torch.device("meta"):  # shapes alone
+        model = Pipeline(recipe["model"]).model(**recipe["model_options"])  # type: ignore[operator]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == 1_844_440_680  # width 1664, 48 layers
+    assert f"{count / 1e9:.2f} billion" in recipe["description"]
+    assert "7.4 GB" in recipe["notes"]["model_options"]
+    assert round(count * 4 / 1e9, 1) == 7.4
+
+
+def test_the_road_to_94_learns(tmp_path: Path) -> None:
+    """airbench's network, optimizer and schedule, on the toy data: from chance to nearly all."""
+    for seed, (name, size) in enumerate({"train": 256, "val": 64}.items()):
+        convert(toy_arrays(size, seed, 32), tmp_path / f"{name}.beton", classes="abcd", progress=False)
+    pipeline = Pipeline.from_recipe(
+        "cifar10-fast", train=tmp_path / "train.beton", val=tmp_path / "val.beton", batch_size=32, workers=1,
+        **{"loading.flip": False, "optimizer.lr": 1.5 / 32, "model_options": {"num_classes": 4, "widths": [8, 16, 16]}},
+        transforms=[{"name": "LabelSmoothing", "smoothing": 0.2}],
+    )  # fmt: skip
+    result = pipeline.fit(progress=False)
+    assert result.accuracy is not None
+    assert result.accuracy > 0.9

@@ -1,0 +1,77 @@
+"""SGD with decoupled weight decay, held to Composer's, and in a pipeline."""
+
+from __future__ import annotations
+
+import copy
+
+import composer_reference
+import pytest
+import torch
+from drivetrain.pipeline.optimizers import Optimization, Schedule
+from drivetrain.pipeline.sgdw import SGDW
+from drivetrain.transforms import NoWeightDecay
+from pipeline_data import Toy
+from torch import nn
+
+OPTIONS = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.05}
+
+
+def gradients(model: nn.Module, step: int) -> None:
+    images = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+    model.zero_grad()
+    model(images).square().mean().backward()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_steps_are_composers(nesterov: bool) -> None:
+    reference = composer_reference.load("composer.optim").DecoupledSGDW
+    mine = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    theirs = copy.deepcopy(mine)
+    ours = SGDW(mine.parameters(), **OPTIONS, nesterov=nesterov)
+    composers = reference(theirs.parameters(), **OPTIONS, nesterov=nesterov)
+    for step in range(6):
+        for optimizer, model in ((ours, mine), (composers, theirs)):
+            optimizer.param_groups[0]["lr"] = 0.5 * (1 - step / 6)
+            gradients(model, step)
+            optimizer.step()
+        for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+    assert ours.param_groups[0]["weight_decay"] == 0.05
+
+
+def test_weights_without_a_gradient_and_groups_without_decay_stay() -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.bias.fill_(1.0)
+    idle = nn.Parameter(torch.ones(2, 2))
+    factory = NoWeightDecay().optimizer(Optimization("sgdw", {"lr": 1.0, "weight_decay": 0.5}).factory)
+    optimizer = factory([*model.parameters(), idle])
+    weight = model.weight.detach().clone()
+    model.weight.grad, model.bias.grad = torch.zeros(2, 2), torch.zeros(2)
+    optimizer.step()
+    torch.testing.assert_close(model.weight, weight / 2)
+    assert idle.equal(torch.ones(2, 2))
+    assert model.bias.equal(torch.ones(2))
+
+
+def test_decay_follows_the_schedule_and_its_state_travels() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimization = Optimization("sgdw", {"lr": 0.2, "weight_decay": 0.1}, "linear")
+    optimizer = optimization.factory([weight])
+    schedule, expected = Schedule(optimization, optimizer, 4), 1.0
+    for step in range(4):
+        schedule.advance()
+        if step == 2:  # a checkpoint in the middle, at a rate below the peak
+            fresh = optimization.factory([weight])
+            fresh.load_state_dict(optimizer.state_dict())
+            optimizer = fresh
+        optimizer.param_groups[0]["lr"] = 0.2 * (1 - step / 4)
+        weight.grad = torch.zeros(1)
+        optimizer.step()
+        expected *= 1 - 0.1 * (1 - step / 4)
+    assert weight.item() == pytest.approx(expected)
+
+
+def test_a_pipeline_trains_with_it(toy: Toy) -> None:
+    pipeline = toy.pipeline().optimize("sgdw", lr=0.1, momentum=0.9, weight_decay=1e-3, schedule="constant")
+    assert pipeline.fit(epochs=3, progress=False).accuracy == 1.0
