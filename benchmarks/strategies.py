@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from drivetrain import strategies
+from drivetrain.strategies.deepspeed_backend import working
 from drivetrain.strategies.memory import adamw_bytes, held_bytes
 from measuring import Contender, compare, measure, save
 from rich.table import Column, Table
@@ -35,6 +37,9 @@ NAMES = [
     "fsdp",
     "fsdp_grad_op",
     "fsdp_cpu_offload",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
 ]
 OURS, BY_HAND = "Drivetrain", "by hand"
 
@@ -69,28 +74,63 @@ def held(names: list[str]) -> dict[str, tuple[int, int, int, int]]:
     return found
 
 
-def by_hand_ddp() -> tuple[nn.Module, torch.optim.Optimizer]:
+Step = Callable[[torch.Tensor], None]
+"""One training step on a batch `(BATCH, WIDTH)`."""
+
+
+def step_of(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(images: torch.Tensor) -> None:
+        loss_of(wrapped, images).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_hand_ddp() -> Step:
     wrapped = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-    return wrapped, adamw(wrapped.parameters())
+    return step_of(wrapped, adamw(wrapped.parameters()))
 
 
-def by_hand_zero() -> tuple[nn.Module, torch.optim.Optimizer]:
+def by_hand_zero() -> Step:
     wrapped = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=1e-3)
+    return step_of(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=1e-3))
 
 
-def by_hand_fsdp() -> tuple[nn.Module, torch.optim.Optimizer]:
+def by_hand_fsdp() -> Step:
     wrapped = model()
     for block in list(wrapped.children())[:-1]:
         fully_shard(block)
     fully_shard(wrapped)
-    return wrapped, adamw(wrapped.parameters())
+    return step_of(wrapped, adamw(wrapped.parameters()))
 
 
-HAND: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
+def by_hand_deepspeed(stage: int) -> Step:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    with working(torch.device("cpu")) as deepspeed:
+        plain = model()
+        wrapped, *_ = deepspeed.initialize(
+            model=plain, optimizer=adamw(plain.parameters()), config=config, dist_init_required=False
+        )
+
+    def step(images: torch.Tensor) -> None:
+        wrapped.backward(loss_of(wrapped, images))
+        wrapped.step()
+
+    return step
+
+
+HAND: dict[str, Callable[[], Step]] = {
     "ddp": by_hand_ddp,
     "zero_redundancy": by_hand_zero,
     "fsdp": by_hand_fsdp,
+    "deepspeed_stage_2": partial(by_hand_deepspeed, 2),
+    "deepspeed_stage_3": partial(by_hand_deepspeed, 3),
 }
 
 
@@ -114,15 +154,13 @@ def ours(name: str, steps: int, images: torch.Tensor) -> Contender:
 
 def theirs(name: str, steps: int, images: torch.Tensor) -> Contender:
     """Seconds per step of the backend."""
-    wrapped, optimizer = HAND[name]()
+    step = HAND[name]()
 
     def turn() -> float:
         torch.distributed.barrier()
         start = perf_counter()
         for _ in range(steps):
-            loss_of(wrapped, images).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(images)
         torch.distributed.barrier()
         return (perf_counter() - start) / steps
 
@@ -142,8 +180,8 @@ def times(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 def bytes_table(ranks: list[int]) -> tuple[Table, dict[str, Any]]:
     """The largest rank's bytes per parameter, and its ratio to the formula."""
-    name_column = Column("strategy", no_wrap=True)
-    table = Table(name_column, "ranks", "params", "grads", "optim", "sum", "formula", "ratio")
+    heads = ("strategy", "N", "param", "grad", "optim", "sum", "ZeRO", "ratio")
+    table = Table(*(Column(head, no_wrap=True) for head in heads), title="bytes per parameter, N ranks")
     rows: dict[str, Any] = {}
     for number in ranks:
         per_rank = strategies.launch(held, NAMES, devices=number)

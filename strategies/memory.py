@@ -23,6 +23,9 @@ DIVIDES = {
     "fsdp_grad_op": "parameters gradients optimizer",
     "fsdp_cpu_offload": "parameters gradients optimizer",
     "hsdp": "parameters gradients optimizer",
+    "deepspeed_stage_1": "gradients optimizer",  # its engine frees what it does not step, as stage 2 does
+    "deepspeed_stage_2": "gradients optimizer",
+    "deepspeed_stage_3": "parameters gradients optimizer",
 }
 """What the ranks of a strategy divide among them; the rest each of them has whole."""
 
@@ -31,9 +34,11 @@ def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
     """Bytes per parameter of parameters, gradients and optimizer that a rank keeps with AdamW in fp32.
 
     ZeRO's formulas (Rajbhandari et al. 2020, arXiv:1910.02054). Under `hsdp`, `ranks` are those of one group.
+    DeepSpeed steps a copy of the weights, which counts with the optimizer.
     """
     divided = DIVIDES[strategy].split()
-    whole = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}
+    copy = 4.0 if strategy.startswith("deepspeed") else 0.0
+    whole = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0 + copy}
     parameters, gradients, optimizer = (
         size / ranks if part in divided else size for part, size in whole.items()
     )
