@@ -93,6 +93,7 @@ class _Measurement:
         self._pipeline, self._within, self._seconds = pipeline, within, seconds
         self._deadline = begin + seconds
         self._left_out: dict[str, str] = {}
+        self._longest = 0.0  # seconds of a round
         self._bar = tqdm(desc="ledger: warming up", unit=" turns", disable=not progress, leave=False)
 
     def run(self) -> Ledger:
@@ -106,8 +107,12 @@ class _Measurement:
             turns = self.round(takers, 0, MIN_BATCHES)
             turns |= self._add_further(takers)
             batches = self._batches(takers, turns)
-            ledger, stopped = self._rounds(takers, batches)
+            ledger = Ledger([], {})
+            kept = FOR_PAIRS * self._seconds if self._may_have_pairs(takers) else 0.0
+            stopped = self._rounds(ledger, takers, batches, self._deadline - kept)
             pairs = self._pairs(ledger, takers, batches)
+            if kept and not pairs:  # the time that was kept for them is for further rounds
+                stopped = self._rounds(ledger, takers, batches, self._deadline)
             costs = {taker.names[0]: dict(taker.costs) for taker in takers}
         for name, peak in peaks.items():
             costs[name]["peak_bytes"] = peak
@@ -171,22 +176,19 @@ class _Measurement:
         per_round = (self._deadline - perf_counter()) / AIM_ROUNDS - starting
         return max(int(MIN_BATCHES * per_round / training), MIN_BATCHES)
 
-    def _rounds(self, takers: list[Taker], batches: int) -> tuple[Ledger, str]:
-        """Rounds until the intervals are narrow or the time is spent, and which of the two it was."""
-        ledger = Ledger([], {})
-        kept = FOR_PAIRS * self._seconds if self._may_have_pairs(takers) else 0.0
-        longest = 0.0
+    def _rounds(self, ledger: Ledger, takers: list[Taker], batches: int, deadline: float) -> str:
+        """Adds rounds until the intervals are narrow or the time is spent; says which of the two it was."""
         while True:
             start, number = perf_counter(), len(ledger.rounds) + 1
-            if number > MIN_ROUNDS and start + longest > self._deadline - kept:
-                return ledger, f"the time of {self._seconds:g} s was spent"
             if number > TIGHT_ROUNDS and ledger.spread <= self._within:
-                return ledger, f"every interval is within ± {self._within:.1%}"
+                return f"every interval is within ± {self._within:.1%}"
+            if number > MIN_ROUNDS and start + self._longest > deadline:
+                return f"the time of {self._seconds:g} s was spent"
             if number > MAX_ROUNDS:
-                return ledger, f"{MAX_ROUNDS} rounds are the most"
+                return f"{MAX_ROUNDS} rounds are the most"
             self._bar.set_description(f"ledger: round {number}")
             ledger.rounds.append(self.round(takers, number, batches))
-            longest = max(longest, perf_counter() - start)
+            self._longest = max(self._longest, perf_counter() - start)
 
     def _may_have_pairs(self, takers: list[Taker]) -> bool:
         """Whether there are pairs to choose from, and the gains alone to compare them with."""

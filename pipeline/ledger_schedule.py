@@ -37,7 +37,8 @@ def phases(transforms: Sequence[Transform], image_size: int) -> list[Phase]:
         if end - begin < 1e-9:  # two points that are one, but for the last bit
             continue
         for progress, weight in ((begin, 1 / 6), ((begin + end) / 2, 4 / 6), (end, 1 / 6)):
-            size = resizing.size(image_size, progress) if resizing else image_size
+            inside = min(progress, end - 1e-6)  # at the end itself the size may jump to that of the next part
+            size = resizing.size(image_size, inside) if resizing else image_size
             frozen = progress if freezing and freezing.level(progress) > 0 else 0.0
             shares[size, frozen] += weight * (end - begin)
     return [Phase(size, progress, share) for (size, progress), share in sorted(shares.items())]

@@ -11,6 +11,8 @@ import numpy as np
 
 LEVEL = 0.95
 """Of the confidence intervals."""
+TRIM = 0.2
+"""Share of the rounds that is left out at each end; of five rounds, one. The usual choice."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The geometric mean of `n` ratios, one per round, and its confidence interval, `low` to `high`."""
+    """The trimmed geometric mean of `n` ratios, one per round, and its confidence interval, `low` to `high`."""
 
     value: float
     low: float
@@ -49,44 +51,55 @@ def figure(values: Sequence[float]) -> Figure:
 
 
 def ratio(ratios: Sequence[float], level: float = LEVEL) -> Ratio:
-    """The interval of a ratio from its rounds: Student's t, on the logarithms.
+    """The interval of a ratio from its rounds: Student's t of the trimmed mean of the logarithms (Tukey and
+    McLaughlin 1963; Yuen 1974).
 
-    Logarithms, because a ratio and its inverse are then treated alike. One round has no spread, and an
-    interval from 0 to infinity.
+    Logarithms, because a ratio and its inverse are then treated alike; trimmed, because now and then a machine
+    does something else for a moment, and one such round would move a mean and widen its interval. One
+    round has no spread, and an interval from 0 to infinity.
 
     Args:
         ratios: positive, one per round; both sides were measured in that round.
         level: share of such intervals that hold the true ratio, where rounds are independent and their
             logarithms normally distributed.
     """
-    logs = np.log(np.asarray(ratios, np.float64))
-    n, mean = len(logs), float(logs.mean())
-    if n == 1:
-        return Ratio(math.exp(mean), 0.0, math.inf, 1)
-    half = t_quantile(level, n - 1) * float(logs.std(ddof=1)) / np.sqrt(n)
-    return _interval(mean, float(half), n)
+    mean, square, freedom = _trimmed(ratios)
+    half = t_quantile(level, freedom) * math.sqrt(square) if freedom else math.inf
+    return _interval(mean, half, len(ratios))
 
 
 def ratio_of_means(over: Sequence[float], under: Sequence[float], level: float = LEVEL) -> Ratio:
-    """The ratio of two figures that were measured apart, round by round but not in the same rounds.
+    """The ratio of two figures that were measured apart, each in rounds of its own.
 
-    Welch's interval on the logarithms, its degrees of freedom rounded down.
+    As `ratio`, with Welch's degrees of freedom, rounded down.
     """
-    logs = [np.log(np.asarray(values, np.float64)) for values in (over, under)]
-    difference = float(logs[0].mean() - logs[1].mean())
-    n = min(map(len, logs))
-    if n == 1:
-        return Ratio(math.exp(difference), 0.0, math.inf, 1)
-    parts = [float(log.var(ddof=1)) / len(log) for log in logs]
-    freedom = sum(parts) ** 2 / max(
-        sum(part**2 / (len(log) - 1) for part, log in zip(parts, logs, strict=True)), 1e-300
-    )
-    half = t_quantile(level, max(int(freedom), n - 1)) * float(np.sqrt(sum(parts)))
-    return _interval(difference, half, n)
+    parts = [_trimmed(values) for values in (over, under)]
+    least = min(freedom for _, _, freedom in parts)
+    half = math.inf
+    if least:
+        total = sum(square for _, square, _ in parts)
+        weights = sum(square**2 / freedom for _, square, freedom in parts)
+        half = t_quantile(level, max(int(total**2 / weights) if weights else 0, least)) * math.sqrt(total)
+    return _interval(parts[0][0] - parts[1][0], half, min(len(over), len(under)))
+
+
+def _trimmed(values: Sequence[float]) -> tuple[float, float, int]:
+    """Of the values' logarithms: trimmed mean, its standard error squared, and degrees of freedom."""
+    logs = np.sort(np.log(np.asarray(values, np.float64)))
+    cut = int(TRIM * len(logs))
+    kept = logs[cut : len(logs) - cut]
+    freedom = len(kept) - 1
+    if not freedom:
+        return float(kept.mean()), math.inf, 0
+    pulled_in = np.clip(logs, kept[0], kept[-1])
+    square = float(((pulled_in - pulled_in.mean()) ** 2).sum()) / (len(kept) * freedom)
+    return float(kept.mean()), square, freedom
 
 
 def _interval(log: float, half: float, n: int) -> Ratio:
-    return Ratio(math.exp(log), math.exp(log - half), math.exp(log + half), n)
+    return Ratio(
+        math.exp(log), math.exp(log - half), math.exp(log + half) if half < math.inf else math.inf, n
+    )
 
 
 @lru_cache

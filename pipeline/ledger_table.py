@@ -89,7 +89,7 @@ def _rows(ledger: Ledger) -> Cells:
         f"Ledger: {ledger.facts.get('recipe') or 'your pipeline'}",
         ("", "images/s", "over plain", "this stage", "MiB held"),
         rows,
-        f"images/s: median and quartiles of {len(ledger.rounds)} interleaved rounds; ratios: geometric mean and "
+        f"images/s: median and quartiles of {len(ledger.rounds)} interleaved rounds; ratios: trimmed mean and "
         f"{ledger.level:.0%} interval; MiB held: weights, gradients, optimizer of a rank",
         whole,
     )
