@@ -1,8 +1,12 @@
 """The ledger: what each stage brings, measured in one run, interleaved, and what binds the whole.
 
-Each variant trains on the same samples with the same loop. A round gives every variant one turn, an
-epoch over the same part of the data; ratios are taken within a round, so that a machine whose speed
-drifts favours none of them. Warm-up turns are not counted.
+Each variant trains on the same samples with the same loop, and is refused if it did not. A round gives every
+variant one turn, an epoch over the same part of the data; ratios are taken within a round, so that a machine
+whose speed drifts favours none of them. Warm-up turns, and with them compiling, are not counted. Rounds end
+when every ratio's confidence interval is narrow, or the time is spent; which of the two is told.
+
+The stages in turn and the whole are always measured; each stage alone and the whole without each, as far as the
+time allows; what is left out is told, with the reason.
 """
 
 from __future__ import annotations
@@ -125,7 +129,7 @@ class _Measurement:
 
     def _peaks(self, always: list[list[Variant]]) -> dict[str, int | None]:
         """Peak memory of plain PyTorch and of the whole, on a CPU, in processes of their own."""
-        if torch.cuda.is_available():
+        if _has_copies(self._pipeline):
             return {}  # each variant's own is counted while it warms up
         if self._seconds < PEAK_SECONDS:
             self._left_out["peak memory"] = (
@@ -229,7 +233,7 @@ class _Measurement:
 
 
 def _has_copies(pipeline: Pipeline) -> bool:
-    """Whether batches are copied to a device; without a GPU they are where they are computed on."""
+    """Whether batches are copied to a GPU; on a CPU they are where they are computed on."""
     how = pipeline.distribution
     device = how.options.get("device", getattr(how.strategy, "device", None))
     return torch.cuda.is_available() if device is None else torch.device(device).type != "cpu"

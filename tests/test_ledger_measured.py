@@ -17,10 +17,10 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, Pipeline, PlanError
 from drivetrain.loaders import TorchLoader
-from drivetrain.pipeline.ledger import MIN_ROUNDS, TIGHT_ROUNDS
+from drivetrain.pipeline.ledger import MIN_ROUNDS, TIGHT_ROUNDS, _Measurement
 from drivetrain.pipeline.ledger_crew import Loaders, Taker, groups, open_bench
 from drivetrain.pipeline.ledger_result import Ledger
-from drivetrain.pipeline.ledger_rounds import BAR, LOADER, MODEL, PLAIN, SPLIT, same_samples
+from drivetrain.pipeline.ledger_rounds import BAR, LOADER, MODEL, PLAIN, SPLIT
 from drivetrain.pipeline.ledger_schedule import phases
 from drivetrain.pipeline.ledger_turns import take_turn
 from drivetrain.pipeline.ledger_variants import Variant, alone_and_without, stages, variants
@@ -78,7 +78,7 @@ def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
 
 def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
     pipeline = (
-        toy.pipeline(Sleepy(0.03))
+        toy.pipeline(Sleepy(0.02))
         .transform(LabelSmoothing(0.1), ChannelsLast())
         .distribute("single", precision="bf16", accumulate=2, clip_norm=1.0)
     )
@@ -99,7 +99,7 @@ def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
         "peak memory", *(f"only {name}" for name in rows[1:]), *(f"without {name}" for name in rows[:-1])
     ]  # fmt: skip
     assert ledger.bound.startswith("The model binds: ")
-    assert ledger.ceilings[MODEL].median < BATCH / 0.06  # two microbatches, each sleeps 0.03 s
+    assert ledger.ceilings[MODEL].median < BATCH / 0.04  # two microbatches, each sleeps 0.02 s
     assert 0 <= ledger.waiting < 1
     # The forward is what sleeps; the shares are of one whole.
     assert ledger.split["forward"] == max(ledger.split.values()) > 0.5
@@ -250,10 +250,10 @@ def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
             Taker([Variant(name, pipeline._with(seed=seed))], loaders, stack)
             for name, seed in (("one", 0), ("two", 0), ("three", 1))
         ]
-        one, two, three = (taker.take(1, 2, False) for taker in takers)
-        same_samples(one | two)
+        measurement = _Measurement(pipeline, begin=0, seconds=1, within=0.1, progress=False)
+        assert list(measurement.round(takers[:2], 1, batches=2)) == ["one", "two"]
         with pytest.raises(DrivetrainError, match=r"'one' had 64 images .*'three' 64 "):
-            same_samples(one | three)
+            measurement.round(takers, 1, batches=2)
 
 
 def test_a_turn_costs_what_a_step_costs_on_average_over_the_schedule() -> None:
