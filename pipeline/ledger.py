@@ -25,7 +25,7 @@ from .fit import with_files
 from .ledger_accuracy import check_accuracy, train_each
 from .ledger_crew import MIN_BATCHES, Loaders, Taker, groups
 from .ledger_findings import fallen, loses
-from .ledger_memory import PEAK_SECONDS, peak_bytes
+from .ledger_memory import PEAK_RESERVE, PEAK_SECONDS, peak_bytes
 from .ledger_result import Ledger
 from .ledger_rounds import PLAIN, Turn, only, same_samples
 from .ledger_variants import Variant, alone_and_without, in_turn, pair, stages, variants
@@ -95,8 +95,9 @@ class _Measurement:
         self, pipeline: Pipeline, begin: float, seconds: float, within: float, progress: bool
     ) -> None:
         self._pipeline, self._within, self._seconds = pipeline, within, seconds
-        self._deadline = begin + seconds
         self._left_out: dict[str, str] = {}
+        self._in_processes = self._weighs_processes()
+        self._deadline = begin + seconds - (PEAK_RESERVE if self._in_processes else 0)
         self._longest = 0.0  # seconds of a round
         self._bar = tqdm(desc="ledger: warming up", unit=" turns", disable=not progress, leave=False)
 
@@ -106,7 +107,6 @@ class _Measurement:
             stack.callback(self._bar.close)
             self._stack, self._loaders = stack, Loaders(stack)
             always = groups(variants(self._pipeline, copies=_has_copies(self._pipeline)))
-            peaks = self._peaks(always)
             takers = [self._taker(group) for group in always]
             turns = self.round(takers, 0, MIN_BATCHES)
             turns |= self._add_further(takers)
@@ -118,8 +118,8 @@ class _Measurement:
             if kept and not pairs:  # the time that was kept for them is for further rounds
                 stopped = self._rounds(ledger, takers, batches, self._deadline)
             costs = {taker.names[0]: dict(taker.costs) for taker in takers}
-        for name, peak in peaks.items():
-            costs[name]["peak_bytes"] = peak
+        for first, *_ in (always[0], always[-1]) if self._in_processes else ():
+            costs[first.name]["peak_bytes"] = peak_bytes(first.pipeline)
         ledger.facts.update(stopped=stopped, left_out=self._left_out, pairs=pairs, costs=costs)
         return ledger
 
@@ -127,16 +127,17 @@ class _Measurement:
         self._bar.set_description(f"ledger: warming up {group[0].name}")
         return Taker(group, self._loaders, self._stack)
 
-    def _peaks(self, always: list[list[Variant]]) -> dict[str, int | None]:
-        """Peak memory of plain PyTorch and of the whole, on a CPU, in processes of their own."""
+    def _weighs_processes(self) -> bool:
+        """Whether plain PyTorch and the whole show their peak memory in processes of their own, in the end.
+
+        On a GPU that of each variant is counted while it warms up.
+        """
         if _has_copies(self._pipeline):
-            return {}  # each variant's own is counted while it warms up
+            return False
         if self._seconds < PEAK_SECONDS:
-            self._left_out["peak memory"] = (
-                f"it takes two processes, and less than {PEAK_SECONDS} s were given"
-            )
-            return {}
-        return {group[0].name: peak_bytes(group[0].pipeline) for group in (always[0], always[-1])}
+            reason = f"it takes two processes, and less than {PEAK_SECONDS} s were given"
+            self._left_out["peak memory"] = reason
+        return self._seconds >= PEAK_SECONDS
 
     def round(self, takers: list[Taker], number: int, batches: int) -> dict[str, Turn]:
         """One turn of every variant, by name, in the order of the rows."""

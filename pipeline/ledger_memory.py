@@ -9,8 +9,8 @@ from ..strategies import launch
 from .builder import Pipeline
 from .ledger_crew import Loaders, open_bench
 
-PEAK_SECONDS = 100
-"""A ledger of fewer seconds leaves it out: the two processes take about 20 s to start on two cores."""
+PEAK_SECONDS, PEAK_RESERVE = 100, 20
+"""A ledger of fewer seconds leaves it out; of more, it keeps so many: starting two processes takes its time."""
 
 
 def peak_bytes(pipeline: Pipeline) -> int | None:
