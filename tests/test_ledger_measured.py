@@ -357,16 +357,15 @@ def test_measured_on_two_ranks(toy: Toy) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_peak_memory_and_compile_time(toy: Toy) -> None:
     def large() -> nn.Module:
-        return nn.Sequential(
-            plain_model(CLASSES), nn.Linear(CLASSES, 2_000_000), nn.Linear(2_000_000, CLASSES)
-        )
+        return nn.Sequential(plain_model(CLASSES), nn.Linear(CLASSES, 500_000), nn.Linear(500_000, CLASSES))
 
     pipeline = toy.pipeline(large, loader="torch", workers=0).transform(LabelSmoothing(0.1))
     ledger = pipeline.distribute("single", compile=True).ledger(seconds=100, within=0.9, progress=False)
     plain, _, whole = (ledger.facts["costs"][row.name] for row in ledger.rows)
-    held = 3 * 4 * 2_000_000 * (2 * CLASSES + 1)
+    held = 3 * 4 * 500_000 * (2 * CLASSES + 1)
     assert plain["held_bytes"]["parameters"] * 3 >= held
     assert held < plain["peak_bytes"] < held + 2**31
     assert whole["peak_bytes"] > held
