@@ -68,8 +68,8 @@ def build(pipeline: Pipeline) -> Built:
     data = pipeline.data
     assert data is not None  # the plan has checked
     how = pipeline.distribution
-    train = _loader(pipeline, data, data.train, train=True)
-    val = None if data.val is None else _loader(pipeline, data, data.val, train=False)
+    train = make_loader(pipeline, data, data.train, train=True)
+    val = None if data.val is None else make_loader(pipeline, data, data.val, train=False)
     classes = count_classes(train, val, data)
     model, reports = build_model(pipeline)
     for transform in pipeline.transforms:
@@ -88,7 +88,7 @@ def build(pipeline: Pipeline) -> Built:
     return Built(engine, train, val, training_loss(pipeline), methods, reports)
 
 
-def _loader(pipeline: Pipeline, data: Data, source: str, *, train: bool) -> EpochLoader:
+def make_loader(pipeline: Pipeline, data: Data, source: str, *, train: bool) -> EpochLoader:
     in_group = dist.is_available() and dist.is_initialized()
     kind: Any = loaders.FFCVLoader if data.loader == "ffcv" else loaders.TorchLoader
     loader: EpochLoader = kind(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from ..errors import CheckpointError, DataError, DrivetrainError
+from ..errors import CheckpointError, DataError, DrivetrainError, PlanError
 
 if TYPE_CHECKING:
     from .builder import Pipeline
@@ -231,23 +231,47 @@ def export(
 @app.command()
 def ledger(
     recipe: Annotated[
-        str, typer.Argument(help="Name of a recipe (see: drivetrain recipes), or a .yaml or .json file.")
-    ],
+        str | None,
+        typer.Argument(help="Name of a recipe (see: drivetrain recipes), or a .yaml or .json file."),
+    ] = None,
     overrides: Overrides = None,
     data: Train = None,
     val: Val = None,
     out: Out = None,
     seconds: Seconds = 120.0,
+    accuracy: Annotated[
+        bool,
+        typer.Option(
+            "--accuracy", help="Also train plain PyTorch and each stage in turn; on top of --seconds."
+        ),
+    ] = False,
+    epochs: Annotated[
+        int | None, typer.Option(help="Epochs of each with --accuracy. Default: the recipe's.")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Instead of measuring, compare two ledger.json files.", metavar="A.JSON B.JSON"),
+    ] = None,
 ) -> None:
     """Measures what each stage of a recipe brings on this machine, and which stage binds.
 
-    Plain PyTorch is 1.00; each stage is added in turn. All variants run interleaved in one process.
-    With --out, ledger.json and ledger.png are written there.
+    Plain PyTorch is 1.00; each stage is added in turn, measured alone, and left out of the whole. All
+    variants run interleaved in one process, until the confidence intervals are within 2 % or the time is
+    spent. With --out, ledger.json and ledger.png are written there.
     """
+    if compare is not None:
+        from .ledger_compare import compare as run
+
+        print(run(*compare))
+        return
+    if recipe is None:
+        raise PlanError(
+            "Give the name of a recipe to measure (drivetrain recipes), or --compare A.JSON B.JSON."
+        )
     from .builder import Pipeline
 
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
-    _measure(pipeline, seconds, out)
+    _measure(pipeline, seconds, out, accuracy=accuracy, epochs=epochs)
 
 
 @app.command()
@@ -280,11 +304,11 @@ def doctor() -> None:
     raise typer.Exit(0 if healthy else 1)
 
 
-def _measure(pipeline: Pipeline, seconds: float, out: Path | None) -> None:
+def _measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: Any) -> None:
     from .fit import make_folder
 
     folder = None if out is None else make_folder(out)  # first: a ledger that cannot be written is time lost
-    measured = pipeline.ledger(seconds=seconds)
+    measured = pipeline.ledger(seconds=seconds, **accuracy)
     print(measured)
     if folder is not None:
         measured.save(folder / "ledger.json")

@@ -1,225 +1,240 @@
 """The ledger: what each stage brings, measured in one run, interleaved, and what binds the whole.
 
-Each variant trains on the same samples with the same loop. A round gives every variant one turn, an
-epoch over the same part of the data; ratios are taken within a round, so that a machine whose speed
-drifts favours none of them. Warm-up turns are not counted.
+Each variant trains on the same samples with the same loop, and is refused if it did not. A round gives every
+variant one turn, an epoch over the same part of the data; ratios are taken within a round, so that a machine
+whose speed drifts favours none of them. Warm-up turns, and with them compiling, are not counted. Rounds end
+when every ratio's confidence interval is narrow, or the time is spent; which of the two is told.
+
+The stages in turn and the whole are always measured; each stage alone and the whole without each, as far as the
+time allows; what is left out is told, with the reason.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
-from typing import Any, Literal
 
 import torch
 from tqdm.auto import tqdm
 
-from ..errors import PlanError
-from ..strategies import launch
+from ..errors import DrivetrainError, PlanError
 from ..strategies.group import under_torchrun
-from .build import Built, build, seeded
+from .build import seeded
 from .builder import Pipeline
 from .fit import with_files
-from .ledger_result import LOADER, MODEL, PLAIN, Ledger, Turn
-from .loop import train_epoch
-from .plan import sort_transforms
+from .ledger_accuracy import check_accuracy, train_each
+from .ledger_crew import MIN_BATCHES, Loaders, Taker, groups
+from .ledger_findings import fallen, loses
+from .ledger_memory import PEAK_RESERVE, PEAK_SECONDS, peak_bytes
+from .ledger_result import Ledger
+from .ledger_rounds import PLAIN, Turn, only, same_samples
+from .ledger_variants import Variant, alone_and_without, in_turn, pair, stages, variants
 from .provenance import provenance
-from .stages import Distribution
 
-MIN_ROUNDS, AIM_ROUNDS, MAX_ROUNDS = 3, 8, 30
-MIN_BATCHES = 4  # in a turn; fewer, and filling the loader's queue would count
-
-Kind = Literal["train", "loader", "model"]
-"""What a turn runs: training, the loader without a model, or the model on one batch in memory."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A pipeline to measure, the name of its row, and what of it runs."""
-
-    name: str
-    pipeline: Pipeline
-    kind: Kind = "train"
+MIN_ROUNDS, MAX_ROUNDS = 3, 30
+TIGHT_ROUNDS = (
+    5  # intervals of fewer may be narrow by chance; each further variant must leave time for as many
+)
+AIM_ROUNDS = 8  # that a turn's length is chosen for
+WITHIN = 0.02
+"""The ledger ends when every interval is as narrow as this to each side."""
+FOR_PAIRS = 0.15  # share of the time that is kept to find out which stages stand in each other's way
 
 
-def variants(pipeline: Pipeline) -> list[Variant]:
-    """Plain PyTorch, each stage added in turn in the plan's order up to the whole, and the two ceilings."""
-    data, how = pipeline.data, pipeline.distribution
-    assert data is not None  # the plan has checked
-    device = how.options.get("device", getattr(how.strategy, "device", None))
-    one = Distribution(options={} if device is None else {"device": device})
-    current = pipeline._with(data=dataclasses.replace(data, loader="torch"), transforms=(), distribution=one)
-    found = [Variant(PLAIN, current)]
-
-    def add(name: str, **changes: Any) -> None:
-        nonlocal current
-        current = current._with(**changes)
-        found.append(Variant(name, current))
-
-    if data.loader == "ffcv":
-        add("+ FFCV loader", data=data)
-    for transform in sort_transforms(pipeline.transforms):
-        add(f"+ {type(transform).__name__}", transforms=(*current.transforms, transform))
-    if how.precision != one.precision:
-        one = dataclasses.replace(one, precision=how.precision)
-        add(f"+ {how.precision}", distribution=one)
-    if how.compile:
-        one = dataclasses.replace(one, compile=how.compile)
-        add("+ compile", distribution=one)
-    if dataclasses.replace(how, asked=False) != one:
-        add(f"+ {_distribution_name(how)}", distribution=how)
-    return [*found, Variant(LOADER, current, "loader"), Variant(MODEL, current, "model")]
-
-
-def _distribution_name(how: Distribution) -> str:
-    parts = [f"{how.name} × {how.devices}"] if how.name != "single" else []
-    parts += [f"accumulate {how.accumulate}"] if how.accumulate > 1 else []
-    parts += [f"clip_norm {how.clip_norm:g}"] if how.clip_norm is not None else []
-    return ", ".join(parts) or how.name
-
-
-def measure(pipeline: Pipeline, *, seconds: float = 120.0, progress: bool = True) -> Ledger:
-    """Measures the ledger of a pipeline.
-
-    Args:
-        pipeline: plain PyTorch reads the same samples, from the same file.
-        seconds: the time to spend, start of the workers included. At least three rounds are measured,
-            however long they take.
-        progress: show a bar.
+def measure(
+    pipeline: Pipeline,
+    *,
+    seconds: float = 120.0,
+    within: float = WITHIN,
+    accuracy: bool = False,
+    epochs: int | None = None,
+    target: float | None = None,
+    progress: bool = True,
+) -> Ledger:
+    """Measures the ledger of a pipeline; see `Pipeline.ledger`.
 
     Raises:
         PlanError, DataError, StrategyError: as `Pipeline.fit`.
+        DrivetrainError: if two variants did not train on the same samples.
     """
     if not seconds > 0:
         raise PlanError(f"seconds={seconds} must be positive.")
+    if not 0 < within < 1:
+        raise PlanError(f"within={within} must be between 0 and 1: 0.02 asks for intervals of ± 2 %.")
     if under_torchrun():
         raise PlanError("The ledger starts its ranks itself, between other turns. Start it without torchrun.")
     begin = perf_counter()
     plan = pipeline.plan()
+    if accuracy:
+        epochs = check_accuracy(pipeline, epochs, target)
     pipeline = with_files(pipeline, progress)
-    bar = tqdm(desc="ledger: warming up", unit=" turns", disable=not progress, leave=False)
-    with ExitStack() as stack:
-        stack.callback(bar.close)
-        takers = [_taker(group, stack) for group in _groups(pipeline)]
-        batches = _warm_up(takers, begin + seconds, bar)
-        rounds = _measure_rounds(takers, batches, begin + seconds, bar)
+    with seeded(pipeline.seed):  # turns draw random numbers, as training does; the caller's stay as they are
+        found = _Measurement(pipeline, begin, seconds, within, progress).run()
     assert pipeline.data is not None  # the plan has checked
-    batches = rounds[0][PLAIN].images // pipeline.data.batch_size  # the data may have fewer
-    return Ledger(
-        rounds=rounds,
-        facts={
-            "recipe": pipeline.recipe,
-            "plan": plan.to_dict()["steps"],
-            "batches_per_turn": batches,
-            "seconds": round(perf_counter() - begin, 1),
-            "provenance": provenance(),
+    found.facts.update(
+        recipe=pipeline.recipe,
+        plan=plan.to_dict()["steps"],
+        asked={
+            "loader": pipeline.data.loader,
+            "precision": pipeline.distribution.precision,
+            "compile": bool(pipeline.distribution.compile),
         },
+        batches_per_turn=found.rounds[0][PLAIN].images // pipeline.data.batch_size,
+        seconds=round(perf_counter() - begin, 1),
+        provenance=provenance(),
     )
+    if accuracy and epochs is not None:
+        found.facts["accuracy"] = train_each(in_turn(pipeline), epochs, target, progress)
+    return found
 
 
-TakeTurns = Callable[[int, int, bool], dict[str, Turn]]
-"""Runs turns by name: the epoch (which decides the samples), the number of global batches, backwards or not."""
+class _Measurement:
+    """One measurement of a ledger, from warming up to the last round."""
+
+    def __init__(
+        self, pipeline: Pipeline, begin: float, seconds: float, within: float, progress: bool
+    ) -> None:
+        self._pipeline, self._within, self._seconds = pipeline, within, seconds
+        self._left_out: dict[str, str] = {}
+        self._in_processes = self._weighs_processes()
+        self._deadline = begin + seconds - (PEAK_RESERVE if self._in_processes else 0)
+        self._longest = 0.0  # seconds of a round
+        self._bar = tqdm(desc="ledger: warming up", unit=" turns", disable=not progress, leave=False)
+
+    def run(self) -> Ledger:
+        """Measures."""
+        with ExitStack() as stack:
+            stack.callback(self._bar.close)
+            self._stack, self._loaders = stack, Loaders(stack)
+            always = groups(variants(self._pipeline, copies=_has_copies(self._pipeline)))
+            takers = [self._taker(group) for group in always]
+            turns = self.round(takers, 0, MIN_BATCHES)
+            turns |= self._add_further(takers)
+            batches = self._batches(takers, turns)
+            ledger = Ledger([], {})
+            kept = FOR_PAIRS * self._seconds if self._may_have_pairs(takers) else 0.0
+            stopped = self._rounds(ledger, takers, batches, self._deadline - kept)
+            pairs = self._pairs(ledger, takers, batches)
+            if kept and not pairs:  # the time that was kept for them is for further rounds
+                stopped = self._rounds(ledger, takers, batches, self._deadline)
+            costs = {taker.names[0]: dict(taker.costs) for taker in takers}
+        for first, *_ in (always[0], always[-1]) if self._in_processes else ():
+            costs[first.name]["peak_bytes"] = peak_bytes(first.pipeline)
+        ledger.facts.update(stopped=stopped, left_out=self._left_out, pairs=pairs, costs=costs)
+        return ledger
+
+    def _taker(self, group: list[Variant]) -> Taker:
+        self._bar.set_description(f"ledger: warming up {group[0].name}")
+        return Taker(group, self._loaders, self._stack)
+
+    def _weighs_processes(self) -> bool:
+        """Whether plain PyTorch and the whole show their peak memory in processes of their own, in the end.
+
+        On a GPU that of each variant is counted while it warms up.
+        """
+        if _has_copies(self._pipeline):
+            return False
+        if self._seconds < PEAK_SECONDS:
+            reason = f"it takes two processes, and less than {PEAK_SECONDS} s were given"
+            self._left_out["peak memory"] = reason
+        return self._seconds >= PEAK_SECONDS
+
+    def round(self, takers: list[Taker], number: int, batches: int) -> dict[str, Turn]:
+        """One turn of every variant, by name, in the order of the rows."""
+        backwards = number % 2 == 0  # every second round, so that none always follows the same neighbour
+        found: dict[str, Turn] = {}
+        for taker in takers[:: -1 if backwards else 1]:
+            found |= taker.take(number, batches, backwards)
+            self._bar.update(len(taker.names))
+        found = {name: found[name] for taker in takers for name in taker.names}
+        same_samples(found)
+        return found
+
+    def _add_further(self, takers: list[Taker]) -> dict[str, Turn]:
+        """Adds only one stage, and the whole without one, as far as the time allows; and their first turns."""
+        turns: dict[str, Turn] = {}
+        for variant in alone_and_without(self._pipeline):
+            ranks = variant.pipeline.distribution.devices > 1
+            alike = [t.seconds / len(t.names) for t in takers if t.on_ranks == ranks] or [0.0]
+            expected = sum(alike) / len(alike)
+            spent = sum(taker.seconds for taker in takers) + expected
+            if perf_counter() + 2 * expected + TIGHT_ROUNDS * spent > self._deadline:
+                self._left_out[variant.name] = "the time does not allow it; give more seconds"
+                continue
+            try:
+                variant.pipeline.plan()
+                taker = self._taker([variant])
+            except (DrivetrainError, torch.OutOfMemoryError) as error:
+                self._left_out[variant.name] = f"it cannot be measured: {error}"
+                continue
+            turns |= self.round([taker], 0, MIN_BATCHES)
+            takers.append(taker)
+        return turns
+
+    def _batches(self, takers: list[Taker], turns: dict[str, Turn]) -> int:
+        """How many batches a turn has, so that the rounds fit the time."""
+        starting = 0.0  # of ranks, in a round
+        for taker in takers:
+            if taker.on_ranks:
+                starting += taker.seconds - sum(turns[name].seconds for name in taker.names)
+        training = sum(taker.seconds for taker in takers) - starting
+        per_round = (self._deadline - perf_counter()) / AIM_ROUNDS - starting
+        return max(int(MIN_BATCHES * per_round / training), MIN_BATCHES)
+
+    def _rounds(self, ledger: Ledger, takers: list[Taker], batches: int, deadline: float) -> str:
+        """Adds rounds until the intervals are narrow or the time is spent; says which of the two it was."""
+        while True:
+            start, number = perf_counter(), len(ledger.rounds) + 1
+            if number > TIGHT_ROUNDS and ledger.spread <= self._within:
+                return f"every interval is within ± {self._within:.1%}"
+            if number > MIN_ROUNDS and start + self._longest > deadline:
+                return f"the time of {self._seconds:g} s was spent"
+            if number > MAX_ROUNDS:
+                return f"{MAX_ROUNDS} rounds are the most"
+            self._bar.set_description(f"ledger: round {number}")
+            ledger.rounds.append(self.round(takers, number, batches))
+            self._longest = max(self._longest, perf_counter() - start)
+
+    def _may_have_pairs(self, takers: list[Taker]) -> bool:
+        """Whether there are pairs to choose from, and the gains alone to compare them with."""
+        names = stages(self._pipeline)
+        measured = {name for taker in takers for name in taker.names}
+        return len(names) > 2 and all(only(stage.name) in measured for stage in names[1:])
+
+    def _pairs(self, ledger: Ledger, takers: list[Taker], batches: int) -> dict[str, list[float]]:
+        """Where the speedups do not compound: of the stage that falls furthest, with each stage before it,
+        the gain of the pair over the product of the two alone, round by round; empty if time is lacking."""
+        if not self._may_have_pairs(takers) or not loses(ledger):
+            return {}
+        second = fallen(ledger).stage
+        names = [gain.stage for gain in ledger.stages]
+        firsts = names[: names.index(second)]
+        if len(firsts) == 1:
+            return {}  # it is known which two they are
+        alone = {name: ledger.turns_of_only(name) for name in (*firsts, second)}
+        by_name = {name: taker for taker in takers for name in taker.names}
+        chosen = [by_name[name] for name in (PLAIN, *map(str, alone.values()))]
+        spent = sum(taker.seconds for taker in chosen) * 2  # the pairs take about as long
+        if perf_counter() + (MIN_ROUNDS + 1) * spent > self._deadline:
+            return {}
+        chosen += [
+            self._taker([Variant(f"{first} and {second}", pair(self._pipeline, first, second))])
+            for first in firsts
+        ]
+        found: dict[str, list[float]] = {f"{first} and {second}": [] for first in firsts}
+        number = 0
+        while number < MIN_ROUNDS or (number < TIGHT_ROUNDS and perf_counter() + spent < self._deadline):
+            number += 1
+            turns = self.round(chosen, number, batches)
+            for first in firsts:
+                name = f"{first} and {second}"
+                both = turns[str(alone[first])].speed * turns[str(alone[second])].speed
+                found[name].append(turns[name].speed * turns[PLAIN].speed / both)
+        return found
 
 
-def _groups(pipeline: Pipeline) -> list[list[Variant]]:
-    """The variants in order; those of one and the same pipeline are one group, which is built once."""
-    groups: list[list[Variant]] = []
-    for variant in variants(pipeline):
-        if groups and groups[-1][0].pipeline is variant.pipeline:
-            groups[-1].append(variant)
-        else:
-            groups.append([variant])
-    return groups
-
-
-def _taker(group: list[Variant], stack: ExitStack) -> TakeTurns:
-    """How a group takes its turns: in this process, kept built; or on ranks that start for each round."""
-    pipeline, kinds = group[0].pipeline, {variant.name: variant.kind for variant in group}
-    devices = pipeline.distribution.devices
-    if devices == 1:
-        with seeded(pipeline.seed):
-            built = stack.enter_context(build(pipeline))
-        take_turn(built, "train", 0, MIN_BATCHES)  # warms up
-        return partial(_take_turns, built, kinds)
-
-    def launched(epoch: int, batches: int, backwards: bool) -> dict[str, Turn]:
-        return launch(_turns_on_rank, pipeline, kinds, epoch, batches, backwards, devices=devices)[0]
-
-    return launched
-
-
-def _turns_on_rank(
-    pipeline: Pipeline, kinds: dict[str, Kind], epoch: int, batches: int, backwards: bool
-) -> dict[str, Turn]:
-    with seeded(pipeline.seed), build(pipeline) as built:
-        take_turn(built, "train", 0, MIN_BATCHES)  # the ranks are new: warm them up, too
-        return _take_turns(built, kinds, epoch, batches, backwards)
-
-
-def _take_turns(
-    built: Built, kinds: dict[str, Kind], epoch: int, batches: int, backwards: bool
-) -> dict[str, Turn]:
-    names = list(kinds)[:: -1 if backwards else 1]
-    return {name: take_turn(built, kinds[name], epoch, batches) for name in names}
-
-
-def take_turn(built: Built, kind: Kind, epoch: int, batches: int) -> Turn:
-    """Trains on (or only loads, or only computes) `batches` global batches, and times it."""
-    loader, engine = built.train, built.engine
-    batch_size = loader.settings.batch_size
-    batches = min(batches, loader.samples // batch_size)
-    # One batch is loaded to its end, so that no loader works ahead while the model alone is measured.
-    loader.set_indices(range((1 if kind == "model" else batches) * batch_size))
-    loader.set_epoch(epoch)
-    source: Any = list(loader) * batches if kind == "model" else loader
-    engine.barrier()
-    start = perf_counter()
-    if kind == "loader":
-        images = sum(len(images) for images, _ in loader) * engine.world_size
-        waited = perf_counter() - start
-    else:
-        built.methods.begin(engine, batches)
-        stats = train_epoch(engine, source, built.loss, methods=built.methods)
-        images, waited = stats.images, stats.waited
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
-    seconds = perf_counter() - start
-    return Turn(images=images, seconds=seconds, waited=waited)
-
-
-def _warm_up(takers: list[TakeTurns], deadline: float, bar: Any) -> int:
-    """Runs every variant once more, and chooses how many batches a turn has so that the rounds fit the time."""
-    start = perf_counter()
-    turns = _round(takers, 0, MIN_BATCHES, bar)
-    training = sum(turn.seconds for turn in turns.values())
-    overhead = perf_counter() - start - training  # ranks that start, mostly
-    per_round = (deadline - perf_counter()) / AIM_ROUNDS - overhead
-    return max(int(MIN_BATCHES * per_round / training), MIN_BATCHES)
-
-
-def _measure_rounds(
-    takers: list[TakeTurns], batches: int, deadline: float, bar: Any
-) -> list[dict[str, Turn]]:
-    rounds: list[dict[str, Turn]] = []
-    longest = 0.0
-    while len(rounds) < MIN_ROUNDS or (perf_counter() + longest < deadline and len(rounds) < MAX_ROUNDS):
-        start = perf_counter()
-        bar.set_description(f"ledger: round {len(rounds) + 1}")
-        rounds.append(_round(takers, len(rounds) + 1, batches, bar))
-        longest = max(longest, perf_counter() - start)
-    return rounds
-
-
-def _round(takers: list[TakeTurns], number: int, batches: int, bar: Any) -> dict[str, Turn]:
-    """One turn of every variant, by name, in the order of the rows."""
-    backwards = number % 2 == 0  # every second round, so that none always follows the same neighbour
-    found: list[dict[str, Turn]] = []
-    for take in takers[:: -1 if backwards else 1]:
-        found.append(take(number, batches, backwards))
-        bar.update(len(found[-1]))
-    turns = [turn for group in found for turn in group.items()]
-    return dict(turns[:: -1 if backwards else 1])
+def _has_copies(pipeline: Pipeline) -> bool:
+    """Whether batches are copied to a GPU; on a CPU they are where they are computed on."""
+    how = pipeline.distribution
+    device = how.options.get("device", getattr(how.strategy, "device", None))
+    return torch.cuda.is_available() if device is None else torch.device(device).type != "cpu"

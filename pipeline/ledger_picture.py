@@ -1,4 +1,4 @@
-"""The ledger's picture: a bar of throughput per row, and the two ceilings as lines."""
+"""The ledger's picture: throughput with the ceilings, what each stage brings, and where the time goes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import textwrap
 from typing import Any
 
 from ..errors import require
-from .ledger_result import LOADER, MODEL, PLAIN, Ledger, Row
+from .ledger_result import Ledger, Row
+from .ledger_rounds import CEILINGS, COPY, LOADER, MODEL, PLAIN
 
 INK, BAR, PALE = "#222222", "#2f6f9f", "#b8c4cc"
+CEILING = {MODEL: "#b5452c", LOADER: "#3f8f4f", COPY: "#8a5fa8"}
+PLACES = {"alone": "#d98a2b", "added in turn": BAR, "added last": "#5b5b5b"}
+PARTS = {"waiting": "#3f8f4f", "forward": "#c9643f", "backward": "#9c3a22", "step": "#d98a2b", "other": PALE}
 
 
 def draw(ledger: Ledger, form: str) -> bytes:
@@ -19,9 +23,25 @@ def draw(ledger: Ledger, form: str) -> bytes:
         MissingExtra: without matplotlib.
     """
     figure_class = require("matplotlib.figure", "plot", "draw the ledger").Figure
+    heights = [1.5 + 0.42 * len(ledger.rows)]
+    heights += [1.2 + 0.5 * len(ledger.stages)] if ledger.stages else []
+    heights += [1.1] if ledger.split else []
+    figure = figure_class(figsize=(8.5, sum(heights)), layout="constrained")
+    panels = iter(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
+    _throughput(next(panels), ledger)
+    if ledger.stages:
+        _gains(next(panels), ledger)
+    if ledger.split:
+        _split(next(panels), ledger)
+    figure.text(0.01, -0.01, _caption(ledger), ha="left", va="top", fontsize=8, color=INK)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=form, dpi=150, bbox_inches="tight")
+    return buffer.getvalue()
+
+
+def _throughput(axes: Any, ledger: Ledger) -> None:
+    """A bar per row, and the ceilings as lines."""
     rows = ledger.rows
-    figure = figure_class(figsize=(8, 2.0 + 0.42 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
     places = range(len(rows))
     speeds = [row.images_per_s for row in rows]
     axes.barh(
@@ -38,28 +58,21 @@ def draw(ledger: Ledger, form: str) -> bytes:
     )
     axes.set_yticks(places, [row.name for row in rows])
     longest = max(speed.high for speed in speeds)
-    model, loader = ledger.ceilings[MODEL].median, ledger.ceilings[LOADER].median
-    near = [ceiling for ceiling in (model, loader) if ceiling < 1.5 * longest]
-    reach = 1.1 * max(longest, *near)
+    tops = {name: ledger.ceilings[name].median for name in CEILINGS if name in ledger.ceilings}
+    reach = 1.1 * max(longest, *(top for top in tops.values() if top < 1.5 * longest), 0)
     for place, row in zip(places, rows, strict=True):
-        _label(axes, place, row, inside=row.images_per_s.low > 0.4 * reach)
-    _ceiling(axes, model, "model alone", "#b5452c", reach, height=-0.62)
-    _ceiling(axes, loader, "loader alone", "#3f8f4f", reach, height=-0.92)
-    axes.set_ylim(len(rows) - 0.5, -1.15)
+        _label(axes, place, row, inside=row.images_per_s.low > 0.45 * reach)
+    for number, (name, top) in enumerate(sorted(tops.items(), key=lambda item: item[1])):
+        _ceiling(axes, name, top, reach, height=-0.62 - 0.34 * number)
+    axes.set_ylim(len(rows) - 0.5, -0.62 - 0.34 * len(tops))
     axes.set_xlim(0, reach)
     axes.set_xlabel("training throughput, images/s (median, quartiles)")
-    axes.spines[["top", "right"]].set_visible(False)
-    recipe = ledger.facts.get("recipe") or "your pipeline"
-    axes.set_title(f"{recipe}: what each stage brings", loc="left", color=INK)
-    figure.text(0.01, -0.01, _caption(ledger), ha="left", va="top", fontsize=8, color=INK)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=form, dpi=150, bbox_inches="tight")
-    return buffer.getvalue()
+    _title(axes, f"{ledger.facts.get('recipe') or 'your pipeline'}: each stage added in turn")
 
 
 def _label(axes: Any, place: int, row: Row, *, inside: bool) -> None:
     """The figures of a bar: within it where they fit, else behind it."""
-    text = f"{row.images_per_s.median:,.0f} images/s    {row.ratio.median:.2f} ×"
+    text = f"{row.images_per_s.median:,.0f} images/s    {row.ratio.value:.2f} ×"
     plain = row.name == PLAIN
     if inside:
         color = INK if plain else "white"
@@ -68,14 +81,62 @@ def _label(axes: Any, place: int, row: Row, *, inside: bool) -> None:
         axes.text(row.images_per_s.high, place, f"  {text}", va="center", color=INK, fontsize=9)
 
 
-def _ceiling(axes: Any, value: float, name: str, color: str, reach: float, *, height: float) -> None:
+def _ceiling(axes: Any, name: str, value: float, reach: float, *, height: float) -> None:
     """A dashed line where the ceiling stands; one beyond the picture is said at its edge."""
+    color = CEILING[name]
     if value <= reach:
-        axes.axvline(value, ymax=0.94, color=color, linestyle="--", linewidth=1.2)
+        axes.axvline(value, color=color, linestyle="--", linewidth=1.2)
         text, at = f"{name}: {value:,.0f} ", value
     else:
         text, at = f"{name}: {value:,.0f} →", reach
     axes.text(at, height, text, ha="right", va="center", color=color, fontsize=8)
+
+
+def _gains(axes: Any, ledger: Ledger) -> None:
+    """For each stage its gain alone, in turn and last, with intervals; right of 1 is faster."""
+    stages = ledger.stages
+    for number, (place, color) in enumerate(PLACES.items()):
+        found = [
+            (at + 0.24 * (number - 1), gain)
+            for at, stage in enumerate(stages)
+            if (gain := dict(zip(PLACES, (stage.alone, stage.in_turn, stage.last), strict=True))[place])
+            is not None
+        ]
+        axes.errorbar(
+            [gain.value for _, gain in found],
+            [at for at, _ in found],
+            xerr=[
+                [gain.value - gain.low for _, gain in found],
+                [gain.high - gain.value for _, gain in found],
+            ],
+            fmt="o", color=color, markersize=5, capsize=2, linewidth=1.2, label=place,
+        )  # fmt: skip
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set_yticks(range(len(stages)), [stage.stage for stage in stages])
+    axes.set_ylim(len(stages) - 0.5, -0.5)
+    for at in range(0, len(stages), 2):
+        axes.axhspan(at - 0.5, at + 0.5, color="#f3f3f3", zorder=0)
+    axes.set_xlabel(f"throughput with it, over without it (× ; {ledger.level:.0%} intervals)")
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _title(axes, "what each stage brings")
+
+
+def _split(axes: Any, ledger: Ledger) -> None:
+    """One bar: the shares of the whole's time."""
+    left = 0.0
+    for name, share in ledger.split.items():
+        axes.barh(0, share, left=left, color=PARTS[name], height=0.6, label=f"{name} {share:.0%}")
+        left += share
+    axes.set_yticks([])
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _title(axes, "where the whole's time goes")
+
+
+def _title(axes: Any, text: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(text, loc="left", color=INK, fontsize=11)
 
 
 def _caption(ledger: Ledger) -> str:
@@ -86,4 +147,5 @@ def _caption(ledger: Ledger) -> str:
         f"{len(ledger.rounds)} interleaved rounds on {where}; torch {versions['torch']}, "
         f"Drivetrain {versions['drivetrain']}, {machine['date'][:10]}: {machine['command']}"
     )
-    return "\n".join([*textwrap.wrap(ledger.bound, 118), *textwrap.wrap(made, 118)])
+    said = [line for line in (ledger.bound, ledger.compound, made) if line]
+    return "\n".join(line for one in said for line in textwrap.wrap(one, 124))

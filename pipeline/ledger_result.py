@@ -1,48 +1,19 @@
-"""The ledger as a value: rows, the bound in one sentence, a table, JSON and a picture."""
+"""The ledger as a value: rows, stages, ceilings and findings from the rounds; table, JSON, data frame, picture."""
 
 from __future__ import annotations
 
-import html
-import io
 import json
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from ..errors import DrivetrainError
+from ..errors import DrivetrainError, MissingExtra, require
 from ..files import atomic_file
-
-PLAIN, LOADER, MODEL = "plain PyTorch", "loader alone", "model alone"
-LEVEL = 0.9  # two ceilings closer than this bind alike
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One measurement: images over all ranks, seconds, and seconds of these spent waiting for data."""
-
-    images: int
-    seconds: float
-    waited: float
-
-    @property
-    def speed(self) -> float:
-        """Images/s."""
-        return self.images / self.seconds
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A measured figure: the median of `n` rounds, and the quartiles around it."""
-
-    median: float
-    low: float
-    high: float
-    n: int
+from .ledger_rounds import BAR, CEILINGS, PLAIN, SPLIT, Turn, only, without
+from .ledger_statistics import LEVEL, Figure, Ratio, figure, ratio
 
 
 @dataclass(frozen=True)
@@ -51,8 +22,24 @@ class Row:
 
     name: str
     images_per_s: Figure
-    ratio: Figure
-    gain: Figure
+    ratio: Ratio
+    gain: Ratio
+
+
+@dataclass(frozen=True)
+class Gains:
+    """What a stage brings, as a ratio of throughputs, in three places.
+
+    Attributes:
+        alone: plain PyTorch with only it, over plain PyTorch; None if that was left out.
+        in_turn: on top of the stages before it.
+        last: the whole, over the whole without it; None if that was left out.
+    """
+
+    stage: str
+    alone: Ratio | None
+    in_turn: Ratio
+    last: Ratio | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,67 +48,196 @@ class Ledger:
 
     Attributes:
         rounds: one dict per round, from a variant's name to its turn; the raw figures.
-        facts: recipe, plan, provenance.
+        facts: recipe, plan, why it stopped, what was left out, costs of each variant, provenance.
+        level: of the confidence intervals.
     """
 
     rounds: list[dict[str, Turn]]
     facts: dict[str, Any]
+    level: float = LEVEL
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name in self.rounds[0] if name == PLAIN or name.startswith("+ ")]
 
     @property
     def rows(self) -> list[Row]:
         """Plain PyTorch first, the whole pipeline last."""
-        names = [name for name in self.rounds[0] if name not in (LOADER, MODEL)]
+        names = self._names
         return [
-            Row(
-                name,
-                self._speed(name),
-                self._speed(name, over=PLAIN),
-                self._speed(name, over=last),
-            )
+            Row(name, self.speed(name), self.ratio(name, PLAIN), self.ratio(name, last))
             for last, name in zip([PLAIN, *names], names, strict=False)
         ]
 
     @property
+    def whole(self) -> str:
+        """Name of the whole pipeline's turns."""
+        return self._names[-1]
+
+    @property
+    def stages(self) -> list[Gains]:
+        """What each stage brings alone, in turn, and last of all."""
+        names = self._names
+        found = []
+        for before, name in pairwise(names):
+            stage = name.removeprefix("+ ")
+            alone, less = self.turns_of_only(stage), self._turns_without(stage)
+            found.append(
+                Gains(
+                    stage,
+                    None if alone is None else self.ratio(alone, PLAIN),
+                    self.ratio(name, before),
+                    None if less is None else self.ratio(self.whole, less),
+                )
+            )
+        return found
+
+    def turns_of_only(self, stage: str) -> str | None:
+        """Name of the turns that have that stage alone; the first in turn is one. None: left out."""
+        if self._names[1] == f"+ {stage}":
+            return self._names[1]
+        return only(stage) if only(stage) in self.rounds[0] else None
+
+    def _turns_without(self, stage: str) -> str | None:
+        """Name of the whole's turns without that stage; the last but one in turn is one. None: left out."""
+        names = self._names
+        if names[-1] == f"+ {stage}":
+            return names[-2]
+        if len(names) == 3:  # of two stages, the whole without the first is the second alone
+            return self.turns_of_only(names[2].removeprefix("+ "))
+        return without(stage) if without(stage) in self.rounds[0] else None
+
+    @property
     def ceilings(self) -> dict[str, Figure]:
-        """Throughput in images/s of the loader without a model, and of the model without a loader."""
-        return {name: self._speed(name) for name in (LOADER, MODEL)}
+        """Throughput in images/s of the loader without a model, of the model without a loader, and of the
+        copies to the device where there is one."""
+        return {name: self.speed(name) for name in CEILINGS if name in self.rounds[0]}
 
     @property
     def waiting(self) -> float:
         """Share of the whole pipeline's time spent waiting for data, 0 to 1; the median."""
-        whole = self.rows[-1].name
-        return _figure([turns[whole].waited / turns[whole].seconds for turns in self.rounds]).median
+        return figure([turns[self.whole].waited / turns[self.whole].seconds for turns in self.rounds]).median
 
-    def _speed(self, name: str, over: str | None = None) -> Figure:
-        """A variant's images/s, or the ratio to another's, taken round by round."""
-        return _figure(
-            [turns[name].speed / (1 if over is None else turns[over].speed) for turns in self.rounds]
-        )
+    @property
+    def split(self) -> dict[str, float]:
+        """Shares of the whole's time, 0 to 1: waiting, forward, backward, step, other; empty if not measured.
+
+        Means over turns of its own, in which the GPU is waited for after each part. "other" is the loss, the
+        batch methods' own work and the loop.
+        """
+        if SPLIT not in self.rounds[0]:
+            return {}
+        turns = [turns[SPLIT] for turns in self.rounds]
+        seconds = sum(turn.seconds for turn in turns)
+        shares = {"waiting": sum(turn.waited for turn in turns) / seconds}
+        for part in ("forward", "backward", "step"):
+            shares[part] = sum((turn.parts or {}).get(part, 0.0) for turn in turns) / seconds
+        return shares | {"other": max(1 - sum(shares.values()), 0.0)}
+
+    @property
+    def extras(self) -> dict[str, Ratio]:
+        """Throughput with each extra for people, over the whole's without."""
+        return {"progress bar": self.ratio(BAR, self.whole)} if BAR in self.rounds[0] else {}
+
+    @property
+    def pairs(self) -> dict[str, Ratio]:
+        """Of pairs of stages: the gain of both over the product of their gains alone; where it was measured."""
+        return {name: ratio(values, self.level) for name, values in self.facts.get("pairs", {}).items()}
 
     @property
     def bound(self) -> str:
-        """One sentence: which of loader and model binds, and what to change next."""
-        whole, loader, model = self.rows[-1].images_per_s.median, *(f.median for f in self.ceilings.values())
-        reach = f"the whole reaches {whole:,.0f} images/s, {whole / min(loader, model):.0%} of"
-        alone = f"alone, the loader gives {loader:,.0f} images/s and the model takes {model:,.0f}"
-        if min(loader, model) / max(loader, model) > LEVEL:
-            return f"Loader and model bind alike: {alone}; {reach} that. To go on, both must get faster."
-        if loader > model:
-            return f"The model binds: {alone}; {reach} its model. Next, make the training step faster."
-        return (
-            f"The loader binds: {alone}; {reach} its loader. Next, load faster: more workers, smaller images."
-        )
+        """One sentence: which of loader, copy and model binds, and what to change next."""
+        from .ledger_findings import bound
+
+        return bound(self)
+
+    @property
+    def compound(self) -> str:
+        """Whether the speedups multiply; where not, which stages stand in each other's way. May be empty."""
+        from .ledger_findings import compound
+
+        return compound(self)
+
+    @property
+    def spread(self) -> float:
+        """The widest interval of a row's ratio or a stage's gain: 0.02 for ± 2 %."""
+        found = [row.ratio for row in self.rows]
+        found += [gain for stage in self.stages for gain in (stage.alone, stage.last) if gain is not None]
+        return max(one.spread for one in found)
+
+    def speed(self, name: str) -> Figure:
+        """A variant's images/s."""
+        return figure([turns[name].speed for turns in self.rounds])
+
+    def ratio(self, name: str, over: str) -> Ratio:
+        """A variant's throughput over another's, taken round by round."""
+        return ratio([turns[name].speed / turns[over].speed for turns in self.rounds], self.level)
+
+    def product_alone(self) -> list[float] | None:
+        """The product of the stages' gains alone, round by round; None if one was left out."""
+        names = [self.turns_of_only(name.removeprefix("+ ")) for name in self._names[1:]]
+        if None in names:
+            return None
+        return [
+            float(np.prod([turns[str(name)].speed / turns[PLAIN].speed for name in names]))
+            for turns in self.rounds
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain JSON types, the raw rounds included."""
         return {
             "rows": [asdict(row) for row in self.rows],
-            "ceilings": {name: asdict(figure) for name, figure in self.ceilings.items()},
+            "stages": [asdict(stage) for stage in self.stages],
+            "ceilings": {name: asdict(one) for name, one in self.ceilings.items()},
             "waiting": self.waiting,
+            "split": self.split,
+            "extras": {name: asdict(one) for name, one in self.extras.items()},
+            "compound": self.compound,
             "bound": self.bound,
+            "level": self.level,
             **self.facts,
             "rounds": [{name: asdict(turn) for name, turn in turns.items()} for turns in self.rounds],
         }
+
+    @classmethod
+    def load(cls, path: str | Path) -> Ledger:
+        """The ledger that `save` wrote as JSON.
+
+        Raises:
+            DrivetrainError: if the file is not there, or is no ledger.
+        """
+        try:
+            found = json.loads(Path(path).read_text())
+            rounds = [{name: Turn(**turn) for name, turn in turns.items()} for turns in found.pop("rounds")]
+            ledger = cls(rounds, found, found.pop("level", LEVEL))
+            for name in _DERIVED:
+                found.pop(name, None)
+            ledger.to_dict()  # whatever is missing is missed here
+        except OSError as error:
+            raise DrivetrainError(f"{path} could not be read: {error.strerror}.") from None
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise DrivetrainError(
+                f"{path} is no ledger ({type(error).__name__}: {error}). Give a file that ledger.save('….json') wrote."
+            ) from None
+        return ledger
+
+    def to_pandas(self) -> Any:
+        """A data frame with a line per variant and round: round, variant, images, seconds, waited, images_per_s.
+
+        Raises:
+            MissingExtra: without pandas.
+        """
+        try:
+            pandas = require("pandas", "all", "make a data frame")
+        except MissingExtra as error:
+            raise MissingExtra("pandas is needed to make a data frame: pip install pandas") from error
+        return pandas.DataFrame(
+            [
+                {"round": number, "variant": name, **asdict(turn), "images_per_s": turn.speed}
+                for number, turns in enumerate(self.rounds, 1)
+                for name, turn in turns.items()
+            ]
+        ).drop(columns=["samples", "parts"])
 
     def save(self, path: str | Path) -> None:
         """Writes the ledger by the name's ending: `.json`, or a picture (`.png`, `.svg`, `.pdf`).
@@ -142,44 +258,15 @@ class Ledger:
         with atomic_file(path) as file:
             file.write(content)
 
-    def _cells(self) -> list[tuple[str, str, str, str]]:
-        def spread(figure: Figure, form: str) -> str:
-            return f"{figure.median:{form}}  ({figure.low:{form}} to {figure.high:{form}})"
-
-        cells = [
-            (row.name, spread(row.images_per_s, ",.0f"), spread(row.ratio, ".2f"),
-             "" if row.name == PLAIN else f"× {row.gain.median:.2f}")
-            for row in self.rows
-        ]  # fmt: skip
-        return cells + [
-            (f"ceiling: {name}", spread(figure, ",.0f"), "", "") for name, figure in self.ceilings.items()
-        ]
-
     def __repr__(self) -> str:
-        n = len(self.rounds)
-        table = Table(
-            title=f"Ledger: {escape(self.facts.get('recipe') or 'your pipeline')}",
-            caption=f"median of {n} interleaved rounds, quartiles in brackets",
-            title_justify="left", caption_justify="left",
-        )  # fmt: skip
-        for column in ("", "images/s", "over plain", "this stage"):
-            table.add_column(column, justify="left" if column == "" else "right", no_wrap=True)
-        cells = self._cells()
-        for number, row in enumerate(cells, 1):
-            table.add_row(*row, end_section=number == len(cells) - 2)
-        console = Console(file=io.StringIO(), width=100)
-        console.print(table)
-        return f"{console.file.getvalue().rstrip()}\n{self.bound}"  # type: ignore[attr-defined]
+        from .ledger_table import text
+
+        return text(self)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self._cells()
-        )
-        head = "<tr><th></th><th>images/s</th><th>over plain</th><th>this stage</th></tr>"
-        return f"<table>{head}{rows}</table><p>{html.escape(self.bound)}</p>"
+        from .ledger_table import html_text
+
+        return html_text(self)
 
 
-def _figure(values: list[float]) -> Figure:
-    low, median, high = np.percentile(values, [25, 50, 75]).tolist()
-    return Figure(median, low, high, len(values))
+_DERIVED = ("rows", "stages", "ceilings", "waiting", "split", "extras", "compound", "bound")

@@ -1,4 +1,4 @@
-"""The ledger: its arithmetic on made-up rounds, and measured on tiny data with a known bottleneck."""
+"""The ledger as a value: its arithmetic on made-up rounds, its table, files, picture and comparison."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
-from drivetrain import DrivetrainError, Pipeline, PlanError
-from drivetrain.loaders import convert
-from drivetrain.pipeline.ledger import MIN_ROUNDS, variants
-from drivetrain.pipeline.ledger_result import LOADER, MODEL, PLAIN, Ledger, Turn
-from drivetrain.transforms import ChannelsLast, LabelSmoothing
-from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
-from torch import nn
+from drivetrain import DrivetrainError
+from drivetrain.pipeline.cli import app
+from drivetrain.pipeline.ledger_compare import compare
+from drivetrain.pipeline.ledger_result import Ledger
+from drivetrain.pipeline.ledger_rounds import BAR, COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, same_samples
+from drivetrain.pipeline.ledger_statistics import ratio, ratio_of_means, t_quantile
+from typer.testing import CliRunner
 
 WHOLE = "+ FFCV loader"
 
@@ -25,21 +24,33 @@ WHOLE = "+ FFCV loader"
 def made_up(*, model: float = 900, loader: float = 4000) -> Ledger:
     """Three rounds on a machine that gets slower; the FFCV loader is 2, 2.5 and 3 times as fast."""
     rounds = []
-    for speed, ratio in ((400, 2), (200, 2.5), (100, 3)):
-        turns = {PLAIN: speed, WHOLE: speed * ratio, LOADER: loader, MODEL: model}
+    for speed, faster in ((400, 2), (200, 2.5), (100, 3)):
+        turns = {PLAIN: speed, WHOLE: speed * faster, LOADER: loader, MODEL: model}
         rounds.append(
             {name: Turn(1200, 1200 / images, 0.25 * 1200 / images) for name, images in turns.items()}
         )
     return Ledger(rounds, {"recipe": "made <up>"})
 
 
-def test_rows_hold_medians_and_quartiles_of_ratios_within_rounds() -> None:
+def of_speeds(*rounds: dict[str, float], **facts: Any) -> Ledger:
+    """A ledger from images/s, with ceilings that nothing reaches."""
+    ceilings = {LOADER: 1e6, MODEL: 1e6}
+    made = [
+        {name: Turn(1000, 1000 / speed, 0) for name, speed in (turns | ceilings).items()} for turns in rounds
+    ]
+    return Ledger(made, {"recipe": None} | facts)
+
+
+def test_rows_hold_ratios_within_rounds_with_their_intervals() -> None:
     plain, whole = made_up().rows
     assert (plain.name, whole.name) == (PLAIN, WHOLE)
-    assert (plain.ratio.median, plain.ratio.low, plain.ratio.high) == (1.0, 1.0, 1.0)
+    assert (plain.ratio.value, plain.ratio.low, plain.ratio.high) == (1.0, 1.0, 1.0)
     assert (plain.images_per_s.median, plain.images_per_s.low, plain.images_per_s.n) == (200, 150, 3)
-    # 500 / 200 would be 2.5 as well; the quartiles show that the ratios were taken round by round.
-    assert (whole.ratio.low, whole.ratio.median, whole.ratio.high) == pytest.approx((2.25, 2.5, 2.75))
+    # Student's t with two degrees of freedom, on the logarithms of the three rounds' ratios.
+    logs = np.log([2, 2.5, 3])
+    half = 4.302653 * logs.std(ddof=1) / 3**0.5
+    expected = np.exp([logs.mean() - half, logs.mean(), logs.mean() + half])
+    assert (whole.ratio.low, whole.ratio.value, whole.ratio.high) == pytest.approx(expected, rel=1e-4)
     assert whole.images_per_s.median == pytest.approx(500)
     assert whole.gain == whole.ratio
     assert made_up().waiting == pytest.approx(0.25)
@@ -55,8 +66,8 @@ def test_a_gain_is_over_the_row_before() -> None:
     ]  # fmt: skip
     rows = Ledger(rounds, {}).rows
     assert [row.name for row in rows] == [PLAIN, WHOLE, "+ more"]
-    assert rows[-1].gain.median == pytest.approx(1.5)
-    assert rows[-1].ratio.median == pytest.approx(3.75)
+    assert rows[-1].gain.value == pytest.approx(1.5)
+    assert rows[-1].ratio.value == pytest.approx(1.5 * rows[-2].ratio.value)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +91,21 @@ def test_the_bound_names_the_lower_ceiling(speeds: dict[str, float], start: str)
 def test_a_ledger_prints_and_is_json(tmp_path: Path) -> None:
     ledger = made_up()
     text = str(ledger)
-    assert "× 2.50" in text
+    assert "× 2.47" in text
     assert text.endswith(ledger.bound)
     assert text.index(PLAIN) < text.index(WHOLE) < text.index(LOADER)
-    assert "2.50  (2.25 to 2.75)" in ledger._repr_html_()
+    assert "2.47  (1.49 to 4.08)" in ledger._repr_html_()
     ledger.save(tmp_path / "ledger.json")
     written = json.loads((tmp_path / "ledger.json").read_text())
     assert written == json.loads(json.dumps(ledger.to_dict()))
     assert [row["name"] for row in written["rows"]] == [PLAIN, WHOLE]
-    assert written["rounds"][2][PLAIN] == {"images": 1200, "seconds": 12.0, "waited": 3.0}
+    assert written["rounds"][2][PLAIN] == {
+        "images": 1200,
+        "seconds": 12.0,
+        "waited": 3.0,
+        "samples": "",
+        "parts": None,
+    }
     assert (written["recipe"], written["waiting"]) == ("made <up>", pytest.approx(0.25))
 
 
@@ -110,7 +127,8 @@ def test_without_matplotlib(tmp_path: Path) -> None:
 import sys
 sys.modules["matplotlib"] = None
 from drivetrain import MissingExtra
-from drivetrain.pipeline.ledger_result import Ledger, LOADER, MODEL, PLAIN, Turn
+from drivetrain.pipeline.ledger_result import Ledger
+from drivetrain.pipeline.ledger_rounds import LOADER, MODEL, PLAIN, Turn
 try:
     Ledger([{name: Turn(1, 1, 0) for name in (PLAIN, LOADER, MODEL)}], {}).save(sys.argv[1])
 except MissingExtra as error:
@@ -125,74 +143,195 @@ except MissingExtra as error:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
-    pipeline = (
-        toy.pipeline(Sleepy(0.03))
-        .transform(LabelSmoothing(0.1), ChannelsLast())
-        .distribute("single", precision="bf16", accumulate=2, clip_norm=1.0)
+def test_a_stage_has_its_gain_alone_in_turn_and_last() -> None:
+    speeds = {
+        PLAIN: 100.0, "+ a": 200, "+ b": 220, "+ c": 330, "only b": 150, "only c": 160, "without a": 250,
+        "without b": 320,
+    }  # fmt: skip
+    a, b, c = of_speeds(speeds, speeds).stages
+    assert [gain.stage for gain in (a, b, c)] == ["a", "b", "c"]
+    found = [(gain.alone.value, gain.in_turn.value, gain.last.value) for gain in (a, b, c)]  # type: ignore[union-attr]
+    expected = [(2, 2, 330 / 250), (1.5, 1.1, 330 / 320), (1.6, 1.5, 1.5)]
+    assert np.allclose(found, expected)
+    # Of two stages, the whole without one is the other alone.
+    first, second = of_speeds({PLAIN: 100, "+ a": 200, "+ b": 300, "only b": 120}).stages
+    assert first.last is not None
+    assert second.last is not None
+    assert (first.last.value, second.last.value) == pytest.approx((300 / 120, 300 / 200))
+
+
+def test_what_was_left_out_is_told() -> None:
+    speeds = {PLAIN: 100.0, "+ a": 200, "+ b": 220, "+ c": 330, "without a": 250}
+    ledger = of_speeds(speeds, speeds, left_out={"only b": "no time", "only c": "no time"})
+    assert [gain.alone is None for gain in ledger.stages] == [False, True, True]
+    assert ledger.compound == ""
+    assert "Left out: only b, only c: no time." in str(ledger)
+    assert "left out" in str(ledger)
+
+
+@pytest.mark.parametrize(
+    ("whole", "start"),
+    [
+        (
+            (410, 395, 400),
+            "The speedups compound: alone the stages multiply to 4.00 ×, together they bring 4.02 ×",
+        ),
+        ((500, 505, 495), "The speedups more than compound: "),
+        ((300, 305, 295), "The speedups do not compound: "),
+    ],
+)
+def test_whether_the_speedups_compound(whole: tuple[float, ...], start: str) -> None:
+    rounds = [{PLAIN: 100.0, "+ a": 200.0, "only b": 200.0, "+ b": speed} for speed in whole]
+    ledger = of_speeds(*rounds)
+    assert ledger.compound.startswith(start)
+    if "do not" in start:
+        assert ledger.compound.endswith("b brings 2.00 × alone and 1.50 × after a.")
+
+
+def test_the_pair_that_stands_in_each_others_way() -> None:
+    speeds = {PLAIN: 100.0, "+ a": 200, "only b": 200, "+ b": 400, "only c": 200, "+ c": 440}
+    ledger = of_speeds(speeds, speeds)
+    assert ledger.compound.endswith("c brings 2.00 × alone and 1.10 × after a and b.")
+    measured = of_speeds(speeds, speeds, pairs={"a and c": [1.0, 1.01, 0.99], "b and c": [0.55, 0.56, 0.55]})
+    assert measured.compound.endswith("b and c stand in each other's way: the two keep 55% of their product.")
+
+
+def test_the_sentence_says_what_to_change_next() -> None:
+    speeds = {PLAIN: 100.0, "+ slow": 50.0, "+ b": 60.0, "only b": 120.0}
+
+    def told(asked: dict[str, Any], **ceilings: float) -> str:
+        made = of_speeds(
+            speeds, speeds, asked={"loader": "ffcv", "precision": "bf16", "compile": False} | asked
+        )
+        tops = {LOADER: 1e4, MODEL: 70.0} | ceilings
+        rounds = [
+            turns | {name: Turn(10, 10 / top, 0) for name, top in tops.items()} for turns in made.rounds
+        ]
+        return Ledger(rounds, made.facts).bound
+
+    assert told({"precision": "fp32"}).endswith("in fp32, and precision='bf16' is the stage to try.")
+    assert told({}).endswith("make the training step faster: without slow it is 2.00 × as fast.")
+    speeds |= {"+ slow": 60.0, "only b": 60.0}
+    assert told({}).endswith("compile=True is the stage to try.")
+    assert told({"compile": True}).endswith("Next, make the training step faster.")
+    assert told({}, **{LOADER: 61}).endswith("load faster: more workers, smaller images.")
+    assert told({"loader": "torch"}, **{LOADER: 61}).endswith("change the loader: loader='ffcv'.")
+    assert told({}, **{COPY: 61}).startswith("The copy to the device binds: it moves 61 images/s; alone, ")
+
+
+def test_the_time_is_split() -> None:
+    parts = {"forward": 3.0, "backward": 4.0, "step": 1.0}
+    turns = made_up().rounds[0] | {SPLIT: Turn(1200, 10.0, 1.5, parts=parts), BAR: Turn(1200, 3.0, 0)}
+    ledger = Ledger([turns, turns], {"recipe": None})
+    assert ledger.split == pytest.approx(
+        {"waiting": 0.15, "forward": 0.3, "backward": 0.4, "step": 0.1, "other": 0.05}
     )
-    at_first = surroundings()
-    ledger = pipeline.ledger(seconds=0.5, progress=False)
-    assert surroundings() == at_first
-    names = [PLAIN, WHOLE, "+ ChannelsLast", "+ LabelSmoothing", "+ bf16", "+ accumulate 2, clip_norm 1"]
-    assert [row.name for row in ledger.rows] == names
-    assert [list(turns) for turns in ledger.rounds] == [[*names, LOADER, MODEL]] * len(ledger.rounds)
-    assert len(ledger.rounds) >= MIN_ROUNDS
-    # The data set has 4 batches and no turn can have more; no sample was lost, none counted twice.
-    assert {turn.images for turns in ledger.rounds for turn in turns.values()} == {TRAIN}
-    assert ledger.facts["batches_per_turn"] == TRAIN // BATCH
-    assert ledger.rows[0].ratio.median == 1.0
-    assert ledger.bound.startswith("The model binds: ")
-    assert ledger.ceilings[MODEL].median < BATCH / 0.06  # two microbatches, each sleeps 0.03 s
-    assert 0 <= ledger.waiting < 1
+    assert ledger.extras["progress bar"].value == pytest.approx(turns[WHOLE].seconds / 3.0)
+    assert "waiting 15%, forward 30%, backward 40%, step 10%, other 5%" in str(ledger)
 
+
+def test_a_round_has_the_same_samples_throughout() -> None:
+    def turn(samples: str, images: int = 8) -> Turn:
+        return Turn(images, 1.0, 0.0, samples)
+
+    same_samples({PLAIN: turn("x"), WHOLE: turn("x"), LOADER: turn("x"), MODEL: turn(""), COPY: turn("")})
+    for odd in (turn("y"), turn("x", 16)):
+        with pytest.raises(DrivetrainError, match=r"'plain PyTorch' had 8 images .*'\+ FFCV loader'"):
+            same_samples({PLAIN: turn("x"), WHOLE: odd})
+
+
+def test_students_t_is_that_of_the_tables() -> None:
+    for freedom, expected in ((1, 12.706), (2, 4.303), (4, 2.776), (9, 2.262), (29, 2.045)):
+        assert t_quantile(0.95, freedom) == pytest.approx(expected, abs=6e-4)
+    assert t_quantile(0.999, 4) == pytest.approx(8.610, abs=2e-3)
+
+
+def test_one_odd_round_does_not_move_the_ratio() -> None:
+    calm = [1.50, 1.52, 1.49, 1.51, 1.50, 1.48]
+    found, odd = ratio(calm), ratio([*calm[1:], 0.4])
+    assert odd.value == pytest.approx(found.value, rel=0.01)
+    assert odd.holds(found.value)
+    assert odd.spread < 0.03 < np.exp(np.log([*calm[1:], 0.4]).std()) - 1
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    random = np.random.default_rng(7)
+    for rounds in (3, 5, 8, 12):
+        drawn = 1.3 * np.exp(random.normal(0, 0.1, (4000, rounds)))
+        assert np.mean([ratio(one).holds(1.3) for one in drawn]) == pytest.approx(0.95, abs=0.02)
+        other = np.exp(random.normal(0, 0.03, (4000, rounds + 2)))
+        held = [ratio_of_means(one, two).holds(1.3) for one, two in zip(drawn, other, strict=True)]
+        assert 0.925 < np.mean(held) < 0.98
+
+
+def test_a_ledger_comes_back_from_its_json(tmp_path: Path) -> None:
+    ledger = made_up()
     ledger.save(tmp_path / "ledger.json")
-    ledger.save(tmp_path / "ledger.png")
-    written = json.loads((tmp_path / "ledger.json").read_text())
-    assert {"date", "command", "git_revision", "hardware", "versions"} <= set(written["provenance"])
-    assert written["provenance"]["hardware"]["cores"] >= 1
-    assert written["plan"][0]["asked_by"] == ".load()"
-    assert (tmp_path / "ledger.png").read_bytes().startswith(b"\x89PNG")
-    assert not [c for c in psutil.Process().children() if "spawn_main" in str(c.cmdline())]
+    found = Ledger.load(tmp_path / "ledger.json")
+    assert (found.rounds, found.facts, found.level) == (ledger.rounds, ledger.facts, ledger.level)
 
 
-def test_measured_on_large_images(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (12, 1600, 1600, 3), dtype=np.uint8)
-    convert((images, np.arange(12) % CLASSES), tmp_path / "large.beton", progress=False)
-
-    def tiny() -> nn.Module:
-        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, CLASSES))
-
-    pipeline = Pipeline(tiny).load(tmp_path / "large.beton", batch_size=4, image_size=SIDE, workers=1)
-    ledger = pipeline.ledger(seconds=0.5, progress=False)
-    assert ledger.facts["batches_per_turn"] == 3
-    assert ledger.bound.startswith("The loader binds: ")
-    assert ledger.waiting > 0.5
+@pytest.mark.parametrize(
+    "content", [None, "no", "[]", "{}", '{"rounds": [{"a": {"images": 1}}]}', '{"rounds": []}']
+)
+def test_what_is_no_ledger_cannot_be_compared(content: str | None, tmp_path: Path) -> None:
+    made_up().save(tmp_path / "good.json")
+    if content is not None:
+        (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(DrivetrainError, match=r"bad\.json (is no ledger|could not be read: No such file)"):
+        compare(tmp_path / "good.json", tmp_path / "bad.json")
 
 
-def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
-    def names(pipeline: Pipeline) -> list[str]:
-        return [variant.name for variant in variants(pipeline)]
+def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
+    def saved(name: str, factor: float, torch: str, **more: float) -> Path:
+        rounds = [
+            {PLAIN: 100 * drift, "+ a": 200 * drift * factor * shake} | more
+            for drift, shake in ((1.0, 1.0), (0.98, 1.01), (1.01, 0.99))
+        ]
+        machine = {"hardware": {"cores": 2}, "versions": {"torch": torch}, "git_revision": "abc"}
+        plan = [{"what": f"train {name}"}]
+        of_speeds(*rounds, provenance=machine, plan=plan).save(tmp_path / name)
+        return tmp_path / name
 
-    assert names(toy.pipeline(loader="torch")) == [PLAIN, LOADER, MODEL]
-    assert names(toy.pipeline().distribute("ddp", devices=2)) == [PLAIN, WHOLE, "+ ddp × 2", LOADER, MODEL]
-    found = variants(toy.pipeline().distribute("ddp", devices=2, device="cpu", precision="bf16"))
-    assert [variant.pipeline.distribution.options.get("device") for variant in found] == ["cpu"] * len(found)
-    assert found[-1].pipeline is found[-2].pipeline is found[-3].pipeline
-    assert [variant.kind for variant in found[-3:]] == ["train", "loader", "model"]
+    first, second = saved("a.json", 1.0, "2.14"), saved("b.json", 1.5, "2.15", **{"+ b": 500.0})
+    found = compare(first, second)
+    plain, stage = found.rows[:2]
+    assert (plain.name, plain.overlap, stage.name, stage.overlap) == (PLAIN, True, "+ a", False)
+    assert stage.speed.value == pytest.approx(1.5)
+    assert stage.speed.low < 1.5 < stage.speed.high
+    assert plain.speed.holds(1.0)
+    assert found.missing == {"+ b": str(second)}
+    assert found.differences == [
+        "Different plan: train a.json and train b.json.", "Different versions, torch: 2.14 and 2.15."
+    ]  # fmt: skip
+    assert compare(first, first).differences == []
+
+    done = CliRunner().invoke(app, ["ledger", "--compare", str(first), str(second)])
+    assert done.exit_code == 0, done.output
+    assert "Different versions, torch: 2.14 and 2.15." in done.output
+    assert "1.50  (1." in done.output
+    assert "<td>+ a</td>" in found._repr_html_()
 
 
-@pytest.mark.slow
-def test_measured_on_two_ranks(toy: Toy) -> None:
-    ledger = toy.pipeline(plain_model, loader="torch", workers=0).distribute("ddp", devices=2).ledger(
-        seconds=0.1, progress=False
-    )  # fmt: skip
-    assert [row.name for row in ledger.rows] == [PLAIN, "+ ddp × 2"]
-    assert {turn.images for turns in ledger.rounds for turn in turns.values()} == {TRAIN}
+def test_the_command_needs_a_recipe_or_two_ledgers() -> None:
+    done = CliRunner().invoke(app, ["ledger"])
+    assert done.exit_code == 1
+    assert "--compare A.JSON B.JSON" in " ".join(done.output.split())
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_a_time_that_means_nothing(seconds: Any, toy: Toy) -> None:
-    with pytest.raises(PlanError, match="must be positive"):
-        toy.pipeline().ledger(seconds=seconds)
+def test_a_data_frame_has_a_line_per_turn() -> None:
+    pytest.importorskip("pandas")
+    frame = made_up().to_pandas()
+    assert list(frame.columns) == ["round", "variant", "images", "seconds", "waited", "images_per_s"]
+    assert len(frame) == 3 * 4
+    assert frame.query("variant == 'plain PyTorch'").images_per_s.tolist() == pytest.approx([400, 200, 100])
+
+
+def test_accuracies_are_told_beside_the_speeds() -> None:
+    rows = {PLAIN: {"accuracy": 0.8, "seconds": 10.0, "seconds_to_target": 10.0},
+            WHOLE: {"accuracy": 0.7, "seconds": 5.0, "seconds_to_target": None}}  # fmt: skip
+    made = made_up()
+    made.facts["accuracy"] = {"epochs": 2, "target": 0.8, "rows": rows}
+    assert "70.00%" in str(made)
+    assert "not reached" in str(made)
+    assert "time to 80.00%" in made._repr_html_()

@@ -1,0 +1,374 @@
+"""The ledger measured: real trainings on tiny data, with a bottleneck that is known because something sleeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from drivetrain import DrivetrainError, Pipeline, PlanError
+from drivetrain.loaders import TorchLoader
+from drivetrain.pipeline.ledger import MIN_ROUNDS, TIGHT_ROUNDS, _Measurement
+from drivetrain.pipeline.ledger_crew import Loaders, Taker, groups, open_bench
+from drivetrain.pipeline.ledger_result import Ledger
+from drivetrain.pipeline.ledger_rounds import BAR, LOADER, MODEL, PLAIN, SPLIT
+from drivetrain.pipeline.ledger_schedule import phases
+from drivetrain.pipeline.ledger_turns import take_turn
+from drivetrain.pipeline.ledger_variants import Variant, alone_and_without, stages, variants
+from drivetrain.transforms import (
+    ChannelsLast,
+    LabelSmoothing,
+    LayerFreezing,
+    Loss,
+    ProgressiveResizing,
+    Report,
+    Transform,
+)
+from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
+from torch import nn
+
+OF_THE_WHOLE = [LOADER, MODEL, SPLIT, BAR]
+PARAMETERS = sum(parameter.numel() for parameter in plain_model().parameters())
+
+
+def names(pipeline: Pipeline) -> list[str]:
+    return [variant.name for variant in variants(pipeline)]
+
+
+def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
+    assert names(toy.pipeline(loader="torch")) == [PLAIN, *OF_THE_WHOLE]
+    ddp = toy.pipeline().distribute("ddp", devices=2)
+    assert names(ddp) == [PLAIN, "+ FFCV loader", "+ ddp × 2", *OF_THE_WHOLE]
+    found = variants(toy.pipeline().distribute("ddp", devices=2, device="cpu", precision="bf16"))
+    assert [variant.pipeline.distribution.options.get("device") for variant in found] == ["cpu"] * len(found)
+    assert [variant.kind for variant in found[-5:]] == ["train", "loader", "model", "split", "bar"]
+    *_, group = groups(found)
+    assert [variant.name for variant in group] == ["+ ddp × 2", *OF_THE_WHOLE]
+    assert names(toy.pipeline(loader="torch").distribute("single", activation_checkpointing=True))[1] == (
+        "+ activation checkpointing"
+    )
+
+
+def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
+    def measured(pipeline: Pipeline) -> dict[str, list[str]]:
+        found = {}
+        for variant in alone_and_without(pipeline):
+            found[variant.name] = [stage.name for stage in stages(variant.pipeline)]
+        return found
+
+    two = toy.pipeline().transform(LabelSmoothing(0.1))
+    assert measured(toy.pipeline()) == {}
+    assert measured(two) == {"only LabelSmoothing": ["LabelSmoothing"]}  # and that is without the loader, too
+    whole = two.distribute("ddp", devices=2, precision="bf16", device="cpu")
+    rest = ["FFCV loader", "LabelSmoothing", "bf16", "ddp × 2"]
+    assert [stage.name for stage in stages(whole)] == rest
+    expected = {f"only {name}": [name] for name in rest[1:]}
+    expected |= {f"without {name}": [other for other in rest if other != name] for name in rest[:-1]}
+    assert measured(whole) == expected
+
+
+def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
+    pipeline = (
+        toy.pipeline(Sleepy(0.02))
+        .transform(LabelSmoothing(0.1), ChannelsLast())
+        .distribute("single", precision="bf16", accumulate=2, clip_norm=1.0)
+    )
+    at_first = surroundings()
+    ledger = pipeline.ledger(seconds=0.5, progress=False)
+    assert surroundings() == at_first
+    rows = ["FFCV loader", "ChannelsLast", "LabelSmoothing", "bf16", "accumulate 2, clip_norm 1"]
+    turns = [PLAIN, *(f"+ {name}" for name in rows), *OF_THE_WHOLE]
+    assert [row.name for row in ledger.rows] == turns[:6]
+    assert [list(found) for found in ledger.rounds] == [turns] * MIN_ROUNDS
+    # The data set has 4 batches and no turn can have more; no sample was lost, none counted twice.
+    assert {turn.images for found in ledger.rounds for turn in found.values()} == {TRAIN}
+    assert ledger.facts["batches_per_turn"] == TRAIN // BATCH
+    assert ledger.rows[0].ratio.value == 1.0
+    # Half a second is enough for what every ledger has, and what it leaves out is told.
+    assert ledger.facts["stopped"] == "the time of 0.5 s was spent"
+    assert list(ledger.facts["left_out"]) == [
+        "peak memory", *(f"only {name}" for name in rows[1:]), *(f"without {name}" for name in rows[:-1])
+    ]  # fmt: skip
+    assert ledger.bound.startswith("The model binds: ")
+    assert ledger.ceilings[MODEL].median < BATCH / 0.04  # two microbatches, each sleeps 0.02 s
+    assert 0 <= ledger.waiting < 1
+    # The forward is what sleeps; the shares are of one whole.
+    assert ledger.split["forward"] == max(ledger.split.values()) > 0.5
+    assert sum(ledger.split.values()) == pytest.approx(1.0)
+
+    ledger.save(tmp_path / "ledger.json")
+    ledger.save(tmp_path / "ledger.png")
+    written = json.loads((tmp_path / "ledger.json").read_text())
+    assert {"date", "command", "git_revision", "hardware", "versions"} <= set(written["provenance"])
+    assert written["provenance"]["hardware"]["cores"] >= 1
+    assert written["plan"][0]["asked_by"] == ".load()"
+    assert Ledger.load(tmp_path / "ledger.json").bound == ledger.bound
+    assert (tmp_path / "ledger.png").read_bytes().startswith(b"\x89PNG")
+    assert not [c for c in psutil.Process().children() if "spawn_main" in str(c.cmdline())]
+
+
+def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    deliver = TorchLoader._deliver
+
+    def slowly(self: TorchLoader, *batch: Any) -> Any:
+        time.sleep(0.06)
+        return deliver(self, *batch)
+
+    monkeypatch.setattr(TorchLoader, "_deliver", slowly)
+    pipeline = toy.pipeline(plain_model, loader="torch", workers=0).transform(LabelSmoothing(0.1))
+    ledger = pipeline.ledger(seconds=0.5, progress=False)
+    assert ledger.bound.startswith("The loader binds: ")
+    assert ledger.bound.endswith("Next, change the loader: loader='ffcv'.")
+    assert ledger.ceilings[LOADER].median < BATCH / 0.06
+    assert ledger.waiting > 0.5
+    assert ledger.split["waiting"] == max(ledger.split.values())
+
+
+@pytest.fixture(scope="module")
+def full(toy: Toy) -> Ledger:
+    """All that can be measured of three stages, in this process: with the torch loader's workers=0."""
+    pipeline = toy.pipeline(plain_model, loader="torch", workers=0)
+    pipeline = pipeline.transform(ChannelsLast(), LabelSmoothing(0.1)).distribute("single", precision="bf16")
+    return pipeline.ledger(seconds=55, within=0.99, accuracy=True, epochs=2, progress=False)
+
+
+def test_every_stage_alone_and_without(full: Ledger) -> None:
+    rows = ["ChannelsLast", "LabelSmoothing", "bf16"]
+    further = ["only LabelSmoothing", "only bf16", "without ChannelsLast", "without LabelSmoothing"]
+    assert list(full.rounds[0]) == [PLAIN, *(f"+ {name}" for name in rows), *OF_THE_WHOLE, *further]
+    assert all(gain.alone and gain.last for gain in full.stages)
+    assert full.compound
+    assert list(full.facts["left_out"]) == ["peak memory"]
+
+
+def test_it_ends_when_the_intervals_are_narrow(full: Ledger) -> None:
+    assert full.facts["stopped"] == "every interval is within ± 99.0%"
+    assert len(full.rounds) >= TIGHT_ROUNDS
+    assert full.spread <= 0.99
+
+
+def test_all_turns_of_a_round_have_the_same_samples(full: Ledger) -> None:
+    for turns in full.rounds:
+        found = {turn.samples for name, turn in turns.items() if name != MODEL}
+        assert len(found) == 1
+    assert len({turns[PLAIN].samples for turns in full.rounds}) == len(
+        full.rounds
+    )  # each an epoch of its own
+
+
+def test_what_a_variant_holds_in_memory(full: Ledger) -> None:
+    assert set(full.facts["costs"]) == {name for name in full.rounds[0] if name not in OF_THE_WHOLE}
+    for costs in full.facts["costs"].values():
+        held = costs["held_bytes"]
+        # SGD with momentum: weights, gradients and momentum, 4 bytes each.
+        assert (held["parameters"], held["gradients"], held["optimizer"]) == (4 * PARAMETERS,) * 3
+        assert costs["compile_seconds"] is None
+
+
+def test_accuracy_of_each_stage_in_turn(full: Ledger, toy: Toy) -> None:
+    found = full.facts["accuracy"]
+    assert list(found["rows"]) == [row.name for row in full.rows]
+    plain = toy.pipeline(plain_model, loader="torch", workers=0).fit(epochs=2, progress=False)
+    assert found["rows"][PLAIN]["accuracy"] == plain.accuracy == found["target"]
+    assert 0 < found["rows"][PLAIN]["seconds_to_target"] <= found["rows"][PLAIN]["seconds"]
+    assert f"{plain.accuracy:.2%}" in str(full)
+
+
+@dataclass(frozen=True)
+class Nothing(Transform):
+    """A stage that changes nothing."""
+
+    kind: ClassVar[Any] = "loss"
+    source: ClassVar[str] = "here"
+
+    def loss(self, loss: Loss) -> Loss:
+        return loss
+
+
+class NothingElse(Nothing):
+    pass
+
+
+def test_a_variant_against_itself_is_one(toy: Toy) -> None:
+    pipeline = toy.pipeline(Sleepy(0.02), loader="torch", workers=0).transform(Nothing(), NothingElse())
+    ledger = pipeline.ledger(seconds=8, within=1e-4, progress=False)
+    assert [row.name for row in ledger.rows] == [PLAIN, "+ Nothing", "+ NothingElse"]
+    # Of so wide intervals one in a thousand misses; to two decimals, as it is shown, it is 1.00.
+    for row in dataclasses.replace(ledger, level=0.999).rows:
+        assert row.ratio.low <= 1.005, row
+        assert row.ratio.high >= 0.995, row
+        assert 0.5 < row.ratio.value < 2, row
+
+
+@dataclass(frozen=True)
+class Idle(Transform):
+    """A surgery that changes nothing."""
+
+    kind: ClassVar[Any] = "surgery"
+    source: ClassVar[str] = "here"
+
+    def apply(self, model: nn.Module) -> Report:  # noqa: ARG002
+        return Report(type(self).__name__, ("",))
+
+
+class Wakes(Idle):
+    """A surgery after which the model sleeps less; a second such one brings nothing more."""
+
+    def apply(self, model: nn.Module) -> Report:
+        assert isinstance(model, Sleepy)
+        model.seconds = 0.005
+        return super().apply(model)
+
+
+class WakesToo(Wakes):
+    pass
+
+
+def test_two_stages_that_do_the_same_stand_in_each_others_way(toy: Toy) -> None:
+    pipeline = toy.pipeline(Sleepy(0.08), loader="torch", workers=0).transform(Idle(), Wakes(), WakesToo())
+    ledger = pipeline.ledger(seconds=40, within=0.99, progress=False)
+    assert set(ledger.pairs) == {"Idle and WakesToo", "Wakes and WakesToo"}
+    assert ledger.compound.startswith("The speedups do not compound: ")
+    assert "Wakes and WakesToo stand in each other's way: the two keep " in ledger.compound
+    assert ledger.pairs["Wakes and WakesToo"].high < 1
+
+
+def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
+    pipeline = toy.pipeline(loader="torch", workers=0)
+    with ExitStack() as stack:
+        loaders = Loaders(stack)
+        takers = [
+            Taker([Variant(name, pipeline._with(seed=seed))], loaders, stack)
+            for name, seed in (("one", 0), ("two", 0), ("three", 1))
+        ]
+        measurement = _Measurement(pipeline, begin=0, seconds=1, within=0.1, progress=False)
+        assert list(measurement.round(takers[:2], 1, batches=2)) == ["one", "two"]
+        with pytest.raises(DrivetrainError, match=r"'one' had 64 images .*'three' 64 "):
+            measurement.round(takers, 1, batches=2)
+
+
+def test_a_turn_costs_what_a_step_costs_on_average_over_the_schedule() -> None:
+    def mean(resizing: ProgressiveResizing, side: int) -> float:
+        points = (np.arange(20_000) + 0.5) / 20_000
+        return float(np.mean([resizing.size(side, point) ** 2 for point in points]))
+
+    for options in (
+        {},
+        {"delay": 0.0, "finetune": 0.0},
+        {"delay": 0.3, "finetune": 0.7},
+        {"initial_scale": 0.3},
+    ):
+        resizing = ProgressiveResizing(**options, size_increment=1)
+        found = phases([resizing], 1000)
+        assert sum(phase.share for phase in found) == pytest.approx(1.0)
+        assert sum(phase.share * phase.image_size**2 for phase in found) == pytest.approx(
+            mean(resizing, 1000), rel=2e-3
+        )
+    (only,) = phases([LabelSmoothing(0.1)], 224)
+    assert (only.image_size, only.share) == (224, pytest.approx(1.0))
+    freezing = LayerFreezing(0.5, 1.0)
+    both = phases([ProgressiveResizing(), freezing], 224)
+    assert sum(phase.share for phase in both) == pytest.approx(1.0)
+    frozen = sum(phase.share * freezing.level(phase.progress) for phase in both)
+    assert frozen == pytest.approx(0.25)  # none in the first half, half on average in the second
+
+
+class Watching(nn.Module):
+    """Notes the side of the images, and how many of its parameters learn, in training."""
+
+    seen: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = plain_model()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            learning = sum(parameter.requires_grad for parameter in self.parameters())
+            self.seen.append((images.shape[-1], learning))
+        result: torch.Tensor = self.layers(images)
+        return result
+
+
+def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
+    pipeline = toy.pipeline(Watching).transform(ProgressiveResizing(), LayerFreezing())
+    with ExitStack() as stack:
+        bench, _ = open_bench(pipeline, Loaders(stack), stack)
+        Watching.seen.clear()
+        turn, labels = take_turn(bench, "train", epoch=1, batches=2)
+        assert {side for side, _ in Watching.seen} == {8, 12, SIDE}
+        assert {learning for _, learning in Watching.seen} == {4, 2}  # of two layers, one freezes
+        assert all(parameter.requires_grad for parameter in bench.built.engine.plain_model.parameters())
+        assert turn.images == 2 * BATCH == sum(map(len, labels))  # each sample once, whatever the phases
+        assert len(Watching.seen) == 2 * len(bench.phases)
+
+
+def test_copies_to_the_device_are_counted(toy: Toy) -> None:
+    with ExitStack() as stack:
+        bench, _ = open_bench(toy.pipeline(loader="torch", workers=0), Loaders(stack), stack)
+        turn, _ = take_turn(bench, "copy", epoch=1, batches=3)
+        assert turn.images == 3 * BATCH
+        assert 0 < turn.seconds < math.inf
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_time_that_means_nothing(seconds: Any, toy: Toy) -> None:
+    with pytest.raises(PlanError, match="must be positive"):
+        toy.pipeline().ledger(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"within": 0}, "within=0 must be between 0 and 1"),
+        ({"accuracy": True}, "does not say how long to train"),
+        ({"accuracy": True, "epochs": 0}, "epochs=0 must be"),
+        ({"accuracy": True, "epochs": 1, "target": 80}, "target=80 is a top-1 accuracy"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(asked: dict[str, Any], message: str, toy: Toy) -> None:
+    with pytest.raises(PlanError, match=message):
+        toy.pipeline().ledger(**asked)
+
+
+def test_accuracy_needs_validation_data(toy: Toy) -> None:
+    pipeline = Pipeline(plain_model).load(toy.train, batch_size=BATCH, image_size=SIDE)
+    with pytest.raises(PlanError, match="needs validation data"):
+        pipeline.ledger(accuracy=True, epochs=1)
+
+
+@pytest.mark.slow
+def test_measured_on_two_ranks(toy: Toy) -> None:
+    ledger = toy.pipeline(plain_model, loader="torch", workers=0).distribute("ddp", devices=2).ledger(
+        seconds=0.1, progress=False
+    )  # fmt: skip
+    assert [row.name for row in ledger.rows] == [PLAIN, "+ ddp × 2"]
+    assert {turn.images for turns in ledger.rounds for turn in turns.values()} == {TRAIN}
+    assert ledger.facts["costs"]["+ ddp × 2"]["held_bytes"]["parameters"] == 4 * PARAMETERS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_peak_memory_and_compile_time(toy: Toy) -> None:
+    def large() -> nn.Module:
+        return nn.Sequential(plain_model(CLASSES), nn.Linear(CLASSES, 500_000), nn.Linear(500_000, CLASSES))
+
+    pipeline = toy.pipeline(large, loader="torch", workers=0).transform(LabelSmoothing(0.1))
+    ledger = pipeline.distribute("single", compile=True).ledger(seconds=100, within=0.9, progress=False)
+    plain, _, whole = (ledger.facts["costs"][row.name] for row in ledger.rows)
+    held = 3 * 4 * 500_000 * (2 * CLASSES + 1)
+    assert plain["held_bytes"]["parameters"] * 3 >= held
+    assert held < plain["peak_bytes"] < held + 2**31
+    assert whole["peak_bytes"] > held
+    assert whole["compile_seconds"] > 0
+    assert "Peak memory per rank: plain PyTorch" in str(ledger)
+    assert "Compiling took, before the measurement: + compile" in str(ledger)
