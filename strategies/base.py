@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, Unpack
 import torch
 from torch import nn
 
+from .memory import Held
 from .optimizer_state import Keep, OptimizerState
 from .options import PrepareOptions
 
@@ -106,6 +107,10 @@ class Engine(Protocol):
 
     def gather(self, value: torch.Tensor) -> torch.Tensor:
         """`value` whole: itself, unless ranks hold parts of it (a DTensor), which all ranks then gather."""
+        ...
+
+    def held(self) -> Held:
+        """The tensors this rank holds for training; see `memory.held_bytes`."""
         ...
 
     def barrier(self) -> None:
