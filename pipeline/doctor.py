@@ -26,6 +26,7 @@ CORE = (
     "typer",
     "cloudpickle",
     "psutil",
+    "pyyaml",
 )
 EXTRAS = {
     "ffcv": (("ffcv", "numba"), "load and convert .beton files"),

@@ -16,7 +16,10 @@ from .recipes import RECIPES, complete
 
 def recipes_table() -> Table:
     """Every recipe with what it is for, what its source has reached, and what we have."""
-    table = Table("recipe", "what it is for", "published", "measured", show_lines=True)
+    table = Table(show_lines=True)
+    table.add_column("recipe", no_wrap=True)
+    for head in ("what it is for", "published", "measured"):
+        table.add_column(head, overflow="fold")
     for name, recipe in RECIPES.items():
         table.add_row(
             *(escape(recipe[key]) if key else name for key in ("", "description", "published", "measured"))

@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer without a name": ({"optimizer": {"lr": 3}}, "optimizer=.* needs a name"),
     "optimizer": ({"optimizer.name": "sdg"}, "baseline: .*'sdg'.*Did you mean 'sgd'"),
     "optimizer's option": ({"optimizer.momentm": 1}, "baseline: .*'momentm'"),
-    "strategy": ({"strategy": "dpd"}, "baseline: .*'dpd'.*Did you mean 'ddp'"),
+    "strategy": ({"strategy": "dpd"}, "baseline: .*'dpd'.*Did you mean 'dp'"),
     "loader": ({"loader": "fcv"}, "baseline: .*'fcv'.*Did you mean 'ffcv'"),
     "loader setting": ({"loading.pading": 3}, "baseline: .*'pading'.*Did you mean 'padding'"),
     "argument twice": ({"loading.batch_size": 3}, "baseline: .*batch_size"),
