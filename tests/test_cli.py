@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain import RECIPES
+from drivetrain.pipeline.doctor import EXTRAS
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes import KEYS
 from PIL import Image
@@ -170,11 +172,20 @@ def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     assert [row["name"] for row in measured["rows"]][:2] == ["plain PyTorch", "+ FFCV loader"]
 
 
+def test_doctor_knows_every_extra_that_users_install() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(EXTRAS) == set(extras) - {"all", "dev"}
+    for extra, (packages, _) in EXTRAS.items():
+        assert set(packages) <= {re.split(r"[^\w.-]", asked)[0] for asked in extras[extra]}
+
+
 def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     (whole,) = run_several(["doctor"])
     assert whole.code == 0
-    assert re.search(r"ok . extra ffcv", whole.out)
-    assert re.search(r"ok . torch ", whole.out)
+    for extra in EXTRAS:
+        assert re.search(rf"ok +. extra {extra}", whole.out)
+    assert re.search(r"ok +. torch ", whole.out)
     assert "strategy ddp" in whole.out
     doctor, train = run_several(
         ["doctor"],
@@ -182,7 +193,7 @@ def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
         blocked=("ffcv", "ffcv.libffcv", "numba"),
     )
     assert doctor.code == 0  # the core is whole
-    assert re.search(r"missing . extra ffcv", doctor.out)
+    assert re.search(r"missing +. extra ffcv", doctor.out)
     assert "drivetrain[ffcv]" in re.sub(r"[│\s]", "", doctor.out)
     assert train.code == 1
     line = train.err.splitlines()[-1]
