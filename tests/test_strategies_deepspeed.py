@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,21 +27,13 @@ from fsdp_jobs import on_meta, surgeries
 from parity_jobs import BF16, CASES, KINDS, Case, train
 from pipeline_data import Toy, numbers, plain_model
 from strategy_jobs import make_optimizer
-from test_strategies_fsdp import same_run, weights
+from test_strategies_parity import same_run, weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Ranks = list[dict[str, Any]]
 stages = pytest.mark.parametrize("name", STAGES)
 FITTED = {"plain": STAGES[1], "clipped accumulated": STAGES[2], "methods": STAGES[2], "batches": STAGES[2]}
 """The strategy that each pipeline is trained with."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the ranks: the numbers of some surgeries (Factorize) depend on it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

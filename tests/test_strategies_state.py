@@ -23,6 +23,7 @@ from state_jobs import (
     imported,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Ranks = list[dict[str, Any]]
 names = pytest.mark.parametrize("name", NAMES)
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
