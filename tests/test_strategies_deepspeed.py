@@ -92,7 +92,7 @@ def test_every_strategy_trains_every_case_like_one_device(devices: int) -> None:
     ranks = launch(every_case, devices=devices, timeout=850)
     check_cases(ranks, [*STAGES, *OFFLOAD], CASES)
     check_cases(ranks, OFFLOAD[1:], KINDS)
-    check_cases(ranks, OFFLOAD[1:], BF16, 2e-2)
+    check_cases(ranks, [*STAGES[1:], *OFFLOAD[1:]], BF16, 2e-2)
     for case in MOVED:
         single = train("single", case, parts=devices)
         for rank in ranks:
@@ -116,7 +116,7 @@ def test_changed_models_train_like_one_device(ranks: Ranks, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", STAGES[1:])
-@pytest.mark.parametrize("case", BF16, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BF16[1:], ids=lambda case: case.name)
 def test_bf16_trains_like_autocast_on_one_device(ranks: Ranks, name: str, case: Case) -> None:
     """bf16 rounds at 2^-8; the weights that are trained, and exported, are fp32."""
     check_cases(ranks, [name], [case], 2e-2)
@@ -135,7 +135,7 @@ def test_statistics_and_evaluation_are_those_of_ddp(ranks: Ranks) -> None:
             assert run.evaluated == pytest.approx(ddp.evaluated, rel=1e-4)
 
 
-@pytest.mark.parametrize(("first", "second"), MOVES)
+@pytest.mark.parametrize(("first", "second"), MOVES[:6])
 def test_a_training_moves_between_strategies(ranks: Ranks, first: str, second: str) -> None:
     """Weights and the optimizer's state, exported by one and imported by the other, go on as if nothing had been."""
     single, state = moved("single", "single", replace(MOVED[0], accumulate=MOVED[0].accumulate * 2))
