@@ -30,6 +30,8 @@ CORE = (
 )
 EXTRAS = {
     "ffcv": (("ffcv", "numba"), "load and convert .beton files"),
+    "deepspeed": (("deepspeed",), "train with the strategies deepspeed_stage_1 to 3"),
+    "fairscale": (("fairscale",), "train with the strategies fairscale_oss and fairscale_sharded_ddp"),
     "plot": (("matplotlib",), "draw the ledger"),
     "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
 }

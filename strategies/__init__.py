@@ -30,7 +30,7 @@ _HOME = {
     "OptimizerFactory": "base",
     "OptimizerState": "optimizer_state",
     "Options": "options",
-    "Policy": "recompute",
+    "Policy": "policy",
     "Precision": "options",
     "PrepareOptions": "options",
     "Single": "single",
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from .launcher import launch
     from .optimizer_state import OptimizerState
     from .options import Options, Precision, PrepareOptions
-    from .recompute import Policy
+    from .policy import Policy
     from .registry import StrategyRow, available, get, register
     from .single import Single
     from .zero import ZeroRedundancy

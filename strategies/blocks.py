@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -24,8 +24,13 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     found = _repeated(model)
     inside = {module for block in found for module in block.modules()}
     found += [layer for layer in _large_layers(model) if layer not in inside]
+    return without_cut_ties(model, dict.fromkeys(found))
+
+
+def without_cut_ties(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that share no parameter with a module outside of them: apart, it would become two."""
     tied = _holders_of_tied(model)
-    return [block for block in dict.fromkeys(found) if not _cuts_a_tie(block, tied)]
+    return [module for module in modules if not _cuts_a_tie(module, tied)]
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:

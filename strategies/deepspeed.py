@@ -42,8 +42,10 @@ class DeepSpeed:
 
     The optimizer is the factory's, also where it is offloaded; it must treat each element by itself, as SGD and Adam
     do. Every parameter that it has must take part in every step: DeepSpeed steps one without a gradient by zero,
-    weight decay included. Weights stay fp32; precision "bf16" is autocast around the forward, and gradients are
-    reduced in fp32. Channels-last weights become contiguous, and images channels-last instead, as in `FSDP`.
+    weight decay included, and stages 1 and 2 mix up gradients that come in another order on another rank, as where a
+    model chooses its layers by the data. Weights stay fp32; precision "bf16" is autocast around the forward, and
+    gradients are reduced in fp32. Channels-last weights become contiguous, and images channels-last instead, as in
+    `FSDP`.
 
     A model on the meta device gets its values as in `FSDP`, with stage 3 block by block.
 

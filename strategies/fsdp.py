@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import StrategyError
 from .base import OptimizerFactory
-from .blocks import find_blocks
 from .engine import LocalEngine, RanksEngine
 from .materialise import materialise, refuse_without_reset
 from .options import Options, PrepareOptions
+from .policy import Policy, check_policy
 from .recompute import recompute_activations
 from .sharding import (
     begin_like_rank_0,
@@ -26,6 +26,7 @@ from .sharding import (
     make_contiguous,
     mixed_precision,
     refuse_unshardable,
+    units,
 )
 from .surroundings import build_optimizer, check_ranks, compile_in_place, enter, pick_device
 
@@ -100,9 +101,9 @@ class FSDPEngine(RanksEngine):
 class FSDP:
     """Parameters, gradients and optimizer state are divided among the ranks (FSDP2, `fully_shard`).
 
-    Each rank keeps 16/N instead of 16 bytes per parameter with AdamW in fp32. The model's blocks (see
-    `blocks.find_blocks`) are gathered one at a time for their forward, freed, and gathered again for their
-    backward; what is outside of them is gathered from the forward's start to the backward's end.
+    Each rank keeps 16/N instead of 16 bytes per parameter with AdamW in fp32. The model's units, which `wrap`
+    chooses, are gathered one at a time for their forward, freed, and gathered again for their backward; what is
+    outside of them is gathered from the forward's start to the backward's end.
 
     `prepare` changes the model in place. Weights that are channels-last are made contiguous, because
     `fully_shard` takes no others, and images are then made channels-last on their way into the model
@@ -112,23 +113,34 @@ class FSDP:
     and runs the forward under autocast as the other strategies do. BatchNorm's parameters stay fp32, beside its
     statistics. Outputs may be of half precision; compute losses from `outputs.float()`.
 
-    A model on the meta device gets its values block by block, from each module's `reset_parameters` with rank
+    A model on the meta device gets its values unit by unit, from each module's `reset_parameters` with rank
     0's random numbers, so that it need not fit on one device. What the model's own constructor would have
     changed after that (many set their convolutions anew) is not repeated: load weights, or build on the CPU.
 
-    With `compile` each block is compiled by itself, and what is outside of them is not.
+    With `compile` each unit is compiled by itself, and what is outside of them is not.
 
     Alone in a process, without a process group, there is nothing to divide, and it trains like `single`.
 
     Args:
         device: `"cpu"` (gloo) or `"cuda"` (NCCL, the device is LOCAL_RANK); None takes CUDA if there
             is any, else the CPU.
+        wrap: the units: True, because it suits most models, for the blocks of `blocks.find_blocks`, if there are
+            any; class names, or a function of name and module; False for none but the whole model. Units may be
+            inside each other. A module that shares a parameter with one outside of it is left to whatever holds
+            both, and one that is never called itself must not be chosen: its parameters would stay divided.
+
+    Raises:
+        StrategyError: at construction, for a `wrap` that means nothing.
     """
 
     device: str | None = None
+    wrap: Policy = True
 
     name = "fsdp"
     summary = "parameters, gradients and optimizer state divided among the devices (FSDP2)"
+
+    def __post_init__(self) -> None:
+        check_policy(self.wrap, f"strategy {self.name!r}: wrap")
 
     def check(self, devices: int) -> None:
         """Raises StrategyError if `devices` ranks cannot train here."""
@@ -143,14 +155,15 @@ class FSDP:
 
         Raises:
             StrategyError: for an argument that means nothing, a device that is not here, or a model that
-                cannot be sharded: wrapped or sharded already, with a parameter of no dimension or no shape
-                yet, a module on the meta device that cannot be reset, a SyncBatchNorm on the CPU, or a
-                BatchNorm in bf16 on a torch that is too old.
+                cannot be sharded: without anything that `wrap` chooses, wrapped or sharded already, with a
+                parameter of no dimension or no shape yet, a module on the meta device that cannot be reset, a
+                SyncBatchNorm on the CPU, or a BatchNorm in bf16 on a torch that is too old.
         """
         options = Options.of(given)
         device = enter(self, model)
         refuse_unshardable(self.name, model)
         refuse_without_reset(self.name, model)
+        chosen = units(self.name, model, self.wrap)
         if not dist.is_initialized():
             self._check_alone(device)
             materialise(model, device)
@@ -158,13 +171,15 @@ class FSDP:
             recompute_activations(model, options.activation_checkpointing)
             compile_in_place(model, options.compile)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
-        self._shard(model, device, options)
+        self._shard(model, chosen, device, options)
         return FSDPEngine(model, build_optimizer(model, optimizer_factory), device, options)
 
     def _check_alone(self, device: torch.device) -> None:
         """Raises StrategyError if it cannot do without a process group."""
 
-    def _shard(self, model: nn.Module, device: torch.device, options: Options) -> None:
+    def _shard(
+        self, model: nn.Module, chosen: list[nn.Module], device: torch.device, options: Options
+    ) -> None:
         if options.precision != "fp32":
             mixed_precision(self.name, model, options.precision)  # refuses before anything has changed
         if device.type == "cuda":
@@ -172,18 +187,17 @@ class FSDP:
         if make_contiguous(model):
             give_channels_last_inputs(model)
         how = {"mesh": self._mesh(device), **self._sharding()}
-        blocks = (*find_blocks(model), model)
         recompute_activations(model, options.activation_checkpointing)
         done: set[nn.Module] = set()
-        for block in blocks:
-            materialise(block, device, done)
-            own = [module for module in block.modules() if module not in done]
+        for unit in (*chosen, model):
+            materialise(unit, device, done)
+            own = [module for module in unit.modules() if module not in done]
             begin_like_rank_0(own, device)
             if options.precision != "fp32":
-                how["mp_policy"] = mixed_precision(self.name, block, options.precision)
-            if block is not model:  # around the whole, each gathering would break the graph
-                compile_in_place(block, options.compile)
-            fully_shard(block, **how)
+                how["mp_policy"] = mixed_precision(self.name, unit, options.precision)
+            if unit is not model:  # around the whole, each gathering would break the graph
+                compile_in_place(unit, options.compile)
+            fully_shard(unit, **how)
             done.update(own)
 
     def _sharding(self) -> dict[str, Any]:
@@ -233,14 +247,16 @@ class FSDPCPUOffload(FSDP):
                 "start this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
             )
 
-    def _shard(self, model: nn.Module, device: torch.device, options: Options) -> None:
+    def _shard(
+        self, model: nn.Module, chosen: list[nn.Module], device: torch.device, options: Options
+    ) -> None:
         # The norm of gradients on the CPU is reduced there.
         if "cpu" not in str(dist.get_backend_config()):
             raise StrategyError(
                 f"strategy 'fsdp_cpu_offload': the process group ({dist.get_backend_config()}) serves no CPU "
                 f"tensors; initialise it with the backend 'cpu:gloo,cuda:nccl'."
             )
-        super()._shard(model, device, options)
+        super()._shard(model, chosen, device, options)
 
     def _sharding(self) -> dict[str, Any]:
         return {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())}
@@ -253,7 +269,7 @@ class HSDP(FSDP):
     Parameters are gathered within a group only, over its fast links; see `FSDP`.
 
     Args:
-        device: as for `FSDP`.
+        device, wrap: as for `FSDP`.
         shard_size: ranks in a group; must divide the number of ranks. Default: the ranks of one machine,
             whose links to each other are the fast ones.
     """

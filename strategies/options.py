@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, TypedDict, get_args
 import torch
 
 from ..errors import StrategyError, suggest
-from .recompute import Policy
+from .policy import Policy, check_policy
 
 Precision = Literal["fp32", "bf16", "fp16"]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,7 +41,7 @@ class Options:
     accumulate: int = 1
     """Microbatches per optimizer step."""
     activation_checkpointing: Policy = False
-    """Modules that keep their input only and run forward again in the backward; see `recompute.Policy`."""
+    """Modules that keep their input only and run forward again in the backward; see `policy.Policy`."""
     compile: bool | str = False
     """Whether `torch.compile` compiles the model, in place: no name changes. A string is its `mode`, such as
     `"max-autotune"`. False, because the first step then takes a minute or more."""
@@ -75,8 +75,4 @@ class Options:
             raise StrategyError(
                 f"prepare: compile has no mode {self.compile!r}.{suggest(self.compile, modes)}"
             )
-        if isinstance(self.activation_checkpointing, str):
-            raise StrategyError(
-                f"prepare: activation_checkpointing={self.activation_checkpointing!r} must be a list of class "
-                f"names, True for the model's blocks, or a function of name and module."
-            )
+        check_policy(self.activation_checkpointing, "prepare: activation_checkpointing")

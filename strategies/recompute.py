@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,12 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import StrategyError, suggest
-from .blocks import find_blocks
-
-Policy = bool | Collection[str] | Callable[[str, nn.Module], bool]
-"""Which modules: True for the model's blocks (see `blocks.find_blocks`), class names such as `["Bottleneck"]`,
-or a function of a module's name and the module; False for none."""
+from .policy import Policy, choose
 
 
 def recompute_activations(model: nn.Module, policy: Policy) -> tuple[str, ...]:
@@ -31,42 +26,14 @@ def recompute_activations(model: nn.Module, policy: Policy) -> tuple[str, ...]:
     Raises:
         StrategyError: if it chooses nothing.
     """
-    if policy is False:
-        return ()
-    chosen: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") or outer == "" for outer in chosen)
-        if not inside and _chooses(policy, model)(name, module):
-            chosen[name] = module
-    if not chosen:
-        raise StrategyError(_nothing_chosen(policy, model))
-    for module in chosen.values():
+    outermost: dict[str, nn.Module] = {}
+    for name, module in choose(policy, model, "activation_checkpointing").items():
+        if not any(name.startswith(f"{outer}.") or outer == "" for outer in outermost):
+            outermost[name] = module
+    for module in outermost.values():
         if not isinstance(module, _Recomputed):
             module.__class__ = _recomputed(type(module))
-    return tuple(chosen)
-
-
-def _chooses(policy: Policy, model: nn.Module) -> Callable[[str, nn.Module], bool]:
-    if isinstance(policy, bool):
-        blocks = set(find_blocks(model))
-        return lambda _, module: module in blocks
-    if callable(policy):
-        return policy
-    names = set(policy)
-    return lambda _, module: type(module).__name__ in names
-
-
-def _nothing_chosen(policy: Policy, model: nn.Module) -> str:
-    kinds = {type(module).__name__ for module in model.modules() if any(module.children())}
-    if isinstance(policy, bool):
-        return (
-            f"activation_checkpointing=True found no repeated blocks in {type(model).__name__}; name the classes "
-            f"of the modules instead, such as {sorted(kinds)[:3]}."
-        )
-    names = [] if callable(policy) else sorted(policy)
-    what = str(names) if names else "the function"
-    hint = suggest(names[0] if names else "", kinds)
-    return f"activation_checkpointing: {what} chooses no module of the model.{hint}"
+    return tuple(outermost)
 
 
 class _Recomputed(nn.Module):

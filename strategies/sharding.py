@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..errors import StrategyError
+from .blocks import find_blocks, without_cut_ties
 from .options import HALF, Precision
+from .policy import Policy, choose
 
 
 def refuse_unshardable(strategy: str, model: nn.Module) -> None:
@@ -39,6 +41,34 @@ def refuse_unshardable(strategy: str, model: nn.Module) -> None:
             raise StrategyError(
                 f"{place} has no dimension to divide (shape ()); give it the shape (1,), or use 'ddp'."
             )
+
+
+def units(strategy: str, model: nn.Module, wrap: Policy) -> list[nn.Module]:
+    """The modules below `model` that are gathered by themselves, inner ones before those that hold them.
+
+    Raises:
+        StrategyError: if `wrap` names classes, or is a function, and none can be: a list of modules has no forward
+            before which to gather, and what has no parameters, or shares one, has none of its own.
+    """
+    if isinstance(wrap, bool):
+        return find_blocks(model) if wrap else []
+    chosen = choose(wrap, model, f"strategy {strategy!r}: wrap")
+    lists = [name for name, module in chosen.items() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
+    if lists:
+        raise StrategyError(
+            f"strategy {strategy!r}: wrap chooses {lists[0]}, a {type(chosen[lists[0]]).__name__}, which has no "
+            f"forward before which to gather its parameters; choose the modules in it."
+        )
+    inner_first = (chosen[name] for name in sorted(chosen, key=lambda name: -name.count(".")))
+    own = [module for module in inner_first if module is not model and any(True for _ in module.parameters())]
+    found = without_cut_ties(model, own)
+    if not found:
+        names = ", ".join(filter(None, chosen)) or "the model"
+        raise StrategyError(
+            f"strategy {strategy!r}: wrap chooses {names}, of which none has parameters that only it holds; choose "
+            f"others below the model, or wrap=False for one unit."
+        )
+    return found
 
 
 def make_contiguous(model: nn.Module) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,33 @@ def outcome(pipeline: Pipeline, **arguments: Any) -> Any:
         result = pipeline.fit(epochs=EPOCHS, progress=False, **arguments)
     except DrivetrainError as error:
         return f"{type(error).__name__}: {error}"
+    if arguments.get("resume") is not None:
+        assert result.history.facts["resumed"]  # not begun anew, which would give the same numbers
     return numbers(result), result.model.state_dict()
+
+
+def train_all(pipelines: dict[str, Pipeline], folder: Path) -> dict[str, Any]:
+    """On each rank: the outcome of each pipeline, which saves into `folder / name`."""
+    return _without_garbage(
+        lambda: {name: outcome(p, out=folder / name, checkpoints=ALL) for name, p in pipelines.items()}
+    )
+
+
+def resume_all(pipelines: dict[str, Pipeline], moves: list[tuple[str, str, Path]]) -> dict[Any, Any]:
+    """On each rank, for each (pipeline, label, checkpoint): the outcome, by (pipeline, label)."""
+    return _without_garbage(
+        lambda: {(name, label): outcome(pipelines[name], resume=place) for name, label, place in moves}
+    )
+
+
+def _without_garbage(work: Callable[[], Any]) -> Any:
+    """DeepSpeed's third stage collects garbage for each engine, which all that is imported makes slow."""
+    torch.set_num_threads(1)
+    gc.freeze()
+    try:
+        return work()
+    finally:
+        gc.unfreeze()
 
 
 def seed_by_rank() -> None:

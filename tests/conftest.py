@@ -22,6 +22,17 @@ def composer() -> ModuleType:
     return composer_reference.load("composer.functional")
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As in ranks: sums, and the random numbers of some models, depend on it."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def one_process_group() -> Iterator[None]:
     """A process group of this process alone, enough for DDP and FSDP2 to wrap a model."""

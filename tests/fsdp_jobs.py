@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import fsdp_models as models
 import surgery_models
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from drivetrain import strategies
 from drivetrain.transforms import TRANSFORMS, BlurPool, Transform
-from parity_jobs import SHARDED, Case, batch, evaluate, quiet, train
+from parity_jobs import CASES, SHARDED, Case, batch, evaluate, quiet, train
 from strategy_jobs import make_optimizer, refusal
 from surgery_cases import CASES as SURGERY_CASES
 from torch import nn
@@ -58,8 +59,32 @@ def everything() -> dict[str, object]:
     results["gathered"] = {name: gathered_after_forward(name) for name in FAMILY}
     results["optimizer"] = optimizer_kinds()
     results["meta"] = from_meta()
+    results["units"] = {name: names_of_units(model(), wrap) for name, (model, wrap, _) in WRAPS.items()}
+    results["nested"] = train("fsdp", CASES[1], seed=dist.get_rank(), wrap=nested)
     results["refusals"] = refusals()
     return results
+
+
+def nested(name: str, module: nn.Module) -> bool:
+    """A block, a convolution inside it, and what has no parameters."""
+    return name in ("4", "4.conv1") or isinstance(module, nn.ReLU)
+
+
+WRAPS: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
+    "blocks": (models.resnet, True, ["", "4", "5"]),
+    "none": (models.resnet, False, [""]),
+    "classes": (models.resnet, ["BasicBlock", "BatchNorm2d"], [
+        "", "1", "4", "4.bn1", "4.bn2", "5", "5.bn1", "5.bn2", "5.downsample.1",
+    ]),
+    "function": (models.resnet, nested, ["", "4", "4.conv1"]),
+    "tied": (models.Tied, ["Sequential", "Tied"], ["", "blocks.1", "blocks.2"]),
+}  # fmt: skip
+"""A model, what is chosen of it, and the names of the modules that are then gathered by themselves."""
+
+
+def names_of_units(model: nn.Module, wrap: Any) -> list[str]:
+    strategies.get("fsdp", device="cpu", wrap=wrap).prepare(model, make_optimizer("sgd"))
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
 def microbatch_gradients() -> list[torch.Tensor | None]:

@@ -82,7 +82,7 @@ def test_check_refuses_devices_that_are_not_here(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"precision": "fp16"}, "precision='fp16'"),
+        ({"precision": "fp64"}, "precision='fp64'"),
         ({"clip_norm": 0.0}, "clip_norm=0.0"),
         ({"clip_norm": float("nan")}, "clip_norm=nan"),
         ({"accumulate": 0}, "accumulate=0"),

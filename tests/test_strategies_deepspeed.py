@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,24 +24,16 @@ from drivetrain.transforms import (
     WeightStandardization,
 )
 from fsdp_jobs import on_meta, surgeries
-from parity_jobs import BF16, CASES, KINDS, Case, train
+from parity_jobs import BF16, CASES, KINDS, Case, Run, train
 from pipeline_data import Toy, numbers, plain_model
 from strategy_jobs import make_optimizer
-from test_strategies_fsdp import same_run, weights
+from test_strategies_parity import same_run, weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Ranks = list[dict[str, Any]]
 stages = pytest.mark.parametrize("name", STAGES)
 FITTED = {"plain": STAGES[1], "clipped accumulated": STAGES[2], "methods": STAGES[2], "batches": STAGES[2]}
 """The strategy that each pipeline is trained with."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the ranks: the numbers of some surgeries (Factorize) depend on it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +71,14 @@ def check_cases(ranks: Ranks, names: list[str], cases: list[Case], tolerance: fl
         for name in names:
             for rank in ranks:
                 same_run(rank[f"{name} {case.name}"], single, tolerance)
-            first, last = (rank[f"{name} {case.name}"].state for rank in (ranks[0], ranks[-1]))
+            first, last = (counted_alike(rank[f"{name} {case.name}"], case) for rank in (ranks[0], ranks[-1]))
             torch.testing.assert_close(first, last, rtol=0, atol=0)
+
+
+def counted_alike(run: Run, case: Case) -> dict[str, torch.Tensor]:
+    """The state; without the counts of BatchNorms that each rank skips by its own draws."""
+    drawn = "num_batches" if case.name == "StochasticDepth" else "nothing"
+    return {name: tensor for name, tensor in run.state.items() if drawn not in name}
 
 
 @stages
@@ -101,7 +98,7 @@ def test_every_strategy_trains_every_case_like_one_device(devices: int) -> None:
     ranks = launch(every_case, devices=devices, timeout=850)
     check_cases(ranks, [*STAGES, *OFFLOAD], CASES)
     check_cases(ranks, OFFLOAD[1:], KINDS)
-    check_cases(ranks, OFFLOAD[1:], BF16, 2e-2)
+    check_cases(ranks, [*STAGES[1:], *OFFLOAD[1:]], BF16, 2e-2)
     for case in MOVED:
         single = train("single", case, parts=devices)
         for rank in ranks:
@@ -125,7 +122,7 @@ def test_changed_models_train_like_one_device(ranks: Ranks, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", STAGES[1:])
-@pytest.mark.parametrize("case", BF16, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BF16[1:], ids=lambda case: case.name)
 def test_bf16_trains_like_autocast_on_one_device(ranks: Ranks, name: str, case: Case) -> None:
     """bf16 rounds at 2^-8; the weights that are trained, and exported, are fp32."""
     check_cases(ranks, [name], [case], 2e-2)
@@ -144,7 +141,7 @@ def test_statistics_and_evaluation_are_those_of_ddp(ranks: Ranks) -> None:
             assert run.evaluated == pytest.approx(ddp.evaluated, rel=1e-4)
 
 
-@pytest.mark.parametrize(("first", "second"), MOVES)
+@pytest.mark.parametrize(("first", "second"), MOVES[:6])
 def test_a_training_moves_between_strategies(ranks: Ranks, first: str, second: str) -> None:
     """Weights and the optimizer's state, exported by one and imported by the other, go on as if nothing had been."""
     single, state = moved("single", "single", replace(MOVED[0], accumulate=MOVED[0].accumulate * 2))

@@ -10,11 +10,13 @@ import torch
 from drivetrain import strategies
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import FSDP, HSDP, FSDPCPUOffload, launch
-from fsdp_jobs import FAMILY, everything, on_meta, surgeries
+from fsdp_jobs import FAMILY, WRAPS, everything, on_meta, surgeries
 from parity_jobs import CASES, Case, train
 from strategy_jobs import make_optimizer
 from test_strategies_parity import same_run
+from torch import nn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Ranks = list[dict[str, Any]]
 names = pytest.mark.parametrize("name", FAMILY)
 
@@ -69,6 +71,35 @@ def test_a_model_on_the_meta_device_begins_with_rank_0s_random_numbers(ranks: Ra
     expected = on_meta().state_dict()
     for rank in ranks:
         torch.testing.assert_close(rank["meta"], dict(expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_wrap_chooses_what_is_gathered_by_itself(ranks: Ranks, name: str) -> None:
+    assert [rank["units"][name] for rank in ranks] == [WRAPS[name][2]] * 2
+
+
+def test_units_inside_each_other_train_like_one_device(ranks: Ranks) -> None:
+    single = train("single", CASES[1], parts=2)
+    for rank in ranks:
+        same_run(rank["nested"], single, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (["BasicBlok"], r"'fsdp': wrap: \['BasicBlok'\] chooses no module.*Did you mean 'BasicBlock'"),
+        (lambda *_: False, "'fsdp': wrap: the function chooses no module"),
+        (["ReLU"], "none has parameters that only it holds"),
+        (lambda name, _: name == "", "wrap chooses the model, of which none"),
+        (lambda name, _: name == "list", "wrap chooses list, a ModuleList, which has no forward"),
+        ("BasicBlock", "'fsdp': wrap='BasicBlock' must be a list"),
+    ],
+)
+def test_a_wrap_that_cannot_be_is_refused(wrap: Any, message: str) -> None:
+    model = models.resnet()
+    model.list = nn.ModuleList([nn.Linear(2, 2)])
+    with pytest.raises(StrategyError, match=message):
+        FSDP("cpu", wrap=wrap).prepare(model, make_optimizer("sgd"))
 
 
 @pytest.mark.parametrize(

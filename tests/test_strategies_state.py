@@ -23,8 +23,11 @@ from state_jobs import (
     imported,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Ranks = list[dict[str, Any]]
-names = pytest.mark.parametrize("name", NAMES)
+OFTEN = [name for name in NAMES if name not in ("fsdp_grad_op", "hsdp")]
+"""Those two keep what `fsdp` keeps; `make test-all` has them, too."""
+names = pytest.mark.parametrize("name", OFTEN)
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
 ring = pytest.mark.parametrize("kind", STATEFUL)
 
@@ -38,7 +41,7 @@ def alone() -> dict[tuple[str, str], Exported]:
 @pytest.fixture(scope="module")
 def ranks(alone: dict[tuple[str, str], Exported]) -> Ranks:
     """Both ranks' exports and imports, from one launch."""
-    return launch(everything, NAMES, alone, devices=2, timeout=280)
+    return launch(everything, OFTEN, alone, devices=2, timeout=280)
 
 
 def same_state(found: Exported, expected: Exported, tolerance: float = 0.0) -> None:

@@ -142,6 +142,7 @@ def test_declared_facts() -> None:
         "GradientClipping": ("deepspeed", "fairscale"),
         "LayerFreezing": LayerFreezing.unsafe_with,
         "SAM": ("deepspeed", "fairscale"),
+        "StochasticDepth": ("fairscale",),
         "SWA": ("deepspeed",),
     }
     assert {n for n, cls in TRANSFORMS.items() if cls.kind == "schedule"} == {"LayerFreezing"}

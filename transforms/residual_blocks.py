@@ -103,9 +103,12 @@ def _may_skip(parts: list[nn.Module], x: torch.Tensor) -> bool:
     """Whether these modules may be left uncalled: Python decides it, and no one waits for them.
 
     A graph, of torch.compile or CUDA, would take in one draw for ever. Hooks gather shards (FSDP around each
-    layer, ZeRO 3) and SyncBatchNorm sums over ranks, which must all take part, and may draw differently.
+    layer, ZeRO 3) and SyncBatchNorm sums over ranks, which must all take part, and may draw differently. Hooks on
+    parameters (ZeRO 1 and 2) send gradients as they come, and from a skipped branch they come in another order.
     """
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    if any(p._post_accumulate_grad_hooks for part in parts for p in part.parameters(recurse=False)):
         return False
     return not any(
         part._forward_pre_hooks or part._forward_hooks or isinstance(part, nn.SyncBatchNorm) for part in parts

@@ -43,15 +43,16 @@ class StochasticDepth(Transform):
     "block" skips the branch of a ResNet block, as the source and Composer do: it is not computed, the
     statistics of its BatchNorm stay, and its parameters get gradients of 0, so that weight decay and momentum
     act on them in every step, as in the authors' code. In a compiled graph, under a hook on a layer of the
-    branch (FSDP around single layers) and with SyncBatchNorm the branch is computed, multiplied by 0 and its
-    statistics are put back: the same numbers, without the time saved. A step of ResNet-50 (eager, 16 images of
-    64 pixels, one thread of a busy AMD EPYC, torch 2.15, n = 7) took 0.97 of the unmodified model's time (0.94
-    to 1.01) and ran at 0.99 of Composer's speed (0.88 to 1.12); what is left is mostly the gradients of 0, which
-    Composer saves.
+    branch (FSDP around single layers) or on its parameters (DeepSpeed) and with SyncBatchNorm the branch is
+    computed, multiplied by 0 and its statistics are put back: the same numbers, without the time saved. A
+    step of ResNet-50 (eager, 16 images of 64 pixels, one thread of a busy AMD EPYC, torch 2.15, n = 7) took
+    0.97 of the unmodified model's time (0.94 to 1.01) and ran at 0.99 of Composer's speed (0.88 to 1.12);
+    what is left is mostly the gradients of 0, which Composer saves.
 
     In all other blocks, and by "sample", a
     branch is computed and multiplied by 0, and statistics move. The draw of a skipped branch is from the
-    CPU's generator, wherever the model is; ranks may draw differently.
+    CPU's generator, wherever the model is; ranks may draw differently. FairScale's ShardedDDP is aborted by that: it
+    sends gradients as they come, and after a skipped branch they come in another order.
 
     A ViT block has two branches; each is dropped by itself, with the block's rate. Rates that the model was
     built with (torchvision's ConvNeXt has some) are replaced, with a note.
@@ -75,6 +76,7 @@ class StochasticDepth(Transform):
 
     kind: ClassVar[Kind] = "surgery"
     source: ClassVar[str] = "Huang et al. 2016, arXiv:1603.09382"
+    unsafe_with: ClassVar[tuple[str, ...]] = ("fairscale",)
 
     def __post_init__(self) -> None:
         check_choice(self, "method", ("block", "sample"))

@@ -1,0 +1,102 @@
+"""Checkpoints from every strategy and number of ranks to every other: the rest of the training is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_jobs import outcome, resume_all, train_all
+from deepspeed_methods import options_of
+from drivetrain import Pipeline
+from drivetrain.strategies import launch
+from drivetrain.transforms import EMA
+from pipeline_data import Toy, plain_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ON_RANKS = ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fairscale_oss"]
+AVERAGED = ["averaged deepspeed_stage_2", "averaged fairscale_oss"]
+"""With averages of the weights, which the third stage cannot keep; those of ddp and fsdp move elsewhere."""
+RANKS = (1, 2, 4)
+MIDDLE = "checkpoints/step-00000003"
+"""Of the first of two epochs of four steps."""
+Move = tuple[str, str, Path]
+
+
+def pipeline(toy: Toy, name: str, ranks: int) -> Pipeline:
+    model, _, strategy = name.rpartition(" ")
+    made = toy.pipeline(plain_model).optimize("adamw", lr=0.01, warmup=0.2)
+    if model == "averaged":
+        made = made.transform(EMA(half_life=3))
+    return made.distribute(strategy, devices=ranks, device="cpu", **options_of(strategy))
+
+
+def train(toy: Toy, names: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    """Rank 0's outcomes, for only its model has the trained weights; their numbers are of all ranks."""
+    asked = {name: pipeline(toy, name, ranks) for name in names}
+    return launch(train_all, asked, folder, devices=ranks, timeout=280)[0]
+
+
+def resume(toy: Toy, moves: list[Move], ranks: int, timeout: float = 280) -> dict[Any, Any]:
+    asked = {name: pipeline(toy, name, ranks) for name, _, _ in moves}
+    return launch(resume_all, asked, moves, devices=ranks, timeout=timeout)[0]
+
+
+def check(found: dict[Any, Any], whole: dict[str, Any], count: int) -> None:
+    """`whole` by model."""
+    assert len(found) == count
+    for move, one in found.items():
+        name = move[0] if isinstance(move, tuple) else move
+        expected = whole[name.rpartition(" ")[0]]
+        assert not isinstance(one, str), (move, one)
+        for left, right in zip(one[0], expected[0], strict=True):
+            assert left == pytest.approx(right, abs=1e-5), move
+        torch.testing.assert_close(
+            one[1], expected[1], rtol=1e-4, atol=1e-5, msg=lambda m, at=move: f"{at}: {m}"
+        )
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+@pytest.fixture(scope="module")
+def whole(toy: Toy, root: Path) -> dict[str, Any]:
+    """One device's outcomes, uninterrupted; its checkpoints are in `root / "1" / name`."""
+    found = train_all({name: pipeline(toy, name, 1) for name in ("single", "averaged single")}, root / "1")
+    return {name.rpartition(" ")[0]: one for name, one in found.items()}
+
+
+def test_to_every_strategy_and_back(toy: Toy, root: Path, whole: dict[str, Any]) -> None:
+    """One device to each strategy on two ranks, each to the next one, and each to one device."""
+    names = [*ON_RANKS, *AVERAGED]
+    check(train(toy, names, 2, root / "2"), whole, len(names))
+    moves = [
+        (name, "one device", root / "1" / f"{name.rpartition(' ')[0]} single".strip() / MIDDLE)
+        for name in names
+    ]
+    for own in (ON_RANKS, AVERAGED):
+        moves += [(to, at, root / "2" / at / MIDDLE) for at, to in zip(own, [*own[1:], own[0]], strict=True)]
+    check(resume(toy, moves, 2), whole, len(moves))
+    back = {}
+    for name in names:
+        alone = pipeline(toy, f"{name.rpartition(' ')[0]} single".strip(), 1)
+        back[name] = outcome(alone, resume=root / "2" / name / MIDDLE)
+    check(back, whole, len(names))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_every_strategy_on_1_2_and_4_ranks_to_every_other(
+    toy: Toy, root: Path, whole: dict[str, Any]
+) -> None:
+    names = {ranks: [*(["single"] if ranks == 1 else []), *ON_RANKS] for ranks in RANKS}
+    sources: dict[str, Path] = {}
+    for ranks in RANKS:
+        check(train(toy, names[ranks], ranks, root / f"from {ranks}"), whole, len(names[ranks]))
+        sources |= {f"{name} {ranks}": root / f"from {ranks}" / name / MIDDLE for name in names[ranks]}
+    for ranks in RANKS:
+        moves = [(name, label, place) for name in names[ranks] for label, place in sources.items()]
+        check(resume(toy, moves, ranks, timeout=1200), whole, len(names[ranks]) * len(sources))
