@@ -89,11 +89,29 @@ def test_recipes_are_listed_shown_and_explained() -> None:
     every, one, keys = run_several(["recipes"], ["recipes", "baseline"], ["recipes", "--keys"])
     for name in RECIPES:
         assert name in every.out
-    for key in KEYS:
+    for key in {*KEYS} - {"notes"}:  # which are a column
         assert re.search(rf"^. {key} ", one.out, re.MULTILINE), key
+    assert "what is to be compared" in " ".join(one.out.split())
     assert "(must be given)" in keys.out
     assert re.search(r"precision +. fp32 ", keys.out)
     assert (every.code, one.code, keys.code) == (0, 0, 0)
+
+
+def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\ntrain: {toy.train}\n"
+        "batch_size: 32\nimage_size: 16\noptimizer: {name: sgd, lr: 1e-3}\nepochs: 1\nworkers: 1\n"
+    )
+    shown, trained, wrong = run_several(
+        ["recipes", str(file)],
+        ["train", str(file), "--out", str(tmp_path / "out"), "seed=3"],
+        ["train", str(file), "optimizer.lr=fast"],
+    )
+    assert re.search(r"optimizer .*name: sgd", shown.out)
+    assert trained.code == 0, trained.err
+    assert json.loads((tmp_path / "out" / "history.json").read_text())["recipe"] == "mine.yaml"
+    assert "mine.yaml" in wrong.line
 
 
 def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
