@@ -73,6 +73,11 @@ class History:
         with atomic_file(Path(path)) as file:
             file.write(json.dumps(self.to_dict(), indent=1).encode())
 
+    @property
+    def accuracy(self) -> float | None:
+        """Top-1 (0 to 1) on the validation data after the last epoch; None if there is none."""
+        return self.epochs[-1].accuracy if self.epochs else None
+
     def __repr__(self) -> str:
         return "\n".join(map(str, self.epochs)) or "no finished epoch"
 
@@ -124,7 +129,7 @@ class FitResult:
     @property
     def accuracy(self) -> float | None:
         """Top-1 (0 to 1) on the validation data after the last epoch; None if there is none."""
-        return self.history.epochs[-1].accuracy if self.history.epochs else None
+        return self.history.accuracy
 
     def __repr__(self) -> str:
         return f"FitResult(accuracy={self.accuracy}, epochs={len(self.history.epochs)})"
