@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from .. import strategies
-from ..errors import PlanError
+from ..errors import PlanError, require
 from ..strategies import OptimizerFactory, Strategy
 from ..transforms import Transform
 from .models import model_factory
@@ -23,6 +24,7 @@ from .stages import ONE_DEVICE, Data, Distribution, is_whole, source_name
 if TYPE_CHECKING:
     from .build import Built
     from .ledger_result import Ledger
+    from .lightning import HandOver
     from .loggers import Choice
     from .nonfinite import OnNonFinite
     from .result import FitResult
@@ -269,6 +271,25 @@ class Pipeline:
             on_nonfinite=on_nonfinite, logger=logger, log_every=log_every,
         )  # fmt: skip
 
+    def to_lightning(self, *, epochs: int | None = None) -> HandOver:
+        """This pipeline for Lightning: `module, data, trainer, reports`; `Trainer(**trainer).fit(module, data)`.
+
+        The losses are those of `fit` with the same seed. Any strategy of Lightning's own can replace the one in
+        `trainer`: `Trainer(**{**trainer, "strategy": "deepspeed_stage_2"})`. Statistics of BatchNorm are not
+        averaged over the ranks before evaluation, as `fit` does.
+
+        Args:
+            epochs: passes over the training data, which the schedule needs; None: the recipe's.
+
+        Raises:
+            PlanError: naming what works in our own loop only (EMA, SWA, SAM, …).
+            MissingExtra: without Lightning.
+        """
+        require("lightning.pytorch", "lightning", "hand a pipeline over to Lightning")
+        from .lightning import hand_over
+
+        return hand_over(self, epochs)
+
     def ledger(self, *, seconds: float = 120.0, progress: bool = True) -> Ledger:
         """Measures what each stage brings, alone against plain PyTorch; see `drivetrain.pipeline.ledger`."""
         from .ledger import measure
@@ -287,3 +308,6 @@ class Pipeline:
         how = self.distribution
         lines.append(f"  .distribute({how.name!r}, devices={how.devices}, precision={how.precision!r})")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"

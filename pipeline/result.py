@@ -134,6 +134,15 @@ class FitResult:
     def __repr__(self) -> str:
         return f"FitResult(accuracy={self.accuracy}, epochs={len(self.history.epochs)})"
 
+    def _repr_html_(self) -> str:
+        """The history; what each transform changed, and the plan, are there to be opened."""
+        parts = [("what was changed", "<br>".join(report._repr_html_() for report in self.reports))]
+        parts += [("the plan", self.plan._repr_html_())]
+        folded = "".join(
+            f"<details><summary>{name}</summary>{body}</details>" for name, body in parts if body
+        )
+        return self.history._repr_html_() + folded
+
 
 class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during training. `result` is a `FitResult` of the epochs that were finished, or None."""

@@ -140,6 +140,10 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
         assert round(epoch.accuracy * VAL, 6) == round(epoch.accuracy * VAL)  # type: ignore[operator]
     assert str(result.history).count("\n") == 3
     assert "accuracy" in result.history._repr_html_()
+    assert "the plan" in result._repr_html_()
+    assert "what was changed" in result._repr_html_()
+    assert "<td" in result.reports[0]._repr_html_()
+    assert ".transform(LabelSmoothing" in pipeline._repr_html_()
     output = capsys.readouterr()
     assert output.out.count("epoch ") + output.err.count("images/s  waiting") >= 4
 
