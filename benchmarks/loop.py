@@ -46,7 +46,7 @@ class Batches:
 
     def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._batches = batches
-        self.seconds = 0.0
+        self._start, self._seconds = 0.0, 0.0
 
     @property
     def first(self) -> torch.Tensor:
@@ -58,10 +58,20 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         synchronise()
-        start = perf_counter()
+        self._start = perf_counter()
         yield from self._batches
+
+    def stop(self) -> None:
+        """The last step is done. Called by each contender: foreign Trainers do not ask for a batch after the last."""
         synchronise()
-        self.seconds = perf_counter() - start
+        self._seconds = perf_counter() - self._start
+
+    def take(self) -> float:
+        """Seconds from the first batch to `stop`, once."""
+        seconds, self._seconds = self._seconds, 0.0
+        if not seconds:
+            raise RuntimeError("the turn was not stopped")
+        return seconds
 
 
 def synchronise() -> None:
@@ -85,7 +95,8 @@ def by_hand(model: nn.Module, batches: Batches) -> Contender:
             optimizer.zero_grad()
             total += loss.detach()
         total.item()
-        return batches.seconds
+        batches.stop()
+        return batches.take()
 
     return turn
 
@@ -99,7 +110,8 @@ def ours(model: nn.Module, batches: Batches) -> Contender:
 
     def turn() -> float:
         train_epoch(engine, batches, functional.cross_entropy, guard=guard)
-        return batches.seconds
+        batches.stop()
+        return batches.take()
 
     return turn
 
@@ -117,6 +129,9 @@ def with_lightning(model: nn.Module, batches: Batches) -> Contender:
             images, labels = batch
             return functional.cross_entropy(self.model(images), labels)
 
+        def on_train_epoch_end(self) -> None:
+            batches.stop()
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=RATE, momentum=0.9)
 
@@ -130,7 +145,7 @@ def with_lightning(model: nn.Module, batches: Batches) -> Contender:
             use_distributed_sampler=False,
         )  # fmt: skip
         trainer.fit(module, batches)
-        return batches.seconds
+        return batches.take()
 
     return turn
 
@@ -138,7 +153,11 @@ def with_lightning(model: nn.Module, batches: Batches) -> Contender:
 def with_composer(model: nn.Module, batches: Batches) -> Contender:
     """Seconds of a turn of Composer's Trainer; None of its extras. Its signal handlers are taken back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    from composer import ComposerModel, DataSpec, Trainer
+    from composer import Callback, ComposerModel, DataSpec, Trainer
+
+    class Stops(Callback):  # type: ignore[misc]
+        def epoch_end(self, state: Any, logger: Any) -> None:  # noqa: ARG002
+            batches.stop()
 
     class Module(ComposerModel):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -155,16 +174,17 @@ def with_composer(model: nn.Module, batches: Batches) -> Contender:
     module = Module()
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
     trainer = Trainer(
-        model=module, optimizers=optimizer, max_duration="1ep", progress_bar=False, log_to_console=False,
+        model=module, optimizers=optimizer, max_duration="1ep", progress_bar=False, log_to_console=False, callbacks=[Stops()],
         train_dataloader=DataSpec(batches, get_num_samples_in_batch=lambda batch: len(batch[0])),
-        device=DEVICE if DEVICE == "cpu" else "gpu", precision="fp32", device_train_microbatch_size=len(batches.first),
+        device=DEVICE if DEVICE == "cpu" else "gpu", precision="fp32",
+        device_train_microbatch_size=len(batches.first),
     )  # fmt: skip
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
     def turn() -> float:
         trainer.fit(duration="1ep", reset_time=False)
-        return batches.seconds
+        return batches.take()
 
     return turn
 

@@ -29,7 +29,9 @@ CORE = (
 )
 EXTRAS = {
     "ffcv": (("ffcv", "numba"), "load and convert .beton files"),
-    "plot": (("matplotlib",), "draw the ledger"),
+    "plot": (("matplotlib",), "draw the ledger, and the curves of a training"),
+    "tensorboard": (("tensorboard",), "write files for TensorBoard"),
+    "lightning": (("lightning",), "hand a pipeline over to Lightning"),
     "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
 }
 NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}
