@@ -62,7 +62,7 @@ class Batches:
         yield from self._batches
 
     def stop(self) -> None:
-        """The last step is done. Called by each contender: foreign Trainers do not ask for a batch after the last."""
+        """The last step is done. Called by each contender: a Trainer asks for no batch after the last."""
         synchronise()
         self._seconds = perf_counter() - self._start
 
