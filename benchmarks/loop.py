@@ -174,7 +174,8 @@ def with_composer(model: nn.Module, batches: Batches) -> Contender:
     module = Module()
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
     trainer = Trainer(
-        model=module, optimizers=optimizer, max_duration="1ep", progress_bar=False, log_to_console=False, callbacks=[Stops()],
+        model=module, optimizers=optimizer, max_duration="1ep", progress_bar=False, log_to_console=False,
+        callbacks=[Stops()],
         train_dataloader=DataSpec(batches, get_num_samples_in_batch=lambda batch: len(batch[0])),
         device=DEVICE if DEVICE == "cpu" else "gpu", precision="fp32",
         device_train_microbatch_size=len(batches.first),
