@@ -16,6 +16,8 @@ _HOME = {
     "Epoch": "result",
     "FitResult": "result",
     "History": "result",
+    "Logger": "loggers",
+    "LoggerWarning": "loggers",
     "Pipeline": "builder",
     "Plan": "plan",
     "Step": "plan",
@@ -33,6 +35,8 @@ __all__ = [
     "Epoch",
     "FitResult",
     "History",
+    "Logger",
+    "LoggerWarning",
     "Pipeline",
     "Plan",
     "Step",
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from .build import Built
     from .builder import Pipeline
     from .exporting import export
+    from .loggers import Logger, LoggerWarning
     from .loop import evaluate, train_epoch
     from .plan import Plan, Step
     from .recipes import RECIPES

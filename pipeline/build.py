@@ -88,8 +88,13 @@ def build(pipeline: Pipeline) -> Built:
     return Built(engine, train, val, training_loss(pipeline), methods, reports)
 
 
-def make_loader(pipeline: Pipeline, data: Data, source: str, *, train: bool) -> EpochLoader:
-    in_group = dist.is_available() and dist.is_initialized()
+def make_loader(
+    pipeline: Pipeline, data: Data, source: str, *, train: bool, ranks: tuple[int, int] | None = None
+) -> EpochLoader:
+    """A loader of this rank's share; `ranks` is its number and theirs, None: those of the process group."""
+    if ranks is None:
+        in_group = dist.is_available() and dist.is_initialized()
+        ranks = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
     kind: Any = loaders.FFCVLoader if data.loader == "ffcv" else loaders.TorchLoader
     loader: EpochLoader = kind(
         source_file(data, source),
@@ -99,8 +104,8 @@ def make_loader(pipeline: Pipeline, data: Data, source: str, *, train: bool) -> 
         seed=pipeline.seed,
         workers=data.workers,
         drop_last=train,  # a partial batch would weigh its samples more, and differently on each rank
-        rank=dist.get_rank() if in_group else 0,
-        world_size=dist.get_world_size() if in_group else 1,
+        rank=ranks[0],
+        world_size=ranks[1],
         **(train_settings(data, pipeline.transforms) if train else data.settings),
     )
     return loader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from .. import strategies
-from ..errors import PlanError
+from ..errors import PlanError, require
 from ..strategies import OptimizerFactory, Strategy
 from ..transforms import Transform
 from .models import model_factory
@@ -23,6 +24,8 @@ from .stages import ONE_DEVICE, Data, Distribution, is_whole, source_name
 if TYPE_CHECKING:
     from .build import Built
     from .ledger_result import Ledger
+    from .lightning import HandOver
+    from .loggers import Choice
     from .nonfinite import OnNonFinite
     from .result import FitResult
 
@@ -242,6 +245,8 @@ class Pipeline:
         resume: str | Path | None = None,
         checkpoints: Checkpoints | None = CHECKPOINTS,
         on_nonfinite: OnNonFinite = "raise",
+        logger: Choice = None,
+        log_every: int = 50,
     ) -> FitResult:
         """Trains.
 
@@ -253,8 +258,9 @@ class Pipeline:
 
         Args:
             epochs: passes over the training data; None: the recipe's.
-            out: a folder for `history.json` and `model.safetensors`, written after each epoch, and for
-                `checkpoints/`. With several machines, one that all of them share.
+            out: a folder for `plan.txt` and `recipe.yaml`, for `history.json` and `model.safetensors`, written
+                after each epoch, for `curves.png`, drawn at the end, and for `checkpoints/`. With several
+                machines, one that all of them share.
             progress: show a bar and a line per epoch.
             resume: `"auto"`: from the newest complete checkpoint in `out`, or from the start where there is
                 none; a path: from this checkpoint, or the newest of this run's folder; None: from the start.
@@ -263,6 +269,14 @@ class Pipeline:
             on_nonfinite: `"raise"`: a loss that is not finite ends the training, naming step, rank and the last
                 good checkpoint; `"skip"`: its step is not taken by any rank. The learning rate goes on, and
                 the history counts it. On a GPU every step then waits for its loss.
+            logger: `"csv"` (`out/metrics.csv`), `"tensorboard"` (`out/tensorboard/`), an object with
+                `log(dict, step=)` or `log_metrics(dict, step=)`, such as `wandb.init(…)` or the module `mlflow`,
+                or a list of them. It gets each epoch's figures, and those of every `log_every`-th step under
+                names that begin with `step/`, the loss being that of rank 0's share of the batch. Only rank 0
+                logs; where this call starts the ranks, an object is copied to it. A logger that fails is left
+                out from then on, with a `LoggerWarning`. A run that is resumed goes on in the same files.
+            log_every: optimizer steps between two entries. 50 by default, so that they cost nothing to speak of;
+                the device is never waited for.
 
         Raises:
             PlanError, DataError, StrategyError: before training, if it cannot work.
@@ -274,8 +288,27 @@ class Pipeline:
 
         return fit(
             self, epochs=epochs, out=out, progress=progress, resume=resume, checkpoints=checkpoints,
-            on_nonfinite=on_nonfinite,
+            on_nonfinite=on_nonfinite, logger=logger, log_every=log_every,
         )  # fmt: skip
+
+    def to_lightning(self, *, epochs: int | None = None) -> HandOver:
+        """This pipeline for Lightning: `module, data, trainer, reports`; `Trainer(**trainer).fit(module, data)`.
+
+        The losses are those of `fit` with the same seed. Any strategy of Lightning's own can replace the one in
+        `trainer`: `Trainer(**{**trainer, "strategy": "deepspeed_stage_2"})`. Statistics of BatchNorm are not
+        averaged over the ranks before evaluation, as `fit` does.
+
+        Args:
+            epochs: passes over the training data, which the schedule needs; None: the recipe's.
+
+        Raises:
+            PlanError: naming what works in our own loop only (EMA, SWA, SAM, …).
+            MissingExtra: without Lightning.
+        """
+        require("lightning.pytorch", "lightning", "hand a pipeline over to Lightning")
+        from .lightning import hand_over
+
+        return hand_over(self, epochs)
 
     def ledger(
         self,
@@ -324,3 +357,6 @@ class Pipeline:
         how = self.distribution
         lines.append(f"  .distribute({how.name!r}, devices={how.devices}, precision={how.precision!r})")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"

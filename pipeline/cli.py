@@ -179,19 +179,26 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out, if there is one.")
     ] = False,
+    logger: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Write the figures of steps and epochs to --out, as csv or tensorboard. May be repeated."
+        ),
+    ] = None,
     ledger: Annotated[bool, typer.Option("--ledger", help="Measure the ledger after training.")] = False,
     ledger_seconds: Seconds = 90.0,
 ) -> None:
     """Trains a recipe and says what came out.
 
-    With --out, history.json, model.safetensors and a checkpoint are written after every epoch; with --ledger,
-    also ledger.json and ledger.png. Ctrl-C stops, and keeps the epochs that were finished; --resume goes on.
+    With --out, plan.txt and recipe.yaml are written first, history.json, model.safetensors and a checkpoint
+    after every epoch, curves.png at the end; with --ledger, also ledger.json and ledger.png. Ctrl-C stops, and
+    keeps the epochs that were finished; --resume goes on.
     """
     from .builder import Pipeline
 
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
     print(pipeline.plan())
-    result = pipeline.fit(out=out, resume="auto" if resume else None)
+    result = pipeline.fit(out=out, resume="auto" if resume else None, logger=logger)
     for report in result.reports:
         print(report)
     if result.accuracy is not None:

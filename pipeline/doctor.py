@@ -32,7 +32,9 @@ EXTRAS = {
     "ffcv": (("ffcv", "numba"), "load and convert .beton files"),
     "deepspeed": (("deepspeed",), "train with the strategies deepspeed_stage_1 to 3"),
     "fairscale": (("fairscale",), "train with the strategies fairscale_oss and fairscale_sharded_ddp"),
-    "plot": (("matplotlib",), "draw the ledger"),
+    "plot": (("matplotlib",), "draw the ledger, and the curves of a training"),
+    "tensorboard": (("tensorboard",), "write files for TensorBoard"),
+    "lightning": (("lightning",), "hand a pipeline over to Lightning"),
     "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
 }
 NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}

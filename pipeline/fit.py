@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import tempfile
 import warnings
 from pathlib import Path
+
+import torch.distributed as dist
 
 from .. import strategies
 from ..errors import DrivetrainError, PlanError, StrategyError
 from ..transforms import NothingChanged
 from .build import build, build_model, seeded, source_file
 from .builder import Pipeline
+from .loggers import Choice
+from .loggers import check as check_loggers
 from .nonfinite import OnNonFinite, check_choice
 from .plan import sort_transforms
+from .progress import say
 from .result import FitResult, TrainingInterrupted
 from .resume import global_randomness_kept
 from .retention import Checkpoints
 from .rules import check_epochs
 from .run import Job, Outcome, Run
+from .run_folder import descriptions, draw_curves
 from .stages import is_whole
 
 
@@ -32,6 +39,8 @@ def fit(
     resume: str | Path | None = None,
     checkpoints: Checkpoints | None = None,
     on_nonfinite: OnNonFinite = "raise",
+    logger: Choice = None,
+    log_every: int = 50,
 ) -> FitResult:
     """See `Pipeline.fit`."""
     epochs = pipeline.epochs if epochs is None else epochs
@@ -46,9 +55,13 @@ def fit(
     check_choice(on_nonfinite)
     pipeline.plan()
     check_epochs(pipeline, epochs)
-    pipeline = with_files(pipeline, progress)
     folder = None if out is None else make_folder(Path(out))
-    job = Job(epochs, folder, progress, resume, checkpoints, on_nonfinite)
+    loggers = check_loggers(logger, log_every, folder, travels=not _is_rank(pipeline))
+    texts, note = descriptions(pipeline, epochs) if folder is not None else ({}, "")
+    pipeline = with_files(pipeline, progress)
+    job = Job(epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts)
+    _tell(note, progress)
+    interrupted: TrainingInterrupted | None = None
     try:
         outcome = _run(pipeline, job)
     except KeyboardInterrupt as interrupt:
@@ -57,22 +70,40 @@ def fit(
         result = _finish(pipeline, outcome)
         assert result is not None
         return result
+    finally:
+        if folder is not None and (interrupted is None or "matplotlib.figure" in sys.modules):
+            _tell(draw_curves(folder), progress)  # after Ctrl-C only if that takes no second
     # Raised here, it does not hold the frames of the loop, and with them the loaders' processes.
     raise interrupted
 
 
+def _tell(note: str, progress: bool) -> None:
+    if note and progress and os.environ.get("RANK", "0") == "0":
+        say(note)
+
+
 def _run(pipeline: Pipeline, job: Job) -> Outcome:
     """Trains here or on ranks; an error of Drivetrain on a rank is raised as if it were here."""
-    how = pipeline.distribution
-    devices, strategy = how.devices, strategies.get(how.strategy, **how.options)
-    if devices == 1 and not getattr(strategy, "needs_group", False) and not _in_ranks():
+    if _is_alone(pipeline):
         return train_rank(pipeline, job)
     try:
-        return strategies.launch(train_rank, pipeline, job, devices=devices)[0]
+        return strategies.launch(train_rank, pipeline, job, devices=pipeline.distribution.devices)[0]
     except StrategyError as error:
         if isinstance(error.__cause__, DrivetrainError):
             raise error.__cause__ from None
         raise
+
+
+def _is_alone(pipeline: Pipeline) -> bool:
+    """Whether this process trains, and no other."""
+    how = pipeline.distribution
+    strategy = strategies.get(how.strategy, **how.options)
+    return how.devices == 1 and not getattr(strategy, "needs_group", False) and not _in_ranks()
+
+
+def _is_rank(pipeline: Pipeline) -> bool:
+    """Whether this process trains, alone or with others, and none is started for it."""
+    return _is_alone(pipeline) or _in_ranks() or (dist.is_available() and dist.is_initialized())
 
 
 def _in_ranks() -> bool:

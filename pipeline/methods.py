@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..loaders.epochs import EpochLoader
 from ..strategies import Engine
@@ -93,24 +94,28 @@ class Methods:
         ranks mix as one process does with twice the parts.
         """
         parts = list(zip(images.chunk(engine.accumulate), labels.chunk(engine.accumulate), strict=True))
-        return [self._mixed(engine, part, number, loss) for number, part in enumerate(parts)]
+        if not self._batch:
+            return parts
+        first = engine.rank * engine.accumulate
+        with engine.forward_context():
+            return [self.mixed(part, first + n, engine.model, loss) for n, part in enumerate(parts)]
 
-    def _mixed(self, engine: Engine, part: Microbatch, number: int, loss: Loss) -> Microbatch:
+    def mixed(self, part: Microbatch, number: int, model: nn.Module, loss: Loss) -> Microbatch:
+        """Part `number`, counted over all ranks, as `microbatches` gives it; inside the precision's context."""
         if not self._batch:
             return part
-        key = [self._seed, self.clock.step, engine.rank * engine.accumulate + number]
+        key = [self._seed, self.clock.step, number]
         state = np.random.SeedSequence(key).generate_state(1, np.uint64)
         context = BatchContext(
             generator=torch.Generator().manual_seed(int(state[0])),
             progress=self.clock.progress,
             classes=self._classes,
-            model=engine.model,
+            model=model,
             loss=loss,
             step=self.clock.step,
         )
         for transform in self._batch:
-            with engine.forward_context():
-                part = transform.batch(*part, context)
+            part = transform.batch(*part, context)
         return part
 
     def refine(self, engine: Engine, gradients: Callable[[], object]) -> None:

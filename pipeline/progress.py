@@ -8,32 +8,40 @@ from typing import Self
 import torch
 from tqdm.auto import tqdm
 
+from .sums import Sums
+
 _REFRESH = 0.5  # seconds; reading the loss waits for the GPU, so it is not done at every step
 
 
 class Progress:
-    """A bar over the images of one epoch with the loss, images/s and the time left.
+    """A bar over the images of one epoch: loss, accuracy, share of time waiting for data, images/s, time left.
 
     Args:
         epoch, epochs: counted from 1.
         images: in the epoch, over all ranks.
+        accuracy: after the epoch before, 0 to 1; None if there is none.
         show: False shows nothing and costs nothing.
     """
 
-    def __init__(self, epoch: int, epochs: int, images: int, *, show: bool) -> None:
+    def __init__(
+        self, epoch: int, epochs: int, images: int, accuracy: float | None = None, *, show: bool
+    ) -> None:
         self._show, self._next = show, 0.0
+        self._accuracy = "" if accuracy is None else f", accuracy {accuracy:.2%}"
         self._bar = tqdm(
             total=images, desc=f"epoch {epoch}/{epochs}", unit=" images", disable=not show, leave=False,
             mininterval=_REFRESH, dynamic_ncols=True,
         )  # fmt: skip
 
-    def update(self, images: int, loss: torch.Tensor) -> None:
-        """After a step: its images, and its loss."""
+    def update(self, images: int, loss: torch.Tensor, sums: Sums) -> None:
+        """After a step: its images, its loss, and the epoch's sums."""
         if not self._show:
             return
         if perf_counter() >= self._next:
             self._next = perf_counter() + _REFRESH
-            self._bar.set_postfix_str(f"loss {loss.item():.4f}", refresh=False)
+            waiting = sums.waited / max(sums.seconds, 1e-9)
+            text = f"loss {loss.item():.4f}{self._accuracy}, waiting {waiting:.0%}"
+            self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(images)
 
     def skip(self, images: int) -> None:

@@ -73,6 +73,11 @@ class History:
         with atomic_file(Path(path)) as file:
             file.write(json.dumps(self.to_dict(), indent=1).encode())
 
+    @property
+    def accuracy(self) -> float | None:
+        """Top-1 (0 to 1) on the validation data after the last epoch; None if there is none."""
+        return self.epochs[-1].accuracy if self.epochs else None
+
     def __repr__(self) -> str:
         return "\n".join(map(str, self.epochs)) or "no finished epoch"
 
@@ -124,10 +129,19 @@ class FitResult:
     @property
     def accuracy(self) -> float | None:
         """Top-1 (0 to 1) on the validation data after the last epoch; None if there is none."""
-        return self.history.epochs[-1].accuracy if self.history.epochs else None
+        return self.history.accuracy
 
     def __repr__(self) -> str:
         return f"FitResult(accuracy={self.accuracy}, epochs={len(self.history.epochs)})"
+
+    def _repr_html_(self) -> str:
+        """The history; what each transform changed, and the plan, are there to be opened."""
+        parts = [("what was changed", "<br>".join(report._repr_html_() for report in self.reports))]
+        parts += [("the plan", self.plan._repr_html_())]
+        folded = "".join(
+            f"<details><summary>{name}</summary>{body}</details>" for name, body in parts if body
+        )
+        return self.history._repr_html_() + folded
 
 
 class TrainingInterrupted(KeyboardInterrupt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,21 +21,26 @@ from .checkpoint import Checkpoint
 from .exporting import evaluated_state
 from .facts import check_same, description, run_facts
 from .interrupts import interrupts_held
+from .loggers import Loggers
 from .loop import EpochStats, evaluate, train_epoch
+from .metrics import Metrics
 from .nonfinite import LossGuard, OnNonFinite
 from .optimizers import Schedule
 from .progress import Progress, say
 from .provenance import provenance
 from .result import Epoch, History, save_weights
 from .retention import Checkpoints, Store
+from .run_folder import draw_curves, write
 from .saving import Saver
 from .snapshot import all_finite, take
 from .sums import Sums
 
+PICTURE = 30.0  # seconds between two pictures of the curves
+
 
 @dataclass(frozen=True)
 class Job:
-    """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists."""
+    """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists; `texts` go into it, by name."""
 
     epochs: int
     folder: Path | None
@@ -42,6 +48,9 @@ class Job:
     resume: str | Path | None
     checkpoints: Checkpoints | None
     on_nonfinite: OnNonFinite
+    loggers: tuple[object, ...] = ()
+    log_every: int = 50
+    texts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,6 +86,8 @@ class Run:
         self._history = History([], facts)
         self._name = ""
         self._saver: Saver | None = None
+        self._metrics = Metrics(Loggers((), None, 0), job.log_every)
+        self._next_picture = perf_counter() + PICTURE
 
     def train(self) -> None:
         """Trains what is left of the run."""
@@ -87,6 +98,7 @@ class Run:
             self._saver = Saver(self._engine, self._store, options, choice.run)
         try:
             epoch = self._begin(choice.checkpoint)
+            self._begin_records()
             for number in range(epoch + 1, self._job.epochs + 1):
                 self._epoch(number)
             self._methods.finish()
@@ -96,6 +108,17 @@ class Run:
             if self._saver is not None:
                 self._saver.give_up()
             raise
+        finally:
+            self._metrics.close()
+
+    def _begin_records(self) -> None:
+        """On rank 0: how the run was asked for goes into its folder, and its loggers begin."""
+        if not self._lead:
+            return
+        if self._job.folder is not None:
+            write(self._job.folder, self._job.texts)
+        loggers = Loggers(self._job.loggers, self._job.folder, self._methods.clock.step)
+        self._metrics = Metrics(loggers, self._job.log_every)
 
     def _begin(self, checkpoint: Checkpoint | None) -> int:
         """Starts anew, or puts everything back; returns the epochs that are finished."""
@@ -145,12 +168,15 @@ class Run:
         if not self._sums.steps:
             methods.begin_epoch(self._engine, built.train, self._image_size)
         images, total = built.train.settings.batch_size, self._length * built.train.settings.batch_size
-        with Progress(number, self._job.epochs, total, show=self._job.progress and self._lead) as bar:
+        show = self._job.progress and self._lead
+        with Progress(number, self._job.epochs, total, self._history.accuracy, show=show) as bar:
             bar.skip(self._sums.steps * images)
+            self._metrics.begin_epoch(self._sums)
 
             def after_step(images: int, loss: torch.Tensor) -> None:
-                bar.update(images, loss)
+                bar.update(images, loss, self._sums)
                 self._sums.elapsed = earlier + perf_counter() - start
+                self._metrics.after_step(self._methods.clock.step, loss, self._schedule.lr, self._sums)
                 self._save_if_due(number)
 
             stats = train_epoch(
@@ -171,7 +197,9 @@ class Run:
                 skipped=stats.skipped,
             )
             self._keep(History([*self._history.epochs, epoch], self._history.facts), state)
-            bar.line(str(epoch))
+            bar.line(f"{epoch}{self._time_left(epoch)}")
+            self._metrics.after_epoch(self._methods.clock.step, epoch)
+            self._draw_if_due()
         self._sums = self._no_sums()
         self._save(number, 0)
 
@@ -184,6 +212,17 @@ class Run:
             loss, accuracy = evaluate(engine, val, self._methods) if val else (None, None)
             # On every rank: each holds a part of sharded weights.
             return loss, accuracy, engine.export_state()
+
+    def _draw_if_due(self) -> None:
+        """Draws the curves so far, but seldom: a picture takes a fifth of a second."""
+        if self._job.folder is not None and self._lead and perf_counter() > self._next_picture:
+            draw_curves(self._job.folder)
+            self._next_picture = perf_counter() + PICTURE
+
+    def _time_left(self, epoch: Epoch) -> str:
+        """Of the whole training, if the epochs to come take as long as this one."""
+        seconds = round((self._job.epochs - epoch.epoch) * epoch.seconds)
+        return f"  {timedelta(seconds=seconds)} left" if seconds else ""
 
     def _check(self, number: int, stats: EpochStats, val_loss: float | None) -> None:
         if stats.skipped >= self._length:

@@ -93,6 +93,15 @@ def numbers(result: Any) -> list[tuple[float, float, float]]:
     return [(epoch.loss, epoch.val_loss, epoch.accuracy) for epoch in result.history.epochs]
 
 
+RUN_FILES = ["checkpoints", "curves.png", "history.json", "model.safetensors", "plan.txt"]
+"""What every run leaves in its folder."""
+
+
+def left_in(folder: Path) -> list[str]:
+    """The names in a run's folder, without that of the recipe, which not every pipeline has."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "recipe.yaml")
+
+
 def surroundings() -> tuple[Any, ...]:
     """The global state that no run may change."""
     return (

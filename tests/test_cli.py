@@ -16,7 +16,7 @@ from drivetrain.pipeline.doctor import EXTRAS
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes import KEYS
 from PIL import Image
-from pipeline_data import CLASSES, Toy, toy_arrays
+from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
 from safetensors.torch import load_file
 
 COMMANDS = ("convert", "train", "export", "recipes", "ledger", "doctor")
@@ -172,14 +172,19 @@ def toy_values(toy: Toy) -> list[str]:
 def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "runs" / "one"
     end = run(
-        "train", "cifar10-quickstart", *toy_values(toy), "--out", str(out), "--ledger", "--ledger-seconds", "1"
+        "train", "cifar10-quickstart", *toy_values(toy), "--out", str(out), "--ledger", "--ledger-seconds", "1",
+        "--logger", "csv",
     )  # fmt: skip
     assert end.code == 0, end.err
     for text in ("BlurPool", "epoch 2  loss", "top-1 accuracy", "after 2 epochs", "plain PyTorch", "bind"):
         assert text in end.out, text
-    names = ["checkpoints", "history.json", "ledger.json", "ledger.png", "model.safetensors"]
-    assert sorted(path.name for path in out.iterdir()) == names
-    assert end.out.splitlines()[-1] == f"{out}: {', '.join(names[1:])}"
+    assert left_in(out) == sorted([*RUN_FILES, "ledger.json", "ledger.png", "metrics.csv"])
+    files = sorted(path.name for path in out.iterdir() if path.is_file())
+    assert end.out.splitlines()[-1] == f"{out}: {', '.join(files)}"
+    with Image.open(out / "curves.png") as curves:
+        assert curves.size == (1080, 672)
+    assert (out / "plan.txt").read_text().strip() in end.out
+    assert (out / "metrics.csv").read_text().startswith("step,epoch,loss,val_loss,accuracy,")
     history = json.loads((out / "history.json").read_text())
     assert history["recipe"] == "cifar10-quickstart"
     assert history["provenance"]["command"].startswith("drivetrain train cifar10-quickstart batch_size=32")

@@ -22,12 +22,14 @@ from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
 from pipeline_data import (
     BATCH,
     CLASSES,
+    RUN_FILES,
     SIDE,
     TRAIN,
     VAL,
     Toy,
     batch_norm_model,
     evaluated,
+    left_in,
     plain_model,
     surroundings,
 )
@@ -138,6 +140,10 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
         assert round(epoch.accuracy * VAL, 6) == round(epoch.accuracy * VAL)  # type: ignore[operator]
     assert str(result.history).count("\n") == 3
     assert "accuracy" in result.history._repr_html_()
+    assert "the plan" in result._repr_html_()
+    assert "what was changed" in result._repr_html_()
+    assert "<td" in result.reports[0]._repr_html_()
+    assert ".transform(LabelSmoothing" in pipeline._repr_html_()
     output = capsys.readouterr()
     assert output.out.count("epoch ") + output.err.count("images/s  waiting") >= 4
 
@@ -145,11 +151,8 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
     assert written == result.history.to_dict()
     assert written["seed"] == 0
     assert written["provenance"]["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert sorted(path.name for path in (tmp_path / "a" / "run").iterdir()) == [
-        "checkpoints",
-        "history.json",
-        "model.safetensors",
-    ]
+    assert left_in(tmp_path / "a" / "run") == RUN_FILES
+    assert (tmp_path / "a" / "run" / "plan.txt").read_text() == f"{result.plan!r}\n"
     loaded = batch_norm_model()
     loaded.load_state_dict(load_file(tmp_path / "a" / "run" / "model.safetensors"), strict=True)
     assert_equal_states(loaded, result.model)

@@ -6,6 +6,7 @@ rules need. Every transform also works alone, in anybody's loop.
 
 from __future__ import annotations
 
+import html
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -52,6 +53,19 @@ class Report:
         lines += [f"  left alone: {name or '(the model)'}: {reason}" for name, reason in self.skipped]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = [("changed", name or "(the model)", "") for name in self.changed]
+        rows += [("left alone", name or "(the model)", reason) for name, reason in self.skipped]
+        rows += [("note", "", note) for note in self.notes]
+        body = "".join(
+            "<tr>"
+            + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row)
+            + "</tr>"
+            for row in rows
+        )
+        title = f"<b>{html.escape(self.transform)}</b>: changed {len(self.changed)} module(s)"
+        return f"{title}<table>{body}</table>" if rows else title
 
 
 @dataclass(frozen=True)

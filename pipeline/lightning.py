@@ -1,0 +1,218 @@
+"""The hand-over to Lightning: stages one and two as a LightningModule and its data, the rest as Trainer arguments.
+
+Needs the extra `lightning`. Lightning starts the ranks, wraps the model, clips and accumulates; whatever strategy
+it is told, by name or as an object, gets the model after surgery, and each rank its share of every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..errors import PlanError
+from ..loaders.epochs import EpochLoader
+from ..transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
+from .build import build_model, make_loader, optimizer_factory, seeded, training_loss
+from .builder import Pipeline
+from .checks import check_output, count_classes
+from .fit import with_files
+from .methods import Methods
+from .plan import sort_transforms
+from .rules import check_epochs
+
+PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+STRATEGY = {
+    "single": "auto", "ddp": "ddp", "ddp_spawn": "ddp_spawn", "ddp_notebook": "ddp_notebook", "fsdp": "fsdp",
+    "fsdp_cpu_offload": "fsdp_cpu_offload", "deepspeed_stage_1": "deepspeed_stage_1",
+    "deepspeed_stage_2": "deepspeed_stage_2", "deepspeed_stage_3": "deepspeed_stage_3",
+}  # fmt: skip
+"""Our strategies that Lightning has too, by its names."""
+
+
+class HandOver(NamedTuple):
+    """What `Pipeline.to_lightning` gives: `Trainer(**trainer).fit(module, data)`."""
+
+    module: Module
+    data: Data
+    trainer: dict[str, Any]
+    reports: tuple[Report, ...]
+
+
+def hand_over(pipeline: Pipeline, epochs: int | None) -> HandOver:
+    """See `Pipeline.to_lightning`."""
+    epochs = pipeline.epochs if epochs is None else epochs
+    if epochs is None:
+        raise PlanError("The pipeline does not say how long to train; give to_lightning(epochs=…).")
+    how = pipeline.distribution
+    pipeline.plan()
+    check_epochs(pipeline, epochs)
+    _check_methods(pipeline.transforms)
+    if how.compile or how.activation_checkpointing:
+        raise PlanError(
+            "compile= and activation_checkpointing= are done by our strategies. Leave them out of .distribute(), and "
+            "give Lightning's own: Trainer(strategy=FSDPStrategy(activation_checkpointing_policy=…)), module.compile()."
+        )
+    if how.name not in STRATEGY:
+        raise PlanError(
+            f"Lightning has no strategy that does what {how.name!r} does. Use one of {', '.join(STRATEGY)} in "
+            ".distribute(), and any other name of Lightning's in its Trainer."
+        )
+    pipeline = with_files(pipeline, progress=False)
+    data = pipeline.data
+    assert data is not None  # the plan has checked
+    with make_loader(pipeline, data, data.train, train=True) as train:
+        steps, classes = len(train), count_classes(train, None, data)
+    model, reports = build_model(pipeline)
+    with seeded(pipeline.seed):
+        check_output(model, classes, data, how.precision)
+    trainer = {
+        "max_epochs": epochs, "precision": PRECISION[how.precision], "strategy": STRATEGY[how.name],
+        "devices": how.devices, "accumulate_grad_batches": how.accumulate, "gradient_clip_val": how.clip_norm,
+        "gradient_clip_algorithm": "norm", "use_distributed_sampler": False, "num_sanity_val_steps": 0,
+        "logger": False, "enable_checkpointing": False,
+    }  # fmt: skip
+    return HandOver(Module(pipeline, model, classes, epochs * steps), Data(pipeline), trainer, reports)
+
+
+def _check_methods(transforms: tuple[Transform, ...]) -> None:
+    ours = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing)
+    odd = [type(t).__name__ for t in transforms if t.kind == "loop" or isinstance(t, ours)]
+    if odd:
+        raise PlanError(
+            f"{', '.join(odd)} works in Drivetrain's own loop only. Train with fit(), or leave it out and use what "
+            "Lightning has of its kind (StochasticWeightAveraging, gradient_clip_val, BaseFinetuning)."
+        )
+
+
+class Module(pl.LightningModule):
+    """The model after surgery, with the pipeline's loss, batch methods, optimizer and schedule.
+
+    Logs `loss`, `val_loss` and `accuracy` of each epoch, over all ranks.
+
+    Args:
+        pipeline: what is trained.
+        model: after surgery, images `(B, 3, H, W)` to logits `(B, C)`.
+        classes: C.
+        steps: optimizer steps of the whole training.
+    """
+
+    def __init__(self, pipeline: Pipeline, model: nn.Module, classes: int, steps: int) -> None:
+        super().__init__()
+        self.model = model
+        self._pipeline, self._steps = pipeline, steps
+        self._loss = training_loss(pipeline)
+        self._methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, classes)
+        self._sums = torch.zeros(3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits `(B, C)` of images `(B, 3, H, W)`."""
+        logits: torch.Tensor = self.model(images)
+        return logits
+
+    def on_fit_start(self) -> None:
+        """Tells surgeries how long the training is."""
+        self._methods.clock.total = self._steps
+        for transform in self._pipeline.transforms:
+            transform.begin(self.model, self._steps)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """The loss `()` of one microbatch."""
+        accumulate = self._pipeline.distribution.accumulate
+        self._methods.clock.step = self.trainer.global_step
+        number = self.trainer.global_rank * accumulate + batch_idx % accumulate
+        images, targets = self._methods.mixed(batch, number, self.model, self._loss)
+        loss = self._loss(self.model(images).float(), targets)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Begins the sums of this rank: loss, correct, number."""
+        self._sums = torch.zeros(3, device=self.device, dtype=torch.float64)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Adds up one batch, which may be empty: a rank's share of a small last one."""
+        images, labels = batch
+        if not len(images):
+            self.model(images.new_zeros(1, *images.shape[1:]))  # shards are gathered on all ranks or none
+            return
+        logits = self._methods.predict(self.model, images).float()
+        self._sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        self._sums[1] += (logits.argmax(1) == labels).sum()
+        self._sums[2] += len(labels)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks."""
+        loss, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
+        self.log_dict({"val_loss": loss / count, "accuracy": correct / count})
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over the parameters as the strategy has wrapped them, and its rate step by step."""
+        optimizer = optimizer_factory(self._pipeline)(self.parameters())
+        shape = self._pipeline.optimization
+        schedule = LambdaLR(optimizer, lambda step: shape.lr_factor(min(step, self._steps), self._steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Data(pl.LightningDataModule):
+    """Loaders that give each rank its share of every global batch, made on the rank."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__()
+        self._pipeline = pipeline
+        self._loaders: list[EpochLoader] = []
+
+    def train_dataloader(self) -> Microbatches:
+        """The training data; each batch in as many parts as gradients are accumulated over."""
+        data = self._pipeline.data
+        assert data is not None
+        return self._made(data.train, True, self._pipeline.distribution.accumulate)
+
+    def val_dataloader(self) -> Microbatches | list[Any]:
+        """The validation data, if there are any."""
+        data = self._pipeline.data
+        assert data is not None
+        return [] if data.val is None else self._made(data.val, False, 1)
+
+    def _made(self, source: str, train: bool, parts: int) -> Microbatches:
+        trainer, data = self.trainer, self._pipeline.data
+        assert trainer is not None
+        assert data is not None
+        ranks = (trainer.global_rank, trainer.world_size)
+        loader = make_loader(self._pipeline, data, source, train=train, ranks=ranks)
+        loader.device = trainer.strategy.root_device
+        self._loaders.append(loader)
+        return Microbatches(loader, parts)
+
+    def teardown(self, stage: str) -> None:  # noqa: ARG002
+        """Ends the loaders' threads and processes."""
+        while self._loaders:
+            self._loaders.pop().close()
+
+
+class Microbatches:
+    """A loader whose batches come in equal parts.
+
+    Attributes:
+        batch_sampler: holds the loader as its `sampler`, whose `set_epoch` Lightning calls through these names.
+    """
+
+    def __init__(self, loader: EpochLoader, parts: int) -> None:
+        self._loader, self._parts = loader, parts
+        self.batch_sampler = SimpleNamespace(sampler=loader)
+
+    def __len__(self) -> int:
+        return len(self._loader) * self._parts
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for images, labels in self._loader:
+            if self._parts == 1:
+                yield images, labels
+            else:
+                yield from zip(images.chunk(self._parts), labels.chunk(self._parts), strict=True)

@@ -1,0 +1,212 @@
+"""`fit(logger=…)`: what each logger gets, what is refused, and what a failure costs; the curves of a run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import DrivetrainError, PlanError
+from drivetrain.pipeline import Checkpoints, History, LoggerWarning
+from drivetrain.pipeline.curves import draw
+from drivetrain.pipeline.result import Epoch
+from PIL import Image
+from pipeline_data import BATCH, RUN_FILES, TRAIN, Toy, left_in, plain_model
+
+STEPS = TRAIN // BATCH  # in an epoch
+
+
+class Notebook:
+    """A logger as Weights & Biases' run is one."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, data: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.entries.append((step, data))
+
+
+class Server:
+    """A logger as the module `mlflow` is one."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        assert all(isinstance(value, float | int) for value in metrics.values())
+        self.entries.append((step, metrics))
+
+
+class Away:
+    """A server that cannot be reached from its third entry on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls += 1
+        if self.calls > 2:
+            raise ConnectionError(f"no answer to {len(values)} values of step {step}")
+
+
+class ToFile:
+    """Writes what it gets to a file; it is copied to rank 0's process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{step} {sorted(values)[0]}\n")
+
+
+def fit(pipeline: Any, epochs: int, **arguments: Any) -> Any:
+    return pipeline.fit(epochs=epochs, progress=False, **arguments)
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def points_of(folder: Path, name: str) -> dict[int, float]:
+    """A curve as TensorBoard shows it, by step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder / "tensorboard")).Reload()
+    points = [(event.step, event.value) for event in reader.Scalars(name)]
+    assert len(dict(points)) == len(points)
+    return dict(points)
+
+
+def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> None:
+    notebook, server = Notebook(), Server()
+    result = fit(
+        toy.pipeline(), 2, out=tmp_path, logger=["csv", "tensorboard", notebook, server], log_every=1
+    )
+    first, last = result.history.epochs
+    assert notebook.entries == server.entries
+    assert [step for step, _ in notebook.entries] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert notebook.entries[-1][1] == asdict(last)
+    steps = [values for _, values in notebook.entries if "epoch" not in values]
+    assert sum(values["step/loss"] for values in steps[:STEPS]) / STEPS == pytest.approx(first.loss, abs=1e-6)
+    for values in steps:
+        assert values["step/lr"] == 0.1
+        assert 0 <= values["step/waiting"] <= 1
+        assert values["step/images_per_s"] > 0
+
+    rows = rows_of(tmp_path)
+    assert [int(row["step"]) for row in rows] == [step for step, _ in notebook.entries]
+    for row, (_, values) in zip(rows, notebook.entries, strict=True):
+        assert {name: float(text) for name, text in row.items() if text and name != "step"} == values
+    assert points_of(tmp_path, "accuracy") == pytest.approx({4: first.accuracy, 8: last.accuracy})
+    assert len(points_of(tmp_path, "step/loss")) == 2 * STEPS
+    assert left_in(tmp_path) == sorted([*RUN_FILES, "metrics.csv", "tensorboard"])
+    assert not [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+
+
+def test_a_run_that_begins_again_or_goes_on_doubles_nothing(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.pipeline()
+    both: dict[str, Any] = {"out": tmp_path, "logger": ["csv", "tensorboard"], "log_every": 1}
+    fit(pipeline, 3, **both)
+    second = fit(pipeline, 1, **both)  # the same cell, run again with fewer epochs
+    assert [int(row["step"]) for row in rows_of(tmp_path)] == [1, 2, 3, 4, 4]
+    assert points_of(tmp_path, "loss") == pytest.approx({4: second.history.epochs[0].loss})
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("5,,,")  # a process that was killed in the middle of a line
+    third = fit(pipeline, 2, **both, resume="auto")
+    assert [int(row["step"]) for row in rows_of(tmp_path)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    losses = [epoch.loss for epoch in third.history.epochs]
+    assert [float(row["loss"]) for row in rows_of(tmp_path) if row["loss"]] == losses
+    assert list(points_of(tmp_path, "loss").values()) == pytest.approx(losses)
+    assert list(points_of(tmp_path, "step/loss")) == list(range(1, 9))
+
+
+def test_logging_changes_no_number(toy: Toy) -> None:
+    with_it = fit(toy.pipeline(), 1, logger=Notebook(), log_every=1)
+    without = fit(toy.pipeline(), 1)
+    torch.testing.assert_close(with_it.model.state_dict(), without.model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_logger_that_fails_warns_once_and_training_goes_on(toy: Toy) -> None:
+    away, notebook = Away(), Notebook()
+    with pytest.warns(LoggerWarning, match=r"Away failed at step 6 .*ConnectionError: no answer") as caught:
+        result = fit(toy.pipeline(), 3, logger=[away, notebook], log_every=3)
+    assert (len(caught), away.calls) == (1, 3)
+    assert len(result.history.epochs) == 3
+    assert [step for step, _ in notebook.entries] == [3, 4, 6, 8, 9, 12, 12]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"logger": "cvs"}, r"No logger is named 'cvs'\. Did you mean 'csv'"),
+        ({"logger": "csv", "out": None}, r"give fit\(out=…\)"),
+        ({"logger": ["csv", 3]}, r"logger=3 cannot log: it has neither log\(dict, step\) nor log_metrics"),
+        ({"logger": "csv", "log_every": 0}, "log_every=0 must be an integer of steps from 1 on"),
+        ({"log_every": True}, "log_every=True must"),
+    ],
+)
+def test_what_cannot_log_is_refused_before_any_work(
+    toy: Toy, tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        fit(toy.pipeline(), 1, **{"out": tmp_path, **arguments})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loggers_of_ranks_that_are_started(toy: Toy, tmp_path: Path) -> None:
+    """Names and objects work on rank 0; what cannot travel is an error before any rank is started."""
+    pipeline = toy.pipeline().distribute("ddp", devices=2)
+    stuck = Notebook()
+    stuck.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match=r"cannot be sent to the process of rank 0 \(TypeError"):
+        fit(pipeline, 1, logger=stuck)
+    fit(pipeline, 1, out=tmp_path, logger=["csv", "tensorboard", ToFile(tmp_path / "own")], log_every=2)
+    assert (tmp_path / "own").read_text() == "2 step/images_per_s\n4 step/images_per_s\n4 accuracy\n"
+    assert [int(row["step"]) for row in rows_of(tmp_path)] == [2, 4, 4]
+    assert len(points_of(tmp_path, "step/loss")) == 2
+    assert left_in(tmp_path) == sorted([*RUN_FILES, "metrics.csv", "own", "tensorboard"])
+
+
+def epoch(number: int, accuracy: float | None, loss: float = 1.0) -> Epoch:
+    return Epoch(number, loss / number, accuracy and loss / number, accuracy, 1000.0, 0.1, 9.0, 0.1 / number)
+
+
+@pytest.mark.parametrize(
+    "epochs", [[epoch(1, 0.5)], [epoch(1, None), epoch(2, None)], [epoch(1, 0.5), epoch(2, 0.7)]]
+)
+def test_curves_of_short_runs_and_of_those_without_validation(epochs: list[Epoch]) -> None:
+    image = Image.open(io.BytesIO(draw(History(epochs, {})))).convert("RGB")
+    colours = {colour for _, colour in image.getcolors(1 << 24) or []}
+    assert ((0x2F, 0x6F, 0x9F) in colours, (0xB5, 0x45, 0x2C) in colours) == (
+        True,
+        epochs[0].accuracy is not None,
+    )
+
+
+def test_a_run_that_fails_leaves_the_curves_of_what_it_did(toy: Toy, tmp_path: Path) -> None:
+    import matplotlib.figure  # after Ctrl-C, curves are drawn only if this need not be imported
+
+    assert matplotlib.figure
+
+    class Ends:
+        def log(self, values: dict[str, float], step: int) -> None:  # noqa: ARG002
+            if step > STEPS:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(toy.pipeline(plain_model), 2, out=tmp_path, logger=Ends(), log_every=1)
+    assert left_in(tmp_path) == RUN_FILES
+    diverging = toy.pipeline(plain_model).optimize("sgd", lr=1e12, schedule="constant")
+    (tmp_path / "curves.png").unlink()
+    with pytest.raises(DrivetrainError):
+        fit(diverging, 2, out=tmp_path, checkpoints=Checkpoints(keep=1))
+    assert (tmp_path / "curves.png").exists()
