@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -27,6 +28,7 @@ from .ledger_schedule import Phase
 from .ledger_variants import Kind
 from .loop import train_epoch
 from .progress import Progress
+from .sums import Sums
 
 Labels = list[NDArray[Any]]
 """Of each of this rank's batches, in order."""
@@ -92,16 +94,21 @@ def _one_turn(bench: Bench, loader: EpochLoader, kind: Kind, epoch: int, batches
         images = sum(len(batch[0]) for batch in source) * engine.world_size
         waited = perf_counter() - start
     else:
+        sums = Sums(torch.zeros((), device=engine.device))
         with _progress_bar(engine, batches * batch_size, show=kind == "bar") as bar:
             stats = train_epoch(
                 cast(Engine, timed or engine), source, bench.built.loss,
-                watch=bar.update if bar else None, methods=methods,
+                watch=partial(_show, bar, sums) if bar else None, methods=methods, sums=sums,
             )  # fmt: skip
         images, waited = stats.images, stats.waited
     _wait_for(engine)
     seconds = perf_counter() - start
     turn = Turn(images, seconds, waited, parts=timed.seconds if timed else None)
     return turn, [labels.cpu().numpy() for labels in seen]
+
+
+def _show(bar: Progress, sums: Sums, images: int, loss: torch.Tensor) -> None:
+    bar.update(images, loss, sums)
 
 
 def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
