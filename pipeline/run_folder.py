@@ -7,6 +7,8 @@ import os
 import warnings
 from pathlib import Path
 
+import yaml
+
 from ..errors import DrivetrainError, MissingExtra, RecipeError
 from ..files import atomic_file
 from .builder import Pipeline
@@ -18,15 +20,12 @@ PLAN, RECIPE, HISTORY, CURVES = "plan.txt", "recipe.yaml", "history.json", "curv
 def descriptions(pipeline: Pipeline, epochs: int) -> tuple[dict[str, str], str]:
     """The text of `plan.txt` and `recipe.yaml` by their names, and a note on what cannot be written, or ""."""
     texts, note = {PLAN: f"{pipeline.plan()!r}\n"}, ""
-    if hasattr(pipeline, "to_recipe"):
-        import yaml
-
-        try:
-            recipe = pipeline._with(epochs=epochs).to_recipe()
-        except RecipeError as error:  # a model of one's own, and the like
-            note = f"There is no {RECIPE}: {error}"
-        else:
-            texts[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    try:
+        recipe = pipeline._with(epochs=epochs).to_recipe()
+    except RecipeError as error:  # a model of one's own, and the like
+        note = f"There is no {RECIPE}: {error}"
+    else:
+        texts[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
     return texts, note
 
 

@@ -11,7 +11,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain import RECIPES
+from drivetrain import RECIPES, Pipeline
 from drivetrain.pipeline.doctor import EXTRAS
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes import KEYS
@@ -179,6 +179,9 @@ def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     for text in ("BlurPool", "epoch 2  loss", "top-1 accuracy", "after 2 epochs", "plain PyTorch", "bind"):
         assert text in end.out, text
     assert left_in(out) == sorted([*RUN_FILES, "ledger.json", "ledger.png", "metrics.csv"])
+    again = Pipeline.from_recipe(str(out / "recipe.yaml"))
+    assert f"{again.plan()!r}" == (out / "plan.txt").read_text().strip()
+    assert again.epochs == 2
     files = sorted(path.name for path in out.iterdir() if path.is_file())
     assert end.out.splitlines()[-1] == f"{out}: {', '.join(files)}"
     with Image.open(out / "curves.png") as curves:
