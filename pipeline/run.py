@@ -82,7 +82,9 @@ class Run:
         self._sums = self._no_sums()
         self._store = None if job.folder is None else Store(job.folder.resolve() / "checkpoints")
         self._guard = LossGuard(self._engine, job.on_nonfinite, self._step_now, self._advice)
-        facts = {"recipe": pipeline.recipe, "seed": pipeline.seed, "provenance": provenance()}
+        facts: dict[str, Any] = {"recipe": pipeline.recipe, "seed": pipeline.seed, "provenance": provenance()}
+        if built.engine.note:
+            facts["strategy"] = built.engine.note
         self._history = History([], facts)
         self._name = ""
         self._saver: Saver | None = None
@@ -91,6 +93,8 @@ class Run:
 
     def train(self) -> None:
         """Trains what is left of the run."""
+        if self._engine.note:
+            self._say(self._engine.note)
         options = self._job.checkpoints
         choice = resuming.choose(self._engine, self._job.resume, self._store, saves=options is not None)
         self._name = choice.run

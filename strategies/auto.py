@@ -32,7 +32,8 @@ class Auto:
     memory of each, else `fsdp` if a share of them does, else `fsdp_cpu_offload`. It does not measure
     activations: a model whose activations fill the device runs out of memory under any of them.
 
-    The reason goes to the log (`drivetrain.strategies.auto`, level INFO), and `choose` gives it.
+    The reason is the engine's `note`, which `fit` prints and keeps in the history; it goes to the log as well
+    (`drivetrain.strategies.auto`, level INFO), and `choose` gives it beforehand.
 
     Args:
         device: `"cpu"` or `"cuda"`; None takes CUDA if there is any, else the CPU.
@@ -74,8 +75,10 @@ class Auto:
         if devices > 1:
             dist.all_reduce(free, op=dist.ReduceOp.MIN)
         name, why = self._choose(model, devices, int(free))
-        _log.info("strategy 'auto': %s: %s", name, why)
-        return self._made(name).prepare(model, optimizer_factory, **given)
+        engine = self._made(name).prepare(model, optimizer_factory, **given)
+        engine.note = f"The strategy 'auto' chose {name!r}: {why}."
+        _log.info(engine.note)
+        return engine
 
     def _made(self, name: str) -> Strategy:
         from .registry import get

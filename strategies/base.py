@@ -42,6 +42,8 @@ class Engine(Protocol):
     rank: int
     world_size: int
     accumulate: int
+    note: str
+    """What a user should know of how it was made, one sentence: what `auto` chose, and why; else empty."""
 
     @property
     def plain_model(self) -> nn.Module:

@@ -29,6 +29,7 @@ class LocalEngine:
         self.rank = 0
         self.world_size = 1
         self.accumulate = options.accumulate
+        self.note = ""
         self._options = options
         self._microbatches = 0  # gradients added since the last step
         self._scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")

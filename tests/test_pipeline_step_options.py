@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from drivetrain import Pipeline, PlanError, StrategyError
+from drivetrain import Pipeline, PlanError, RecipeError, StrategyError
 from drivetrain.pipeline.ledger import variants
 from drivetrain.transforms import GyroDropout
 from pipeline_data import CLASSES, Toy
@@ -93,3 +93,21 @@ def test_a_recipe_has_both(toy: Toy) -> None:
     )
     assert pipeline.distribution.activation_checkpointing == ["BasicBlock"]
     assert pipeline.distribution.compile is True
+
+
+def test_a_recipe_says_what_is_gathered_by_itself() -> None:
+    options = {"device": "cpu", "wrap": ["Residual"]}
+    pipeline = Pipeline.from_recipe("baseline", strategy="fsdp", strategy_options=options, devices=2)
+    assert pipeline.distribution.options == options
+    again = Pipeline.from_recipe(pipeline.to_recipe())
+    assert again.distribution == pipeline.distribution
+    with pytest.raises(RecipeError, match="wrap"):
+        Pipeline.from_recipe("baseline", strategy="fsdp", strategy_options={"wrap": "Residual"})
+
+
+def test_what_auto_chooses_is_said_and_kept(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    result = toy.pipeline(small).distribute("auto", device="cpu").fit(epochs=1)
+    said = capsys.readouterr()
+    note = result.history.to_dict()["strategy"]
+    assert note.startswith("The strategy 'auto' chose 'single': there is one device; 0.0 M parameters need")
+    assert note in said.out + said.err

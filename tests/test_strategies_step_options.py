@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -121,47 +122,52 @@ def close(found: Run, expected: Run, tolerance: float, statistics: bool = True) 
             torch.testing.assert_close(found.state[name], value, rtol=0, atol=tolerance)
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks() -> dict[str, Any]:
-    """Rank 0's runs of all cases; the ranks are started once."""
-    return strategies.launch(run_all, devices=2, timeout=270)[0]
+@pytest.fixture(
+    scope="module", params=[2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 4))]
+)
+def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
+    """A number of ranks, and what rank 0 of them found in all cases; they are started once."""
+    return request.param, strategies.launch(run_all, devices=request.param, timeout=270)[0]
+
+
+@cache
+def plain(name: str, parts: int) -> Run:
+    """One device in fp32 without any option, with as many microbatches as `parts` ranks have."""
+    case, _ = OPTIONS[name]
+    return train(
+        "single", Case("plain", case.model, case.optimizer, case.clip_norm, case.accumulate), parts=parts
+    )
 
 
 @pytest.mark.parametrize(
     ("strategy", "name"), [pair for pair in product(NAMES, OPTIONS) if pair not in REFUSED]
 )
-def test_two_ranks_train_as_one_device(on_two_ranks: dict[str, Any], strategy: str, name: str) -> None:
-    """Beside one device in fp32 without any option; half precision rounds.
+def test_ranks_train_as_one_device(ranks: tuple[int, dict[str, Any]], strategy: str, name: str) -> None:
+    """In fp32 to the same numbers; half precision rounds.
 
     BatchNorm's statistics are left out: of four microbatches one device counts four, and two ranks the mean of two.
     """
-    case, _ = OPTIONS[name]
-    plain = train(
-        "single", Case("plain", case.model, case.optimizer, case.clip_norm, case.accumulate), parts=2
-    )
-    close(on_two_ranks[f"{strategy}: {name}"], plain, 1e-5 if case.precision == "fp32" else 3e-2, False)
+    number, runs = ranks
+    tolerance = 1e-5 if OPTIONS[name][0].precision == "fp32" else 3e-2
+    close(runs[f"{strategy}: {name}"], plain(name, number), tolerance, statistics=False)
 
 
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(on_two_ranks: dict[str, Any]) -> None:
-    for same, scale in on_two_ranks["overflow"].values():
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: tuple[int, dict[str, Any]]) -> None:
+    for same, scale in ranks[1]["overflow"].values():
         assert same
         assert scale < 65536
 
 
-def test_deepspeed_refuses_fp16(on_two_ranks: dict[str, Any]) -> None:
-    assert on_two_ranks["refused"]
-    assert all("precision='fp16'" in message for message in on_two_ranks["refused"].values())
+def test_deepspeed_refuses_fp16(ranks: tuple[int, dict[str, Any]]) -> None:
+    refusals = ranks[1]["refused"]
+    assert refusals
+    assert all("precision='fp16'" in message for message in refusals.values())
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_device_trains_alike(name: str) -> None:
     case, options = OPTIONS[name]
-    plain = Case("plain", case.model, case.optimizer, case.clip_norm, case.accumulate)
-    close(
-        train("single", case, given=options),
-        train("single", plain),
-        1e-5 if case.precision == "fp32" else 3e-2,
-    )
+    close(train("single", case, given=options), plain(name, 1), 1e-5 if case.precision == "fp32" else 3e-2)
 
 
 def layers() -> nn.Module:
