@@ -7,6 +7,7 @@ import zlib
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import transforms
 from ..errors import CheckpointError
@@ -14,7 +15,7 @@ from ..loaders.epochs import EpochLoader
 from ..transforms import Transform
 from .build import Built
 from .builder import Pipeline
-from .models import model_factory
+from .models import name_of_factory
 from .plan import sort_transforms
 
 BY_PROGRESS = ("SWA", "ProgressiveResizing", "LayerFreezing", "SelectiveBackprop")
@@ -106,14 +107,16 @@ def _identity(loader: EpochLoader) -> int:
 
 
 def description(pipeline: Pipeline) -> dict[str, Any] | None:
-    """The model and what changed it, as JSON values to rebuild it from; None if it is known to no name."""
-    name = pipeline.model_name
-    module = getattr(pipeline.model, "__module__", "")
-    if not module.startswith("torchvision.") and module != model_factory.__module__:
+    """The model and what changed it, as JSON values to rebuild it from; None if it is known to no name.
+
+    A name that would have to be imported counts as none: whoever opens a checkpoint runs no code that it names.
+    """
+    if isinstance(pipeline.model, nn.Module):
+        return None
+    name = name_of_factory(pipeline.model)
+    if name is None or ":" in name:
         return None
     try:
-        if model_factory(name) is not pipeline.model:
-            return None
         changes = [t for t in pipeline.transforms if t.kind in transforms.CHANGES_MODEL]
         found = {
             "model": name,
@@ -127,7 +130,15 @@ def description(pipeline: Pipeline) -> dict[str, Any] | None:
 
 
 def described(found: dict[str, Any]) -> tuple[Pipeline, tuple[Transform, ...]]:
-    """A pipeline with the model of a `description`, and its transforms in order."""
+    """A pipeline with the model of a `description`, and its transforms in order.
+
+    Raises:
+        CheckpointError: for a model that no checkpoint of ours names.
+    """
+    if ":" in found["model"]:
+        raise CheckpointError(
+            f"The checkpoint names the model {found['model']!r}, which would have to be imported; use names='trained'."
+        )
     made = tuple(transforms.get(**entry) for entry in found["transforms"])
     pipeline = Pipeline(found["model"], seed=found["seed"], **found["model_options"]).transform(*made)
     return pipeline, sort_transforms(made)

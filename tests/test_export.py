@@ -93,6 +93,12 @@ def test_a_model_of_ones_own_has_its_trained_names_only(toy: Toy, tmp_path: Path
     batch_norm_model().load_state_dict(load_file(tmp_path / "out.safetensors"))
 
 
+def test_a_checkpoint_imports_no_model() -> None:
+    """Recipes may name a factory to import, and their user has read them; a checkpoint may not."""
+    with pytest.raises(CheckpointError, match="'torch.hub:load', which would have to be imported"):
+        described({"model": "torch.hub:load", "model_options": {}, "transforms": [], "seed": 0})
+
+
 def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     out, target = str(tmp_path / "run"), tmp_path / "model.safetensors"
     train = ["train", "cifar10-quickstart", *toy_values(toy), "--out", out]

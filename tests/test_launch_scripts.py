@@ -122,7 +122,7 @@ except Interrupted as error:
     script.wait_until_said("ready", times=2)
     assert len(script.ranks) == 2
     script.process.send_signal(signal.SIGINT)
-    output = script.finish(5)
+    output = script.finish(15)
     assert output.splitlines() == ["kept rank 0, steps done: True, weights 5000000"]
     assert script.process.returncode == 0
     assert list(script.temporary.iterdir()) == []
@@ -142,7 +142,7 @@ launch(train, devices=2)
 """)
     script.wait_until_said("ready", times=2)
     script.process.send_signal(signal.SIGINT)
-    output = script.finish(5)
+    output = script.finish(15)
     assert output.splitlines()[-1] == "KeyboardInterrupt"
     assert script.process.returncode == -signal.SIGINT
     assert list(script.temporary.iterdir()) == []
@@ -167,7 +167,7 @@ launch(train, devices=2)
     assert len(script.ranks) == 4
     assert len(list(script.temporary.iterdir())) == 1
     script.process.kill()
-    script.finish(5)
+    script.finish(15)
     assert list(script.temporary.iterdir()) == []
 
 

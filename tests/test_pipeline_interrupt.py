@@ -22,7 +22,7 @@ from pipeline_data import CLASSES, RUN_FILES, Sleepy, Toy, evaluated, left_in, p
 from process_state import wait_until_ended
 from safetensors.torch import load_file
 
-PATIENCE = 5.0  # seconds that a script may take to end
+PATIENCE = 15.0  # seconds that a script may take to end
 KEPT = [name for name in RUN_FILES if name != "curves.png"]  # drawing them would take a second
 
 SCRIPT = """
