@@ -11,6 +11,7 @@ import torch
 import torchvision
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import export
+from drivetrain.pipeline.facts import described
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.transforms import EMA, SWA, BlurPool, ChannelsLast, Factorize
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model
