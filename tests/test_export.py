@@ -96,7 +96,7 @@ def test_a_model_of_ones_own_has_its_trained_names_only(toy: Toy, tmp_path: Path
 
 def test_a_checkpoint_imports_no_model() -> None:
     """Recipes may name a factory to import, and their user has read them; a checkpoint may not."""
-    with pytest.raises(CheckpointError, match="'torch.hub:load', which would have to be imported"):
+    with pytest.raises(CheckpointError, match=r"'torch\.hub:load', which would have to be imported"):
         described({"model": "torch.hub:load", "model_options": {}, "transforms": [], "seed": 0})
 
 

@@ -35,6 +35,7 @@ class GyroDropoutLayer(nn.Dropout):
     seed: int
     step: int = 0
     masks: torch.Tensor | None = None
+    kept: tuple[torch.Tensor, tuple[object, ...], torch.Tensor] | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -51,15 +52,20 @@ class GyroDropoutLayer(nn.Dropout):
         if offset == 0 or self.masks is None or self.masks.shape[1] != features:
             self.masks = self._select(period, features).to(input.device)
         self.step += 1
-        masks = self.masks.to(input)
-        batch, others = len(input), [1] * (input.dim() - 2)
-        rows = torch.arange(batch, device=input.device) * self.concurrent // max(1, batch)
-        mask = (
-            masks[rows].view(batch, features, *others)
-            if channels
-            else masks[rows].view(batch, *others, features)
-        )
-        return input * mask * (1 / (1 - self.p))
+        return input * self._factors(self.masks, input)
+
+    def _factors(self, masks: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        """What the input is multiplied by, 0 or 1 / (1 - p), in a shape that goes with its own; kept for the next
+        step, whose masks mostly are the same."""
+        key = (len(input), input.dim(), input.dtype, input.device)
+        if self.kept is None or self.kept[0] is not masks or self.kept[1] != key:
+            rows = torch.arange(len(input), device=masks.device) * self.concurrent // max(1, len(input))
+            factors = masks[rows].to(input) / (1 - self.p)
+            shape = [1] * (input.dim() - 2)
+            head, features = factors.shape
+            places = (head, features, *shape) if input.dim() == 4 else (head, *shape, features)
+            self.kept = (masks, key, factors.view(places))
+        return self.kept[2]
 
     def _select(self, period: int, features: int) -> torch.Tensor:
         """(concurrent, F), true where a feature is kept: subnetworks drawn with replacement."""
@@ -73,7 +79,7 @@ class GyroDropoutLayer(nn.Dropout):
 
     def set_length(self, total_steps: int) -> None:
         """Begins a training of so many steps, and divides it into periods."""
-        self.step, self.masks = 0, None
+        self.step, self.masks, self.kept = 0, None, None
         self.hold = max(1, total_steps // self.subnetworks * self.concurrent)
 
     def extra_repr(self) -> str:
