@@ -97,7 +97,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def network() -> nn.Module:
-    """The quickstart's, with a first layer that takes every second pixel: a third of the work.
+    """The quickstart's, with a first layer that takes every second pixel, so that a training takes seconds.
 
     Pools round up, so that ColOut's images end in 2 × 2 as those of 32 pixels do. At 1 × 1 the last 3 × 3
     layers train no weight but the one in the middle: at 27 pixels ColOut then ended at 24 %.
