@@ -158,7 +158,7 @@ def test_auto_chooses_the_same_on_every_rank_and_trains(ranks: Ranks) -> None:
     """By the rank with the least memory, which can hold a share but not all."""
     for rank in ranks:
         why, run = rank["auto"]
-        assert why.startswith("strategy 'auto': fsdp: 0.0 M parameters need")
+        assert why.startswith("The strategy 'auto' chose 'fsdp': 0.0 M parameters need")
         assert "but not all" in why
         same_run(run, on_one_device(CASES[0], 2), 1e-5)
 
