@@ -13,7 +13,7 @@ from ..transforms import NothingChanged
 from .build import build_model
 from .checkpoint import Checkpoint
 from .facts import described
-from .result import save_weights
+from .result import plain_state, save_weights
 from .resume import restoring, with_averages
 from .retention import Store, best_of, find
 
@@ -73,9 +73,7 @@ def _plain(checkpoint: Checkpoint, state: dict[str, torch.Tensor]) -> dict[str, 
         warnings.simplefilter("ignore", NothingChanged)  # the training has warned
         pipeline, transforms = described(found)
         model, _ = build_model(pipeline)
-        for transform in reversed(transforms):
-            state = transform.to_plain(state, model)
-    return state
+        return plain_state(state, model, transforms)
 
 
 def _best(place: Path) -> Checkpoint:

@@ -235,6 +235,5 @@ class _Measurement:
 
 def _has_copies(pipeline: Pipeline) -> bool:
     """Whether batches are copied to a GPU; on a CPU they are where they are computed on."""
-    how = pipeline.distribution
-    device = how.options.get("device", getattr(how.strategy, "device", None))
+    device = pipeline.distribution.device
     return torch.cuda.is_available() if device is None else torch.device(device).type != "cpu"

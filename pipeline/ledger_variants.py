@@ -40,7 +40,7 @@ def plain(pipeline: Pipeline) -> Pipeline:
     """Plain PyTorch on the same model, data and optimizer: DataLoader, NCHW, fp32, one device, no extras."""
     data, how = pipeline.data, pipeline.distribution
     assert data is not None  # the plan has checked
-    device = how.options.get("device", getattr(how.strategy, "device", None))
+    device = how.device
     one = Distribution(options={} if device is None else {"device": device})
     return pipeline._with(data=dataclasses.replace(data, loader="torch"), transforms=(), distribution=one)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,10 +121,7 @@ class FitResult:
         What a surgery adds and a plain model cannot express keeps a name of its own; `Transform.to_plain` of
         each surgery says which.
         """
-        state: dict[str, torch.Tensor] = dict(self.model.state_dict())
-        for transform in reversed(self.transforms):
-            state = transform.to_plain(state, self.model)
-        return state
+        return plain_state(self.model.state_dict(), self.model, self.transforms)
 
     @property
     def accuracy(self) -> float | None:
@@ -142,6 +139,16 @@ class FitResult:
             f"<details><summary>{name}</summary>{body}</details>" for name, body in parts if body
         )
         return self.history._repr_html_() + folded
+
+
+def plain_state(
+    state: Mapping[str, torch.Tensor], model: nn.Module, transforms: Sequence[Transform]
+) -> dict[str, torch.Tensor]:
+    """A state dict of `model` under the names that it had before `transforms`, given in the plan's order."""
+    plain = dict(state)
+    for transform in reversed(transforms):
+        plain = transform.to_plain(plain, model)
+    return plain
 
 
 class TrainingInterrupted(KeyboardInterrupt):

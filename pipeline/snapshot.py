@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from ..strategies import Engine
+from ..strategies.engine import copied
 from ..strategies.optimizer_state import Entry
-from ..transforms.tensors import buffers_kept, is_dtensor
+from ..transforms.tensors import buffers_kept
 from .checkpoint import OWN, Part
 from .methods import Methods
 from .sums import Sums
@@ -63,15 +64,9 @@ def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 def _division(engine: Engine) -> tuple[Any, int]:
     """What this rank is to keep of each export, and how many ranks write: all where parameters are divided."""
-    kept = engine.plain_model.state_dict(
-        keep_vars=True
-    )  # DeepSpeed's parameters say of themselves what they were
-    state = {name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}
-    divided = any(is_dtensor(value) or hasattr(value, "ds_shape") for value in state.values())
-    if not divided:
+    if not engine.divided:
         return (lambda _: engine.rank == 0), 1
-    parts = {n: getattr(v, "ds_numel", v.numel()) * v.element_size() for n, v in state.items()}
-    homes = shares(parts, engine.world_size)
+    homes = shares(engine.sizes(), engine.world_size)
     return (lambda name: homes.get(name, 0) == engine.rank), engine.world_size
 
 
@@ -79,7 +74,7 @@ def _own_buffers(engine: Engine) -> dict[str, torch.Tensor]:
     if engine.world_size == 1:
         return {}
     buffers = engine.plain_model.named_buffers()
-    return {f"buffer{AVERAGE}{name}": _copied(b) for name, b in buffers if b.is_floating_point()}
+    return {f"buffer{AVERAGE}{name}": copied(b) for name, b in buffers if b.is_floating_point()}
 
 
 def _randomness(engine: Engine) -> dict[str, torch.Tensor]:
@@ -114,10 +109,10 @@ def _methods(
             for name, tensor in value.items():
                 gathered = engine.gather(tensor)
                 if name not in parameters and tensor.is_floating_point() and engine.world_size > 1:
-                    own[prefix + name] = _copied(gathered)
+                    own[prefix + name] = copied(gathered)
                     gathered = engine.reduce(gathered)
                 if keep(name):
-                    whole[prefix + name] = _copied(gathered)
+                    whole[prefix + name] = copied(gathered)
     return whole, own, values
 
 
@@ -138,7 +133,3 @@ def all_finite(part: Part, parameters: Iterable[str]) -> bool:
     """Whether the parameters in it are numbers that a training can go on from."""
     model = part.tensors.get("model", {})
     return all(bool(model[name].isfinite().all()) for name in parameters if name in model)
-
-
-def _copied(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -98,6 +98,12 @@ class Distribution:
         strategies.Options.of(self.step_options)
 
     @property
+    def device(self) -> str | None:
+        """The strategy's option of that name; None: it takes CUDA where there is any."""
+        device: str | None = self.options.get("device", getattr(self.strategy, "device", None))
+        return device
+
+    @property
     def step_options(self) -> strategies.PrepareOptions:
         """What every strategy's `prepare` is told."""
         return {

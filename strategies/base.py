@@ -50,6 +50,15 @@ class Engine(Protocol):
         """The user's module, without the strategy's wrapper."""
         ...
 
+    @property
+    def divided(self) -> bool:
+        """Whether parameters are divided among the ranks, so that no rank has the model whole."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor that `export_state` gives, by name; the same on every rank."""
+        ...
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """The precision's autocast, or nothing for fp32. For evaluation too.
 

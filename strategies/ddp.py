@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .base import OptimizerFactory
 from .engine import LocalEngine, RanksEngine
 from .options import Options, PrepareOptions
-from .recompute import recompute_activations
-from .surroundings import build_optimizer, check_ranks, compile_in_place, enter
+from .surroundings import build_optimizer, check_ranks, enter, put_on
 
 
 class DDPEngine(RanksEngine):
@@ -76,9 +75,7 @@ class OnEveryRank:
         """
         options = Options.of(given)
         device = enter(self, model)
-        model = model.to(device)
-        recompute_activations(model, options.activation_checkpointing)
-        compile_in_place(model, options.compile)
+        model = put_on(model, device, options)
         optimizer = build_optimizer(model, optimizer_factory)
         if not dist.is_initialized():
             return LocalEngine(model, optimizer, device, options)

@@ -23,7 +23,7 @@ from .materialise import materialise, refuse_without_reset
 from .options import Options, PrepareOptions
 from .recompute import recompute_activations
 from .sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous, refuse_unshardable
-from .surroundings import build_optimizer, check_ranks, compile_in_place, enter
+from .surroundings import build_optimizer, check_ranks, compile_in_place, enter, put_on
 
 SUMMARIES = {
     1: "optimizer state divided among the devices (DeepSpeed ZeRO 1)",
@@ -139,9 +139,7 @@ class DeepSpeed:
         if not dist.is_initialized():
             self._check_alone(zero)
             materialise(model, device)
-            model = model.to(device)
-            recompute_activations(model, options.activation_checkpointing)
-            compile_in_place(model, options.compile)
+            model = put_on(model, device, options)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
         if make_contiguous(model):
             give_channels_last_inputs(model)

@@ -57,6 +57,11 @@ class DeepSpeedEngine(RanksEngine):
         """The user's module, inside DeepSpeed's engine."""
         return cast(nn.Module, self._wrapper.module)
 
+    @property
+    def divided(self) -> bool:
+        """Whether parameters are divided among the ranks: those of stage 3 are."""
+        return self._stage == 3
+
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
         """Adds the gradients of `loss / accumulate`; DeepSpeed divides.
 

@@ -13,7 +13,7 @@ from ..errors import StrategyError
 from .base import OptimizerFactory
 from .engine import LocalEngine
 from .options import Options, PrepareOptions
-from .surroundings import build_optimizer, pick_device
+from .surroundings import build_optimizer, pick_device, put_on
 
 
 class DPEngine(LocalEngine):
@@ -60,14 +60,19 @@ class DP:
         """Moves `model` to the first device, builds the optimizer, wraps; see `base.Strategy.prepare`.
 
         Raises:
-            StrategyError: for an argument that means nothing, a device that is not here, or inside a process
-                group of several ranks, where each would train a model of its own.
+            StrategyError: for an argument that means nothing, `compile` on GPUs, a device that is not here, or
+                inside a process group of several ranks, where each would train a model of its own.
         """
         options = Options.of(given)
         if dist.is_available() and dist.is_initialized():
             self.check(dist.get_world_size())
         devices = self._devices()
-        model = model.to(devices[0])
+        if options.compile and devices[0].type == "cuda":
+            raise StrategyError(
+                f"strategy 'dp': compile={options.compile!r} would run the first GPU's compiled module for every copy "
+                f"of it; leave it out, or use 'ddp'."
+            )
+        model = put_on(model, devices[0], options)
         optimizer = build_optimizer(model, optimizer_factory)
         if devices[0].type == "cpu":
             return LocalEngine(model, optimizer, devices[0], options)

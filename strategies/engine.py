@@ -39,6 +39,16 @@ class LocalEngine:
         """The user's module, without the strategy's wrapper."""
         return self.model
 
+    @property
+    def divided(self) -> bool:
+        """Whether parameters are divided among the ranks: here each has them whole."""
+        return False
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor that `export_state` gives, by name."""
+        tensors = self._tensors("sizes")
+        return {name: self._shape(value).numel() * value.element_size() for name, value in tensors.items()}
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """The precision's autocast, or nothing for fp32. For evaluation too."""
         if self._options.precision != "fp32":
@@ -118,7 +128,7 @@ class LocalEngine:
         for name, value in self._tensors("export_state").items():
             whole = self.gather(value)
             if keep is None or keep(name):
-                state[name] = _copy(whole)
+                state[name] = copied(whole)
         return state
 
     @torch.no_grad()
@@ -264,7 +274,7 @@ class LocalEngine:
         value: object,
     ) -> torch.Tensor | float:
         if isinstance(value, torch.Tensor):
-            return _copy(self.gather(value.detach()))
+            return copied(self.gather(value.detach()))
         if isinstance(value, int | float):
             return value
         raise StrategyError(
@@ -322,6 +332,7 @@ class RanksEngine(LocalEngine):
         seen[self.device] = self._sum(here)
 
 
-def _copy(value: torch.Tensor) -> torch.Tensor:
+def copied(value: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU."""
     # Contiguous, because safetensors takes nothing else and channels_last weights are not.
-    return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

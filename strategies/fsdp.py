@@ -28,7 +28,7 @@ from .sharding import (
     refuse_unshardable,
     units,
 )
-from .surroundings import build_optimizer, check_ranks, compile_in_place, enter, pick_device
+from .surroundings import build_optimizer, check_ranks, compile_in_place, enter, pick_device, put_on
 
 
 class FSDPEngine(RanksEngine):
@@ -44,6 +44,11 @@ class FSDPEngine(RanksEngine):
     ) -> None:
         super().__init__(model, optimizer, device, options)
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    @property
+    def divided(self) -> bool:
+        """Whether parameters are divided among the ranks: all are."""
+        return True
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
         """Adds the gradients of `loss / accumulate`; on the last microbatch they are reduced and sharded.
@@ -167,9 +172,7 @@ class FSDP:
         if not dist.is_initialized():
             self._check_alone(device)
             materialise(model, device)
-            model = model.to(device)
-            recompute_activations(model, options.activation_checkpointing)
-            compile_in_place(model, options.compile)
+            model = put_on(model, device, options)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
         self._shard(model, chosen, device, options)
         return FSDPEngine(model, build_optimizer(model, optimizer_factory), device, options)

@@ -12,8 +12,7 @@ from ..errors import StrategyError
 from .base import OptimizerFactory
 from .engine import LocalEngine
 from .options import Options, PrepareOptions
-from .recompute import recompute_activations
-from .surroundings import build_optimizer, compile_in_place, pick_device
+from .surroundings import build_optimizer, pick_device, put_on
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,5 @@ class Single:
                 f"model of its own; use 'ddp', or devices=1."
             )
         device = pick_device(self.device)
-        model = model.to(device)
-        recompute_activations(model, options.activation_checkpointing)
-        compile_in_place(model, options.compile)
+        model = put_on(model, device, options)
         return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)

@@ -12,6 +12,8 @@ from torch import nn
 from ..errors import StrategyError
 from .base import OptimizerFactory
 from .group import join_group, local_rank, under_torchrun
+from .options import Options
+from .recompute import recompute_activations
 
 
 class OnRanks(Protocol):
@@ -128,3 +130,11 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
     """Has `torch.compile` compile the module at its first call, as `Options.compile` says; no name changes."""
     if compile:
         module.compile(mode=compile if isinstance(compile, str) else None)
+
+
+def put_on(model: nn.Module, device: torch.device, options: Options) -> nn.Module:
+    """`model` on `device`, with what `options` ask of a model that one device holds whole; before its optimizer."""
+    model = model.to(device)
+    recompute_activations(model, options.activation_checkpointing)
+    compile_in_place(model, options.compile)
+    return model

@@ -144,6 +144,15 @@ def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
     return launch(fit_all, pipelines, devices=2, timeout=120)
 
 
+def same_training(found: Any, alone: FitResult) -> None:
+    """Every number of every epoch, and the weights; `found` is the message of an error if it failed."""
+    assert not isinstance(found, str), found
+    figures, weights = found
+    for one, two in zip(numbers(alone), figures, strict=True):
+        assert two == pytest.approx(one, abs=1e-5)
+    torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -154,24 +163,14 @@ def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
 def test_two_ranks_train_as_one_device(
     name: str, on_one_device: Callable[[str], FitResult], on_two_ranks: list[dict[str, Any]]
 ) -> None:
-    alone = on_one_device(name)
-    assert not isinstance(on_two_ranks[0][name], str), on_two_ranks[0][name]
-    found, weights = on_two_ranks[0][name]
-    for one, two in zip(numbers(alone), found, strict=True):
-        assert two == pytest.approx(one, abs=1e-5)
-    torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+    same_training(on_two_ranks[0][name], on_one_device(name))
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_two_ranks_that_shard_train_as_one_device(
     name: str, on_one_device: Callable[[str], FitResult], on_two_ranks: list[dict[str, Any]]
 ) -> None:
-    alone = on_one_device(name)
-    assert not isinstance(on_two_ranks[0][f"sharded {name}"], str), on_two_ranks[0][f"sharded {name}"]
-    found, weights = on_two_ranks[0][f"sharded {name}"]
-    for one, two in zip(numbers(alone), found, strict=True):
-        assert two == pytest.approx(one, abs=1e-5)
-    torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+    same_training(on_two_ranks[0][f"sharded {name}"], on_one_device(name))
 
 
 @pytest.mark.parametrize(("strategy", "name"), DIVIDED)
@@ -181,12 +180,7 @@ def test_two_ranks_that_divide_the_optimizer_train_as_one_device(
     on_one_device: Callable[[str], FitResult],
     on_two_ranks: list[dict[str, Any]],
 ) -> None:
-    alone = on_one_device(name)
-    assert not isinstance(on_two_ranks[0][f"{strategy} {name}"], str), on_two_ranks[0][f"{strategy} {name}"]
-    found, weights = on_two_ranks[0][f"{strategy} {name}"]
-    for one, two in zip(numbers(alone), found, strict=True):
-        assert two == pytest.approx(one, abs=1e-5)
-    torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+    same_training(on_two_ranks[0][f"{strategy} {name}"], on_one_device(name))
 
 
 @pytest.mark.parametrize("transform", [SAM(), GradientClipping("norm")], ids=str)

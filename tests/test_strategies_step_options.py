@@ -170,6 +170,14 @@ def test_one_device_trains_alike(name: str) -> None:
     close(train("single", case, given=options), plain(name, 1), 1e-5 if case.precision == "fp32" else 3e-2)
 
 
+def test_dp_recomputes_too() -> None:
+    """It ignored the option once."""
+    engine = strategies.get("dp", device="cpu").prepare(
+        net(), make_optimizer("sgd"), activation_checkpointing=True
+    )
+    assert type(engine.plain_model[1]).__name__ == "RecomputedBlock"
+
+
 def layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(768, 5), nn.Tanh())
