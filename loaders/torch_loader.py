@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -153,9 +154,19 @@ class TorchLoader(EpochLoader):
 def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — DataLoader passes its number
     """Ctrl-C reaches the whole terminal group; a worker that ends by itself may hang on its full queue.
 
-    The parent would then wait 5 s for it before it ends it.
+    The parent would then wait 5 s for it before it ends it. A parent that was interrupted while it took a batch
+    hangs up on the thread that hands batches over, which would print a traceback.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.excepthook = _all_but_hung_up
+
+
+def _all_but_hung_up(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """The usual report of an uncaught error, unless it says only that the other side is gone."""
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, traceback)
 
 
 class _Keyed(Dataset[Any]):

@@ -223,3 +223,23 @@ def test_the_command_line_ends_with_a_line(
     assert (ledger.returncode, errors.count("Traceback")) == (130, 0), errors
     assert errors.splitlines()[-1].startswith("Interrupted: ")
     assert list(measured.iterdir()) == []
+
+
+HUNG_UP = """
+import multiprocessing.connection as connection, multiprocessing.resource_sharer as sharer, sys, threading
+from drivetrain.loaders import torch_loader
+torch_loader._leave_interrupts_to_the_parent(0)
+sharer.DupFd(0)  # starts the thread that hands a worker's batches over
+address, _ = sharer._resource_sharer._address, print("hanging up", file=sys.stderr)
+for _ in range(3):
+    connection.SocketClient(address).close()
+sharer.stop(timeout=10)
+raise RuntimeError("anything else is told")
+"""
+
+
+def test_a_worker_says_nothing_of_a_parent_that_is_gone() -> None:
+    done = subprocess.run([sys.executable, "-c", HUNG_UP], capture_output=True, text=True, timeout=60)
+    assert done.stderr.startswith("hanging up\nTraceback")
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.endswith("RuntimeError: anything else is told\n")
