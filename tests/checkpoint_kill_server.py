@@ -1,7 +1,7 @@
 """Trains on ranks that it forks, so that tests can kill them at any moment without paying for imports.
 
-One line of stdin, JSON `{"out", "ranks", "train", "val", "every_steps"}`, starts a training that resumes from
-`out`. Answers: that it is ready; the ranks' process ids at once, their exit statuses when all have ended.
+One line of stdin, JSON `{"out", "strategy", "ranks", "train", "val", "every_steps"}`, starts a training that resumes
+from `out`. Answers: that it is ready; the ranks' process ids at once, their exit statuses when all have ended.
 
 This process only imports; it computes nothing before it forks. stdout is for answers: the ranks have none.
 """
@@ -37,22 +37,23 @@ class Large(nn.Sequential):
         )  # fmt: skip
 
 
+def pipeline_of(train: str, val: str) -> Pipeline:
+    pipeline = Pipeline(Large).load(train, val, batch_size=BATCH, image_size=SIDE, flip=True, workers=1)
+    return pipeline.optimize("adamw", lr=0.01, warmup=0.2).transform(EMA(half_life=3))
+
+
 def train(order: dict[str, Any], rank: int) -> None:
     os.dup2(os.open(f"{order['out']}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    ranks = order["ranks"]
-    pipeline = Pipeline(Large).load(
-        order["train"], order["val"], batch_size=BATCH, image_size=SIDE, flip=True, workers=1
-    )
-    pipeline = pipeline.optimize("adamw", lr=0.01, warmup=0.2).transform(EMA(half_life=3))
+    ranks, pipeline = order["ranks"], pipeline_of(order["train"], order["val"])
     if ranks > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
             "gloo", init_method=f"file://{order['rendezvous']}", rank=rank, world_size=ranks
         )
-        pipeline = pipeline.distribute("ddp", devices=ranks)
+        pipeline = pipeline.distribute(order["strategy"], devices=ranks)
     fit(
         pipeline,
         epochs=EPOCHS,
