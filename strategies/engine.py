@@ -305,7 +305,8 @@ class RanksEngine(LocalEngine):
     def sync_buffers(self) -> None:
         """Makes floating-point buffers (BatchNorm's statistics) their mean over all ranks.
 
-        Integer buffers (`num_batches_tracked`) count the same steps on each rank and stay.
+        Integer buffers (`num_batches_tracked`) stay as they are: they count the same steps on each rank, unless the
+        ranks skip different branches (StochasticDepth).
         """
         buffers = [b for b in self.plain_model.buffers() if b.is_floating_point()]
         for dtype in dict.fromkeys(b.dtype for b in buffers):
