@@ -178,14 +178,14 @@ pipeline_of(train, val).distribute(strategy, devices=2).fit(
 
 
 @pytest.fixture
-def launched(toy: Toy, tmp_path: Path) -> Iterator[Callable[[str, Path], psutil.Popen]]:
+def launched(toy: Toy, tmp_path: Path) -> Iterator[Callable[[str, Path], subprocess.Popen[str]]]:
     """Starts a script whose `fit` starts two ranks."""
-    started: list[psutil.Popen] = []
+    started: list[subprocess.Popen[str]] = []
 
-    def launch(strategy: str, out: Path) -> psutil.Popen:
+    def launch(strategy: str, out: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", SCRIPT, toy.train, toy.val, strategy, str(out)]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(tmp_path)}
-        started.append(psutil.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
         return started[-1]
 
     yield launch
@@ -198,7 +198,7 @@ def launched(toy: Toy, tmp_path: Path) -> Iterator[Callable[[str, Path], psutil.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_process_that_started_the_ranks(
-    strategy: str, launched: Callable[[str, Path], psutil.Popen], tmp_path: Path
+    strategy: str, launched: Callable[[str, Path], subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     """Killed itself, its ranks end by themselves; a rank killed, it says so. The next start goes on."""
     dice, whole, out = random.Random(4), tmp_path / "whole", tmp_path / "out"
@@ -206,11 +206,11 @@ def test_the_process_that_started_the_ranks(
     for victim in ("parent", "rank", "parent"):
         step, process = newest(out) + dice.choice([1, 2, 4]), launched(strategy, out)
         wait_for_step(step, out, process.pid)
-        ranks = process.children()
+        ranks = psutil.Process(process.pid).children()
         assert len(ranks) == 2
         (process if victim == "parent" else ranks[1]).kill()
-        assert not wait_until_ended([process, *ranks], 30)
-        told = process.communicate()[1]
+        told = process.communicate(timeout=30)[1]
+        assert not wait_until_ended(ranks, 30)
         assert victim == "parent" or "rank 1 of 2 was killed by SIGKILL" in told, told
     process = launched(strategy, out)
     assert process.wait(PATIENCE) == 0, process.communicate()[1]
