@@ -17,11 +17,14 @@ Contender = Callable[[], float]
 
 
 def measure(contenders: dict[str, Contender], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Each contender's figure of each round; every round runs them all. The first ones do not count."""
+    """Each contender's figure of each round; every round runs them all. The first ones do not count.
+
+    Every second round goes backwards, so that none always follows the same neighbour.
+    """
     figures: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(warm_up + rounds):
-        for name, work in contenders.items():
-            figure = work()
+        for name in list(contenders)[:: -1 if number % 2 else 1]:
+            figure = contenders[name]()
             if number >= warm_up:
                 figures[name].append(figure)
     return figures

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import DrivetrainError
 
 PLAIN, LOADER, MODEL, COPY = "plain PyTorch", "loader alone", "model alone", "copy alone"
-SPLIT, BAR = "the whole, its parts timed", "the whole with the progress bar"
+SPLIT, EXTRAS = "the whole, its parts timed", "the whole with fit's extras"
 CEILINGS = (LOADER, MODEL, COPY)
 
 

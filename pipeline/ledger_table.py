@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .ledger_result import Ledger
-from .ledger_rounds import PLAIN
+from .ledger_rounds import EXTRAS, PLAIN
 from .ledger_statistics import Figure, Ratio
 
 
@@ -84,6 +84,9 @@ def _rows(ledger: Ledger) -> Cells:
         for row in ledger.rows
     ]  # fmt: skip
     whole = len(rows)
+    if ledger.extras:
+        gain = f"× {1 / ledger.extras.value:.2f}"
+        rows.append((EXTRAS, _figure(ledger.speed(EXTRAS)), _ratio(ledger.ratio(EXTRAS, PLAIN)), gain, ""))
     rows += [(f"ceiling: {name}", _figure(one), "", "", "") for name, one in ledger.ceilings.items()]
     return Cells(
         f"Ledger: {ledger.facts.get('recipe') or 'your pipeline'}",
@@ -129,8 +132,12 @@ def sentences(ledger: Ledger) -> list[str]:
     if ledger.split:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in ledger.split.items())
         found.append(f"The whole's time: {shares}.")
-    for name, one in ledger.extras.items():
-        found.append(f"With the {name} it is {_ratio(one)} × as fast.")
+    if ledger.extras:
+        cost = ledger.extras
+        found.append(
+            f"fit's extras (bar, CSV log, guard against losses that are not finite) cost {cost.value - 1:.1%} of a "
+            f"step's time ({cost.low - 1:.1%} to {cost.high - 1:.1%})."
+        )
     found += _costs(facts.get("costs", {}))
     if "stopped" in facts:
         found.append(

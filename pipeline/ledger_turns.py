@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..errors import NonFiniteError
 from ..loaders import FFCVLoader
 from ..loaders.epochs import Batch, EpochLoader
 from ..strategies import Engine
@@ -26,9 +27,15 @@ from .build import Built
 from .ledger_rounds import Turn, mean_turn
 from .ledger_schedule import Phase
 from .ledger_variants import Kind
+from .loggers import Loggers
 from .loop import train_epoch
+from .methods import Methods
+from .metrics import Metrics
+from .nonfinite import LossGuard
 from .progress import Progress
 from .sums import Sums
+
+LOG_EVERY = 50  # steps, as `fit` by default; a turn of fewer steps logs once
 
 Labels = list[NDArray[Any]]
 """Of each of this rank's batches, in order."""
@@ -84,31 +91,66 @@ def _one_turn(bench: Bench, loader: EpochLoader, kind: Kind, epoch: int, batches
     copies = _Copies(loader, source[0]) if kind == "copy" else None
     timed = TimedEngine(engine) if kind == "split" else None
     methods.begin(engine, batches)  # takes the averages' first copies; a training does so once
-    engine.barrier()
-    _wait_for(engine)
-    start = perf_counter()
-    if copies is not None:
-        images = copies.run(batches) * engine.world_size
-        waited = 0.0
-    elif kind == "loader":
-        images = sum(len(batch[0]) for batch in source) * engine.world_size
-        waited = perf_counter() - start
-    else:
-        sums = Sums(torch.zeros((), device=engine.device))
-        with _progress_bar(engine, batches * batch_size, show=kind == "bar") as bar:
-            stats = train_epoch(
-                cast(Engine, timed or engine), source, bench.built.loss,
-                watch=partial(_show, bar, sums) if bar else None, methods=methods, sums=sums,
-            )  # fmt: skip
-        images, waited = stats.images, stats.waited
-    _wait_for(engine)
-    seconds = perf_counter() - start
+    beside: AbstractContextManager[dict[str, Any]] = nullcontext({})
+    if kind == "extras":
+        beside = _extras(engine, methods, batches, batch_size)
+    with beside as extras:
+        engine.barrier()
+        _wait_for(engine)
+        start = perf_counter()
+        if copies is not None:
+            images = copies.run(batches) * engine.world_size
+            waited = 0.0
+        elif kind == "loader":
+            images = sum(len(batch[0]) for batch in source) * engine.world_size
+            waited = perf_counter() - start
+        else:
+            trained = cast(Engine, timed or engine)
+            stats = train_epoch(trained, source, bench.built.loss, methods=methods, **extras)
+            images, waited = stats.images, stats.waited
+        _wait_for(engine)
+        seconds = perf_counter() - start
     turn = Turn(images, seconds, waited, parts=timed.seconds if timed else None)
     return turn, [labels.cpu().numpy() for labels in seen]
 
 
-def _show(bar: Progress, sums: Sums, images: int, loss: torch.Tensor) -> None:
-    bar.update(images, loss, sums)
+@contextmanager
+def _extras(engine: Engine, methods: Methods, steps: int, batch_size: int) -> Iterator[dict[str, Any]]:
+    """What `fit` has beside the steps, as arguments of `train_epoch`: bar, CSV log and guard.
+
+    The bar is drawn to nowhere; the log goes into a folder that is removed. Checkpoints are not among them:
+    they belong to epochs, and a turn is not one.
+    """
+    sums, lead = Sums(torch.zeros((), device=engine.device)), engine.rank == 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stderr(nowhere),
+        Progress(1, 1, steps * batch_size, show=lead) as bar,
+    ):
+        metrics = Metrics(Loggers(("csv",) if lead else (), Path(folder), 0), min(LOG_EVERY, steps))
+
+        def after_step(images: int, loss: torch.Tensor) -> None:
+            bar.update(images, loss, sums)
+            lr = float(engine.optimizer.param_groups[0]["lr"])
+            metrics.after_step(methods.clock.step, loss, lr, sums)
+
+        guard = _Lenient(engine, "raise", lambda: methods.clock.step + 1, str)
+        yield {"watch": after_step, "sums": sums, "guard": guard}
+        metrics.close()
+
+
+class _Lenient(LossGuard):
+    """Looks at every loss, and stops nothing: a ledger has the peak rate at once, and its weights go away."""
+
+    def _judged(self, step: int, losses: torch.Tensor) -> bool:
+        with suppress(NonFiniteError):
+            super()._judged(step, losses)
+        return True
+
+    def check_norm(self, norm: float | None) -> None:
+        with suppress(NonFiniteError):
+            super().check_norm(norm)
 
 
 def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
@@ -130,20 +172,6 @@ def _wait_for(engine: Engine) -> None:
     """Until the device has done what it was told."""
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
-
-
-@contextmanager
-def _progress_bar(engine: Engine, images: int, *, show: bool) -> Iterator[Progress | None]:
-    """The bar that `fit` shows, drawn to nowhere; None if it is not to be shown."""
-    if not show:
-        yield None
-        return
-    with (
-        Path(os.devnull).open("w") as nowhere,
-        contextlib.redirect_stderr(nowhere),
-        Progress(1, 1, images, show=engine.rank == 0) as bar,
-    ):
-        yield bar
 
 
 class _Copies:

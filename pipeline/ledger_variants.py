@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from ..transforms import Transform
 from .builder import Pipeline
-from .ledger_rounds import BAR, COPY, LOADER, MODEL, PLAIN, SPLIT, only, without
+from .ledger_rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
 from .plan import sort_transforms
 from .stages import Distribution
 
-Kind = Literal["train", "loader", "model", "copy", "split", "bar"]
+Kind = Literal["train", "loader", "model", "copy", "split", "extras"]
 """What a turn runs: training; the loader without a model; the model on one batch in memory; the copies to the
-device; training with its parts timed; training with the progress bar that people see."""
+device; training with its parts timed; training with what `fit` has beside the steps."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ def in_turn(pipeline: Pipeline) -> list[Variant]:
 
 
 def of_the_whole(whole: Pipeline, *, copies: bool) -> list[Variant]:
-    """What else the whole runs: the ceilings, where its time goes, and what the progress bar costs.
+    """What else the whole runs: the ceilings, where its time goes, and what `fit`'s extras cost.
 
     Args:
         copies: whether its batches are copied to a device.
     """
     kinds: dict[str, Kind] = {LOADER: "loader", MODEL: "model"}
     kinds |= {COPY: "copy"} if copies else {}
-    kinds |= {SPLIT: "split", BAR: "bar"}
+    kinds |= {SPLIT: "split", EXTRAS: "extras"}
     return [Variant(name, whole, kind) for name, kind in kinds.items()]
 
 

@@ -87,14 +87,14 @@ def train_epoch(
 
 def add_gradients(engine: Engine, parts: list[Microbatch], loss: Loss) -> torch.Tensor:
     """Forward and backward of each microbatch; the mean of their losses, still on the device."""
-    total = torch.zeros((), device=engine.device)
+    losses = []
     for number, (images, targets) in enumerate(parts, 1):
         with engine.forward_context():
             logits = engine.model(images)
         value = loss(logits.float(), targets)
         engine.backward(value, last_microbatch=number == len(parts))
-        total += value.detach() / len(parts)
-    return total
+        losses.append(value.detach())
+    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 
 @torch.no_grad()

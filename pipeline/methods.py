@@ -93,7 +93,9 @@ class Methods:
         Random numbers are those of (seed, step, number of the part among all ranks' parts), so that two
         ranks mix as one process does with twice the parts.
         """
-        parts = list(zip(images.chunk(engine.accumulate), labels.chunk(engine.accumulate), strict=True))
+        parts = [(images, labels)]
+        if engine.accumulate > 1:
+            parts = list(zip(images.chunk(engine.accumulate), labels.chunk(engine.accumulate), strict=True))
         if not self._batch:
             return parts
         first = engine.rank * engine.accumulate

@@ -81,9 +81,7 @@ class LossGuard(Unguarded):
         Raises:
             NonFiniteError: naming step and rank; for the step before, on CUDA.
         """
-        losses = torch.zeros(self._engine.world_size, device=self._engine.device)
-        losses[self._engine.rank] = loss
-        losses = self._engine.reduce(losses, "sum")  # each rank's own in its place
+        losses = self._of_all_ranks(loss)
         if self._at_once:
             return self._judged(self._step(), losses)
         late = self._late
@@ -93,6 +91,14 @@ class LossGuard(Unguarded):
         self._late = self._step(), host, copied
         self._look(late)
         return True
+
+    def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """Each rank's loss in its place `(ranks,)`; one rank asks nobody."""
+        if self._engine.world_size == 1:
+            return loss.reshape(1)
+        losses = torch.zeros(self._engine.world_size, device=self._engine.device)
+        losses[self._engine.rank] = loss
+        return self._engine.reduce(losses, "sum")
 
     def check_norm(self, norm: float | None) -> None:
         """See `Unguarded.check_norm`.

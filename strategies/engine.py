@@ -63,7 +63,9 @@ class LocalEngine:
                 loss is divided by it, so any other number of microbatches would train silently wrong.
         """
         self._count(last_microbatch)
-        self._scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
+        # To divide by 1 would be two operations of autograd, of which a small model's step has few.
+        share = loss if self.accumulate == 1 else loss / self.accumulate
+        self._scaler.scale(share).backward()  # type: ignore[no-untyped-call]
         if last_microbatch:  # here, so that whoever looks at the gradients sees true ones
             self._unscale()
 

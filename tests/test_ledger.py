@@ -14,7 +14,7 @@ from drivetrain import DrivetrainError
 from drivetrain.pipeline.cli import app
 from drivetrain.pipeline.ledger_compare import compare
 from drivetrain.pipeline.ledger_result import Ledger
-from drivetrain.pipeline.ledger_rounds import BAR, COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, same_samples
+from drivetrain.pipeline.ledger_rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, Turn, same_samples
 from drivetrain.pipeline.ledger_statistics import ratio, ratio_of_means, t_quantile
 from typer.testing import CliRunner
 
@@ -221,13 +221,31 @@ def test_the_sentence_says_what_to_change_next() -> None:
 
 def test_the_time_is_split() -> None:
     parts = {"forward": 3.0, "backward": 4.0, "step": 1.0}
-    turns = made_up().rounds[0] | {SPLIT: Turn(1200, 10.0, 1.5, parts=parts), BAR: Turn(1200, 3.0, 0)}
+    turns = made_up().rounds[0] | {SPLIT: Turn(1200, 10.0, 1.5, parts=parts), EXTRAS: Turn(1200, 3.03, 0)}
     ledger = Ledger([turns, turns], {"recipe": None})
     assert ledger.split == pytest.approx(
         {"waiting": 0.15, "forward": 0.3, "backward": 0.4, "step": 0.1, "other": 0.05}
     )
-    assert ledger.extras["progress bar"].value == pytest.approx(turns[WHOLE].seconds / 3.0)
     assert "waiting 15%, forward 30%, backward 40%, step 10%, other 5%" in str(ledger)
+
+
+def test_what_the_extras_cost() -> None:
+    ledger = made_up()
+    assert ledger.extras is None
+    assert "extras" not in str(ledger)
+    more = (1.01, 1.012, 1.014)
+    for turns, factor in zip(ledger.rounds, more, strict=True):
+        turns[EXTRAS] = Turn(1200, turns[WHOLE].seconds * factor, 0)
+    assert ledger.extras == ratio(more)
+    assert ledger.to_dict()["extras"]["value"] == pytest.approx(1.012, abs=1e-4)
+    assert "cost 1.2% of a step's time (0.7% to 1.7%)." in str(ledger)
+    for turns in ledger.rounds:
+        turns[EXTRAS] = Turn(1200, turns[WHOLE].seconds * 4, 0)
+    # Rows are as asked for, and the last of them is the whole; that of the extras is beside them.
+    assert [row.name for row in ledger.rows] == [PLAIN, WHOLE]
+    (row,) = (line for line in str(ledger).splitlines() if EXTRAS in line)
+    assert "0.62  (0.37 to 1.02)" in row
+    assert "× 0.25" in row
 
 
 def test_a_round_has_the_same_samples_throughout() -> None:

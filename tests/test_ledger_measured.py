@@ -15,15 +15,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from drivetrain import DrivetrainError, Pipeline, PlanError
+from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline.ledger import MIN_ROUNDS, TIGHT_ROUNDS, _Measurement
 from drivetrain.pipeline.ledger_crew import Loaders, Taker, groups, open_bench
 from drivetrain.pipeline.ledger_result import Ledger
-from drivetrain.pipeline.ledger_rounds import BAR, LOADER, MODEL, PLAIN, SPLIT
+from drivetrain.pipeline.ledger_rounds import EXTRAS, LOADER, MODEL, PLAIN, SPLIT
 from drivetrain.pipeline.ledger_schedule import phases
 from drivetrain.pipeline.ledger_turns import take_turn
 from drivetrain.pipeline.ledger_variants import Variant, alone_and_without, stages, variants
+from drivetrain.pipeline.loggers import CSVLogger
+from drivetrain.pipeline.nonfinite import LossGuard
+from drivetrain.pipeline.progress import Progress
 from drivetrain.transforms import (
     ChannelsLast,
     LabelSmoothing,
@@ -36,7 +39,7 @@ from drivetrain.transforms import (
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
 from torch import nn
 
-OF_THE_WHOLE = [LOADER, MODEL, SPLIT, BAR]
+OF_THE_WHOLE = [LOADER, MODEL, SPLIT, EXTRAS]
 PARAMETERS = sum(parameter.numel() for parameter in plain_model().parameters())
 
 
@@ -50,7 +53,7 @@ def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
     assert names(ddp) == [PLAIN, "+ FFCV loader", "+ ddp × 2", *OF_THE_WHOLE]
     found = variants(toy.pipeline().distribute("ddp", devices=2, device="cpu", precision="bf16"))
     assert [variant.pipeline.distribution.options.get("device") for variant in found] == ["cpu"] * len(found)
-    assert [variant.kind for variant in found[-5:]] == ["train", "loader", "model", "split", "bar"]
+    assert [variant.kind for variant in found[-5:]] == ["train", "loader", "model", "split", "extras"]
     *_, group = groups(found)
     assert [variant.name for variant in group] == ["+ ddp × 2", *OF_THE_WHOLE]
     assert names(toy.pipeline(loader="torch").distribute("single", activation_checkpointing=True))[1] == (
@@ -310,6 +313,63 @@ def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
         assert all(parameter.requires_grad for parameter in bench.built.engine.plain_model.parameters())
         assert turn.images == 2 * BATCH == sum(map(len, labels))  # each sample once, whatever the phases
         assert len(Watching.seen) == 2 * len(bench.phases)
+
+
+SLEEP = 0.2
+
+
+def test_an_extra_that_takes_long_is_seen_in_the_row(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = CSVLogger.log
+    steps = []
+
+    def slowly(self: CSVLogger, values: dict[str, float], step: int) -> None:
+        time.sleep(SLEEP)
+        log(self, values, step)
+        steps.append(step)
+
+    monkeypatch.setattr(CSVLogger, "log", slowly)
+    ledger = toy.pipeline(plain_model, loader="torch", workers=0).ledger(seconds=0.5, progress=False)
+    assert set(steps) == {TRAIN // BATCH}  # a turn is shorter than the log's interval, and logs once
+    assert all(turns[EXTRAS].seconds > SLEEP for turns in ledger.rounds)
+    assert ledger.extras is not None
+    assert ledger.extras.value > 2
+    assert EXTRAS in str(ledger)
+
+
+@pytest.mark.parametrize("extra", [(Progress, "update"), (LossGuard, "admits")])
+def test_bar_and_guard_are_extras(extra: tuple[Any, str], toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, name = extra
+    work, calls = getattr(kind, name), []
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
+        return work(self, *arguments)
+
+    monkeypatch.setattr(kind, name, counted)
+    with ExitStack() as stack:
+        bench, _ = open_bench(toy.pipeline(loader="torch", workers=0), Loaders(stack), stack)
+        take_turn(bench, "train", epoch=1, batches=3)
+        assert not calls
+        take_turn(bench, "extras", epoch=1, batches=3)
+        assert len(calls) == 3
+
+
+class Diverged(Sleepy):
+    """Its loss is NaN in training."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images) * (float("nan") if self.training else 1.0)
+
+
+def test_losses_that_are_not_finite_do_not_stop_a_ledger(toy: Toy) -> None:
+    """It has the peak learning rate at once, where a training would warm up."""
+    pipeline = toy.pipeline(Diverged(0.0), loader="torch", workers=0).distribute("single", clip_norm=1.0)
+    with ExitStack() as stack:
+        bench, _ = open_bench(pipeline, Loaders(stack), stack)
+        turn, _ = take_turn(bench, "extras", epoch=1, batches=3)
+        assert turn.images == 3 * BATCH
+        with pytest.raises(NonFiniteError):
+            pipeline.fit(epochs=1, progress=False)
 
 
 def test_copies_to_the_device_are_counted(toy: Toy) -> None:

@@ -1,0 +1,244 @@
+"""The loops that `loop.py` compares: one by hand, ours, Lightning's Trainer and Composer's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from drivetrain import Pipeline, strategies
+from drivetrain.pipeline.build import Built
+from drivetrain.pipeline.loop import train_epoch
+from drivetrain.pipeline.methods import Methods
+from drivetrain.pipeline.models import cifar_resnet
+from drivetrain.pipeline.nonfinite import LossGuard
+from drivetrain.pipeline.run import Job, Outcome, Run
+from drivetrain.strategies import Engine
+from measuring import Contender
+from torch import nn
+from torch.nn import functional
+
+HAND, OURS, UNGUARDED, ALL = "by hand", "Drivetrain", "Drivetrain, no guard", "Drivetrain, all extras"
+LIGHTNING, COMPOSER = "Lightning", "Composer"
+SIDE, RATE, MOMENTUM = 32, 1e-3, 0.9
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Batches:
+    """The same batches in every epoch; notes when the first was taken and when all were done.
+
+    Args:
+        batches: `(images (B, 3, H, W), labels (B,))`, on the device.
+    """
+
+    def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._batches = batches
+        self._start, self._seconds = 0.0, 0.0
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The images of the first batch."""
+        return self._batches[0][0]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        synchronise()
+        self._start = perf_counter()
+        yield from self._batches
+
+    def stop(self) -> None:
+        """The last step is done. Called by each contender: a Trainer asks for no batch after the last."""
+        synchronise()
+        self._seconds = perf_counter() - self._start
+
+    def take(self) -> float:
+        """Seconds from the first batch to `stop`, once."""
+        seconds, self._seconds = self._seconds, 0.0
+        if not seconds:
+            raise RuntimeError("the turn was not stopped")
+        return seconds
+
+
+class AsLoader(Batches):
+    """The batches as the loader of a run, which asks for one more when the last step is done."""
+
+    def __init__(self, batches: Batches) -> None:
+        super().__init__(batches._batches)
+        self.settings = SimpleNamespace(image_size=SIDE, batch_size=len(self.first))
+        self.beton, self.labels = None, torch.cat([labels for _, labels in batches._batches]).cpu().numpy()
+        self.indices = range(len(self.labels))
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from super().__iter__()
+        self.stop()
+
+
+def synchronise() -> None:
+    """Waits for the device."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of all."""
+    return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
+
+
+def by_hand(model: nn.Module, batches: Batches) -> Contender:
+    """Seconds of a turn of a loop as anybody would write it, with a running loss."""
+    model = model.to(DEVICE)
+    optimizer = sgd(model.parameters())
+
+    def turn() -> float:
+        model.train()
+        total = torch.zeros((), device=DEVICE)
+        for images, labels in batches:
+            loss = functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.detach()
+        total.item()
+        batches.stop()
+        return batches.take()
+
+    return turn
+
+
+def prepared(model: nn.Module) -> Engine:
+    """The engine of our contenders."""
+    return strategies.get("single", device=DEVICE).prepare(model, sgd)
+
+
+def ours(model: nn.Module, batches: Batches, *, guarded: bool = True) -> Contender:
+    """Seconds of a turn of `train_epoch`, with the guard that `fit` has."""
+    engine = prepared(model)
+    guard = LossGuard(engine, "raise", lambda: 0, lambda: "") if guarded else None
+
+    def turn() -> float:
+        train_epoch(engine, batches, functional.cross_entropy, guard=guard)
+        batches.stop()
+        return batches.take()
+
+    return turn
+
+
+def with_extras(model: nn.Module, batches: Batches) -> Contender:
+    """Seconds of a turn of what `fit` runs: bar (drawn to nowhere), CSV log every 50 steps, guard, schedule.
+
+    Its checkpoint, history and weights are written after an epoch, and do not count.
+    """
+    loader: Any = AsLoader(batches)
+    built = Built(prepared(model), loader, None, functional.cross_entropy, Methods(()), ())
+    pipeline = Pipeline(cifar_resnet).load("in memory", batch_size=len(batches.first), image_size=SIDE)
+    pipeline = pipeline.optimize("sgd", lr=RATE, momentum=MOMENTUM, schedule="constant")
+
+    def turn() -> float:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Path(os.devnull).open("w") as nowhere,
+            contextlib.redirect_stderr(nowhere),
+            contextlib.redirect_stdout(nowhere),
+        ):
+            job = Job(1, Path(folder), True, None, None, "raise", loggers=("csv",))
+            Run(pipeline, built, job, Outcome()).train()
+            entries = len((Path(folder) / "metrics.csv").read_text().splitlines()) - 2  # head, and the epoch
+        if entries != len(batches) // job.log_every:
+            raise RuntimeError(f"{entries} steps were logged")
+        return float(loader.take())
+
+    return turn
+
+
+def with_lightning(model: nn.Module, batches: Batches) -> Contender:
+    """Seconds of a turn of Lightning's Trainer in its mode for such measurements, without any extra."""
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:  # noqa: ARG002
+            images, labels = batch
+            return functional.cross_entropy(self.model(images), labels)
+
+        def on_train_epoch_end(self) -> None:
+            batches.stop()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self.parameters())
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    module = Module()
+
+    def turn() -> float:
+        trainer = pl.Trainer(
+            accelerator=DEVICE if DEVICE == "cpu" else "gpu", devices=1, max_epochs=1, barebones=True,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(module, batches)
+        return batches.take()
+
+    return turn
+
+
+def with_composer(model: nn.Module, batches: Batches) -> Contender:
+    """Seconds of a turn of Composer's Trainer; None of its extras. Its signal handlers are taken back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    from composer import Callback, ComposerModel, DataSpec, Trainer
+
+    class Stops(Callback):  # type: ignore[misc]
+        def epoch_end(self, state: Any, logger: Any) -> None:  # noqa: ARG002
+            batches.stop()
+
+    class Module(ComposerModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            logits: torch.Tensor = self.model(batch[0])
+            return logits
+
+        def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+            return functional.cross_entropy(outputs, batch[1])
+
+    module = Module()
+    trainer = Trainer(
+        model=module, optimizers=sgd(module.parameters()), max_duration="1ep", progress_bar=False,
+        log_to_console=False, callbacks=[Stops()],
+        train_dataloader=DataSpec(batches, get_num_samples_in_batch=lambda batch: len(batch[0])),
+        device=DEVICE if DEVICE == "cpu" else "gpu", precision="fp32",
+        device_train_microbatch_size=len(batches.first),
+    )  # fmt: skip
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+    def turn() -> float:
+        trainer.fit(duration="1ep", reset_time=False)
+        return batches.take()
+
+    return turn
+
+
+MAKERS = {
+    HAND: by_hand,
+    OURS: ours,
+    UNGUARDED: partial(ours, guarded=False),
+    ALL: with_extras,
+    LIGHTNING: with_lightning,
+    COMPOSER: with_composer,
+}
