@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..errors import PlanError
 from ..loaders.epochs import EpochLoader
+from ..strategies.sharding import give_channels_last_inputs, make_contiguous
 from ..transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
 from ..transforms.no_weight_decay import note_shape
 from .build import build_model, make_loader, optimizer_factory, seeded, training_loss
@@ -135,13 +137,15 @@ class Module(pl.LightningModule):
         return logits
 
     def setup(self, stage: str) -> None:
-        """Checks what the Trainer was told, before it wraps the model.
+        """Checks what the Trainer was told, and gives weights the layout that its strategy takes, before it wraps them.
 
         Raises:
             PlanError: if the numbers would be others than the pipeline's.
         """
         if stage == "fit":
             check_trainer(self._pipeline, self._epochs, self.trainer)
+        if isinstance(self.trainer.strategy, DeepSpeedStrategy) and make_contiguous(self.model):
+            give_channels_last_inputs(self.model)  # DeepSpeed cannot broadcast channels-last weights
 
     def on_fit_start(self) -> None:
         """Tells surgeries how long the training is, and sets torch's random numbers, which `on_fit_end` puts back."""
@@ -152,7 +156,7 @@ class Module(pl.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         """Checks once more: a callback may have changed the accumulation."""
-        self.setup("fit")
+        check_trainer(self._pipeline, self._epochs, self.trainer)
 
     def on_fit_end(self) -> None:
         """Puts torch's random numbers back."""
@@ -166,7 +170,8 @@ class Module(pl.LightningModule):
         images, targets = self._methods.mixed(batch, number, self.model, self._loss)
         loss = self._loss(self.model(images).float(), targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
-        return loss
+        # Lightning divides what it gets by `accumulate`, and DeepSpeed does so once more.
+        return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
 
     def on_validation_epoch_start(self) -> None:
         """Begins the sums of this rank: loss, correct, number."""

@@ -51,6 +51,15 @@ class DeepSpeedOnCPU(DeepSpeedStrategy):
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
+    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        import deepspeed
+
+        engine, wrapped, _, _ = deepspeed.initialize(
+            config=self.config, model=model, model_parameters=list(model.parameters()), optimizer=optimizer,
+            lr_scheduler=lr_scheduler, dist_init_required=False,
+        )  # fmt: skip
+        return engine, wrapped
+
 
 def deepspeed(**options: Any) -> DeepSpeedOnCPU:
     return DeepSpeedOnCPU(process_group_backend="gloo", overlap_comm=False, **options)
