@@ -142,6 +142,11 @@ class Module(pl.LightningModule):
         Raises:
             PlanError: if the numbers would be others than the pipeline's.
         """
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, Data) and data.made_of != (self._pipeline.data, self._pipeline.seed):
+            raise PlanError(
+                "The module and the data are of two pipelines; take both from one to_lightning()."
+            )
         if stage == "fit":
             check_trainer(self._pipeline, self._epochs, self.trainer)
         if isinstance(self.trainer.strategy, DeepSpeedStrategy) and make_contiguous(self.model):
@@ -225,6 +230,11 @@ class Data(pl.LightningDataModule):
         super().__init__()
         self._pipeline = pipeline
         self._loaders: list[EpochLoader] = []
+
+    @property
+    def made_of(self) -> tuple[Any, int]:
+        """What `Pipeline.load` was told, and the seed."""
+        return self._pipeline.data, self._pipeline.seed
 
     def train_dataloader(self) -> Microbatches:
         """The training data; each batch in as many parts as gradients are accumulated over."""

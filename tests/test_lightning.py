@@ -141,6 +141,9 @@ def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:
     for change in ({"max_epochs": 3}, {"accumulate_grad_batches": 2}):
         with pytest.raises(PlanError, match=r"Trainer\(.*, and the pipeline was handed over for"):
             pl.Trainer(**{**arguments, **change}).fit(module, data)
+    other = toy.pipeline(plain_model, batch_size=16).to_lightning(epochs=2).data
+    with pytest.raises(PlanError, match="The module and the data are of two pipelines"):
+        pl.Trainer(**arguments).fit(module, other)
     changing = pl.callbacks.GradientAccumulationScheduler(scheduling={1: 4})
     with pytest.raises(
         PlanError, match=r"accumulate_grad_batches=4\), and the pipeline was handed over for 1"
