@@ -291,24 +291,34 @@ class Pipeline:
             on_nonfinite=on_nonfinite, logger=logger, log_every=log_every,
         )  # fmt: skip
 
-    def to_lightning(self, *, epochs: int | None = None) -> HandOver:
+    def to_lightning(self, *, epochs: int | None = None, **trainer: Any) -> HandOver:
         """This pipeline for Lightning: `module, data, trainer, reports`; `Trainer(**trainer).fit(module, data)`.
 
-        The losses are those of `fit` with the same seed. Any strategy of Lightning's own can replace the one in
-        `trainer`: `Trainer(**{**trainer, "strategy": "deepspeed_stage_2"})`. Statistics of BatchNorm are not
-        averaged over the ranks before evaluation, as `fit` does.
+        Each strategy of Lightning's can train it, by its name there or as an object:
+        `to_lightning(epochs=16, strategy="ddp_spawn", devices=2)`, or as is usual in Lightning,
+        `Trainer(**{**trainer, "strategy": "ddp_spawn"})`. What `distribute` was told is translated otherwise.
+        `fsdp` and its kin then are FSDP1, with the whole model as one unit (`FSDPStrategy(auto_wrap_policy=…)`
+        divides it), and need GPUs, as do Lightning's `deepspeed…`; `ddp_fork` and `ddp_notebook` fork this process,
+        in which torch should not have computed on several threads by then. This call does not.
+
+        The losses are those of `fit` with the same seed. Statistics of BatchNorm are not averaged over the ranks
+        before evaluation, as `fit` does. Of a sharded model, `Trainer.save_checkpoint` gathers the weights.
 
         Args:
             epochs: passes over the training data, which the schedule needs; None: the recipe's.
+            trainer: arguments of Lightning's `Trainer` that replace the pipeline's, or come to them: `strategy`,
+                `devices`, `accelerator`, `callbacks`, `logger`, …
 
         Raises:
-            PlanError: naming what works in our own loop only (EMA, SWA, SAM, …).
+            PlanError: naming what works in our own loop only (EMA, SWA, SAM, …), a strategy that Lightning does not
+                have, or a value that is the pipeline's to say; by `Trainer.fit`, before training, if the Trainer was
+                told other epochs or another accumulation, or the batch does not divide among its ranks.
             MissingExtra: without Lightning.
         """
         require("lightning.pytorch", "lightning", "hand a pipeline over to Lightning")
         from .lightning import hand_over
 
-        return hand_over(self, epochs)
+        return hand_over(self, epochs, trainer)
 
     def ledger(
         self,

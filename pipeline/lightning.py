@@ -1,43 +1,50 @@
 """The hand-over to Lightning: stages one and two as a LightningModule and its data, the rest as Trainer arguments.
 
-Needs the extra `lightning`. Lightning starts the ranks, wraps the model, clips and accumulates; whatever strategy
-it is told, by name or as an object, gets the model after surgery, and each rank its share of every batch.
+Needs the extra `lightning`. Lightning starts the ranks, wraps the model and accumulates; whatever strategy it is
+told, by name or as an object, gets the model after surgery, and each rank its share of every batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..errors import PlanError
 from ..loaders.epochs import EpochLoader
+from ..strategies.sharding import give_channels_last_inputs, make_contiguous
 from ..transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
+from ..transforms.no_weight_decay import note_shape
 from .build import build_model, make_loader, optimizer_factory, seeded, training_loss
 from .builder import Pipeline
 from .checks import check_output, count_classes
 from .fit import with_files
+from .lightning_strategies import check_trainer, share, trainer_arguments
 from .methods import Methods
 from .plan import sort_transforms
 from .rules import check_epochs
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-STRATEGY = {
-    "single": "auto", "ddp": "ddp", "ddp_spawn": "ddp_spawn", "ddp_notebook": "ddp_notebook", "fsdp": "fsdp",
-    "fsdp_cpu_offload": "fsdp_cpu_offload", "deepspeed_stage_1": "deepspeed_stage_1",
-    "deepspeed_stage_2": "deepspeed_stage_2", "deepspeed_stage_3": "deepspeed_stage_3",
-}  # fmt: skip
-"""Our strategies that Lightning has too, by its names."""
 
 
 class HandOver(NamedTuple):
-    """What `Pipeline.to_lightning` gives: `Trainer(**trainer).fit(module, data)`."""
+    """What `Pipeline.to_lightning` gives: `Trainer(**trainer).fit(module, data)`.
+
+    Attributes:
+        module: the model after surgery, with what trains it; `module.model` is the model itself.
+        data: makes each rank's loaders on the rank.
+        trainer: arguments of Lightning's `Trainer`, for one Trainer: a strategy in it may be an object.
+        reports: what each surgery changed.
+    """
 
     module: Module
     data: Data
@@ -45,7 +52,7 @@ class HandOver(NamedTuple):
     reports: tuple[Report, ...]
 
 
-def hand_over(pipeline: Pipeline, epochs: int | None) -> HandOver:
+def hand_over(pipeline: Pipeline, epochs: int | None, given: dict[str, Any]) -> HandOver:
     """See `Pipeline.to_lightning`."""
     epochs = pipeline.epochs if epochs is None else epochs
     if epochs is None:
@@ -54,31 +61,39 @@ def hand_over(pipeline: Pipeline, epochs: int | None) -> HandOver:
     pipeline.plan()
     check_epochs(pipeline, epochs)
     _check_methods(pipeline.transforms)
+    arguments = trainer_arguments(how, given)
     if how.compile or how.activation_checkpointing:
         raise PlanError(
             "compile= and activation_checkpointing= are done by our strategies. Leave them out of .distribute(), and "
             "give Lightning's own: Trainer(strategy=FSDPStrategy(activation_checkpointing_policy=…)), module.compile()."
-        )
-    if how.name not in STRATEGY:
-        raise PlanError(
-            f"Lightning has no strategy that does what {how.name!r} does. Use one of {', '.join(STRATEGY)} in "
-            ".distribute(), and any other name of Lightning's in its Trainer."
         )
     pipeline = with_files(pipeline, progress=False)
     data = pipeline.data
     assert data is not None  # the plan has checked
     with make_loader(pipeline, data, data.train, train=True) as train:
         steps, classes = len(train), count_classes(train, None, data)
-    model, reports = build_model(pipeline)
-    with seeded(pipeline.seed):
-        check_output(model, classes, data, how.precision)
+    with _one_thread():
+        model, reports = build_model(pipeline)
+        with seeded(pipeline.seed):
+            check_output(model, classes, data, how.precision)
     trainer = {
-        "max_epochs": epochs, "precision": PRECISION[how.precision], "strategy": STRATEGY[how.name],
-        "devices": how.devices, "accumulate_grad_batches": how.accumulate, "gradient_clip_val": how.clip_norm,
-        "gradient_clip_algorithm": "norm", "use_distributed_sampler": False, "num_sanity_val_steps": 0,
-        "logger": False, "enable_checkpointing": False,
+        "max_epochs": epochs, "precision": PRECISION[how.precision], "accumulate_grad_batches": how.accumulate,
+        "gradient_clip_val": how.clip_norm, "gradient_clip_algorithm": "norm", "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0, "logger": False, "enable_checkpointing": False, **arguments,
     }  # fmt: skip
-    return HandOver(Module(pipeline, model, classes, epochs * steps), Data(pipeline), trainer, reports)
+    return HandOver(Module(pipeline, model, classes, epochs, steps), Data(pipeline), trainer, reports)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Inside it torch starts no threads: a process forked afterwards (`ddp_fork`, `ddp_notebook`) would wait for
+    them for ever."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_methods(transforms: tuple[Transform, ...]) -> None:
@@ -94,43 +109,74 @@ def _check_methods(transforms: tuple[Transform, ...]) -> None:
 class Module(pl.LightningModule):
     """The model after surgery, with the pipeline's loss, batch methods, optimizer and schedule.
 
-    Logs `loss`, `val_loss` and `accuracy` of each epoch, over all ranks.
+    Logs `loss`, `val_loss` and `accuracy` of each epoch, over all ranks. What layers draw in training (dropout)
+    follows from the pipeline's seed, as in `fit`.
 
     Args:
         pipeline: what is trained.
         model: after surgery, images `(B, 3, H, W)` to logits `(B, C)`.
         classes: C.
-        steps: optimizer steps of the whole training.
+        epochs: of the whole training.
+        steps: optimizer steps of an epoch.
     """
 
-    def __init__(self, pipeline: Pipeline, model: nn.Module, classes: int, steps: int) -> None:
+    def __init__(self, pipeline: Pipeline, model: nn.Module, classes: int, epochs: int, steps: int) -> None:
         super().__init__()
         self.model = model
-        self._pipeline, self._steps = pipeline, steps
+        self._pipeline, self._epochs, self._steps = pipeline, epochs, epochs * steps
         self._loss = training_loss(pipeline)
         self._methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, classes)
         self._sums = torch.zeros(3)
+        self._random = ExitStack()
+        for parameter in model.parameters():
+            note_shape(parameter)  # FSDP1 flattens them before the optimizer is made
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Logits `(B, C)` of images `(B, 3, H, W)`."""
         logits: torch.Tensor = self.model(images)
         return logits
 
+    def setup(self, stage: str) -> None:
+        """Checks what the Trainer was told, and gives weights the layout that its strategy takes, before it wraps them.
+
+        Raises:
+            PlanError: if the numbers would be others than the pipeline's.
+        """
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, Data) and data.made_of != (self._pipeline.data, self._pipeline.seed):
+            raise PlanError(
+                "The module and the data are of two pipelines; take both from one to_lightning()."
+            )
+        if stage == "fit":
+            check_trainer(self._pipeline, self._epochs, self.trainer)
+        if isinstance(self.trainer.strategy, DeepSpeedStrategy) and make_contiguous(self.model):
+            give_channels_last_inputs(self.model)  # DeepSpeed cannot broadcast channels-last weights
+
     def on_fit_start(self) -> None:
-        """Tells surgeries how long the training is."""
+        """Tells surgeries how long the training is, and sets torch's random numbers, which `on_fit_end` puts back."""
         self._methods.clock.total = self._steps
         for transform in self._pipeline.transforms:
             transform.begin(self.model, self._steps)
+        self._random.enter_context(seeded(self._pipeline.seed))
+
+    def on_train_epoch_start(self) -> None:
+        """Checks once more: a callback may have changed the accumulation."""
+        check_trainer(self._pipeline, self._epochs, self.trainer)
+
+    def on_fit_end(self) -> None:
+        """Puts torch's random numbers back."""
+        self._random.close()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss `()` of one microbatch."""
         accumulate = self._pipeline.distribution.accumulate
         self._methods.clock.step = self.trainer.global_step
-        number = self.trainer.global_rank * accumulate + batch_idx % accumulate
+        number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
         images, targets = self._methods.mixed(batch, number, self.model, self._loss)
         loss = self._loss(self.model(images).float(), targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
-        return loss
+        # Lightning divides what it gets by `accumulate`, and DeepSpeed does so once more.
+        return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
 
     def on_validation_epoch_start(self) -> None:
         """Begins the sums of this rank: loss, correct, number."""
@@ -152,6 +198,23 @@ class Module(pl.LightningModule):
         loss, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
         self.log_dict({"val_loss": loss / count, "accuracy": correct / count})
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips by the norm over all ranks' shards under FSDP1, which Lightning alone refuses; else as Lightning."""
+        wrapped = self.trainer.model
+        if (
+            isinstance(wrapped, FullyShardedDataParallel)
+            and gradient_clip_val
+            and gradient_clip_algorithm == "norm"
+        ):
+            wrapped.clip_grad_norm_(gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
     def configure_optimizers(self) -> Any:
         """The optimizer over the parameters as the strategy has wrapped them, and its rate step by step."""
         optimizer = optimizer_factory(self._pipeline)(self.parameters())
@@ -167,6 +230,11 @@ class Data(pl.LightningDataModule):
         super().__init__()
         self._pipeline = pipeline
         self._loaders: list[EpochLoader] = []
+
+    @property
+    def made_of(self) -> tuple[Any, int]:
+        """What `Pipeline.load` was told, and the seed."""
+        return self._pipeline.data, self._pipeline.seed
 
     def train_dataloader(self) -> Microbatches:
         """The training data; each batch in as many parts as gradients are accumulated over."""
@@ -184,9 +252,15 @@ class Data(pl.LightningDataModule):
         trainer, data = self.trainer, self._pipeline.data
         assert trainer is not None
         assert data is not None
-        ranks = (trainer.global_rank, trainer.world_size)
+        ranks = share(trainer)
+        if train and data.batch_size % (ranks[1] * parts):
+            raise PlanError(
+                f"batch_size={data.batch_size} is global and must divide into {ranks[1]} ranks of Lightning's × "
+                f"accumulate={parts} parts."
+            )
         loader = make_loader(self._pipeline, data, source, train=train, ranks=ranks)
-        loader.device = trainer.strategy.root_device
+        if trainer.strategy.root_device.type == "cuda":  # to others Lightning moves the batches
+            loader.device = trainer.strategy.root_device
         self._loaders.append(loader)
         return Microbatches(loader, parts)
 
@@ -200,12 +274,14 @@ class Microbatches:
     """A loader whose batches come in equal parts.
 
     Attributes:
-        batch_sampler: holds the loader as its `sampler`, whose `set_epoch` Lightning calls through these names.
+        batch_sampler: holds the loader as its `sampler`, whose `set_epoch` Lightning calls through these names, and
+            the size of a part, which its DeepSpeed asks for.
     """
 
     def __init__(self, loader: EpochLoader, parts: int) -> None:
         self._loader, self._parts = loader, parts
-        self.batch_sampler = SimpleNamespace(sampler=loader)
+        size = loader.settings.batch_size // (loader.settings.world_size * parts)
+        self.batch_sampler = SimpleNamespace(sampler=loader, batch_size=size)
 
     def __len__(self) -> int:
         return len(self._loader) * self._parts

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from drivetrain.errors import DataError, PlanError
 from drivetrain.transforms import SAM, GradientClipping, NoWeightDecay, TestTimeFlip
+from drivetrain.transforms.no_weight_decay import note_shape
 from drivetrain.transforms.tensors import buffers_kept
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import SGD, AdamW
 
 SAMPLES = torch.randn(16, 2, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -214,8 +216,25 @@ def test_flattened_and_emptied_parameters() -> None:
     parameter.ds_shape = torch.Size([4, 3])  # type: ignore[attr-defined]
     assert NoWeightDecay().optimizer(sgd)([parameter]).param_groups[0]["weight_decay"] == 0.5
     parameter._is_flat_param = True  # type: ignore[attr-defined]
-    with pytest.raises(PlanError, match=r"one flat parameter .* use_orig_params=True"):
+    with pytest.raises(PlanError, match=r"FSDP1 has flattened .*note_shape.*use_orig_params=True"):
         NoWeightDecay().optimizer(sgd)([parameter])
+
+
+@pytest.mark.filterwarnings("ignore:FSDP:UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("noted", [False, True])
+def test_parameters_that_fsdp1_has_flattened(one_process_group: None, noted: bool) -> None:  # noqa: ARG001
+    """FSDP1 itself; `test_lightning_strategies.py` trains with it on two ranks, whose parts are flat."""
+    model = nn.Linear(4, 3)
+    if noted:
+        for parameter in model.parameters():
+            note_shape(parameter)
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    if noted:
+        groups = NoWeightDecay().optimizer(sgd)(wrapped.parameters()).param_groups
+        assert [group["weight_decay"] for group in groups] == [0.5, 0]
+    else:
+        with pytest.raises(PlanError, match="FSDP1 has flattened"):
+            NoWeightDecay().optimizer(sgd)(wrapped.parameters())
 
 
 def test_flip_is_the_mean_of_two() -> None:

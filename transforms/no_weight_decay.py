@@ -33,8 +33,8 @@ class NoWeightDecay(Transform):
         whose other options stay.
 
         Raises:
-            PlanError: when called, if a parameter is many flattened into one (FSDP1), so that its
-                dimensions say nothing.
+            PlanError: when called, if FSDP1 has flattened a parameter, so that its dimensions say nothing;
+                `note_shape` before wrapping, with use_orig_params=True, keeps them.
         """
         return SplitDecay(factory)
 
@@ -64,15 +64,25 @@ def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in (decayed, free) if part["params"]]
 
 
+def note_shape(parameter: torch.nn.Parameter) -> None:
+    """Keeps the dimensions of a parameter that FSDP1 is about to flatten, as an attribute of it."""
+    parameter.drivetrain_dimensions = parameter.dim()  # type: ignore[attr-defined]
+
+
 def _dimensions(member: Any) -> int:
     parameter = member[1] if isinstance(member, tuple) else member
-    if getattr(parameter, "_is_flat_param", False):
+    noted: int | None = getattr(parameter, "drivetrain_dimensions", None)
+    if noted is not None:
+        return noted
+    # With use_orig_params=True each is a flat part of the flat parameter.
+    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
         raise PlanError(
-            "NoWeightDecay: FSDP1 made one flat parameter of many, so that biases cannot be told from "
-            "weights; wrap with use_orig_params=True, or distribute with fsdp2."
+            "NoWeightDecay: FSDP1 has flattened the parameters, so that biases cannot be told from weights; call "
+            "drivetrain.transforms.no_weight_decay.note_shape(parameter) on each before wrapping with "
+            "use_orig_params=True, or use FSDP2 (fully_shard)."
         )
     # DeepSpeed's stage 3 leaves an empty tensor in the place of a parameter, with its true shape beside it.
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-__all__ = ["NoWeightDecay", "SplitDecay"]
+__all__ = ["NoWeightDecay", "SplitDecay", "note_shape"]
