@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -134,14 +133,13 @@ def _wait_for(engine: Engine) -> None:
 
 @contextmanager
 def _progress_bar(engine: Engine, images: int, *, show: bool) -> Iterator[Progress | None]:
-    """The bar that `fit` shows, drawn to nowhere; None if it is not to be shown."""
+    """The bar that `fit` shows in a terminal, drawn to nowhere; None if it is not to be shown."""
     if not show:
         yield None
         return
     with (
         Path(os.devnull).open("w") as nowhere,
-        contextlib.redirect_stderr(nowhere),
-        Progress(1, 1, images, show=engine.rank == 0) as bar,
+        Progress(1, 1, images, show=engine.rank == 0, file=nowhere) as bar,
     ):
         yield bar
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from drivetrain import DrivetrainError
+from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.cli import app
-from drivetrain.pipeline.ledger_compare import compare
-from drivetrain.pipeline.ledger_result import Ledger
 from drivetrain.pipeline.ledger_rounds import BAR, COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, same_samples
 from drivetrain.pipeline.ledger_statistics import ratio, ratio_of_means, t_quantile
 from typer.testing import CliRunner
@@ -94,7 +94,12 @@ def test_a_ledger_prints_and_is_json(tmp_path: Path) -> None:
     assert "× 2.47" in text
     assert text.endswith(ledger.bound)
     assert text.index(PLAIN) < text.index(WHOLE) < text.index(LOADER)
-    assert "2.47  (1.49 to 4.08)" in ledger._repr_html_()
+    page = ledger._repr_html_()
+    assert "2.47  (1.49 to 4.08)" in page
+    assert "made &lt;up&gt;" in page
+    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    assert [row.split("</td>")[0].split(">")[-1] for row in rows if "border-bottom" in row] == [WHOLE]
+    assert all(row.count("text-align:left") == 1 for row in rows)  # figures stand below one another
     ledger.save(tmp_path / "ledger.json")
     written = json.loads((tmp_path / "ledger.json").read_text())
     assert written == json.loads(json.dumps(ledger.to_dict()))
@@ -310,7 +315,7 @@ def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "Different versions, torch: 2.14 and 2.15." in done.output
     assert "1.50  (1." in done.output
-    assert "<td>+ a</td>" in found._repr_html_()
+    assert ">+ a</td>" in found._repr_html_()
 
 
 def test_the_command_needs_a_recipe_or_two_ledgers() -> None:
