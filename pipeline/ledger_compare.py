@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .ledger_result import Ledger
+from .ledger_rounds import BAR, SPLIT
 from .ledger_statistics import Ratio, ratio_of_means
 from .ledger_table import Cells, html_table, rendered
 
@@ -61,7 +62,7 @@ class Comparison:
         said = {True: "yes", False: "no", None: ""}
         return Cells(
             "Two ledgers",
-            ("", "over plain: first", "over plain: second", "overlap", "images/s: second over first"),
+            ("", "over plain: first", "over plain: second", "overlap", "speed: second over first"),
             [
                 (
                     row.name,
@@ -100,7 +101,7 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
             name, ratios[0].get(name), ratios[1].get(name),
             ratio_of_means(speeds[1][name], speeds[0][name], ledgers[0].level),
         )
-        for name in speeds[0] if name in speeds[1]
+        for name in speeds[0] if name in speeds[1] and name not in (SPLIT, BAR)  # no variants of their own
     ]  # fmt: skip
     missing = {name: names[0] for name in speeds[0] if name not in speeds[1]}
     missing |= {name: names[1] for name in speeds[1] if name not in speeds[0]}

@@ -290,7 +290,8 @@ def test_what_is_no_ledger_cannot_be_compared(content: str | None, tmp_path: Pat
 def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
     def saved(name: str, factor: float, torch: str, **more: float) -> Path:
         rounds = [
-            {PLAIN: 100 * drift, "+ a": 200 * drift * factor * shake} | more
+            {PLAIN: 100 * drift, "+ a": 200 * drift * factor * shake, "without ChannelsLast": 150, SPLIT: 90}
+            | more
             for drift, shake in ((1.0, 1.0), (0.98, 1.01), (1.01, 0.99))
         ]
         machine = {"hardware": {"cores": 2}, "versions": {"torch": torch}, "git_revision": "abc"}
@@ -301,6 +302,7 @@ def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
     first, second = saved("a.json", 1.0, "2.14"), saved("b.json", 1.5, "2.15", **{"+ b": 500.0})
     found = compare(first, second)
     plain, stage = found.rows[:2]
+    assert SPLIT not in [row.name for row in found.rows]
     assert (plain.name, plain.overlap, stage.name, stage.overlap) == (PLAIN, True, "+ a", False)
     assert stage.speed.value == pytest.approx(1.5)
     assert stage.speed.low < 1.5 < stage.speed.high
@@ -315,6 +317,7 @@ def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "Different versions, torch: 2.14 and 2.15." in done.output
     assert "1.50  (1." in done.output
+    assert "…" not in done.output  # every interval fits
     assert ">+ a</td>" in found._repr_html_()
 
 
