@@ -117,11 +117,8 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     found = []
     pairs = {"recipe": (first.get("recipe"), second.get("recipe"))}
     if first.get("plan") != second.get("plan"):
-        steps = [[step["what"] for step in facts.get("plan") or []] for facts in (first, second)]
-        pairs["plan"] = (
-            "; ".join(step for step in steps[0] if step not in steps[1]) or "the same steps",
-            "; ".join(step for step in steps[1] if step not in steps[0]) or "the same steps",
-        )
+        plans = first.get("plan") or [], second.get("plan") or []
+        pairs["plan"] = (_own_steps(plans[0], plans[1]), _own_steps(plans[1], plans[0]))
     machines = first.get("provenance") or {}, second.get("provenance") or {}
     pairs["revision"] = (machines[0].get("git_revision"), machines[1].get("git_revision"))
     for part in ("hardware", "versions"):
@@ -134,6 +131,17 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
         if one != two or name == "plan":
             found.append(f"Different {name}: {_said(one)} and {_said(two)}.")
     return found
+
+
+def _own_steps(plan: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
+    """The steps that the other plan has not; one that it has in another way, with that way."""
+    known = [step["what"] for step in other]
+    found = [
+        f"{step['what']} ({step['why']})" if step["what"] in known else step["what"]
+        for step in plan
+        if step not in other
+    ]
+    return "; ".join(found) or "nothing that it alone has"
 
 
 def _said(value: object) -> str:

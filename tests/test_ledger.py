@@ -14,6 +14,7 @@ import pytest
 from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.cli import app
+from drivetrain.pipeline.ledger_compare import differences
 from drivetrain.pipeline.ledger_rounds import BAR, COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, same_samples
 from drivetrain.pipeline.ledger_statistics import ratio, ratio_of_means, t_quantile
 from typer.testing import CliRunner
@@ -319,6 +320,15 @@ def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
     assert "1.50  (1." in done.output
     assert "…" not in done.output  # every interval fits
     assert ">+ a</td>" in found._repr_html_()
+
+
+def test_two_plans_that_differ_in_how_a_step_is_done() -> None:
+    same = {"what": "build", "why": "with the seed 0"}
+    torch, ffcv = ({"what": "load a.beton", "why": f"{loader} loader"} for loader in ("torch", "ffcv"))
+    expected = "Different plan: load a.beton (torch loader) and load a.beton (ffcv loader)."
+    assert differences({"plan": [torch, same]}, {"plan": [ffcv, same]}) == [expected]
+    (more,) = differences({"plan": [torch]}, {"plan": [torch, same]})
+    assert more == "Different plan: nothing that it alone has and build."
 
 
 def test_the_command_needs_a_recipe_or_two_ledgers() -> None:
