@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any
 
@@ -106,7 +107,7 @@ class TorchLoader(EpochLoader):
         ]
         if self._loader is None:
             self._loader = self._make_loader()
-        with _main_module_hidden(self.dataset):
+        with _main_module_hidden(self.dataset), _interrupts_kept_from_new_processes():
             batches = iter(self._loader)
         for (images, labels), share in zip(batches, shares, strict=False):
             labels = labels.float() if labels.is_floating_point() else labels
@@ -149,6 +150,21 @@ class TorchLoader(EpochLoader):
         iterator = getattr(loader, "_iterator", None)
         if iterator is not None:  # left to the garbage collector, they would live as long as any reference
             iterator._shutdown_workers()
+
+
+@contextmanager
+def _interrupts_kept_from_new_processes() -> Iterator[None]:
+    """A process that starts inside the block never hears Ctrl-C; this one hears it, at the latest after the block.
+
+    A worker imports for seconds before `_leave_interrupts_to_the_parent` runs. Interrupted there, it would print a
+    traceback and end, and torch would raise a RuntimeError for that in the parent, before its KeyboardInterrupt.
+    """
+    resource_tracker.ensure_running()  # multiprocessing's, whose start lets interrupts in again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which a new process inherits
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — DataLoader passes its number

@@ -16,12 +16,14 @@ _HOME = {
     "Epoch": "result",
     "FitResult": "result",
     "History": "result",
+    "Ledger": "ledger_result",
     "Logger": "loggers",
     "LoggerWarning": "loggers",
     "Pipeline": "builder",
     "Plan": "plan",
     "Step": "plan",
     "TrainingInterrupted": "result",
+    "compare": "ledger_compare",
     "evaluate": "loop",
     "export": "exporting",
     "train_epoch": "loop",
@@ -35,12 +37,14 @@ __all__ = [
     "Epoch",
     "FitResult",
     "History",
+    "Ledger",
     "Logger",
     "LoggerWarning",
     "Pipeline",
     "Plan",
     "Step",
     "TrainingInterrupted",
+    "compare",
     "evaluate",
     "export",
     "train_epoch",
@@ -50,6 +54,8 @@ if TYPE_CHECKING:
     from .build import Built
     from .builder import Pipeline
     from .exporting import export
+    from .ledger_compare import compare
+    from .ledger_result import Ledger
     from .loggers import Logger, LoggerWarning
     from .loop import evaluate, train_epoch
     from .plan import Plan, Step

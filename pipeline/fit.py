@@ -20,7 +20,7 @@ from .loggers import Choice
 from .loggers import check as check_loggers
 from .nonfinite import OnNonFinite, check_choice
 from .plan import sort_transforms
-from .progress import say
+from .progress import in_cell, say
 from .result import FitResult, TrainingInterrupted
 from .resume import global_randomness_kept
 from .retention import Checkpoints
@@ -59,7 +59,9 @@ def fit(
     loggers = check_loggers(logger, log_every, folder, travels=not _is_rank(pipeline))
     texts, note = descriptions(pipeline, epochs) if folder is not None else ({}, "")
     pipeline = with_files(pipeline, progress)
-    job = Job(epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts)
+    job = Job(
+        epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell()
+    )
     _tell(note, progress)
     interrupted: TrainingInterrupted | None = None
     try:

@@ -68,8 +68,7 @@ def measure(
     if accuracy:
         epochs = check_accuracy(pipeline, epochs, target)
     pipeline = with_files(pipeline, progress)
-    with seeded(pipeline.seed):  # turns draw random numbers, as training does; the caller's stay as they are
-        found = _Measurement(pipeline, begin, seconds, within, progress).run()
+    found = _measured(pipeline, begin, seconds, within, progress)
     assert pipeline.data is not None  # the plan has checked
     found.facts.update(
         recipe=pipeline.recipe,
@@ -86,6 +85,21 @@ def measure(
     if accuracy and epochs is not None:
         found.facts["accuracy"] = train_each(in_turn(pipeline), epochs, target, progress)
     return found
+
+
+def _measured(pipeline: Pipeline, begin: float, seconds: float, within: float, progress: bool) -> Ledger:
+    """The ledger's figures.
+
+    Raises:
+        KeyboardInterrupt: on Ctrl-C, without the frames that hold every variant's model: a notebook keeps them.
+    """
+    try:
+        # Turns draw random numbers, as training does; the caller's stay as they are.
+        with seeded(pipeline.seed):
+            return _Measurement(pipeline, begin, seconds, within, progress).run()
+    except KeyboardInterrupt:
+        pass
+    raise KeyboardInterrupt("the ledger was interrupted; one of fewer seconds ends earlier")
 
 
 class _Measurement:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .ledger_result import Ledger
+from .ledger_rounds import EXTRAS, SPLIT
 from .ledger_statistics import Ratio, ratio_of_means
 from .ledger_table import Cells, html_table, rendered
 
@@ -61,7 +62,7 @@ class Comparison:
         said = {True: "yes", False: "no", None: ""}
         return Cells(
             "Two ledgers",
-            ("", "over plain: first", "over plain: second", "overlap", "images/s: second over first"),
+            ("", "over plain: first", "over plain: second", "overlap", "speed: second over first"),
             [
                 (
                     row.name,
@@ -100,7 +101,7 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
             name, ratios[0].get(name), ratios[1].get(name),
             ratio_of_means(speeds[1][name], speeds[0][name], ledgers[0].level),
         )
-        for name in speeds[0] if name in speeds[1]
+        for name in speeds[0] if name in speeds[1] and name not in (SPLIT, EXTRAS)  # no variants of their own
     ]  # fmt: skip
     missing = {name: names[0] for name in speeds[0] if name not in speeds[1]}
     missing |= {name: names[1] for name in speeds[1] if name not in speeds[0]}
@@ -116,11 +117,8 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     found = []
     pairs = {"recipe": (first.get("recipe"), second.get("recipe"))}
     if first.get("plan") != second.get("plan"):
-        steps = [[step["what"] for step in facts.get("plan") or []] for facts in (first, second)]
-        pairs["plan"] = (
-            "; ".join(step for step in steps[0] if step not in steps[1]) or "the same steps",
-            "; ".join(step for step in steps[1] if step not in steps[0]) or "the same steps",
-        )
+        plans = first.get("plan") or [], second.get("plan") or []
+        pairs["plan"] = (_own_steps(plans[0], plans[1]), _own_steps(plans[1], plans[0]))
     machines = first.get("provenance") or {}, second.get("provenance") or {}
     pairs["revision"] = (machines[0].get("git_revision"), machines[1].get("git_revision"))
     for part in ("hardware", "versions"):
@@ -133,6 +131,17 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
         if one != two or name == "plan":
             found.append(f"Different {name}: {_said(one)} and {_said(two)}.")
     return found
+
+
+def _own_steps(plan: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
+    """The steps that the other plan has not; one that it has in another way, with that way."""
+    known = [step["what"] for step in other]
+    found = [
+        f"{step['what']} ({step['why']})" if step["what"] in known else step["what"]
+        for step in plan
+        if step not in other
+    ]
+    return "; ".join(found) or "nothing that it alone has"
 
 
 def _said(value: object) -> str:

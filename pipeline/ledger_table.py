@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import html
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..transforms.table import drawn
 from .ledger_result import Ledger
 from .ledger_rounds import EXTRAS, PLAIN
 from .ledger_statistics import Figure, Ratio
@@ -49,19 +48,25 @@ def rendered(cells: Cells) -> str:
         table.add_column(head, justify="right" if number else "left", no_wrap=True)
     for number, row in enumerate(cells.rows, 1):
         table.add_row(*map(escape, row), end_section=number == cells.line_after)
-    console = Console(file=io.StringIO(), width=110)
-    console.print(table)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+    return drawn(table, 110)
 
 
 def html_table(cells: Cells) -> str:
-    """A table as HTML."""
+    """A table as HTML, aligned and with the line as in a terminal; notebooks differ in what they do by themselves."""
 
-    def line(row: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+    def line(row: Sequence[str], tag: str, look: str = "") -> str:
+        sides = ["left", *["right"] * (len(row) - 1)]
+        cells = (
+            f"<{tag} style='text-align:{side};white-space:nowrap{look}'>{html.escape(cell)}</{tag}>"
+            for side, cell in zip(sides, row, strict=True)
+        )
+        return f"<tr>{''.join(cells)}</tr>"
 
     title = f"<caption style='text-align:left'>{html.escape(cells.title)}</caption>"
-    body = "".join(line(row, "td") for row in cells.rows)
+    body = "".join(
+        line(row, "td", ";border-bottom:1px solid" if number == cells.line_after else "")
+        for number, row in enumerate(cells.rows, 1)
+    )
     foot = f"<p><i>{html.escape(cells.caption)}</i></p>" if cells.caption else ""
     return f"<table>{title}{line(cells.heads, 'th')}{body}</table>{foot}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import tempfile
@@ -125,8 +124,7 @@ def _extras(engine: Engine, methods: Methods, steps: int, batch_size: int) -> It
     with (
         tempfile.TemporaryDirectory() as folder,
         Path(os.devnull).open("w") as nowhere,
-        contextlib.redirect_stderr(nowhere),
-        Progress(1, 1, steps * batch_size, show=lead) as bar,
+        Progress(1, 1, steps * batch_size, show=lead, file=nowhere) as bar,
     ):
         metrics = Metrics(Loggers(("csv",) if lead else (), Path(folder), 0), min(LOG_EVERY, steps))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from time import perf_counter
-from typing import Self
+from typing import Self, TextIO
 
 import torch
+from tqdm import tqdm as text_bar
 from tqdm.auto import tqdm
 
 from .sums import Sums
@@ -21,16 +23,24 @@ class Progress:
         images: in the epoch, over all ranks.
         accuracy: after the epoch before, 0 to 1; None if there is none.
         show: False shows nothing and costs nothing.
+        file: to write the bar to as text; None: where people see it, which in a notebook is the cell.
     """
 
     def __init__(
-        self, epoch: int, epochs: int, images: int, accuracy: float | None = None, *, show: bool
+        self,
+        epoch: int,
+        epochs: int,
+        images: int,
+        accuracy: float | None = None,
+        *,
+        show: bool,
+        file: TextIO | None = None,
     ) -> None:
         self._show, self._next = show, 0.0
         self._accuracy = "" if accuracy is None else f", accuracy {accuracy:.2%}"
-        self._bar = tqdm(
+        self._bar = (tqdm if file is None else text_bar)(
             total=images, desc=f"epoch {epoch}/{epochs}", unit=" images", disable=not show, leave=False,
-            mininterval=_REFRESH, dynamic_ncols=True,
+            mininterval=_REFRESH, dynamic_ncols=True, file=file,
         )  # fmt: skip
 
     def update(self, images: int, loss: torch.Tensor, sums: Sums) -> None:
@@ -60,6 +70,20 @@ class Progress:
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
+
+
+def in_cell() -> bool:
+    """Whether this process is a notebook's kernel; the ranks that it starts are not."""
+    return "ipykernel" in sys.modules
+
+
+def place_of_bar(asked_in_cell: bool) -> TextIO | None:
+    """`file` of a Progress in a training that was asked for in a notebook's cell, or not.
+
+    A rank that a cell has started writes to standard output: a cell shows standard error in red, and not in
+    order with the lines that stay.
+    """
+    return sys.stdout if asked_in_cell and not in_cell() else None
 
 
 def say(text: str) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import torch
 
+from .progress import in_cell
+
 PACKAGES = ("drivetrain", "torch", "torchvision", "numpy", "pillow", "ffcv", "numba")
 
 
@@ -38,7 +40,7 @@ def provenance() -> dict[str, Any]:
 
 def _command() -> str:
     """The command line; a notebook's kernel was started by one that says nothing."""
-    if "ipykernel" in sys.modules:
+    if in_cell():
         return "a notebook"
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 

@@ -26,7 +26,7 @@ from .loop import EpochStats, evaluate, train_epoch
 from .metrics import Metrics
 from .nonfinite import LossGuard, OnNonFinite
 from .optimizers import Schedule
-from .progress import Progress, say
+from .progress import Progress, place_of_bar, say
 from .provenance import provenance
 from .result import Epoch, History, save_weights
 from .retention import Checkpoints, Store
@@ -40,7 +40,8 @@ PICTURE = 30.0  # seconds between two pictures of the curves
 
 @dataclass(frozen=True)
 class Job:
-    """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists; `texts` go into it, by name."""
+    """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists; `texts` go into it, by name;
+    `in_cell` says whether it was called in a notebook."""
 
     epochs: int
     folder: Path | None
@@ -51,6 +52,7 @@ class Job:
     loggers: tuple[object, ...] = ()
     log_every: int = 50
     texts: dict[str, str] = field(default_factory=dict)
+    in_cell: bool = False
 
 
 @dataclass
@@ -172,8 +174,8 @@ class Run:
         if not self._sums.steps:
             methods.begin_epoch(self._engine, built.train, self._image_size)
         images, total = built.train.settings.batch_size, self._length * built.train.settings.batch_size
-        show = self._job.progress and self._lead
-        with Progress(number, self._job.epochs, total, self._history.accuracy, show=show) as bar:
+        show, file = self._job.progress and self._lead, place_of_bar(self._job.in_cell)
+        with Progress(number, self._job.epochs, total, self._history.accuracy, show=show, file=file) as bar:
             bar.skip(self._sums.steps * images)
             self._metrics.begin_epoch(self._sums)
 

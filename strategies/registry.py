@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import inspect
 from collections.abc import Iterable
@@ -185,7 +186,7 @@ class StrategyRow:
 
 
 class StrategyTable(list[StrategyRow]):
-    """The rows of `available()`, which print as an aligned table."""
+    """The rows of `available()`, which print as an aligned table; in a notebook, as one in HTML."""
 
     def __init__(self, rows: Iterable[StrategyRow]) -> None:
         super().__init__(rows)
@@ -198,6 +199,18 @@ class StrategyTable(list[StrategyRow]):
             + ("" if row.runs_here else f"  [{row.why_not}]")
             for row in self
         )
+
+    def _repr_html_(self) -> str:
+        def line(*cells: str, tag: str = "td") -> str:
+            found = (f"<{tag} style='text-align:left'>{html.escape(cell)}</{tag}>" for cell in cells)
+            return f"<tr>{''.join(found)}</tr>"
+
+        head = line("strategy", "runs here", "extra", "what it does", tag="th")
+        body = (
+            line(row.name, "yes" if row.runs_here else f"no: {row.why_not}", row.extra, row.summary)
+            for row in self
+        )
+        return f"<table>{head}{''.join(body)}</table>"
 
 
 def available() -> StrategyTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from drivetrain import DrivetrainError
+from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.cli import app
-from drivetrain.pipeline.ledger_compare import compare
-from drivetrain.pipeline.ledger_result import Ledger
+from drivetrain.pipeline.ledger_compare import differences
 from drivetrain.pipeline.ledger_rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, Turn, same_samples
 from drivetrain.pipeline.ledger_statistics import ratio, ratio_of_means, t_quantile
 from typer.testing import CliRunner
@@ -94,7 +95,12 @@ def test_a_ledger_prints_and_is_json(tmp_path: Path) -> None:
     assert "× 2.47" in text
     assert text.endswith(ledger.bound)
     assert text.index(PLAIN) < text.index(WHOLE) < text.index(LOADER)
-    assert "2.47  (1.49 to 4.08)" in ledger._repr_html_()
+    page = ledger._repr_html_()
+    assert "2.47  (1.49 to 4.08)" in page
+    assert "made &lt;up&gt;" in page
+    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    assert [row.split("</td>")[0].split(">")[-1] for row in rows if "border-bottom" in row] == [WHOLE]
+    assert all(row.count("text-align:left") == 1 for row in rows)  # figures stand below one another
     ledger.save(tmp_path / "ledger.json")
     written = json.loads((tmp_path / "ledger.json").read_text())
     assert written == json.loads(json.dumps(ledger.to_dict()))
@@ -303,7 +309,8 @@ def test_what_is_no_ledger_cannot_be_compared(content: str | None, tmp_path: Pat
 def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
     def saved(name: str, factor: float, torch: str, **more: float) -> Path:
         rounds = [
-            {PLAIN: 100 * drift, "+ a": 200 * drift * factor * shake} | more
+            {PLAIN: 100 * drift, "+ a": 200 * drift * factor * shake, "without ChannelsLast": 150, SPLIT: 90}
+            | more
             for drift, shake in ((1.0, 1.0), (0.98, 1.01), (1.01, 0.99))
         ]
         machine = {"hardware": {"cores": 2}, "versions": {"torch": torch}, "git_revision": "abc"}
@@ -314,6 +321,7 @@ def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
     first, second = saved("a.json", 1.0, "2.14"), saved("b.json", 1.5, "2.15", **{"+ b": 500.0})
     found = compare(first, second)
     plain, stage = found.rows[:2]
+    assert SPLIT not in [row.name for row in found.rows]
     assert (plain.name, plain.overlap, stage.name, stage.overlap) == (PLAIN, True, "+ a", False)
     assert stage.speed.value == pytest.approx(1.5)
     assert stage.speed.low < 1.5 < stage.speed.high
@@ -328,7 +336,17 @@ def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "Different versions, torch: 2.14 and 2.15." in done.output
     assert "1.50  (1." in done.output
-    assert "<td>+ a</td>" in found._repr_html_()
+    assert "…" not in done.output  # every interval fits
+    assert ">+ a</td>" in found._repr_html_()
+
+
+def test_two_plans_that_differ_in_how_a_step_is_done() -> None:
+    same = {"what": "build", "why": "with the seed 0"}
+    torch, ffcv = ({"what": "load a.beton", "why": f"{loader} loader"} for loader in ("torch", "ffcv"))
+    expected = "Different plan: load a.beton (torch loader) and load a.beton (ffcv loader)."
+    assert differences({"plan": [torch, same]}, {"plan": [ffcv, same]}) == [expected]
+    (more,) = differences({"plan": [torch]}, {"plan": [torch, same]})
+    assert more == "Different plan: nothing that it alone has and build."
 
 
 def test_the_command_needs_a_recipe_or_two_ledgers() -> None:

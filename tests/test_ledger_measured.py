@@ -17,6 +17,7 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
 from drivetrain.loaders import TorchLoader
+from drivetrain.pipeline import progress
 from drivetrain.pipeline.ledger import MIN_ROUNDS, TIGHT_ROUNDS, _Measurement
 from drivetrain.pipeline.ledger_crew import Loaders, Taker, groups, open_bench
 from drivetrain.pipeline.ledger_result import Ledger
@@ -370,6 +371,19 @@ def test_losses_that_are_not_finite_do_not_stop_a_ledger(toy: Toy) -> None:
         assert turn.images == 3 * BATCH
         with pytest.raises(NonFiniteError):
             pipeline.fit(epochs=1, progress=False)
+
+
+def test_the_bar_that_is_timed_is_shown_to_nobody(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a notebook, too, where a bar is a widget of the cell and not written to standard error."""
+    shown: list[Any] = []
+    monkeypatch.setattr(progress, "tqdm", lambda **bar: shown.append(bar))
+    with ExitStack() as stack:
+        bench, _ = open_bench(toy.pipeline(loader="torch", workers=0), Loaders(stack), stack)
+        assert take_turn(bench, "extras", epoch=1, batches=3)[0].images == 3 * BATCH
+    assert shown == []
+    assert capsys.readouterr().err == ""
 
 
 def test_copies_to_the_device_are_counted(toy: Toy) -> None:

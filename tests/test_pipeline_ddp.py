@@ -252,6 +252,7 @@ def test_a_strategy_that_needs_a_process_group_gets_one_on_one_device(toy: Toy) 
 
 SCRIPT = """
 import sys
+import ipykernel  # by which a notebook's process is known
 import torch
 from torch import nn
 from drivetrain import Pipeline
@@ -290,5 +291,8 @@ def test_a_model_of_a_script_without_a_main_guard(toy: Toy, tmp_path: Path) -> N
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 1  loss") == 1  # rank 0 alone shows progress
+    # A notebook shows standard error in red, and out of order: what ranks show there goes to standard output.
+    assert "epoch 1/2" in done.stdout
+    assert "epoch 1/2" not in done.stderr
     assert done.stdout.endswith("the same\n")
     assert len(json.loads((out / "history.json").read_text())["epochs"]) == 2

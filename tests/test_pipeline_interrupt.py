@@ -15,10 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
+from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline import TrainingInterrupted
 from drivetrain.pipeline.interrupts import interrupts_held
 from PIL import Image
-from pipeline_data import CLASSES, RUN_FILES, Sleepy, Toy, evaluated, left_in, plain_model
+from pipeline_data import BATCH, CLASSES, RUN_FILES, SIDE, TRAIN, Sleepy, Toy, evaluated, left_in, plain_model
 from process_state import wait_until_ended
 from safetensors.torch import load_file
 
@@ -157,6 +158,38 @@ def test_before_the_first_epoch_there_is_no_result(toy: Toy, tmp_path: Path) -> 
         toy.pipeline(factory).fit(epochs=1, out=tmp_path, progress=False)
     assert caught.value.result is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_ledger_keeps_no_frames(toy: Toy) -> None:
+    """Of the measurement, which hold models and loaders: a notebook keeps the last traceback."""
+
+    def factory() -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="the ledger was interrupted") as caught:
+        toy.pipeline(factory, loader="torch", workers=0).ledger(progress=False)
+    assert caught.traceback[-1].name == "_measured"
+    assert caught.value.__context__ is None
+
+
+def test_a_worker_that_starts_does_not_hear_ctrl_c(toy: Toy) -> None:
+    """It imports for seconds first; a terminal, or a notebook, interrupts all processes of a group."""
+    stop = threading.Event()
+
+    def interrupt_all_workers() -> None:
+        while not stop.wait(0.02):
+            for child in psutil.Process().children():
+                child.send_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_all_workers)
+    thread.start()
+    try:
+        with TorchLoader(toy.train, batch_size=BATCH, image_size=SIDE, workers=1) as loader:
+            assert len(list(loader)) == TRAIN // BATCH
+    finally:
+        stop.set()
+        thread.join()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_an_interrupt_waits_for_the_end_of_what_belongs_together() -> None:

@@ -54,6 +54,9 @@ def test_available_tells_name_summary_extra_and_whether_it_runs_here() -> None:
     assert lines["fairscale_oss"].split()[1:3] == ["yes", "fairscale"]
     assert "ddp with find_unused_parameters=True" in lines["ddp_find_unused_parameters"]
     assert "another name of ddp" in lines["ddp_notebook"]
+    page = table._repr_html_()
+    assert page.count("<tr>") == len(table) + 1
+    assert "&#x27;fsdp&#x27;" in page  # why fairscale_fsdp cannot run here: the remedy, escaped
 
 
 def test_what_cannot_run_here_says_why() -> None:
