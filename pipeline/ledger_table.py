@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import html
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..transforms.table import drawn
 from .ledger_result import Ledger
 from .ledger_rounds import PLAIN
 from .ledger_statistics import Figure, Ratio
@@ -49,9 +48,7 @@ def rendered(cells: Cells) -> str:
         table.add_column(head, justify="right" if number else "left", no_wrap=True)
     for number, row in enumerate(cells.rows, 1):
         table.add_row(*map(escape, row), end_section=number == cells.line_after)
-    console = Console(file=io.StringIO(), width=110)
-    console.print(table)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+    return drawn(table, 110)
 
 
 def html_table(cells: Cells) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import html
-import io
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from .. import strategies
 from ..errors import PlanError
 from ..transforms import CHANGES_MODEL, Transform
+from ..transforms.table import drawn
 from .rules import check_rules, family
 from .stages import Data, Distribution
 
@@ -62,9 +61,7 @@ class Plan:
             table.add_column(column, overflow="fold")
         for number, step in enumerate(self.steps, 1):
             table.add_row(str(number), *map(escape, (step.what, step.asked_by, step.why)))
-        console = Console(file=io.StringIO(), width=120)
-        console.print(table)
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+        return drawn(table, 120)
 
     def _repr_html_(self) -> str:
         rows = "".join(

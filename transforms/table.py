@@ -52,14 +52,16 @@ class Catalogue(list[CatalogueRow]):
             table.add_column(head, overflow="fold")
         for row in self:
             table.add_row(*map(escape, dataclasses.astuple(row)))
-        console = Console(file=io.StringIO(), width=160)
-        console.print(table)
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+        return drawn(table, 160)
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in HEADS)
         rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in dataclasses.astuple(row)) + "</tr>"
+            "<tr>"
+            + "".join(
+                f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in dataclasses.astuple(row)
+            )
+            + "</tr>"
             for row in self
         )
         return f"<table><tr>{head}</tr>{rows}</table>"
@@ -67,6 +69,15 @@ class Catalogue(list[CatalogueRow]):
     def to_dict(self) -> list[dict[str, Any]]:
         """The same as plain JSON types."""
         return [dataclasses.asdict(row) for row in self]
+
+
+def drawn(table: Table, width: int) -> str:
+    """The table as text of at most `width` columns, without colours."""
+    # Asked for, since in a notebook rich would by itself show the table in the cell and leave the file empty, and
+    # FORCE_COLOR, which Jupyter sets, would put escape sequences into it.
+    console = Console(file=io.StringIO(), width=width, force_jupyter=False, force_terminal=False)
+    console.print(table)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
 
 
 def make_catalogue(transforms: Iterable[type[Transform]]) -> Catalogue:
