@@ -2,12 +2,14 @@
 # make test         set up what is missing, then lint, types and tests (make test-all: the long ones, too)
 # make install      the set-up alone        make lock   write requirements.txt anew
 # make check        ruff and mypy           make bench PHOTOS=FOLDER  loading speed on a folder of photographs
+# make notebooks    run them, and keep their outputs in them (NOTEBOOKS=… for some)
 
 PYTHON ?= $(shell .ci/find-python)
 BIN := .venv/bin
 PACKAGES := loaders pipeline strategies transforms
+NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 
-.PHONY: quickstart install test test-all check lock bench clean
+.PHONY: quickstart install test test-all check lock bench notebooks clean
 
 quickstart: install
 	$(BIN)/drivetrain train cifar10-quickstart --out runs/quickstart --ledger
@@ -42,6 +44,9 @@ lock:
 
 bench: install
 	$(BIN)/python benchmarks/loaders.py "$(PHOTOS)"
+
+notebooks: install
+	$(BIN)/python .ci/run_notebooks.py $(NOTEBOOKS)
 
 clean:
 	rm -rf .venv .build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -57,6 +58,9 @@ class ConvertReport:
             lines.append(f"  fields: {', '.join(f'{name} ({kind})' for name, kind in self.fields.items())}")
         lines += [f"  left out {name}: {reason}" for name, reason in self.skipped]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain JSON types."""

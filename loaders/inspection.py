@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -93,6 +94,9 @@ class Inspection:
             lines += [f"    … and {len(shown) - 20} more"] if len(shown) > 20 else []
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
 
 def inspect(path: str | Path) -> Inspection:
     """Reads a file's tables (no image is decoded) and counts what is in it.
@@ -160,6 +164,9 @@ class Verification:
         found = "all sound" if self.sound else f"{len(self.bad):,} bad"
         lines = [f"{self.path}: {self.samples:,} samples, {how}: {found}"]
         return "\n".join([*lines, *(f"  sample {number}: {reason}" for number, reason in self.bad)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def verify(path: str | Path, *, workers: int | None = None, progress: bool = True) -> Verification:

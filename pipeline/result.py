@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -57,6 +56,20 @@ class Epoch:
         return "  ".join(parts)
 
 
+COLUMNS = {
+    "epoch": ("epoch", "d"),
+    "loss": ("loss", ".4f"),
+    "val_loss": ("val loss", ".4f"),
+    "accuracy": ("accuracy", ".2%"),
+    "images_per_s": ("images/s", ",.0f"),
+    "waiting": ("waiting", ".0%"),
+    "seconds": ("seconds", ".1f"),
+    "lr": ("lr at its end", ".3g"),
+    "skipped": ("steps skipped", "d"),
+}
+"""Of a history in a notebook: each field of an `Epoch` with its head and format."""
+
+
 @dataclass(repr=False)
 class History:
     """The epochs so far, and the facts about the run that produced them."""
@@ -84,17 +97,17 @@ class History:
     def _repr_html_(self) -> str:
         if not self.epochs:
             return "<i>no finished epoch</i>"
-        names = list(asdict(self.epochs[0]))
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+        measured = [n for n in COLUMNS if any(getattr(epoch, n) is not None for epoch in self.epochs)]
+        head = "".join(f"<th>{COLUMNS[name][0]}</th>" for name in measured)
         body = "".join(
-            "<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in asdict(epoch).values()) + "</tr>"
+            "<tr>" + "".join(f"<td>{_cell(name, getattr(epoch, name))}</td>" for name in measured) + "</tr>"
             for epoch in self.epochs
         )
         return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else html.escape(str(value))
+def _cell(name: str, value: Any) -> str:
+    return "" if value is None else format(value, COLUMNS[name][1])
 
 
 @dataclass

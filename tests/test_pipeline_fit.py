@@ -6,6 +6,7 @@ import copy
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from drivetrain import Pipeline
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
 from drivetrain.pipeline.optimizers import Optimization, Schedule
+from drivetrain.pipeline.result import COLUMNS
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
 from pipeline_data import (
     BATCH,
@@ -139,7 +141,10 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
         assert TRAIN / epoch.images_per_s < epoch.seconds
         assert round(epoch.accuracy * VAL, 6) == round(epoch.accuracy * VAL)  # type: ignore[operator]
     assert str(result.history).count("\n") == 3
-    assert "accuracy" in result.history._repr_html_()
+    page = result.history._repr_html_()
+    assert list(COLUMNS) == list(asdict(last))
+    assert page.count("<tr>") == 1 + len(result.history.epochs)
+    assert f"<td>{result.accuracy:.2%}</td>" in page
     assert "the plan" in result._repr_html_()
     assert "what was changed" in result._repr_html_()
     assert "<td" in result.reports[0]._repr_html_()
