@@ -229,7 +229,10 @@ class _Measurement:
         by_name = {name: taker for taker in takers for name in taker.names}
         chosen = [by_name[name] for name in (PLAIN, *map(str, alone.values()))]
         spent = sum(taker.seconds for taker in chosen) * 2  # the pairs take about as long
-        if perf_counter() + (MIN_ROUNDS + 1) * spent > self._deadline:
+        # Turns that are shorter than the other rounds', if need be: a pair's gain is taken within its round.
+        fits = (self._deadline - perf_counter()) / ((MIN_ROUNDS + 1) * spent)
+        batches, spent = int(batches * min(fits, 1.0)), spent * min(fits, 1.0)
+        if batches < MIN_BATCHES:
             return {}
         chosen += [
             self._taker([Variant(f"{first} and {second}", pair(self._pipeline, first, second))])

@@ -7,6 +7,7 @@ from .ledger_rounds import COPY, LOADER, MODEL, PLAIN
 from .ledger_statistics import Ratio, ratio
 
 ALIKE = 0.9  # two ceilings closer than this bind alike
+UNSURE = 0.1  # what is known less exactly than this is not said to compound
 COSTS = 0.98  # a stage whose gain is surely below this costs speed
 
 
@@ -64,6 +65,8 @@ def compound(ledger: Ledger) -> str:
         f"alone the stages multiply to {product.value:.2f} ×, together they bring {total.value:.2f} ×, "
         f"{kept.value:.0%} of it ({kept.low:.0%} to {kept.high:.0%})"
     )
+    if kept.holds(1.0) and kept.spread > UNSURE:
+        return f"It is not sure whether the speedups compound: {figures}. Give more seconds."
     if kept.holds(1.0):
         return f"The speedups compound: {figures}."
     if kept.low > 1:
