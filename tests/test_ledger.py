@@ -182,7 +182,10 @@ def test_what_was_left_out_is_told() -> None:
             (410, 395, 400),
             "The speedups compound: alone the stages multiply to 4.00 ×, together they bring 4.02 ×",
         ),
-        ((400, 300, 480), "It is not sure whether the speedups compound: alone the stages multiply to 4.00 ×"),
+        (
+            (400, 300, 480),
+            "It is not sure whether the speedups compound: alone the stages multiply to 4.00 ×",
+        ),
         ((500, 505, 495), "The speedups more than compound: "),
         ((300, 305, 295), "The speedups do not compound: "),
     ],
