@@ -339,8 +339,8 @@ class Pipeline:
             seconds: the time to spend, start of the workers included. At least three rounds are measured,
                 however long they take.
             within: ends earlier when every interval is as narrow as this to each side (0.02: ± 2 %).
-            accuracy: then also trains plain PyTorch and each stage in turn, with accuracy and time; on top
-                of `seconds`.
+            accuracy: then also trains each variant (the stages in turn, only one stage, all but one), with
+                accuracy and time; on top of `seconds`.
             epochs: to train each of them; None: the recipe's.
             target: top-1 accuracy, 0 to 1, to give the time to; None: what plain PyTorch reaches.
             progress: show a bar.

@@ -28,7 +28,7 @@ from .ledger_findings import fallen, loses
 from .ledger_memory import PEAK_RESERVE, PEAK_SECONDS, peak_bytes
 from .ledger_result import Ledger
 from .ledger_rounds import PLAIN, Turn, only, same_samples
-from .ledger_variants import Variant, alone_and_without, in_turn, pair, stages, variants
+from .ledger_variants import Variant, alone_and_without, in_turn, pair, possible, stages, variants
 from .provenance import provenance
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
@@ -83,7 +83,9 @@ def measure(
         provenance=provenance(),
     )
     if accuracy and epochs is not None:
-        found.facts["accuracy"] = train_each(in_turn(pipeline), epochs, target, progress)
+        found.facts["accuracy"] = train_each(
+            [*in_turn(pipeline), *possible(alone_and_without(pipeline))], epochs, target, progress
+        )
     return found
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from ..errors import DrivetrainError
 from ..transforms import Transform
 from .builder import Pipeline
 from .ledger_rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
@@ -129,6 +131,16 @@ def alone_and_without(pipeline: Pipeline) -> list[Variant]:
         for stage in found[:-1]
     ]
     return [*one, *less] if len(found) > 2 else one
+
+
+def possible(found: Iterable[Variant]) -> list[Variant]:
+    """Those that have a plan: a stage may need another one, or not go with plain PyTorch."""
+    kept = []
+    for variant in found:
+        with suppress(DrivetrainError):
+            variant.pipeline.plan()
+            kept.append(variant)
+    return kept
 
 
 def pair(pipeline: Pipeline, first: str, second: str) -> Pipeline:

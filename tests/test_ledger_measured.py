@@ -21,7 +21,7 @@ from drivetrain.pipeline import progress
 from drivetrain.pipeline.ledger import MIN_ROUNDS, TIGHT_ROUNDS, _Measurement
 from drivetrain.pipeline.ledger_crew import Loaders, Taker, groups, open_bench
 from drivetrain.pipeline.ledger_result import Ledger
-from drivetrain.pipeline.ledger_rounds import EXTRAS, LOADER, MODEL, PLAIN, SPLIT
+from drivetrain.pipeline.ledger_rounds import EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
 from drivetrain.pipeline.ledger_schedule import phases
 from drivetrain.pipeline.ledger_turns import take_turn
 from drivetrain.pipeline.ledger_variants import Variant, alone_and_without, stages, variants
@@ -178,9 +178,11 @@ def test_what_a_variant_holds_in_memory(full: Ledger) -> None:
         assert costs["compile_seconds"] is None
 
 
-def test_accuracy_of_each_stage_in_turn(full: Ledger, toy: Toy) -> None:
+def test_accuracy_of_each_variant(full: Ledger, toy: Toy) -> None:
     found = full.facts["accuracy"]
-    assert list(found["rows"]) == [row.name for row in full.rows]
+    names = [gain.stage for gain in full.stages]
+    others = [*map(only, names[1:]), *(map(without, names[:-1]) if len(names) > 2 else ())]
+    assert list(found["rows"]) == [*(row.name for row in full.rows), *others]
     plain = toy.pipeline(plain_model, loader="torch", workers=0).fit(epochs=2, progress=False)
     assert found["rows"][PLAIN]["accuracy"] == plain.accuracy == found["target"]
     assert 0 < found["rows"][PLAIN]["seconds_to_target"] <= found["rows"][PLAIN]["seconds"]
