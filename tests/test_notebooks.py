@@ -63,7 +63,8 @@ def test_notebook_says_first_how_long_it_takes_and_names_no_place_of_a_machine(p
     places = {
         str(place) for place in (Path.home(), Path(tempfile.gettempdir()), ROOT) if len(place.parts) > 1
     }
-    assert not [place for place in places if place in path.read_text()]
+    written = re.sub(r'"image/png": "[^"]*"', "", path.read_text())  # base64 has any short word by chance
+    assert not [place for place in places if place in written]
 
 
 class Kernel:
