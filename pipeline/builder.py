@@ -264,7 +264,8 @@ class Pipeline:
             progress: show a bar and a line per epoch.
             resume: `"auto"`: from the newest complete checkpoint in `out`, or from the start where there is
                 none; a path: from this checkpoint, or the newest of this run's folder; None: from the start.
-                Checkpoints of an earlier run in `out` are then replaced, once the first new one is complete.
+                An earlier run in `out` is then replaced, and a line says so: its results go when this one begins,
+                its checkpoints once the first new one is complete.
             checkpoints: when they are made, and which are kept; None: none are. Without `out` there are none.
             on_nonfinite: `"raise"`: a loss that is not finite ends the training, naming step, rank and the last
                 good checkpoint; `"skip"`: its step is not taken by any rank. The learning rate goes on, and
@@ -280,6 +281,7 @@ class Pipeline:
 
         Raises:
             PlanError, DataError, StrategyError: before training, if it cannot work.
+            DrivetrainError: if another run is training in `out`.
             CheckpointError: if a checkpoint cannot be written, or is damaged, or is of another run.
             NonFiniteError: see `on_nonfinite`.
             TrainingInterrupted: on Ctrl-C; a KeyboardInterrupt that carries what was finished.

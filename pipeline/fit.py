@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from .resume import global_randomness_kept
 from .retention import Checkpoints
 from .rules import check_epochs
 from .run import Job, Outcome, Run
-from .run_folder import descriptions, draw_curves
+from .run_folder import claimed, descriptions, draw_curves, replaced
 from .stages import is_whole
 
 
@@ -58,11 +59,19 @@ def fit(
     folder = None if out is None else make_folder(Path(out))
     loggers = check_loggers(logger, log_every, folder, travels=not _is_rank(pipeline))
     texts, note = descriptions(pipeline, epochs) if folder is not None else ({}, "")
-    pipeline = with_files(pipeline, progress)
     job = Job(
         epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell()
     )
-    _tell(note, progress)
+    with claimed(folder) if folder is not None and _leads() else nullcontext():
+        pipeline = with_files(pipeline, progress)
+        for text in (note, "" if folder is None else replaced(folder, resume)):
+            _tell(text, progress)
+        return _fit(pipeline, job)
+
+
+def _fit(pipeline: Pipeline, job: Job) -> FitResult:
+    """Trains, and draws the curves."""
+    folder, progress = job.folder, job.progress
     interrupted: TrainingInterrupted | None = None
     try:
         outcome = _run(pipeline, job)
@@ -80,8 +89,15 @@ def fit(
 
 
 def _tell(note: str, progress: bool) -> None:
-    if note and progress and os.environ.get("RANK", "0") == "0":
+    if note and progress and _leads():
         say(note)
+
+
+def _leads() -> bool:
+    """Whether this process is the only one that fits, or the first of several."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _run(pipeline: Pipeline, job: Job) -> Outcome:
