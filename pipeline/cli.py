@@ -99,6 +99,10 @@ def train(
     """
     from .builder import Pipeline
 
+    if ledger:
+        from .ledger import check_asked
+
+        check_asked(ledger_seconds)  # first: a training would be over by then
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
     print(pipeline.plan())
     result = pipeline.fit(out=out, resume="auto" if resume else None, logger=logger)

@@ -117,7 +117,7 @@ def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
 def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     files = [*toy_values(toy), "--out", str(tmp_path / "file")]
-    recipe, key, pair, data, train, ledger, option = run_several(
+    recipe, key, pair, data, train, ledger, option, seconds = run_several(
         ["recipes", "baselin"],
         ["train", "baseline", "epoch=3"],
         ["ledger", "baseline", "epochs"],
@@ -125,6 +125,7 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
         ["train", "cifar10-quickstart", *files],
         ["ledger", "cifar10-quickstart", *files],
         ["train", "baseline", "model_options.num_clases=4", *toy_values(toy)],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--ledger", "--ledger-seconds", "0"],
     )
     assert "No recipe is named 'baselin'. Did you mean 'baseline'?" in recipe.line
     assert "Did you mean 'epochs'?" in key.line
@@ -134,6 +135,7 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
         assert message in end.err.splitlines()[-1]
         assert "Traceback" not in end.err
     assert "is a file" in ledger.line  # before it measures
+    assert "seconds=0 (--seconds, --ledger-seconds) must be positive" in seconds.line  # before it trains
     end = run("tran")
     assert end.code == 2
     assert "No such command 'tran'" in end.err
