@@ -242,7 +242,7 @@ class Pipeline:
         epochs: int | None = None,
         out: str | Path | None = None,
         progress: bool = True,
-        resume: str | Path | None = None,
+        resume: str | Path | bool | None = None,
         checkpoints: Checkpoints | None = CHECKPOINTS,
         on_nonfinite: OnNonFinite = "raise",
         logger: Choice = None,
@@ -262,8 +262,8 @@ class Pipeline:
                 after each epoch, for `curves.png`, drawn at the end, and for `checkpoints/`. With several
                 machines, one that all of them share.
             progress: show a bar and a line per epoch.
-            resume: `"auto"`: from the newest complete checkpoint in `out`, or from the start where there is
-                none; a path: from this checkpoint, or the newest of this run's folder; None: from the start.
+            resume: `"auto"`, or True: from the newest complete checkpoint in `out`, or from the start where there is
+                none; a path: from this checkpoint, or the newest of this run's folder; None, or False: from the start.
                 An earlier run in `out` is then replaced, and a line says so: its results go when this one begins,
                 its checkpoints once the first new one is complete.
             checkpoints: when they are made, and which are kept; None: none are. Without `out` there are none.

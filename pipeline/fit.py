@@ -37,7 +37,7 @@ def fit(
     epochs: int | None,
     out: str | Path | None,
     progress: bool,
-    resume: str | Path | None = None,
+    resume: str | Path | bool | None = None,
     checkpoints: Checkpoints | None = None,
     on_nonfinite: OnNonFinite = "raise",
     logger: Choice = None,
@@ -49,10 +49,7 @@ def fit(
         raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
     if not is_whole(epochs, 1):
         raise PlanError(f"epochs={epochs!r} must be an integer from 1 on.")
-    if resume == "auto" and out is None:
-        raise PlanError(
-            "resume='auto' looks for checkpoints in out; give fit(out=…), or the checkpoint's path."
-        )
+    resume = _checked(resume, checkpoints, out)
     check_choice(on_nonfinite)
     pipeline.plan()
     check_epochs(pipeline, epochs)
@@ -67,6 +64,28 @@ def fit(
         for text in (note, "" if folder is None else replaced(folder, resume)):
             _tell(text, progress)
         return _fit(pipeline, job)
+
+
+def _checked(
+    resume: str | Path | bool | None, checkpoints: object, out: str | Path | None
+) -> str | Path | None:
+    """Where to go on from: True is `"auto"`, and False is None."""
+    if isinstance(resume, bool):
+        resume = "auto" if resume else None
+    if not isinstance(resume, str | Path | None):
+        raise PlanError(
+            f"resume={resume!r:.80} must be 'auto', the path of a checkpoint or of a run, or None."
+        )
+    if resume == "auto" and out is None:
+        raise PlanError(
+            "resume='auto' looks for checkpoints in out; give fit(out=…), or the checkpoint's path."
+        )
+    if not isinstance(checkpoints, Checkpoints | None):
+        raise PlanError(
+            f"checkpoints={checkpoints!r:.80} must say which: Checkpoints(keep=2, …) of drivetrain.pipeline; or be "
+            f"None for none."
+        )
+    return resume
 
 
 def _fit(pipeline: Pipeline, job: Job) -> FitResult:

@@ -190,7 +190,7 @@ def test_auto(toy: Toy, tmp_path: Path, capsys: Any) -> None:
     whole = pipeline.fit(epochs=3, out=tmp_path, resume="auto")
     assert "There is no checkpoint yet" in capsys.readouterr().out
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")}
-    again = pipeline.fit(epochs=3, out=tmp_path, resume="auto")
+    again = pipeline.fit(epochs=3, out=tmp_path, resume=True)
     assert "the training was finished" in capsys.readouterr().out
     assert_same(again, whole)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")} == files
