@@ -50,7 +50,17 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Out = Annotated[Path | None, typer.Option(help="Folder for the results; made if it is not there.")]
+
+def _folder(text: str) -> Path:
+    if not text:  # which would be this folder; from a script, it is a variable that was not set
+        raise typer.BadParameter("it is empty. Give a folder, '.' for this one.")
+    return Path(text)
+
+
+Out = Annotated[
+    Path | None,
+    typer.Option(parser=_folder, metavar="FOLDER", help="Folder for the results; made if it is not there."),
+]
 Train = Annotated[
     str | None, typer.Option("--train", help="Training data: a .beton file, or a name such as cifar10:train.")
 ]
@@ -144,6 +154,7 @@ def export(
 
 @app.command()
 def ledger(
+    context: typer.Context,
     recipe: Annotated[
         str | None,
         typer.Argument(help="Name of a recipe (see: drivetrain recipes), or a .yaml or .json file."),
@@ -174,6 +185,11 @@ def ledger(
     spent. With --out, ledger.json and ledger.png are written there.
     """
     if compare is not None:
+        others = [name for name in _given(context) if name != "--compare"]
+        if others:
+            raise PlanError(
+                f"--compare measures nothing. Leave out what is for a measurement: {', '.join(others)}."
+            )
         from .ledger_compare import compare as run
 
         print(run(*compare))
@@ -182,6 +198,8 @@ def ledger(
         raise PlanError(
             "Give the name of a recipe to measure (drivetrain recipes), or --compare A.JSON B.JSON."
         )
+    if epochs is not None and not accuracy:
+        raise PlanError("--epochs is of the trainings that --accuracy asks for. Give both, or neither.")
     from .builder import Pipeline
 
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
@@ -218,6 +236,15 @@ def doctor() -> None:
     raise typer.Exit(0 if healthy else 1)
 
 
+def _given(context: typer.Context) -> list[str]:
+    """The names of the options and arguments that the command line has."""
+    return [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if getattr(context.get_parameter_source(str(parameter.name)), "name", "") == "COMMANDLINE"
+    ]
+
+
 def _measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: Any) -> None:
     from .fit import make_folder
 
@@ -235,6 +262,8 @@ def _overrides(pairs: list[str] | None, data: str | None, val: str | None) -> di
     found = parse_overrides(pairs or [])
     for key, value in (("train", data), ("val", val)):
         if value is not None:
+            if key in found:
+                raise PlanError(f"--{key} and {key}= are both given. Leave one of the two out.")
             found[key] = value
     return found
 

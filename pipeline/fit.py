@@ -78,7 +78,11 @@ def _checked(
         )
     if resume == "auto" and out is None:
         raise PlanError(
-            "resume='auto' looks for checkpoints in out; give fit(out=…), or the checkpoint's path."
+            "resume='auto' looks for checkpoints in out; give fit(out=…) (--out), or the checkpoint's path."
+        )
+    if out == "":
+        raise PlanError(
+            "out='' names no folder; give the path of one, '.' for this, or None to keep no files."
         )
     if not isinstance(checkpoints, Checkpoints | None):
         raise PlanError(

@@ -131,13 +131,15 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
     JSON, else as text.
 
     Raises:
-        RecipeError: for something that is not KEY=VALUE.
+        RecipeError: for something that is not KEY=VALUE, and for a key that comes twice.
     """
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
             raise RecipeError(f"{pair!r} is not KEY=VALUE, as in epochs=36.")
+        if key in found:
+            raise RecipeError(f"{key}= is given twice. Leave one of the two out.")
         try:
             value = json.loads(text)
         except ValueError:

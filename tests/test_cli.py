@@ -136,6 +136,26 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
         assert "Traceback" not in end.err
     assert "is a file" in ledger.line  # before it measures
     assert "seconds=0 (--seconds, --ledger-seconds) must be positive" in seconds.line  # before it trains
+    refused = run_several(
+        ["train", "baseline", "epochs=1", "epochs=2"],
+        ["train", "baseline", "train=a.beton", "--train", "b.beton"],
+        ["ledger", "baseline", "--epochs", "3"],
+        ["ledger", "baseline", "--seconds", "9", "--compare", "a.json", "b.json"],
+    )
+    messages = (
+        "epochs= is given twice",
+        "--train and train= are both",
+        "--epochs is of",
+        ": recipe, --seconds.",
+    )
+    for end, message in zip(refused, messages, strict=True):
+        assert message in end.line
+    logger, empty = run_several(
+        ["train", "cifar10-quickstart", *toy_values(toy), "--logger", "csv"],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--out", ""],
+    )
+    assert "give fit(out=…) (--out)" in logger.err
+    assert (empty.code, "it is empty" in empty.err) == (2, True)
     end = run("tran")
     assert end.code == 2
     assert "No such command 'tran'" in end.err
