@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -23,7 +26,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs a command. An error of Drivetrain, and Ctrl-C, become a line on stderr and an exit status."""
         try:
-            return super().invoke(ctx)
+            with _plain_warnings():
+                return super().invoke(ctx)
         except DrivetrainError as error:
             _say(type(error).__name__, str(error))
             raise typer.Exit(1) from None
@@ -32,6 +36,22 @@ class _Commands(TyperGroup):
             kept = f" Epoch {len(result.history.epochs)} was the last to be finished." if result else ""
             _say("Interrupted", f"on your wish.{kept}")
             raise typer.Exit(130) from None
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Within the block a warning of Drivetrain is a line as an error is, without a line of source."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if category.__module__.startswith(f"{__package__.partition('.')[0]}."):
+                _say(category.__name__, str(message))
+            else:
+                others(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def _say(head: str, text: str) -> None:
@@ -119,7 +139,8 @@ def train(
     for report in result.reports:
         print(report)
     if result.accuracy is not None:
-        print(f"top-1 accuracy {result.accuracy:.2%} after {len(result.history.epochs)} epochs")
+        epochs = len(result.history.epochs)
+        print(f"top-1 accuracy {result.accuracy:.2%} after {epochs} epoch{'s' * (epochs != 1)}")
     if ledger:
         _measure(pipeline, ledger_seconds, out)
     if out is not None:

@@ -67,7 +67,9 @@ def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
         return {"name": Path(recipe).name} | given, origin
     if isinstance(recipe, str):
         if recipe not in RECIPES:
-            raise RecipeError(f"No recipe is named {recipe!r}.{suggest(recipe, RECIPES)}")
+            file = Path(recipe, "recipe.yaml")  # of a run's folder
+            hint = f" Did you mean {str(file)!r}?" if file.is_file() else suggest(recipe, RECIPES)
+            raise RecipeError(f"No recipe is named {recipe!r}.{hint}")
         return RECIPES[recipe] | {"name": recipe}, Origin(recipe)
     if isinstance(recipe, Mapping):
         return dict(recipe), Origin()

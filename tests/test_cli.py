@@ -103,13 +103,16 @@ def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
         f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\ntrain: {toy.train}\n"
         "batch_size: 32\nimage_size: 16\noptimizer: {name: sgd, lr: 1e-3}\nepochs: 1\nworkers: 1\n"
     )
-    shown, trained, wrong = run_several(
+    shown, trained, wrong, folder = run_several(
         ["recipes", str(file)],
-        ["train", str(file), "--out", str(tmp_path / "out"), "seed=3"],
+        ["train", str(file), "--out", str(tmp_path / "out"), "seed=3", "--val", toy.val],
         ["train", str(file), "optimizer.lr=fast"],
+        ["train", str(tmp_path / "out")],
     )
     assert re.search(r"optimizer .*name: sgd", shown.out)
     assert trained.code == 0, trained.err
+    assert "after 1 epoch\n" in trained.out
+    assert f"Did you mean '{tmp_path / 'out' / 'recipe.yaml'}'?" in folder.line
     assert json.loads((tmp_path / "out" / "history.json").read_text())["recipe"] == "mine.yaml"
     assert "mine.yaml" in wrong.line
 
@@ -235,6 +238,7 @@ def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
         assert re.search(rf"ok +. extra {extra}", whole.out)
     assert re.search(r"ok +. torch ", whole.out)
     assert "strategy ddp" in whole.out
+    assert "…" not in whole.out  # nothing is cut off
     doctor, train = run_several(
         ["doctor"],
         ["train", "cifar10-quickstart", *toy_values(toy)],
