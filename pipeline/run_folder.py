@@ -52,19 +52,19 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def replaced(folder: Path, resume: str | Path | None) -> str:
     """A note on the earlier run that a new one replaces, or "" if there is none, or it goes on."""
-    if resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(folder.resolve())):
+    store = Store(folder / "checkpoints")
+    if resume == "auto" and store.run is not None:
         return ""
+    if resume not in (None, "auto") and Path(resume).resolve().is_relative_to(folder.resolve()):
+        return ""
+    goes_on = " (resume='auto', --resume, goes on from it)" if store.checkpoints() else ""
     try:
         epochs = len(json.loads((folder / HISTORY).read_bytes())["epochs"])
     except FileNotFoundError:
-        if not Store(folder / "checkpoints").checkpoints():
-            return ""
-        held = "an unfinished run"
+        return f"{folder} held an unfinished run; it is replaced{goes_on}." if goes_on else ""
     except (OSError, ValueError, KeyError, TypeError):
-        held = "a run"
-    else:
-        held = f"a run of {epochs} epoch{'s' * (epochs != 1)}"
-    return f"{folder} held {held}; it is replaced (resume='auto', --resume, goes on from it)."
+        return f"{folder} held a run; it is replaced{goes_on}."
+    return f"{folder} held a run of {epochs} epoch{'s' * (epochs != 1)}; it is replaced{goes_on}."
 
 
 def clear_results(folder: Path) -> None:

@@ -322,6 +322,9 @@ def test_an_earlier_run_is_replaced_with_a_word_and_as_a_whole(toy: Toy, tmp_pat
         export(tmp_path, tmp_path / "model.safetensors", names="trained")
     fit(pipeline, epochs=1, out=tmp_path, checkpoints=None)
     assert checkpoints_in(tmp_path) == []
+    fit(pipeline, epochs=1, out=tmp_path / "off", checkpoints=None)
+    pipeline.fit(epochs=1, out=tmp_path / "off", resume="auto")  # of which there is nothing to go on from
+    assert "off held a run of 1 epoch; it is replaced.\n" in capsys.readouterr().out
 
 
 def test_two_runs_in_one_folder_are_refused(toy: Toy, tmp_path: Path) -> None:
