@@ -242,7 +242,7 @@ class Pipeline:
         epochs: int | None = None,
         out: str | Path | None = None,
         progress: bool = True,
-        resume: str | Path | None = None,
+        resume: str | Path | bool | None = None,
         checkpoints: Checkpoints | None = CHECKPOINTS,
         on_nonfinite: OnNonFinite = "raise",
         logger: Choice = None,
@@ -262,9 +262,10 @@ class Pipeline:
                 after each epoch, for `curves.png`, drawn at the end, and for `checkpoints/`. With several
                 machines, one that all of them share.
             progress: show a bar and a line per epoch.
-            resume: `"auto"`: from the newest complete checkpoint in `out`, or from the start where there is
-                none; a path: from this checkpoint, or the newest of this run's folder; None: from the start.
-                Checkpoints of an earlier run in `out` are then replaced, once the first new one is complete.
+            resume: `"auto"`, or True: from the newest complete checkpoint in `out`, or from the start where there is
+                none; a path: from this checkpoint, or the newest of this run's folder; None, or False: from the start.
+                An earlier run in `out` is then replaced, and a line says so: its results go when this one begins,
+                its checkpoints once the first new one is complete.
             checkpoints: when they are made, and which are kept; None: none are. Without `out` there are none.
             on_nonfinite: `"raise"`: a loss that is not finite ends the training, naming step, rank and the last
                 good checkpoint; `"skip"`: its step is not taken by any rank. The learning rate goes on, and
@@ -280,6 +281,7 @@ class Pipeline:
 
         Raises:
             PlanError, DataError, StrategyError: before training, if it cannot work.
+            DrivetrainError: if another run is training in `out`.
             CheckpointError: if a checkpoint cannot be written, or is damaged, or is of another run.
             NonFiniteError: see `on_nonfinite`.
             TrainingInterrupted: on Ctrl-C; a KeyboardInterrupt that carries what was finished.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -23,7 +26,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs a command. An error of Drivetrain, and Ctrl-C, become a line on stderr and an exit status."""
         try:
-            return super().invoke(ctx)
+            with _plain_warnings():
+                return super().invoke(ctx)
         except DrivetrainError as error:
             _say(type(error).__name__, str(error))
             raise typer.Exit(1) from None
@@ -32,6 +36,22 @@ class _Commands(TyperGroup):
             kept = f" Epoch {len(result.history.epochs)} was the last to be finished." if result else ""
             _say("Interrupted", f"on your wish.{kept}")
             raise typer.Exit(130) from None
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Within the block a warning of Drivetrain is a line as an error is, without a line of source."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if category.__module__.startswith(f"{__package__.partition('.')[0]}."):
+                _say(category.__name__, str(message))
+            else:
+                others(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def _say(head: str, text: str) -> None:
@@ -50,7 +70,17 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Out = Annotated[Path | None, typer.Option(help="Folder for the results; made if it is not there.")]
+
+def _folder(text: str) -> Path:
+    if not text:  # which would be this folder; from a script, it is a variable that was not set
+        raise typer.BadParameter("it is empty. Give a folder, '.' for this one.")
+    return Path(text)
+
+
+Out = Annotated[
+    Path | None,
+    typer.Option(parser=_folder, metavar="FOLDER", help="Folder for the results; made if it is not there."),
+]
 Train = Annotated[
     str | None, typer.Option("--train", help="Training data: a .beton file, or a name such as cifar10:train.")
 ]
@@ -99,13 +129,18 @@ def train(
     """
     from .builder import Pipeline
 
+    if ledger:
+        from .ledger import check_asked
+
+        check_asked(ledger_seconds)  # first: a training would be over by then
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
     print(pipeline.plan())
     result = pipeline.fit(out=out, resume="auto" if resume else None, logger=logger)
     for report in result.reports:
         print(report)
     if result.accuracy is not None:
-        print(f"top-1 accuracy {result.accuracy:.2%} after {len(result.history.epochs)} epochs")
+        epochs = len(result.history.epochs)
+        print(f"top-1 accuracy {result.accuracy:.2%} after {epochs} epoch{'s' * (epochs != 1)}")
     if ledger:
         _measure(pipeline, ledger_seconds, out)
     if out is not None:
@@ -140,6 +175,7 @@ def export(
 
 @app.command()
 def ledger(
+    context: typer.Context,
     recipe: Annotated[
         str | None,
         typer.Argument(help="Name of a recipe (see: drivetrain recipes), or a .yaml or .json file."),
@@ -170,6 +206,11 @@ def ledger(
     spent. With --out, ledger.json and ledger.png are written there.
     """
     if compare is not None:
+        others = [name for name in _given(context) if name != "--compare"]
+        if others:
+            raise PlanError(
+                f"--compare measures nothing. Leave out what is for a measurement: {', '.join(others)}."
+            )
         from .ledger_compare import compare as run
 
         print(run(*compare))
@@ -178,6 +219,8 @@ def ledger(
         raise PlanError(
             "Give the name of a recipe to measure (drivetrain recipes), or --compare A.JSON B.JSON."
         )
+    if epochs is not None and not accuracy:
+        raise PlanError("--epochs is of the trainings that --accuracy asks for. Give both, or neither.")
     from .builder import Pipeline
 
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
@@ -214,6 +257,15 @@ def doctor() -> None:
     raise typer.Exit(0 if healthy else 1)
 
 
+def _given(context: typer.Context) -> list[str]:
+    """The names of the options and arguments that the command line has."""
+    return [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if getattr(context.get_parameter_source(str(parameter.name)), "name", "") == "COMMANDLINE"
+    ]
+
+
 def _measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: Any) -> None:
     from .fit import make_folder
 
@@ -231,6 +283,8 @@ def _overrides(pairs: list[str] | None, data: str | None, val: str | None) -> di
     found = parse_overrides(pairs or [])
     for key, value in (("train", data), ("val", val)):
         if value is not None:
+            if key in found:
+                raise PlanError(f"--{key} and {key}= are both given. Leave one of the two out.")
             found[key] = value
     return found
 

@@ -54,7 +54,9 @@ def examine() -> tuple[bool, Table]:
     """Whether the core is whole, and everything that was looked at, as a table."""
     core = _core()
     findings = [*core, *_extras(), *_native(), *_devices()]
-    table = Table("", "what", "found", "remedy", title="drivetrain doctor", title_justify="left")
+    table = Table("", title="drivetrain doctor", title_justify="left")
+    for heading in ("what", "found", "remedy"):
+        table.add_column(heading, overflow="fold")  # a long name is not cut off
     for finding in findings:
         mark = "[green]ok[/]" if finding.good else "[yellow]missing[/]"
         # Escaped: rich would take the name of an extra, [ffcv], for markup.

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from .resume import global_randomness_kept
 from .retention import Checkpoints
 from .rules import check_epochs
 from .run import Job, Outcome, Run
-from .run_folder import descriptions, draw_curves
+from .run_folder import claimed, descriptions, draw_curves, replaced
 from .stages import is_whole
 
 
@@ -36,7 +37,7 @@ def fit(
     epochs: int | None,
     out: str | Path | None,
     progress: bool,
-    resume: str | Path | None = None,
+    resume: str | Path | bool | None = None,
     checkpoints: Checkpoints | None = None,
     on_nonfinite: OnNonFinite = "raise",
     logger: Choice = None,
@@ -48,21 +49,52 @@ def fit(
         raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
     if not is_whole(epochs, 1):
         raise PlanError(f"epochs={epochs!r} must be an integer from 1 on.")
-    if resume == "auto" and out is None:
-        raise PlanError(
-            "resume='auto' looks for checkpoints in out; give fit(out=…), or the checkpoint's path."
-        )
+    resume = _checked(resume, checkpoints, out)
     check_choice(on_nonfinite)
     pipeline.plan()
     check_epochs(pipeline, epochs)
     folder = None if out is None else make_folder(Path(out))
     loggers = check_loggers(logger, log_every, folder, travels=not _is_rank(pipeline))
     texts, note = descriptions(pipeline, epochs) if folder is not None else ({}, "")
-    pipeline = with_files(pipeline, progress)
     job = Job(
         epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell()
     )
-    _tell(note, progress)
+    with claimed(folder) if folder is not None and _leads() else nullcontext():
+        pipeline = with_files(pipeline, progress)
+        for text in (note, "" if folder is None else replaced(folder, resume)):
+            _tell(text, progress)
+        return _fit(pipeline, job)
+
+
+def _checked(
+    resume: str | Path | bool | None, checkpoints: object, out: str | Path | None
+) -> str | Path | None:
+    """Where to go on from: True is `"auto"`, and False is None."""
+    if isinstance(resume, bool):
+        resume = "auto" if resume else None
+    if not isinstance(resume, str | Path | None):
+        raise PlanError(
+            f"resume={resume!r:.80} must be 'auto', the path of a checkpoint or of a run, or None."
+        )
+    if resume == "auto" and out is None:
+        raise PlanError(
+            "resume='auto' looks for checkpoints in out; give fit(out=…) (--out), or the checkpoint's path."
+        )
+    if out == "":
+        raise PlanError(
+            "out='' names no folder; give the path of one, '.' for this, or None to keep no files."
+        )
+    if not isinstance(checkpoints, Checkpoints | None):
+        raise PlanError(
+            f"checkpoints={checkpoints!r:.80} must say which: Checkpoints(keep=2, …) of drivetrain.pipeline; or be "
+            f"None for none."
+        )
+    return resume
+
+
+def _fit(pipeline: Pipeline, job: Job) -> FitResult:
+    """Trains, and draws the curves."""
+    folder, progress = job.folder, job.progress
     interrupted: TrainingInterrupted | None = None
     try:
         outcome = _run(pipeline, job)
@@ -80,8 +112,15 @@ def fit(
 
 
 def _tell(note: str, progress: bool) -> None:
-    if note and progress and os.environ.get("RANK", "0") == "0":
+    if note and progress and _leads():
         say(note)
+
+
+def _leads() -> bool:
+    """Whether this process is the only one that fits, or the first of several."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _run(pipeline: Pipeline, job: Job) -> Outcome:

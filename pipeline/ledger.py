@@ -57,12 +57,7 @@ def measure(
         PlanError, DataError, StrategyError: as `Pipeline.fit`.
         DrivetrainError: if two variants did not train on the same samples.
     """
-    if not seconds > 0:
-        raise PlanError(f"seconds={seconds} must be positive.")
-    if not 0 < within < 1:
-        raise PlanError(f"within={within} must be between 0 and 1: 0.02 asks for intervals of ± 2 %.")
-    if under_torchrun():
-        raise PlanError("The ledger starts its ranks itself, between other turns. Start it without torchrun.")
+    check_asked(seconds, within)
     begin = perf_counter()
     plan = pipeline.plan()
     if accuracy:
@@ -87,6 +82,16 @@ def measure(
             [*in_turn(pipeline), *possible(alone_and_without(pipeline))], epochs, target, progress
         )
     return found
+
+
+def check_asked(seconds: float, within: float = WITHIN) -> None:
+    """Raises PlanError for what no ledger can be measured with, and under torchrun."""
+    if not seconds > 0:
+        raise PlanError(f"seconds={seconds:g} (--seconds, --ledger-seconds) must be positive.")
+    if not 0 < within < 1:
+        raise PlanError(f"within={within} must be between 0 and 1: 0.02 asks for intervals of ± 2 %.")
+    if under_torchrun():
+        raise PlanError("The ledger starts its ranks itself, between other turns. Start it without torchrun.")
 
 
 def _measured(pipeline: Pipeline, begin: float, seconds: float, within: float, progress: bool) -> Ledger:

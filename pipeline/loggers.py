@@ -74,7 +74,7 @@ def _check_name(name: str, folder: Path | None) -> None:
     if name not in NAMES:
         raise PlanError(f"No logger is named {name!r}.{suggest(name, NAMES)}")
     if folder is None:
-        raise PlanError(f"logger={name!r} writes into the folder of the run; give fit(out=…).")
+        raise PlanError(f"logger={name!r} writes into the folder of the run; give fit(out=…) (--out).")
     if name == "tensorboard":
         require("torch.utils.tensorboard", "tensorboard", "write files for TensorBoard")
 

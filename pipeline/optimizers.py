@@ -29,6 +29,9 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 """The learning rate's factor by the progress after warm-up, from 0 to 1."""
 
+_ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay"}
+"""What other libraries call an option."""
+
 
 @dataclass(frozen=True)
 class Optimization:
@@ -79,10 +82,15 @@ class Optimization:
         return type(self), (self.optimizer, dict(self.options), self.schedule, self.warmup)
 
     def _try_options(self) -> None:
+        for name, value in self.options.items():
+            parts = value if isinstance(value, tuple | list) else (value,)
+            if any(is_number(part) and not math.isfinite(part) for part in parts):  # torch takes them
+                raise PlanError(f"optimize({self.optimizer!r}): {name}={value!r} must be finite.")
         known = list(inspect.signature(OPTIMIZERS[str(self.optimizer)]).parameters)[1:]
         for name in self.options:
             if name not in known:
-                raise PlanError(f"optimize({self.optimizer!r}) has no option {name!r}.{suggest(name, known)}")
+                near = _ELSEWHERE.get(name, name)
+                raise PlanError(f"optimize({self.optimizer!r}) has no option {name!r}.{suggest(near, known)}")
         try:
             self.factory([torch.nn.Parameter(torch.zeros(1))])
         except (TypeError, ValueError) as error:

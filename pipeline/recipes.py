@@ -67,7 +67,9 @@ def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
         return {"name": Path(recipe).name} | given, origin
     if isinstance(recipe, str):
         if recipe not in RECIPES:
-            raise RecipeError(f"No recipe is named {recipe!r}.{suggest(recipe, RECIPES)}")
+            file = Path(recipe, "recipe.yaml")  # of a run's folder
+            hint = f" Did you mean {str(file)!r}?" if file.is_file() else suggest(recipe, RECIPES)
+            raise RecipeError(f"No recipe is named {recipe!r}.{hint}")
         return RECIPES[recipe] | {"name": recipe}, Origin(recipe)
     if isinstance(recipe, Mapping):
         return dict(recipe), Origin()
@@ -78,11 +80,25 @@ _OPTIMIZED = {"optimizer", "schedule", "warmup"}
 _DISTRIBUTED = (
     "devices", "precision", "accumulate", "clip_norm", "activation_checkpointing", "compile"
 )  # fmt: skip
+_LOADED = ("batch_size", "image_size", "eval_image_size", "loader", "workers")
+_KEYS_OF_THEIR_OWN = {
+    "model_options": ("model", "seed"),
+    "loading": ("train", "val", *_LOADED),
+    "optimizer": ("schedule", "warmup"),
+    "strategy_options": ("strategy", *_DISTRIBUTED),
+}
+"""What the options of a stage cannot hold, because the recipe itself has a key for it."""
 
 
 def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]) -> Pipeline:
     """See `Pipeline.from_recipe`."""
     full, asked, origin = _complete(recipe, overrides)
+    for head, keys in _KEYS_OF_THEIR_OWN.items():
+        for key in keys:
+            if key in full[head]:
+                raise RecipeError(
+                    f"{origin.at(head)}: {head}.{key} is a key of the recipe itself; give {key}=…."
+                )
     try:
         pipeline = _loaded(full).transform(*(transforms.get(**entry) for entry in full["transforms"]))
         if asked & _OPTIMIZED:
@@ -94,15 +110,14 @@ def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[st
             pipeline = pipeline.distribute(
                 full["strategy"], **{key: full[key] for key in _DISTRIBUTED}, **full["strategy_options"]
             )
-    except (PlanError, DataError, StrategyError, TypeError) as error:  # TypeError: an argument given twice
+    except (PlanError, DataError, StrategyError, TypeError) as error:
         raise RecipeError(f"Recipe {origin.name}: {error}") from error
     return pipeline._with(epochs=full["epochs"], recipe=full["name"])
 
 
 def _loaded(full: Mapping[str, Any]) -> Pipeline:
-    keys = ("batch_size", "image_size", "eval_image_size", "loader", "workers")
     return Pipeline(full["model"], seed=full["seed"], **full["model_options"]).load(
-        full["train"], full["val"], **{key: full[key] for key in keys}, **_tuples(full["loading"])
+        full["train"], full["val"], **{key: full[key] for key in _LOADED}, **_tuples(full["loading"])
     )
 
 
@@ -118,13 +133,15 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
     JSON, else as text.
 
     Raises:
-        RecipeError: for something that is not KEY=VALUE.
+        RecipeError: for something that is not KEY=VALUE, and for a key that comes twice.
     """
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
             raise RecipeError(f"{pair!r} is not KEY=VALUE, as in epochs=36.")
+        if key in found:
+            raise RecipeError(f"{key}= is given twice. Leave one of the two out.")
         try:
             value = json.loads(text)
         except ValueError:

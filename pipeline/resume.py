@@ -27,10 +27,12 @@ from .sums import Sums
 
 @dataclass
 class Choice:
-    """Where a run begins: with which checkpoint (None: anew), and under which name it writes its own."""
+    """Where a run begins: with which checkpoint (None: anew), under which name it writes its own, and whether
+    that is the name of the run that the folder holds already."""
 
     checkpoint: Checkpoint | None
     run: str
+    goes_on: bool
 
 
 def choose(engine: Engine, resume: str | Path | None, store: Store | None, saves: bool) -> Choice:
@@ -56,7 +58,7 @@ def choose(engine: Engine, resume: str | Path | None, store: Store | None, saves
     if "error" in answer:
         raise CheckpointError(answer["error"])
     path = answer["path"]
-    return Choice(None if path is None else Checkpoint(Path(path)), answer["run"])
+    return Choice(None if path is None else Checkpoint(Path(path)), answer["run"], answer["goes_on"])
 
 
 def _look(resume: str | Path | None, store: Store | None, saves: bool) -> dict[str, Any]:
@@ -71,9 +73,9 @@ def _look(resume: str | Path | None, store: Store | None, saves: bool) -> dict[s
     goes_on = found is not None and store is not None and resume == "auto" and store.run == found.state["run"]
     if goes_on and found is not None:
         run = found.state["run"]
-    if store is not None and saves:
+    if store is not None and (saves or store.run is not None):  # which would be taken for that of this run
         store.begin(run, None if goes_on else path)
-    return {"path": None if path is None else str(path), "run": run}
+    return {"path": None if path is None else str(path), "run": run, "goes_on": goes_on}
 
 
 def _told(engine: Engine, text: str) -> str:

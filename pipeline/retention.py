@@ -90,6 +90,11 @@ class Store:
             with atomic_file(self.folder / RUN) as file:
                 file.write(json.dumps(about).encode())
 
+    def clear(self) -> None:
+        """Removes every checkpoint."""
+        for path in self.checkpoints():
+            remove(path)
+
     @property
     def run(self) -> str | None:
         """The run whose checkpoints are written; None before there are any."""
@@ -163,11 +168,17 @@ def find(place: Path) -> Checkpoint:
         checkpoint = Checkpoint(place)
         checkpoint.verify()
         return checkpoint
-    found = Store(place / "checkpoints").newest()
+    store = Store(place / "checkpoints")
+    found = store.newest()
     if found is None:
-        raise CheckpointError(
-            f"{place} is no checkpoint, and has no complete one in {place / 'checkpoints'}."
+        others = store.checkpoints()
+        why = (
+            f" {others[0].name} there is of an earlier run, or damaged: the run that was to replace it was not far "
+            f"enough for a checkpoint of its own. Give {others[0]} to use it."
+            if others
+            else " Its run was not far enough for one, or was told to make none."
         )
+        raise CheckpointError(f"{place} is no checkpoint, and has no complete one in {store.folder}.{why}")
     return found
 
 

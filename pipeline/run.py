@@ -30,7 +30,7 @@ from .progress import Progress, place_of_bar, say
 from .provenance import provenance
 from .result import Epoch, History, save_weights
 from .retention import Checkpoints, Store
-from .run_folder import draw_curves, write
+from .run_folder import clear_results, draw_curves, write
 from .saving import Saver
 from .snapshot import all_finite, take
 from .sums import Sums
@@ -88,7 +88,7 @@ class Run:
         if built.engine.note:
             facts["strategy"] = built.engine.note
         self._history = History([], facts)
-        self._name = ""
+        self._name, self._replaces = "", False
         self._saver: Saver | None = None
         self._metrics = Metrics(Loggers((), None, 0), job.log_every)
         self._next_picture = perf_counter() + PICTURE
@@ -99,7 +99,7 @@ class Run:
             self._say(self._engine.note)
         options = self._job.checkpoints
         choice = resuming.choose(self._engine, self._job.resume, self._store, saves=options is not None)
-        self._name = choice.run
+        self._name, self._replaces = choice.run, not choice.goes_on
         if self._store is not None and options is not None:
             self._saver = Saver(self._engine, self._store, options, choice.run)
         try:
@@ -130,6 +130,9 @@ class Run:
         """Starts anew, or puts everything back; returns the epochs that are finished."""
         if checkpoint is None:
             self._methods.begin(self._engine, self._job.epochs * self._length)
+            self._clear()
+            if self._store is not None and self._lead and self._job.checkpoints is None:
+                self._store.clear()  # else those of an earlier run go when the first of this one is complete
             if self._job.resume is not None:
                 self._say("There is no checkpoint yet: the training starts from the beginning.")
             return 0
@@ -154,8 +157,14 @@ class Run:
         resuming.load_randomness(checkpoint, self._engine, self._pipeline.seed)
         return int(state["epoch"])
 
+    def _clear(self) -> None:
+        """The results of another run in the folder go, before any of this one are there."""
+        if self._job.folder is not None and self._lead and self._replaces:
+            clear_results(self._job.folder)
+
     def _go_on(self, checkpoint: Checkpoint) -> None:
         """The history goes on; a run that has finished epochs has its result already."""
+        self._clear()
         state, history = checkpoint.state, resuming.load_history(checkpoint)
         here = {"step": state["step"], "strategy": state["strategy"], "ranks": len(state["ranks"])}
         since = [*history.facts.get("resumed", []), {**here, "provenance": provenance()}]

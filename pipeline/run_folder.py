@@ -1,10 +1,14 @@
-"""What a run leaves in its folder beside weights and checkpoints: how it was asked for, its plan, its curves."""
+"""A run's folder: whose it is, what an earlier run has left in it, and what goes there beside weights and
+checkpoints: how the run was asked for, its plan, its curves."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -13,8 +17,60 @@ from ..errors import DrivetrainError, MissingExtra, RecipeError
 from ..files import atomic_file
 from .builder import Pipeline
 from .result import Epoch, History
+from .retention import Store
 
 PLAN, RECIPE, HISTORY, CURVES = "plan.txt", "recipe.yaml", "history.json", "curves.png"
+MODEL, METRICS = "model.safetensors", "metrics.csv"
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Within the block no other run begins in the folder. The system ends the claim with the process.
+
+    The lock is on the folder itself, so that it leaves no file. A file system without such locks has none.
+
+    Raises:
+        DrivetrainError: if another run is in the folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DrivetrainError(
+                f"Another run is training in {folder}. Wait for its end, or give this one a folder of its own: "
+                f"out=… (--out)."
+            ) from None
+        except OSError:  # NFS refuses to lock what cannot be opened for writing
+            pass
+        yield
+    finally:
+        with suppress(OSError):  # said, because a process that was forked meanwhile would keep the lock
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def replaced(folder: Path, resume: str | Path | None) -> str:
+    """A note on the earlier run that a new one replaces, or "" if there is none, or it goes on."""
+    store = Store(folder / "checkpoints")
+    if resume == "auto" and store.run is not None:
+        return ""
+    if resume not in (None, "auto") and Path(resume).resolve().is_relative_to(folder.resolve()):
+        return ""
+    goes_on = " (resume='auto', --resume, goes on from it)" if store.checkpoints() else ""
+    try:
+        epochs = len(json.loads((folder / HISTORY).read_bytes())["epochs"])
+    except FileNotFoundError:
+        return f"{folder} held an unfinished run; it is replaced{goes_on}." if goes_on else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{folder} held a run; it is replaced{goes_on}."
+    return f"{folder} held a run of {epochs} epoch{'s' * (epochs != 1)}; it is replaced{goes_on}."
+
+
+def clear_results(folder: Path) -> None:
+    """Removes what an earlier run has reached, so that it never stands beside the recipe of another."""
+    for name in (MODEL, HISTORY, CURVES, METRICS):
+        (folder / name).unlink(missing_ok=True)
 
 
 def descriptions(pipeline: Pipeline, epochs: int) -> tuple[dict[str, str], str]:

@@ -15,6 +15,9 @@ from .group import join_group, local_rank, under_torchrun
 from .options import Options
 from .recompute import recompute_activations
 
+RANKS_PER_CORE = 8
+"""As many as are started on a CPU: enough to try out many ranks, and few enough for a machine to stay usable."""
+
 
 class OnRanks(Protocol):
     """What `enter` needs of a strategy."""
@@ -87,7 +90,17 @@ def check_ranks(strategy: str, device: str | None, devices: int) -> None:
             f"(the index is the rank's), or 'single' for one given device."
         )
     on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-    pick_device(device, on_this_machine - 1)
+    found, cores = pick_device(device, on_this_machine - 1), len(os.sched_getaffinity(0))
+    if found.type == "cpu" and devices > RANKS_PER_CORE * cores and not _is_rank():
+        raise StrategyError(
+            f"strategy {strategy!r}: devices={devices} would start {devices} processes on the {cores} CPU core(s) "
+            f"here; use at most {RANKS_PER_CORE * cores}. Where ranks run on other machines, start them by torchrun."
+        )
+
+
+def _is_rank() -> bool:
+    """Whether the ranks have been started already, by whoever decided on their number."""
+    return under_torchrun() or dist.is_initialized()
 
 
 def refuse_sync_batch_norm(strategy: str, model: nn.Module, device: torch.device) -> None:

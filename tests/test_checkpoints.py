@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_jobs import Dropping
-from drivetrain import CheckpointError, Pipeline, PlanError
-from drivetrain.pipeline import Checkpoints, CheckpointWarning, FitResult
+from drivetrain import CheckpointError, DrivetrainError, Pipeline, PlanError
+from drivetrain.pipeline import Checkpoints, CheckpointWarning, FitResult, export
 from drivetrain.pipeline.checkpoint import Checkpoint
+from drivetrain.pipeline.run_folder import claimed
 from drivetrain.transforms import (
     EMA,
     SAM,
@@ -35,6 +37,7 @@ from pipeline_data import (
     TRAIN,
     Toy,
     batch_norm_model,
+    left_in,
     numbers,
     plain_model,
     surroundings,
@@ -49,6 +52,20 @@ ALL = Checkpoints(every_steps=1, keep=1000, background=False)
 
 def gyro() -> nn.Module:
     return nn.Sequential(*batch_norm_model()[:-1], nn.Dropout(0.3), batch_norm_model()[-1])
+
+
+class Failing(nn.Module):
+    """Fails in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = plain_model()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if len(images) == BATCH:  # which the plan's check of the output is not
+            raise ZeroDivisionError
+        result: torch.Tensor = self.layers(images)
+        return result
 
 
 def fit(pipeline: Pipeline, epochs: int = 3, **arguments: Any) -> FitResult:
@@ -173,7 +190,7 @@ def test_auto(toy: Toy, tmp_path: Path, capsys: Any) -> None:
     whole = pipeline.fit(epochs=3, out=tmp_path, resume="auto")
     assert "There is no checkpoint yet" in capsys.readouterr().out
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")}
-    again = pipeline.fit(epochs=3, out=tmp_path, resume="auto")
+    again = pipeline.fit(epochs=3, out=tmp_path, resume=True)
     assert "the training was finished" in capsys.readouterr().out
     assert_same(again, whole)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")} == files
@@ -285,3 +302,34 @@ def test_the_loss_scale_of_fp16_goes_on(toy: Toy, tmp_path: Path) -> None:
     ]
     assert scales[0] == scales[1]
     assert scales[0]["_growth_tracker"] == 3 * STEPS
+
+
+def test_an_earlier_run_is_replaced_with_a_word_and_as_a_whole(toy: Toy, tmp_path: Path, capsys: Any) -> None:
+    pipeline = toy.pipeline(plain_model)
+    pipeline.fit(epochs=2, out=tmp_path, logger="csv")
+    assert "held" not in capsys.readouterr().out
+    pipeline.fit(epochs=1, out=tmp_path)
+    assert f"{tmp_path} held a run of 2 epochs; it is replaced" in capsys.readouterr().out
+    assert not (tmp_path / "metrics.csv").exists()
+    pipeline.fit(epochs=1, out=tmp_path, resume="auto")
+    assert "held" not in capsys.readouterr().out
+    with pytest.raises(ZeroDivisionError):
+        fit(toy.pipeline(Failing), out=tmp_path)
+    # What the run that failed asked for, and nothing of the other but its checkpoint.
+    assert left_in(tmp_path) == ["checkpoints", "plan.txt"]
+    (old,) = checkpoints_in(tmp_path)
+    with pytest.raises(CheckpointError, match=f"of an earlier run.*Give {re.escape(str(old))} to use it"):
+        export(tmp_path, tmp_path / "model.safetensors", names="trained")
+    fit(pipeline, epochs=1, out=tmp_path, checkpoints=None)
+    assert checkpoints_in(tmp_path) == []
+    fit(pipeline, epochs=1, out=tmp_path / "off", checkpoints=None)
+    pipeline.fit(epochs=1, out=tmp_path / "off", resume="auto")  # of which there is nothing to go on from
+    assert "off held a run of 1 epoch; it is replaced.\n" in capsys.readouterr().out
+
+
+def test_two_runs_in_one_folder_are_refused(toy: Toy, tmp_path: Path) -> None:
+    with claimed(tmp_path):
+        with pytest.raises(DrivetrainError, match=r"Another run is training in .*out="):
+            fit(toy.pipeline(plain_model), epochs=1, out=tmp_path)
+        assert list(tmp_path.iterdir()) == []
+    assert fit(toy.pipeline(plain_model), epochs=1, out=tmp_path).history.epochs

@@ -103,13 +103,16 @@ def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
         f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\ntrain: {toy.train}\n"
         "batch_size: 32\nimage_size: 16\noptimizer: {name: sgd, lr: 1e-3}\nepochs: 1\nworkers: 1\n"
     )
-    shown, trained, wrong = run_several(
+    shown, trained, wrong, folder = run_several(
         ["recipes", str(file)],
-        ["train", str(file), "--out", str(tmp_path / "out"), "seed=3"],
+        ["train", str(file), "--out", str(tmp_path / "out"), "seed=3", "--val", toy.val],
         ["train", str(file), "optimizer.lr=fast"],
+        ["train", str(tmp_path / "out")],
     )
     assert re.search(r"optimizer .*name: sgd", shown.out)
     assert trained.code == 0, trained.err
+    assert "after 1 epoch\n" in trained.out
+    assert f"Did you mean '{tmp_path / 'out' / 'recipe.yaml'}'?" in folder.line
     assert json.loads((tmp_path / "out" / "history.json").read_text())["recipe"] == "mine.yaml"
     assert "mine.yaml" in wrong.line
 
@@ -117,7 +120,7 @@ def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
 def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     files = [*toy_values(toy), "--out", str(tmp_path / "file")]
-    recipe, key, pair, data, train, ledger, option = run_several(
+    recipe, key, pair, data, train, ledger, option, seconds = run_several(
         ["recipes", "baselin"],
         ["train", "baseline", "epoch=3"],
         ["ledger", "baseline", "epochs"],
@@ -125,6 +128,7 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
         ["train", "cifar10-quickstart", *files],
         ["ledger", "cifar10-quickstart", *files],
         ["train", "baseline", "model_options.num_clases=4", *toy_values(toy)],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--ledger", "--ledger-seconds", "0"],
     )
     assert "No recipe is named 'baselin'. Did you mean 'baseline'?" in recipe.line
     assert "Did you mean 'epochs'?" in key.line
@@ -134,6 +138,27 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
         assert message in end.err.splitlines()[-1]
         assert "Traceback" not in end.err
     assert "is a file" in ledger.line  # before it measures
+    assert "seconds=0 (--seconds, --ledger-seconds) must be positive" in seconds.line  # before it trains
+    refused = run_several(
+        ["train", "baseline", "epochs=1", "epochs=2"],
+        ["train", "baseline", "train=a.beton", "--train", "b.beton"],
+        ["ledger", "baseline", "--epochs", "3"],
+        ["ledger", "baseline", "--seconds", "9", "--compare", "a.json", "b.json"],
+    )
+    messages = (
+        "epochs= is given twice",
+        "--train and train= are both",
+        "--epochs is of",
+        ": recipe, --seconds.",
+    )
+    for end, message in zip(refused, messages, strict=True):
+        assert message in end.line
+    logger, empty = run_several(
+        ["train", "cifar10-quickstart", *toy_values(toy), "--logger", "csv"],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--out", ""],
+    )
+    assert "give fit(out=…) (--out)" in logger.err
+    assert (empty.code, "it is empty" in empty.err) == (2, True)
     end = run("tran")
     assert end.code == 2
     assert "No such command 'tran'" in end.err
@@ -213,6 +238,7 @@ def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
         assert re.search(rf"ok +. extra {extra}", whole.out)
     assert re.search(r"ok +. torch ", whole.out)
     assert "strategy ddp" in whole.out
+    assert "…" not in whole.out  # nothing is cut off
     doctor, train = run_several(
         ["doctor"],
         ["train", "cifar10-quickstart", *toy_values(toy)],

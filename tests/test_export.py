@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +104,8 @@ def test_a_checkpoint_imports_no_model() -> None:
 def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     out, target = str(tmp_path / "run"), tmp_path / "model.safetensors"
     train = ["train", "cifar10-quickstart", *toy_values(toy), "--out", out]
-    first, again, other, nowhere, exported, unknown, missing = run_several(
+    (tmp_path / "bad" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    first, again, other, nowhere, exported, unknown, missing, damaged = run_several(
         train,
         [*train, "--resume"],
         [*train, "seed=5", "--resume"],
@@ -111,6 +113,7 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
         ["export", out, str(target)],
         ["export", out, str(target), "--names", "short"],
         ["export", str(tmp_path), str(target)],
+        ["export", str(tmp_path / "bad"), str(target)],
     )
     assert first.code == 0, first.err
     assert "the training was finished" in again.out
@@ -122,3 +125,7 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     cifar_resnet(CLASSES, width=4).load_state_dict(load_file(target))
     assert "--names short is not known" in unknown.line
     assert "has no complete one" in missing.line
+    assert "was not far enough" in missing.line
+    warning, error = damaged.err.splitlines()  # no line of source
+    assert re.match(r"CheckpointWarning: .*step-00000001 is not a complete checkpoint", warning)
+    assert "step-00000001 there is of an earlier run, or damaged" in error

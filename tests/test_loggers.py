@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +19,7 @@ from drivetrain.pipeline.curves import draw
 from drivetrain.pipeline.result import Epoch
 from PIL import Image
 from pipeline_data import BATCH, RUN_FILES, TRAIN, Toy, left_in, plain_model
+from torch import nn
 
 STEPS = TRAIN // BATCH  # in an epoch
 
@@ -192,6 +195,19 @@ def test_curves_of_short_runs_and_of_those_without_validation(epochs: list[Epoch
     )
 
 
+class Diverging(nn.Module):
+    """Its loss is infinite in the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.steps = plain_model(), 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        logits: torch.Tensor = self.layers(images)
+        return logits * (math.inf if self.steps > STEPS + 2 else 1.0)
+
+
 def test_a_run_that_fails_leaves_the_curves_of_what_it_did(toy: Toy, tmp_path: Path) -> None:
     import matplotlib.figure  # after Ctrl-C, curves are drawn only if this need not be imported
 
@@ -205,8 +221,7 @@ def test_a_run_that_fails_leaves_the_curves_of_what_it_did(toy: Toy, tmp_path: P
     with pytest.raises(KeyboardInterrupt):
         fit(toy.pipeline(plain_model), 2, out=tmp_path, logger=Ends(), log_every=1)
     assert left_in(tmp_path) == RUN_FILES
-    diverging = toy.pipeline(plain_model).optimize("sgd", lr=1e12, schedule="constant")
-    (tmp_path / "curves.png").unlink()
-    with pytest.raises(DrivetrainError):
-        fit(diverging, 2, out=tmp_path, checkpoints=Checkpoints(keep=1))
+    with pytest.raises(DrivetrainError, match="the loss is"):
+        fit(toy.pipeline(Diverging), 2, out=tmp_path, checkpoints=Checkpoints(keep=1))
+    assert len(json.loads((tmp_path / "history.json").read_text())["epochs"]) == 1
     assert (tmp_path / "curves.png").exists()

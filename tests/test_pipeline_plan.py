@@ -145,6 +145,23 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
         lambda toy: toy.pipeline().optimize("sgd", momentm=1), PlanError, "'momentm'.*Did you mean 'momentum'"
     ),
     "optimizer value": (lambda toy: toy.pipeline().optimize("sgd", lr=-1), PlanError, "Invalid learning rate: -1"),
+    "optimizer value that is none": (
+        lambda toy: toy.pipeline().optimize("sgd", lr=float("nan")), PlanError, "lr=nan must be finite"
+    ),
+    "optimizer value without end": (
+        lambda toy: toy.pipeline().optimize("adamw", betas=(0.9, float("inf"))), PlanError, r"betas=.*must be finite"
+    ),
+    "optimizer value below 0": (
+        lambda toy: toy.pipeline().optimize("sgdw", lr=0.1, momentum=-1), PlanError, "[Mm]omentum.*-1"
+    ),
+    "optimizer option of other libraries": (
+        lambda toy: toy.pipeline().optimize("sgd", learning_rate=1), PlanError, "Did you mean 'lr'"
+    ),
+    "resume": (lambda toy: toy.pipeline().fit(epochs=1, resume=5), PlanError, "resume=5 must be 'auto'"),
+    "resume without a folder": (lambda toy: toy.pipeline().fit(epochs=1, resume=True), PlanError, "resume='auto'"),
+    "checkpoints": (
+        lambda toy: toy.pipeline().fit(epochs=1, checkpoints="yes"), PlanError, r"checkpoints='yes' must.*Checkpoints\("
+    ),
     "built optimizer": (
         lambda toy: toy.pipeline().optimize(torch.optim.SGD(plain_model().parameters(), lr=1)),
         PlanError, "already built.*lambda params",

@@ -179,7 +179,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "strategy": ({"strategy": "dpd"}, "baseline: .*'dpd'.*Did you mean 'dp'"),
     "loader": ({"loader": "fcv"}, "baseline: .*'fcv'.*Did you mean 'ffcv'"),
     "loader setting": ({"loading.pading": 3}, "baseline: .*'pading'.*Did you mean 'padding'"),
-    "argument twice": ({"loading.batch_size": 3}, "baseline: .*batch_size"),
+    "argument twice": (
+        {"loading.batch_size": 3}, "baseline: loading.batch_size is a key of the recipe itself; give batch_size=…"
+    ),
+    "schedule of the optimizer": ({"optimizer.schedule": "linear"}, "baseline: optimizer.schedule .*give schedule=…"),
     "batch size as text": ({"batch_size": "many"}, "baseline: .*batch_size='many'"),
     "epochs": ({"epochs": 0}, "epochs=0 must be a whole number from 1 on or null"),
     "epochs as text": ({"epochs": "3"}, "epochs='3' must be"),
@@ -206,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "warm-up": ({"warmup": "long"}, "baseline: warmup='long'"),
     "workers": ({"workers": "all"}, "baseline: workers='all'"),
     "devices": ({"devices": 1.5}, "baseline: devices=1.5"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -55,6 +56,9 @@ def test_launch_stays_the_function_whatever_is_imported() -> None:
     assert strategies.launch is drivetrain.strategies.launcher.launch
 
 
+CORES = len(os.sched_getaffinity(0))
+
+
 @pytest.mark.parametrize("devices", [0, 2])
 def test_single_takes_one_device(devices: int) -> None:
     with pytest.raises(StrategyError, match=f"not {devices}"):
@@ -70,6 +74,11 @@ def test_single_takes_one_device(devices: int) -> None:
         (DDP("cuda"), 99, "sees"),
         (DDP("cuda:1"), 2, "not one for all ranks"),
         (DDP("cpu"), 0, "1 or more"),
+        (
+            DDP("cpu"),
+            8 * CORES + 1,
+            f"devices={8 * CORES + 1} .* on the {CORES} CPU core.*at most {8 * CORES}",
+        ),
     ],
 )
 def test_check_refuses_devices_that_are_not_here(
@@ -77,6 +86,10 @@ def test_check_refuses_devices_that_are_not_here(
 ) -> None:
     with pytest.raises(StrategyError, match=words):
         strategy.check(devices)
+
+
+def test_the_cores_of_the_cpu_suffice_for_several_ranks_each() -> None:
+    DDP("cpu").check(8 * CORES)
 
 
 @pytest.mark.parametrize(
