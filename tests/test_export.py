@@ -102,8 +102,9 @@ def test_a_checkpoint_imports_no_model() -> None:
 
 def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     out, target = str(tmp_path / "run"), tmp_path / "model.safetensors"
+    before = Path(toy.train).read_bytes()
     train = ["train", "cifar10-quickstart", *toy_values(toy), "--out", out]
-    first, again, other, nowhere, exported, unknown, missing = run_several(
+    first, again, other, nowhere, exported, unknown, missing, data = run_several(
         train,
         [*train, "--resume"],
         [*train, "seed=5", "--resume"],
@@ -111,6 +112,7 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
         ["export", out, str(target)],
         ["export", out, str(target), "--names", "short"],
         ["export", str(tmp_path), str(target)],
+        ["export", out, toy.train],
     )
     assert first.code == 0, first.err
     assert "the training was finished" in again.out
@@ -122,3 +124,6 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     cifar_resnet(CLASSES, width=4).load_state_dict(load_file(target))
     assert "--names short is not known" in unknown.line
     assert "has no complete one" in missing.line
+    assert "does not end in .safetensors" in data.line
+    assert f"e.g. {Path(toy.train).with_suffix('.safetensors')}" in data.line
+    assert Path(toy.train).read_bytes() == before
