@@ -89,9 +89,10 @@ def convert(
     Labels are ints (classes), floats (targets) or vectors, stored as float32 `(K,)`.
 
     Args:
-        source: a folder `CLASS/image.jpg`; WebDataset shards (a path or pattern such as
-            `train-{000..003}.tar`, or a list of them); a pair of arrays `(images (N, H, W, 3) uint8,
-            labels (N,) or (N, K))`; or an indexed data set of `(image, label, …)` or of dicts.
+        source: a folder `CLASS/image.jpg`, in which names that begin with a dot, and `__MACOSX`, are left out;
+            WebDataset shards (a path or pattern such as `train-{000..003}.tar`, or a list of them); a pair of
+            arrays `(images (N, H, W, 3) uint8, labels (N,) or (N, K))`; or an indexed data set of
+            `(image, label, …)` or of dicts.
         out: the `.beton` file to write, replaced if it is there; its manifest goes beside it, with
             `.json` after the name. The same bytes for any number of workers.
         fields: further fields by name, or name to kind: int, float, ndarray, bytes, json or None; by

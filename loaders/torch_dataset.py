@@ -54,6 +54,20 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
         return (image if self.transform is None else self.transform(image)), label
 
 
+class PictureFolder(ImageFolder):  # type: ignore[misc]
+    """torchvision's ImageFolder, with the classes and files that `convert` takes: none that are hidden."""
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        self._source = FolderSource(Path(directory))
+        return self._source.classes, {name: label for label, name in enumerate(self._source.classes)}
+
+    def make_dataset(self, *_: Any, **__: Any) -> list[tuple[str, int]]:
+        """`(path, label)` of each sample; of the folder that `find_classes` was called with."""
+        source = self._source
+        del self._source  # each worker process would get it, too
+        return source.listed()
+
+
 def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
     """An ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform.
 
@@ -69,8 +83,7 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
         source.transform = transform
         return source
     if Path(source).is_dir():
-        FolderSource(Path(source))  # its errors say what is wrong with the folder, and the remedy
-        return ImageFolder(str(source), transform=transform)
+        return PictureFolder(str(source), transform=transform)
     return BetonDataset(source, transform, verify)
 
 

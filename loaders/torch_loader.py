@@ -28,7 +28,7 @@ from .torch_dataset import BetonDataset, make_transform, open_dataset
 
 
 class TorchLoader(EpochLoader):
-    """Loads an ImageFolder tree, a `.beton` file or a data set of `(PIL image, label)` with PyTorch's means.
+    """Loads a folder `CLASS/image.jpg`, a `.beton` file or a data set of `(PIL image, label)` with PyTorch's means.
 
     Arguments and batches as `FFCVLoader`'s; images are contiguous `(B, 3, H, W)`, as PyTorch makes
     them. `workers` are processes, started by spawn, because forking after numba or torch has computed

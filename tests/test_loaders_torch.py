@@ -208,7 +208,7 @@ def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:
     (tmp_path / "images" / "a" / "x.jpg").write_text("words")
     with (
         TorchLoader(tmp_path / "images", batch_size=1, image_size=16, workers=0) as loader,
-        pytest.raises(DataError, match=r"Sample 0 of ImageFolder could not be loaded: .*x\.jpg"),
+        pytest.raises(DataError, match=r"Sample 0 of PictureFolder could not be loaded: .*x\.jpg"),
     ):
         list(loader)
 
