@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from ..errors import DataError
 from .beton import Beton, open_beton
 from .policies import torchvision_policy
-from .settings import Settings
+from .settings import Settings, odd_size
 from .sources import FolderSource
 
 
@@ -94,6 +94,7 @@ def make_transform(settings: Settings) -> Any:
     if settings.train and settings.crop == "resized":
         steps.append(v2.RandomResizedCrop(side, scale=settings.scale, ratio=settings.ratio))
     elif settings.train:
+        steps.append(OfSize(side))
         steps.append(v2.RandomCrop(side, padding=settings.padding or None, padding_mode="reflect"))
     else:
         steps += [v2.Resize(round(side / settings.eval_ratio)), v2.CenterCrop(side)]
@@ -110,6 +111,20 @@ def make_transform(settings: Settings) -> Any:
         steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
         steps.append(v2.ToDtype(settings.dtype))
     return v2.Compose(steps)
+
+
+class OfSize(torch.nn.Module):
+    """Lets PIL images of `side` × `side` pixels through, and raises a DataError for any other."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side = side
+
+    def forward(self, image: Any) -> Any:
+        width, height = image.size
+        if (width, height) != (self.side, self.side):
+            raise odd_size("one image", width, height, self.side)
+        return image
 
 
 class CutOut(torch.nn.Module):

@@ -94,11 +94,13 @@ def test_numpy_integers_will_do(path: Path) -> None:
         assert {type(value) for value in loader.state_dict().values()} == {int, str}
 
 
-def test_padded_crop_needs_images_of_one_size(path: Path) -> None:
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+def test_padded_crop_needs_images_of_one_size(path: Path, kind: Any) -> None:
     with pytest.raises(
         DataError, match=r"crop='padded' .* 16 × 16 pixels; sample 0 of .* has 12 × 12.*'resized'"
     ):
-        FFCVLoader(path, batch_size=2, image_size=16, crop="padded")
+        kind(path, batch_size=2, image_size=16, crop="padded")
+    kind(path, batch_size=2, image_size=16, crop="padded", train=False).close()
 
 
 def test_indices_that_became_too_few(path: Path) -> None:
