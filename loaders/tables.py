@@ -53,7 +53,8 @@ def read_header(path: Path) -> Any:
         BetonError: if it is not that of a finished `.beton` file.
     """
     if not path.exists():
-        raise BetonError(f"{path} does not exist. Make it with: drivetrain convert SOURCE {path}")
+        where = "" if path.is_absolute() else f" in the working directory, {Path.cwd()}"
+        raise BetonError(f"{path} does not exist{where}. Make it with: drivetrain convert SOURCE {path}")
     if not path.is_file():
         raise BetonError(f"{path} is not a file. Convert a folder with: drivetrain convert {path} OUT.beton")
     size = path.stat().st_size

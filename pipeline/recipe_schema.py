@@ -18,7 +18,8 @@ KEYS = {
     "notes": "for single values: where they are from, or how they differ from the source; {key: text}",
     "model": "name of the model: one of Drivetrain's or torchvision's, or package.module:factory",
     "model_options": "arguments of the model's factory; another model needs its own: model_options={…}",
-    "train": "training data: a .beton file, or a data set by name (cifar10:train)",
+    "train": "training data: a .beton file (its path is relative to the working directory, not to the recipe's file), "
+    "or a data set by name (cifar10:train)",
     "val": "validation data, likewise; null: none",
     "loader": "ffcv, or torch for the plain PyTorch baseline",
     "workers": "loader threads (ffcv) or processes (torch) per rank; null: one per core",

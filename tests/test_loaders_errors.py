@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,13 @@ def test_indices_that_became_too_few(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
-def test_file_that_is_not_there(tmp_path: Path, kind: Any) -> None:
+def test_file_that_is_not_there(tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = re.escape(str(tmp_path))
+    with pytest.raises(
+        BetonError, match=rf"^none\.beton does not exist in the working directory, {where}\. Make"
+    ):
+        kind("none.beton", batch_size=2, image_size=SIDE)
     with pytest.raises(BetonError, match=r"none\.beton does not exist. Make it with: drivetrain convert"):
         kind(tmp_path / "none.beton", batch_size=2, image_size=SIDE)
 
