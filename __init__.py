@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "Checkpoints": "pipeline",
     "Pipeline": "pipeline",
     "RECIPES": "pipeline",
     "DrivetrainError": "errors",
@@ -29,6 +30,7 @@ __all__ = [
     "RECIPES",
     "BetonError",
     "CheckpointError",
+    "Checkpoints",
     "DataError",
     "DrivetrainError",
     "MissingExtra",
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
         RecipeError,
         StrategyError,
     )
-    from .pipeline import RECIPES, Pipeline
+    from .pipeline import RECIPES, Checkpoints, Pipeline
 
 
 def __getattr__(name: str) -> Any:

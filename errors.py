@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 
 
@@ -53,6 +54,19 @@ def suggest(name: str, options: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{hint} Known: {', '.join(known)}."
+
+
+def require_suffix(out: Path, suffix: str, error: type[DrivetrainError]) -> None:
+    """Refuses a file to write whose name does not end in `suffix`, so that a slip replaces no file of another kind.
+
+    Raises:
+        `error`: with a name that will do.
+    """
+    if out.suffix != suffix:
+        raise error(
+            f"{out} does not end in {suffix}, and might be a file of another kind; nothing was written. "
+            f"Name the file to write with that suffix, e.g. {out.parent / (out.stem or 'out')}{suffix}."
+        )
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
-from ..errors import DataError
+from ..errors import DataError, require_suffix
 from .encode import Encoding
 from .machine import available_cores
 from .sampling import Job, encoded_samples, first_fields
@@ -89,11 +89,12 @@ def convert(
     Labels are ints (classes), floats (targets) or vectors, stored as float32 `(K,)`.
 
     Args:
-        source: a folder `CLASS/image.jpg`; WebDataset shards (a path or pattern such as
-            `train-{000..003}.tar`, or a list of them); a pair of arrays `(images (N, H, W, 3) uint8,
-            labels (N,) or (N, K))`; or an indexed data set of `(image, label, …)` or of dicts.
-        out: the file to write; its manifest goes beside it, with `.json` after the name. The same
-            bytes for any number of workers.
+        source: a folder `CLASS/image.jpg`, in which names that begin with a dot, and `__MACOSX`, are left out;
+            WebDataset shards (a path or pattern such as `train-{000..003}.tar`, or a list of them); a pair of
+            arrays `(images (N, H, W, 3) uint8, labels (N,) or (N, K))`; or an indexed data set of
+            `(image, label, …)` or of dicts.
+        out: the `.beton` file to write, replaced if it is there; its manifest goes beside it, with
+            `.json` after the name. The same bytes for any number of workers.
         fields: further fields by name, or name to kind: int, float, ndarray, bytes, json or None; by
             name alone, or with None, the first sample's value decides. Of dicts: their keys; of tuples: what follows
             (image, label); of shards: the members' extensions, e.g. `["json", "npy"]`.
@@ -118,7 +119,8 @@ def convert(
         progress: show a bar with images/s and the time left.
 
     Raises:
-        DataError: for a source, image or value that cannot be used, naming it. No file is left behind.
+        DataError: for a source, image or value that cannot be used, naming it, or an `out` that does not end
+            in `.beton`. No file is left behind.
         DrivetrainError: if the file cannot be written.
     """
     out, start = Path(out), perf_counter()
@@ -172,6 +174,7 @@ def _check_arguments(out: Path, workers: int | None, on_error: str) -> None:
         raise DataError(f"on_error={on_error!r} must be 'raise' or 'skip'.")
     if out.is_dir():
         raise DataError(f"{out} is a folder; name the file to write, e.g. {out / 'train.beton'}.")
+    require_suffix(out, ".beton", DataError)
     if out.exists() and not out.is_file():
         raise DataError(f"{out} is not an ordinary file and will not be replaced; name another.")
     if not out.parent.is_dir():

@@ -29,9 +29,12 @@ def resolve(source: str | Path, *, progress: bool = True) -> Path:
     if str(source) in NAMES:
         split = cast(Literal["train", "test"], str(source).partition(":")[2])
         return _cifar10(split, progress)
+    if source == "":
+        raise DataError(f"The name of the data is empty. Give a .beton file, or one of {', '.join(NAMES)}.")
     path = Path(source)
     if path.is_dir():
-        raise DataError(f"{path} is a folder. Convert it first: drivetrain convert {path} {path.name}.beton")
+        out = f"{path.resolve().name or 'data'}.beton"
+        raise DataError(f"{path} is a folder. Convert it first: drivetrain convert {path} {out}")
     if not path.exists() and not path.suffix:
         raise DataError(
             f"There is no file {path}, and no data set of that name.{suggest(str(source), NAMES)}"

@@ -62,9 +62,7 @@ class Decoder:
     def __init__(self, beton: Beton, settings: Settings, operations: Sequence[Any]) -> None:
         self._beton, self._settings = beton, settings
         self._functions = kernels.functions()
-        self._method = kernels.SHIFT if self._padded else _METHODS[settings.interpolation]
-        if self._padded:
-            _check_padded_sizes(beton, settings.image_size)
+        self._method = kernels.SHIFT if self._settings.shifts else _METHODS[settings.interpolation]
         self._operations = Operations(operations, settings.image_size)
         self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
         self._widest = int(self._widths.max())
@@ -75,10 +73,6 @@ class Decoder:
         self._augment = _policy_kernel(settings)
         self.part = max(_PART // (settings.image_size**2 * 3), 1)
         self._free: deque[_Workspace] = deque()
-
-    @property
-    def _padded(self) -> bool:
-        return self._settings.train and self._settings.crop == "padded"
 
     @property
     def workspace_bytes(self) -> int:
@@ -216,13 +210,3 @@ def check_memory(decoder: Decoder, batches: int, batch_bytes: int, workers: int)
             "batch_size or image_size, batches_ahead=1, or fewer workers."
         )
     return need
-
-
-def _check_padded_sizes(beton: Beton, image_size: int) -> None:
-    odd = (beton.widths != image_size) | (beton.heights != image_size)
-    if odd.any():
-        at = int(np.argmax(odd))
-        raise DataError(
-            f"crop='padded' shifts whole images and needs all of them at {image_size} × {image_size} pixels; "
-            f"sample {at} of {beton.path} has {beton.widths[at]} × {beton.heights[at]}. Use crop='resized'."
-        )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..errors import DataError, suggest
 from .beton import Beton
 from .order import check_batch_size, epoch_batches, rank_slice, require_pages
-from .settings import Settings, check_indices, is_whole
+from .settings import Settings, check_indices, is_whole, odd_size
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)` and labels `(B,)` or `(B, K)`; then the further fields that were asked for by name."""
@@ -138,8 +138,10 @@ class EpochLoader(ABC):
         Raises:
             DataError: if it cannot be; and by a loop over the loader that is under way, at its next batch.
         """
+        changed = dataclasses.replace(self.settings, image_size=image_size)
+        _check_contents(changed, self.beton)
         self.close()
-        self.settings = dataclasses.replace(self.settings, image_size=image_size)
+        self.settings = changed
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`, from its first batch."""
@@ -197,7 +199,7 @@ def _collated(beton: Beton, name: str, indices: NDArray[np.int64]) -> Any:
 
 
 def _check_contents(settings: Settings, beton: Beton | None) -> None:
-    """Refuses settings that ask for what the source does not have."""
+    """Refuses settings that ask for what the source does not have, or for images of another size."""
     known = [] if beton is None else list(beton.fields)
     for name in settings.fields:
         if name not in known:
@@ -208,3 +210,10 @@ def _check_contents(settings: Settings, beton: Beton | None) -> None:
     if settings.verify and (beton is None or beton.checksums is None):
         where = "the source is no .beton file" if beton is None else f"{beton.path} came without its manifest"
         raise DataError(f"verify=True compares samples with the checksums of a manifest, and {where}.")
+    if settings.shifts and beton is not None:
+        odd = (beton.widths != settings.image_size) | (beton.heights != settings.image_size)
+        if odd.any():
+            at = int(np.argmax(odd))
+            raise odd_size(
+                f"sample {at} of {beton.path}", beton.widths[at], beton.heights[at], settings.image_size
+            )

@@ -110,5 +110,5 @@ def check_batch_size(batch_size: int, samples: int, *, full: bool, world_size: i
     if full and batch_size > samples:
         raise DataError(
             f"batch_size={batch_size} is larger than the data set of {samples} samples, so no full "
-            f"batch exists; use at most {samples}, or pad_last=True."
+            f"batch exists; use at most {samples}."
         )

@@ -74,7 +74,7 @@ class Settings:
         check("pad_last", not (self.pad_last and self.drop_last), "False where drop_last is True")
         check("scale", 0 < self.scale[0] <= self.scale[1] <= 1, "two shares of the area, 0 < low ≤ high ≤ 1")
         check("ratio", 0 < self.ratio[0] <= self.ratio[1], "two aspect ratios, 0 < low ≤ high")
-        if self.train and self.crop == "padded":
+        if self.shifts:
             check("padding", 0 <= self.padding < self.image_size, "from 0 to less than image_size pixels")
         check(
             "eval_ratio",
@@ -89,6 +89,11 @@ class Settings:
         check("dtype", self.dtype in DTYPES, "torch.float32, torch.bfloat16 or torch.uint8")
         check("rank", 0 <= self.rank < self.world_size, f"from 0 to world_size - 1 = {self.world_size - 1}")
 
+    @property
+    def shifts(self) -> bool:
+        """Whether whole images are shifted, which must all be of `image_size` then."""
+        return self.train and self.crop == "padded"
+
     def _check_types(self, check: Callable[[str, bool, str], None]) -> None:
         for name in ("image_size", "batch_size", "seed", "padding", "cutout", "rank", "world_size"):
             check(name, is_whole(getattr(self, name)), "an integer")
@@ -97,6 +102,14 @@ class Settings:
         fields = self.fields
         listed = isinstance(fields, tuple | list) and all(isinstance(name, str) for name in fields)
         check("fields", listed, "a list of names")
+
+
+def odd_size(sample: str, width: int, height: int, side: int) -> DataError:
+    """The error for an image of another size than the `side` × `side` pixels that the padded crop shifts."""
+    return DataError(
+        f"crop='padded' shifts whole images and needs all of them at {side} × {side} pixels; "
+        f"{sample} has {width} × {height}. Use crop='resized'."
+    )
 
 
 def is_whole(value: Any, low: int | None = None, high: int | None = None) -> bool:

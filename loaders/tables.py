@@ -53,7 +53,8 @@ def read_header(path: Path) -> Any:
         BetonError: if it is not that of a finished `.beton` file.
     """
     if not path.exists():
-        raise BetonError(f"{path} does not exist. Make it with: drivetrain convert SOURCE {path}")
+        where = "" if path.is_absolute() else f" in the working directory, {Path.cwd()}"
+        raise BetonError(f"{path} does not exist{where}. Make it with: drivetrain convert SOURCE {path}")
     if not path.is_file():
         raise BetonError(f"{path} is not a file. Convert a folder with: drivetrain convert {path} OUT.beton")
     size = path.stat().st_size
@@ -62,7 +63,8 @@ def read_header(path: Path) -> Any:
     header = np.fromfile(path, dtype=HEADER, count=1)[0]
     if header["version"] != VERSION:
         raise BetonError(
-            f"{path} is not a .beton file of version {VERSION} (its first two bytes say {header['version']})."
+            f"{path} is not a .beton file of version {VERSION}: it begins with {header.tobytes()[:4]!r}. Give one, or "
+            "make one of your data: drivetrain convert SOURCE OUT.beton"
         )
     if header["alloc_table_ptr"] == 0:
         raise BetonError(f"{path} is unfinished: its conversion was interrupted. Convert the data again.")

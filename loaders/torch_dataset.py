@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from ..errors import DataError
 from .beton import Beton, open_beton
 from .policies import torchvision_policy
-from .settings import Settings
+from .settings import Settings, odd_size
 from .sources import FolderSource
 
 
@@ -54,6 +54,20 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
         return (image if self.transform is None else self.transform(image)), label
 
 
+class PictureFolder(ImageFolder):  # type: ignore[misc]
+    """torchvision's ImageFolder, with the classes and files that `convert` takes: none that are hidden."""
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        self._source = FolderSource(Path(directory))
+        return self._source.classes, {name: label for label, name in enumerate(self._source.classes)}
+
+    def make_dataset(self, *_: Any, **__: Any) -> list[tuple[str, int]]:
+        """`(path, label)` of each sample; of the folder that `find_classes` was called with."""
+        source = self._source
+        del self._source  # each worker process would get it, too
+        return source.listed()
+
+
 def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
     """An ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform.
 
@@ -69,8 +83,7 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
         source.transform = transform
         return source
     if Path(source).is_dir():
-        FolderSource(Path(source))  # its errors say what is wrong with the folder, and the remedy
-        return ImageFolder(str(source), transform=transform)
+        return PictureFolder(str(source), transform=transform)
     return BetonDataset(source, transform, verify)
 
 
@@ -81,6 +94,7 @@ def make_transform(settings: Settings) -> Any:
     if settings.train and settings.crop == "resized":
         steps.append(v2.RandomResizedCrop(side, scale=settings.scale, ratio=settings.ratio))
     elif settings.train:
+        steps.append(OfSize(side))
         steps.append(v2.RandomCrop(side, padding=settings.padding or None, padding_mode="reflect"))
     else:
         steps += [v2.Resize(round(side / settings.eval_ratio)), v2.CenterCrop(side)]
@@ -97,6 +111,20 @@ def make_transform(settings: Settings) -> Any:
         steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
         steps.append(v2.ToDtype(settings.dtype))
     return v2.Compose(steps)
+
+
+class OfSize(torch.nn.Module):
+    """Lets PIL images of `side` × `side` pixels through, and raises a DataError for any other."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side = side
+
+    def forward(self, image: Any) -> Any:
+        width, height = image.size
+        if (width, height) != (self.side, self.side):
+            raise odd_size("one image", width, height, self.side)
+        return image
 
 
 class CutOut(torch.nn.Module):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from torchvision.datasets.vision import StandardTransform
 
 from ..errors import DataError, DrivetrainError
@@ -28,7 +28,7 @@ from .torch_dataset import BetonDataset, make_transform, open_dataset
 
 
 class TorchLoader(EpochLoader):
-    """Loads an ImageFolder tree, a `.beton` file or a data set of `(PIL image, label)` with PyTorch's means.
+    """Loads a folder `CLASS/image.jpg`, a `.beton` file or a data set of `(PIL image, label)` with PyTorch's means.
 
     Arguments and batches as `FFCVLoader`'s; images are contiguous `(B, 3, H, W)`, as PyTorch makes
     them. `workers` are processes, started by spawn, because forking after numba or torch has computed
@@ -109,7 +109,10 @@ class TorchLoader(EpochLoader):
             self._loader = self._make_loader()
         with _main_module_hidden(self.dataset), _interrupts_kept_from_new_processes():
             batches = iter(self._loader)
-        for (images, labels), share in zip(batches, shares, strict=False):
+        for batch, share in zip(batches, shares, strict=False):
+            if isinstance(batch, DrivetrainError):
+                raise batch
+            images, labels = batch
             labels = labels.float() if labels.is_floating_point() else labels
             yield self._deliver(images, labels, share)
         if shares and not len(shares[-1]):  # fewer samples than ranks are left in the last batch
@@ -140,6 +143,7 @@ class TorchLoader(EpochLoader):
         return DataLoader(
             _Keyed(self.dataset, self.settings.seed),
             batch_sampler=self._sampler,
+            collate_fn=_collated,
             generator=self._generator,
             pin_memory=self.device.type == "cuda",
             **parallel,
@@ -188,6 +192,8 @@ def _all_but_hung_up(
 class _Keyed(Dataset[Any]):
     """The data set, indexed by (epoch, sample): torch's random numbers are those of that pair and the seed.
 
+    A sample that cannot be loaded is returned as the error that says so.
+
     Costs 3 µs a sample in a worker process, 2 % of loading a CIFAR-10 image: this is the baseline.
     """
 
@@ -207,13 +213,33 @@ class _Keyed(Dataset[Any]):
         )
         try:
             return self._dataset[index]
-        except DrivetrainError:
-            raise
+        except DrivetrainError as error:
+            return error
         except Exception as error:  # whatever the data set's own code raises
-            raise DataError(
-                f"Sample {index} of {type(self._dataset).__name__} could not be loaded: "
-                f"{type(error).__name__}: {error}. Leave it out with indices=, or mend it."
-            ) from error
+            failure = DataError(
+                f"Sample {index} of {type(self._dataset).__name__} could not be loaded: {_told(error)}. "
+                "Leave it out with indices=, or mend it."
+            )
+            failure.__cause__ = error
+            return failure
+
+
+def _collated(samples: list[Any]) -> Any:
+    """A batch, or the error why there is none: one raised in a worker would come as the text of its traceback."""
+    for sample in samples:
+        if isinstance(sample, DrivetrainError):
+            return sample
+    try:
+        return default_collate(samples)
+    except Exception as error:  # of several kinds, for what the data set gave
+        return DataError(
+            f"The samples of a batch do not go together: {_told(error)}. Each must be an image and a label, a "
+            "number or an array, of one shape throughout."
+        )
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}"
 
 
 class _Sampler:

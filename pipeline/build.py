@@ -137,7 +137,14 @@ def _fresh_model(pipeline: Pipeline) -> nn.Module:
     try:
         model: object = pipeline.model(**pipeline.model_options)
     except (TypeError, ValueError) as error:
-        raise PlanError(f"{pipeline.model_name}({options}) cannot be built: {error}") from error
+        remedy = ""
+        if pipeline.recipe is not None and options:
+            remedy = (
+                " The model_options of a recipe are for its own model; with another, replace them all, e.g. "
+                'model_options={"num_classes": 10}.'
+            )
+        told = str(error).rstrip(".")
+        raise PlanError(f"{pipeline.model_name}({options}) cannot be built: {told}.{remedy}") from error
     if not isinstance(model, nn.Module):
         raise PlanError(f"The factory {pipeline.model_name} gave a {type(model).__name__}, not a module.")
     return _not_compiled(model)

@@ -125,7 +125,8 @@ def train(
 
     With --out, plan.txt and recipe.yaml are written first, history.json, model.safetensors and a checkpoint
     after every epoch, curves.png at the end; with --ledger, also ledger.json and ledger.png. Ctrl-C stops, and
-    keeps the epochs that were finished; --resume goes on.
+    keeps the epochs that were finished; --resume goes on. Paths in a recipe's file are relative to the working
+    directory, not to the file.
     """
     from .builder import Pipeline
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, require_suffix
 from ..transforms import NothingChanged
 from .build import build_model
 from .checkpoint import Checkpoint
@@ -25,7 +25,7 @@ def export(place: str | Path, out: str | Path, *, names: Names = "plain", best: 
 
     Args:
         place: a checkpoint, or the folder of a run: its newest complete checkpoint.
-        out: the file to write.
+        out: the `.safetensors` file to write; replaced if it is there.
         names: `"plain"`: those of the model before surgery, which loads them with `load_state_dict`; the
             checkpoint must know how to build the model (a model of torchvision, or of a recipe). What a
             surgery adds and the plain model cannot express keeps its name, see `Transform.to_plain`.
@@ -36,8 +36,9 @@ def export(place: str | Path, out: str | Path, *, names: Names = "plain", best: 
         The checkpoint that was taken.
 
     Raises:
-        CheckpointError: if there is none, it is damaged, or its model is not known.
+        CheckpointError: if there is none, it is damaged, or its model is not known; for an `out` of another suffix.
     """
+    require_suffix(Path(out), ".safetensors", CheckpointError)
     checkpoint = _best(Path(place)) if best else find(Path(place))
     state = evaluated_state(checkpoint)
     if names == "plain":

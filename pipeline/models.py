@@ -68,10 +68,15 @@ def _torchvision() -> Any:
 
 def _imported(name: str) -> Factory:
     module, _, attribute = name.partition(":")
-    # What a script defines has no name in another process, and the standard library has no models.
-    if module == "__main__" or module.split(".")[0] in sys.stdlib_module_names:
+    if module == "__main__":
         raise RecipeError(
-            f"The model {name!r} cannot be imported from {module}. Put its factory into a module."
+            f"The model {name!r} is of the script that runs, which other processes cannot import. Put its factory "
+            "into a module of its own, and write module:factory."
+        )
+    if module.split(".")[0] in sys.stdlib_module_names:
+        raise RecipeError(
+            f"The model {name!r} names Python's standard library, which has no models. Write "
+            "package.module:factory, of a function that returns a module, or of its class."
         )
     try:
         found: Any = importlib.import_module(module)

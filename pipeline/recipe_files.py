@@ -26,7 +26,7 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], Origin]:
 
     YAML is read by the rules of YAML 1.2's core schema, in which `1e-4` is a number, `no` and `on` are words,
     and `010` is ten; by those of 1.1, which PyYAML has, they are a word, booleans, and eight. Nothing but
-    plain data is built.
+    plain data is built. Paths in it are relative to the working directory, not to the file.
 
     Raises:
         RecipeError: naming file, line and remedy: if it cannot be read, is no mapping, or has a key twice.

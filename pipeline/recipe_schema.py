@@ -17,8 +17,9 @@ KEYS = {
     "measured": "what Drivetrain's authors have measured, on what",
     "notes": "for single values: where they are from, or how they differ from the source; {key: text}",
     "model": "name of the model: one of Drivetrain's or torchvision's, or package.module:factory",
-    "model_options": "arguments of the model's factory",
-    "train": "training data: a .beton file, or a data set by name (cifar10:train)",
+    "model_options": "arguments of the model's factory; another model needs its own: model_options={…}",
+    "train": "training data: a .beton file (its path is relative to the working directory, not to the recipe's file), "
+    "or a data set by name (cifar10:train)",
     "val": "validation data, likewise; null: none",
     "loader": "ffcv, or torch for the plain PyTorch baseline",
     "workers": "loader threads (ffcv) or processes (torch) per rank; null: one per core",
@@ -95,7 +96,7 @@ def _text(value: object) -> bool:
 
 
 def _path(value: object) -> bool:
-    return isinstance(value, str | Path)
+    return isinstance(value, str | Path) and value != ""
 
 
 def _flag(value: object) -> bool:
@@ -118,6 +119,10 @@ def _list(value: object) -> bool:
     return isinstance(value, list | tuple)
 
 
+def _integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _whole(value: object) -> bool:
     return is_whole(value, 0)
 
@@ -132,12 +137,13 @@ def _none(value: object) -> bool:
 
 _NAMES: dict[Callable[[object], bool], str] = {
     _text: "text",
-    _path: "text",
+    _path: "text that is not empty",
     _flag: "true or false",
     _mapping: "a dict",
     _notes: "a dict of texts",
     _texts: "a list of texts",
     _list: "a list",
+    _integer: "a whole number",
     _whole: "a whole number from 0 on",
     _positive: "a whole number from 1 on",
     is_number: "a number",
@@ -154,7 +160,7 @@ _KINDS: dict[str, tuple[Callable[[object], bool], ...]] = {
     "notes": (_notes,),
     "train": (_path,),
     "val": (_path, _none),
-    "workers": (_whole, _none),
+    "workers": (_integer, _none),
     "transforms": (_list,),
     "warmup": (is_number,),
     "clip_norm": (is_number, _none),

@@ -50,7 +50,8 @@ class Data:
         least = 0 if self.loader == "torch" else 1
         if self.workers is not None and not is_whole(self.workers, least):
             raise PlanError(
-                f"workers={self.workers!r} must be an integer from {least} on, or None for one per core."
+                f"workers={self.workers!r} must be an integer from {least} on with loader={self.loader!r}, or None "
+                "for one per core."
             )
         if self.eval_image_size is not None and not is_whole(self.eval_image_size, 1):
             raise PlanError(

@@ -66,6 +66,10 @@ def pick_device(device: str | None, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     index = local_rank if found.index is None else found.index
     here = torch.cuda.device_count()
+    if here == 0:
+        raise StrategyError(
+            f"device={device!r} needs a GPU, and torch sees none here; use device='cpu', or leave device out."
+        )
     if index >= here:
         raise StrategyError(
             f"device={device!r} means CUDA device {index}, and this process sees {here}; "

@@ -103,9 +103,10 @@ def test_a_checkpoint_imports_no_model() -> None:
 
 def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     out, target = str(tmp_path / "run"), tmp_path / "model.safetensors"
+    before = Path(toy.train).read_bytes()
     train = ["train", "cifar10-quickstart", *toy_values(toy), "--out", out]
     (tmp_path / "bad" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    first, again, other, nowhere, exported, unknown, missing, damaged = run_several(
+    first, again, other, nowhere, exported, unknown, missing, damaged, data = run_several(
         train,
         [*train, "--resume"],
         [*train, "seed=5", "--resume"],
@@ -114,6 +115,7 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
         ["export", out, str(target), "--names", "short"],
         ["export", str(tmp_path), str(target)],
         ["export", str(tmp_path / "bad"), str(target)],
+        ["export", out, toy.train],
     )
     assert first.code == 0, first.err
     assert "the training was finished" in again.out
@@ -129,3 +131,6 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     warning, error = damaged.err.splitlines()  # no line of source
     assert re.match(r"CheckpointWarning: .*step-00000001 is not a complete checkpoint", warning)
     assert "step-00000001 there is of an earlier run, or damaged" in error
+    assert "does not end in .safetensors" in data.line
+    assert f"e.g. {Path(toy.train).with_suffix('.safetensors')}" in data.line
+    assert Path(toy.train).read_bytes() == before

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.loaders import Beton, FFCVLoader, convert, open_beton
+from drivetrain.loaders import Beton, FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.manifest import manifest_path
 from drivetrain.loaders.writer import PAGE_SIZE
 from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
@@ -285,3 +285,19 @@ def test_report_reads_well(tmp_path: Path) -> None:
     report = convert(jpeg_folder(tmp_path / "images"), tmp_path / "out.beton", progress=False)
     assert "18 images (18 passed through)" in str(report)
     assert json.loads(json.dumps(report.to_dict()))["path"] == str(tmp_path / "out.beton")
+
+
+def test_hidden_folders_and_files_are_left_out(tmp_path: Path) -> None:
+    """What notebooks and macOS leave behind is no class and no sample, for either reader of folders."""
+    root = jpeg_folder(tmp_path / "images", per_class=2)
+    picture = (root / "cat" / "000.jpg").read_bytes()
+    for hidden in (".ipynb_checkpoints", "__MACOSX", "cat/.thumbnails", "bee/__MACOSX"):
+        (root / hidden).mkdir()
+        (root / hidden / "000.jpg").write_bytes(picture)
+    (root / "cat" / "._000.jpg").write_bytes(b"\0\5\26\7")
+    report = convert(root, tmp_path / "out.beton", progress=False)
+    with TorchLoader(root, batch_size=2, image_size=16, workers=0, train=False) as loader:
+        assert loader.classes == report.classes
+        assert loader.labels.tolist() == open_beton(tmp_path / "out.beton").labels.tolist()
+        assert sum(len(labels) for _, labels in loader) == report.samples == 2 * len(report.classes)
+    assert report.classes == ["ant", "bee", "cat"]

@@ -245,9 +245,12 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     to(tmp_path / "no" / "x.beton", "no does not exist; make it first")
     (tmp_path / "file").touch()
     to(tmp_path / "file" / "x.beton", "does not exist")
-    os.mkfifo(tmp_path / "pipe")
-    to(tmp_path / "pipe", "not an ordinary file")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+    os.mkfifo(tmp_path / "pipe.beton")
+    to(tmp_path / "pipe.beton", "not an ordinary file")
+    for name in ("file", "gen.py", ".beton"):
+        to(tmp_path / name, rf"{name} does not end in \.beton.*e\.g\. .*\.beton\.")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe.beton"]
+    assert (tmp_path / "file").read_bytes() == b""
 
 
 def test_what_each_check_finds(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_sizes_that_cannot_be(kind: Any, photos: Path, tmp_path: Path) -> None:
         loader.set_epoch(0)
         assert all(torch.equal(a[0], b[0]) for a, b in zip(before, loader, strict=True))
     raw_beton(tmp_path / "raw.beton", 8, 32)
-    with make(FFCVLoader, tmp_path / "raw.beton", crop="padded") as loader:
+    with make(kind, tmp_path / "raw.beton", crop="padded") as loader:
         with pytest.raises(DataError, match="crop='padded'"):
             loader.set_image_size(24)
         assert next(iter(loader))[0].shape == (4, 3, 32, 32)

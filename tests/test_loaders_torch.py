@@ -187,7 +187,7 @@ class Awkward:
 
     def __getitem__(self, index: int) -> Any:
         if index:
-            raise KeyError("no such row")
+            raise OSError("no such row.")
         return self.transform(Image.new("RGB", (16, 16))), 0
 
 
@@ -195,9 +195,7 @@ def test_data_set_that_raises() -> None:
     with TorchLoader(Awkward(), batch_size=1, image_size=16, workers=0, train=False) as loader:
         batches = iter(loader)
         next(batches)
-        with pytest.raises(
-            DataError, match="Sample 1 of Awkward could not be loaded: KeyError: 'no such row'"
-        ):
+        with pytest.raises(DataError, match="Sample 1 of Awkward could not be loaded: OSError: no such row"):
             next(batches)
         with pytest.raises(DataError, match="Awkward has no attribute `targets`"):
             _ = loader.num_classes
@@ -208,9 +206,35 @@ def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:
     (tmp_path / "images" / "a" / "x.jpg").write_text("words")
     with (
         TorchLoader(tmp_path / "images", batch_size=1, image_size=16, workers=0) as loader,
-        pytest.raises(DataError, match=r"Sample 0 of ImageFolder could not be loaded: .*x\.jpg"),
+        pytest.raises(DataError, match=r"Sample 0 of PictureFolder could not be loaded: .*x\.jpg"),
     ):
         list(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_samples_are_told_without_torchs_words(tmp_path: Path, workers: int) -> None:
+    """Also from a worker process, whose exceptions torch raises with their traceback as the message."""
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    for name, size in (("x", (16, 16)), ("y", (20, 18))):
+        Image.new("RGB", size).save(tmp_path / "images" / "a" / f"{name}.png")
+    options = {"batch_size": 1, "image_size": 16, "workers": workers, "crop": "padded", "order": "sequential"}
+    with TorchLoader(tmp_path / "images", **options) as loader:
+        for _ in range(2):  # the loader goes on after an error
+            loader.set_epoch(0)
+            batches = iter(loader)
+            assert next(batches)[0].shape == (1, 3, 16, 16)
+            with pytest.raises(DataError) as caught:
+                next(batches)
+            assert str(caught.value) == (
+                "crop='padded' shifts whole images and needs all of them at 16 × 16 pixels; one image has 20 × 18. "
+                "Use crop='resized'."
+            )
+    with TorchLoader(Awkward(), batch_size=2, image_size=16, workers=workers) as loader:
+        with pytest.raises(DataError) as caught:
+            next(iter(loader))
+        assert str(caught.value) == (
+            "Sample 1 of Awkward could not be loaded: OSError: no such row. Leave it out with indices=, or mend it."
+        )
 
 
 @pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])

@@ -34,8 +34,12 @@ def test_factories_by_name() -> None:
         (":small", "cannot be imported"),
         ("recipe_factories:not_a_factory", "is 3; name a function that returns a module, or its class"),
         ("torch.optim:SGD", "name a function that returns a module, or its class"),
-        ("os:system", "cannot be imported from os"),
-        ("__main__:small", "cannot be imported from __main__"),
+        (
+            "os:system",
+            "'os:system' names Python's standard library, which has no models. Write package.module",
+        ),
+        ("json.decoder:loads", "standard library, which has no models"),
+        ("__main__:small", "is of the script that runs.*into a module of its own"),
     ],
 )
 def test_a_name_that_is_no_factory(name: str, message: str) -> None:

@@ -227,12 +227,14 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
     "batch larger than the data": (
         lambda toy, _: toy.pipeline(batch_size=512), DataError, "512 is larger than the data set of 128 samples"
     ),
-    "missing file": (lambda toy, _: files_of(toy, "no.beton"), BetonError, "no.beton does not exist. Make it with"),
+    "missing file": (lambda toy, _: files_of(toy, "no.beton"), BetonError, "does not exist in the work.*Make it with"),
     "missing validation file": (lambda toy, _: files_of(toy, val="no.beton"), BetonError, "no.beton does not exist"),
     "unknown data": (lambda toy, _: files_of(toy, "cifar10:tain"), DataError, "Did you mean 'cifar10:train'"),
     "folder": (lambda toy, tmp: files_of(toy, tmp), DataError, "is a folder. Convert it first"),
     "empty file": (lambda toy, tmp: files_of(toy, written(tmp, b"")), BetonError, "has 0 bytes"),
-    "foreign file": (lambda toy, tmp: files_of(toy, written(tmp, b"\x89PNG" * 99)), BetonError, "not a .beton file"),
+    "foreign file": (lambda toy, tmp: files_of(toy, written(tmp, b"\x89PNG" * 99)), BetonError,
+        r"not a .beton file of version 2: it begins with b'.x89PNG'.*drivetrain convert SOURCE OUT.beton",
+    ),
     "other classes": (
         lambda toy, tmp: files_of(toy, val=write_toy(tmp / "o.beton", 40, 0, "abcx")),
         PlanError, "Class 3 is 'd' in .*train.beton and 'x' in .*o.beton",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import importlib
 import json
 import re
 import subprocess
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drivetrain import DataError
+from drivetrain import DataError, transforms
 from drivetrain.loaders import cifar10, convert
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -39,15 +42,39 @@ def test_the_loaders_example_runs_on_small_data(tmp_path: Path) -> None:
     (text,) = [block for block in blocks if "set_image_size" in block]
     images = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
     convert((images, np.arange(12)), tmp_path / "train.beton", progress=False)
-    imports = "import torch\nfrom drivetrain.loaders import FFCVLoader\n"
     told = _run_script(
-        imports
-        + text.replace("256", "4")
+        text.replace("256", "4")
         + "print(state['position'], images.shape, images.dtype, loader.settings.image_size)",
         tmp_path,
         100,
     )
     assert told == "3 torch.Size([4, 3, 176, 176]) torch.bfloat16 208\n"
+
+
+def test_every_name_in_the_snippets_is_imported_or_made_there() -> None:
+    """All but `model`, which is the reader's. Each import of ours is of something that is there."""
+    nodes = [
+        node
+        for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+        for node in ast.walk(ast.parse(block))
+    ]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    made = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {"params"}  # of a lambda
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            made |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("drivetrain"):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                assert hasattr(module, alias.name), alias.name
+    assert used - made - set(dir(builtins)) == {"model"}
+
+
+def test_the_number_of_transforms_is_that_of_the_catalogue() -> None:
+    count = len(transforms.catalogue())
+    assert f"{count} frozen values" in README
+    assert f"| {count}, ordered and checked by a plan" in README
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain import RECIPES, Pipeline, RecipeError
+from drivetrain import RECIPES, Pipeline, PlanError, RecipeError
+from drivetrain.pipeline.build import build_model
 from drivetrain.pipeline.recipes import DEFAULTS, KEYS, complete, parse_overrides
 from drivetrain.pipeline.rules import check_epochs
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing, ProgressiveResizing
@@ -207,7 +208,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "seed": ({"seed": None}, "baseline: seed=None must be"),
     "warm-up": ({"warmup": "long"}, "baseline: warmup='long'"),
-    "workers": ({"workers": "all"}, "baseline: workers='all'"),
+    "workers": ({"workers": "all"}, "baseline: workers='all' must be a whole number or null"),
+    "threads": (
+        {"workers": -3, "loader": "ffcv"},
+        "workers=-3 must be an integer from 1 on with loader='ffcv'",
+    ),
+    "processes": (
+        {"workers": -3, "loader": "torch"},
+        "workers=-3 must be an integer from 0 on with loader='torch'",
+    ),
+    "no name of data": ({"train": ""}, "baseline: train='' must be text that is not empty"),
+    "no name of validation data": ({"val": ""}, "baseline: val='' must be text that is not empty or null"),
     "devices": ({"devices": 1.5}, "baseline: devices=1.5"),
 }  # fmt: skip
 
@@ -238,3 +249,13 @@ def test_overrides_of_the_command_line() -> None:
     for wrong in ("epochs", "=3"):
         with pytest.raises(RecipeError, match=f"'{wrong}' is not KEY=VALUE"):
             parse_overrides([wrong])
+
+
+def test_another_model_than_the_recipes_needs_options_of_its_own(toy: Toy) -> None:
+    data = {"train": toy.train, "val": toy.val, "batch_size": 32, "image_size": SIDE}
+    pipeline = Pipeline.from_recipe("baseline", model="resnet18", **data)
+    with pytest.raises(
+        PlanError, match=r"'width'\. The model_options of a recipe are for .*model_options=\{"
+    ):
+        build_model(pipeline)
+    build_model(Pipeline.from_recipe("baseline", model="resnet18", model_options={"num_classes": 4}, **data))
