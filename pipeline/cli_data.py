@@ -58,7 +58,8 @@ def convert(
 ) -> None:
     """Converts a folder of images, or tar shards, to FFCV's .beton format.
 
-    JPEG files that need no change are copied byte for byte. The file appears when it is complete; a
+    JPEG files that need no change are copied byte for byte; names that begin with a dot, and __MACOSX, are left
+    out of a folder. The file appears when it is complete; a
     manifest with classes, settings and checksums goes beside it (OUT.json).
     """
     from ..loaders import convert as run
