@@ -126,7 +126,8 @@ def test_ranks_that_run_the_script_again(script: Script, alone: Any) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("names", [FORKS[:1], pytest.param(FORKS[1:], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [FORKS[:1], FORKS[1:]])
 def test_ranks_that_are_forked(script: Script, alone: Any, names: list[str]) -> None:
     """With two threads: had the hand-over started some, the ranks would hang."""
     trainings = [(name, "everything") for name in names]
@@ -135,7 +136,8 @@ def test_ranks_that_are_forked(script: Script, alone: Any, names: list[str]) -> 
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", [SPAWNS[0], *(pytest.param(n, marks=pytest.mark.slow) for n in SPAWNS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPAWNS)
 def test_ranks_that_are_spawned(script: Script, alone: Any, name: str) -> None:
     script.run([(name, "everything")], seconds=180)
     check(script, [(name, "everything")], alone, "DDPStrategy")

@@ -21,6 +21,7 @@ from process_state import wait_until_ended
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LONG = ("convert-your-data", "from-one-process-to-sharded", "read-a-ledger")  # together two minutes and more
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -30,7 +31,11 @@ def test_there_are_notebooks() -> None:
 
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # No npm and no way out: a data set that is not cached is replaced by generated pictures.
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
