@@ -12,7 +12,7 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 .PHONY: quickstart install test test-all check lock bench notebooks clean
 
 quickstart: install
-	$(BIN)/drivetrain train cifar10-quickstart --out runs/quickstart --ledger
+	$(BIN)/drivetrain train cifar10-quickstart --out runs/quickstart --ledger --ledger-seconds 150
 
 install: .venv/installed
 
