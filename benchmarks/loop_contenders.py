@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -23,7 +22,7 @@ from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.nonfinite import LossGuard
 from drivetrain.pipeline.run import Job, Outcome, Run
 from drivetrain.strategies import Engine
-from measuring import Contender
+from measuring import Contender, handlers_kept
 from torch import nn
 from torch.nn import functional
 
@@ -197,8 +196,8 @@ def with_lightning(model: nn.Module, batches: Batches) -> Contender:
 
 def with_composer(model: nn.Module, batches: Batches) -> Contender:
     """Seconds of a turn of Composer's Trainer; None of its extras. Its signal handlers are taken back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    from composer import Callback, ComposerModel, DataSpec, Trainer
+    with handlers_kept():
+        from composer import Callback, ComposerModel, DataSpec, Trainer
 
     class Stops(Callback):  # type: ignore[misc]
         def epoch_end(self, state: Any, logger: Any) -> None:  # noqa: ARG002
@@ -217,15 +216,14 @@ def with_composer(model: nn.Module, batches: Batches) -> Contender:
             return functional.cross_entropy(outputs, batch[1])
 
     module = Module()
-    trainer = Trainer(
-        model=module, optimizers=sgd(module.parameters()), max_duration="1ep", progress_bar=False,
-        log_to_console=False, callbacks=[Stops()],
-        train_dataloader=DataSpec(batches, get_num_samples_in_batch=lambda batch: len(batch[0])),
-        device=DEVICE if DEVICE == "cpu" else "gpu", precision="fp32",
-        device_train_microbatch_size=len(batches.first),
-    )  # fmt: skip
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with handlers_kept():
+        trainer = Trainer(
+            model=module, optimizers=sgd(module.parameters()), max_duration="1ep", progress_bar=False,
+            log_to_console=False, callbacks=[Stops()],
+            train_dataloader=DataSpec(batches, get_num_samples_in_batch=lambda batch: len(batch[0])),
+            device=DEVICE if DEVICE == "cpu" else "gpu", precision="fp32",
+            device_train_microbatch_size=len(batches.first),
+        )  # fmt: skip
 
     def turn() -> float:
         trainer.fit(duration="1ep", reset_time=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,17 @@ def measure(contenders: dict[str, Contender], rounds: int, warm_up: int = 1) -> 
             if number >= warm_up:
                 figures[name].append(figure)
     return figures
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Takes back the signal handlers that Composer sets when it is imported, and when its Trainer is made."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def summarise(values: list[float]) -> dict[str, Any]:

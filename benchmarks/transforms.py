@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import signal
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +36,7 @@ from drivetrain.transforms import (
     Transform,
     WeightStandardization,
 )
-from measuring import Contender, measure, save, summarise
+from measuring import Contender, handlers_kept, measure, save, summarise
 from rich.table import Table
 from torch import nn
 
@@ -63,12 +62,9 @@ def vit() -> nn.Module:
 
 def composer() -> Any:
     """Composer's functional interface; its signal handlers are taken back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with warnings.catch_warnings():
+    with handlers_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import composer.functional as functional
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     return functional
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .nonfinite import OnNonFinite
     from .result import FitResult
 
-CHECKPOINTS = Checkpoints()
+CHECKPOINTS, LOG_EVERY = Checkpoints(), 50
 """What `fit` does when it is not told."""
 
 
@@ -246,7 +246,7 @@ class Pipeline:
         checkpoints: Checkpoints | None = CHECKPOINTS,
         on_nonfinite: OnNonFinite = "raise",
         logger: Choice = None,
-        log_every: int = 50,
+        log_every: int = LOG_EVERY,
     ) -> FitResult:
         """Trains.
 

@@ -16,7 +16,7 @@ from .. import strategies
 from ..errors import DrivetrainError, PlanError, StrategyError
 from ..transforms import NothingChanged
 from .build import build, build_model, seeded, source_file
-from .builder import Pipeline
+from .builder import LOG_EVERY, Pipeline
 from .loggers import Choice
 from .loggers import check as check_loggers
 from .nonfinite import OnNonFinite, check_choice
@@ -41,7 +41,7 @@ def fit(
     checkpoints: Checkpoints | None = None,
     on_nonfinite: OnNonFinite = "raise",
     logger: Choice = None,
-    log_every: int = 50,
+    log_every: int = LOG_EVERY,
 ) -> FitResult:
     """See `Pipeline.fit`."""
     epochs = pipeline.epochs if epochs is None else epochs

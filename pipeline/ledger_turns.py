@@ -23,6 +23,7 @@ from ..strategies import Engine
 from ..strategies.memory import HeldBytes, held_bytes
 from ..transforms import LayerFreezing
 from .build import Built
+from .builder import LOG_EVERY
 from .ledger_rounds import Turn, mean_turn
 from .ledger_schedule import Phase
 from .ledger_variants import Kind
@@ -33,8 +34,6 @@ from .metrics import Metrics
 from .nonfinite import LossGuard
 from .progress import Progress
 from .sums import Sums
-
-LOG_EVERY = 50  # steps, as `fit` by default; a turn of fewer steps logs once
 
 Labels = list[NDArray[Any]]
 """Of each of this rank's batches, in order."""
@@ -126,6 +125,7 @@ def _extras(engine: Engine, methods: Methods, steps: int, batch_size: int) -> It
         Path(os.devnull).open("w") as nowhere,
         Progress(1, 1, steps * batch_size, show=lead, file=nowhere) as bar,
     ):
+        # A turn of fewer steps than lie between two entries logs once.
         metrics = Metrics(Loggers(("csv",) if lead else (), Path(folder), 0), min(LOG_EVERY, steps))
 
         def after_step(images: int, loss: torch.Tensor) -> None:

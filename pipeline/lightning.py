@@ -29,7 +29,7 @@ from .builder import Pipeline
 from .checks import check_output, count_classes
 from .fit import with_files
 from .lightning_strategies import check_trainer, share, trainer_arguments
-from .methods import Methods
+from .methods import Methods, in_parts
 from .plan import sort_transforms
 from .rules import check_epochs
 
@@ -288,7 +288,4 @@ class Microbatches:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for images, labels in self._loader:
-            if self._parts == 1:
-                yield images, labels
-            else:
-                yield from zip(images.chunk(self._parts), labels.chunk(self._parts), strict=True)
+            yield from in_parts(images, labels, self._parts)

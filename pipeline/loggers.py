@@ -16,12 +16,13 @@ import cloudpickle
 
 from ..errors import PlanError, require, suggest
 from ..files import atomic_file
+from .result import COLUMNS
 
 Values = dict[str, float]
 """Of a step: `step/loss` and the like; of an epoch: the numbers of its `Epoch`, those that there are."""
 
-NAMES = ("csv", "tensorboard")
-EPOCH = ("epoch", "loss", "val_loss", "accuracy", "images_per_s", "waiting", "seconds", "lr", "skipped")
+NAMES, METRICS = ("csv", "tensorboard"), "metrics.csv"
+EPOCH = tuple(COLUMNS)
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/waiting")
 
 
@@ -145,7 +146,7 @@ class CSVLogger:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._path = folder / "metrics.csv"
+        self._path = folder / METRICS
         text = io.StringIO()
         writer = csv.DictWriter(text, self.COLUMNS)
         writer.writeheader()

@@ -33,6 +33,13 @@ Microbatch = tuple[torch.Tensor, torch.Tensor]
 T = TypeVar("T", bound=Transform)
 
 
+def in_parts(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
+    """A batch in so many equal parts; in one, itself, without an operation."""
+    if number == 1:
+        return [(images, labels)]
+    return list(zip(images.chunk(number), labels.chunk(number), strict=True))
+
+
 @dataclass
 class Clock:
     """Where a training stands: optimizer steps of the whole, and those done."""
@@ -93,9 +100,7 @@ class Methods:
         Random numbers are those of (seed, step, number of the part among all ranks' parts), so that two
         ranks mix as one process does with twice the parts.
         """
-        parts = [(images, labels)]
-        if engine.accumulate > 1:
-            parts = list(zip(images.chunk(engine.accumulate), labels.chunk(engine.accumulate), strict=True))
+        parts = in_parts(images, labels, engine.accumulate)
         if not self._batch:
             return parts
         first = engine.rank * engine.accumulate

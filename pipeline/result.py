@@ -67,7 +67,7 @@ COLUMNS = {
     "lr": ("lr at its end", ".3g"),
     "skipped": ("steps skipped", "d"),
 }
-"""Of a history in a notebook: each field of an `Epoch` with its head and format."""
+"""Each field of an `Epoch`, in the order of a log's columns, with its head and format in a notebook."""
 
 
 @dataclass(repr=False)

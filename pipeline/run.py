@@ -16,7 +16,7 @@ from ..errors import CheckpointError, NonFiniteError
 from ..strategies.group import under_torchrun
 from . import resume as resuming
 from .build import Built
-from .builder import Pipeline
+from .builder import LOG_EVERY, Pipeline
 from .checkpoint import Checkpoint
 from .exporting import evaluated_state
 from .facts import check_same, description, run_facts
@@ -30,7 +30,7 @@ from .progress import Progress, place_of_bar, say
 from .provenance import provenance
 from .result import Epoch, History, save_weights
 from .retention import Checkpoints, Store
-from .run_folder import clear_results, draw_curves, write
+from .run_folder import HISTORY, MODEL, clear_results, draw_curves, write
 from .saving import Saver
 from .snapshot import all_finite, take
 from .sums import Sums
@@ -50,7 +50,7 @@ class Job:
     checkpoints: Checkpoints | None
     on_nonfinite: OnNonFinite
     loggers: tuple[object, ...] = ()
-    log_every: int = 50
+    log_every: int = LOG_EVERY
     texts: dict[str, str] = field(default_factory=dict)
     in_cell: bool = False
 
@@ -251,8 +251,8 @@ class Run:
         """Weights and history are of the same epoch, in memory and on disk."""
         with interrupts_held():
             if self._job.folder is not None and self._lead and history.epochs:
-                save_weights(state, self._job.folder / "model.safetensors")
-                history.save(self._job.folder / "history.json")
+                save_weights(state, self._job.folder / MODEL)
+                history.save(self._job.folder / HISTORY)
             self._history = self._outcome.history = history
             self._outcome.state = state if self._lead or under_torchrun() else {}
 

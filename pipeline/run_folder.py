@@ -16,11 +16,12 @@ import yaml
 from ..errors import DrivetrainError, MissingExtra, RecipeError
 from ..files import atomic_file
 from .builder import Pipeline
+from .loggers import METRICS
 from .result import Epoch, History
 from .retention import Store
 
 PLAN, RECIPE, HISTORY, CURVES = "plan.txt", "recipe.yaml", "history.json", "curves.png"
-MODEL, METRICS = "model.safetensors", "metrics.csv"
+MODEL = "model.safetensors"
 
 
 @contextmanager
