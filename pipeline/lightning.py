@@ -269,6 +269,10 @@ class Data(pl.LightningDataModule):
         while self._loaders:
             self._loaders.pop().close()
 
+    def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
+        """Ends them, too, where Lightning calls no `teardown`."""
+        self.teardown("fit")
+
 
 class Microbatches:
     """A loader whose batches come in equal parts.

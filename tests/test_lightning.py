@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -150,3 +151,4 @@ def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:
     ):
         pl.Trainer(**arguments, callbacks=[changing]).fit(module, data)
     assert module.trainer.global_step == 4  # of the first epoch
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("drivetrain")]
