@@ -141,6 +141,19 @@ class Ledger:
         return self.ratio(self.whole, EXTRAS) if EXTRAS in self.rounds[0] else None
 
     @property
+    def extras_share(self) -> float | None:
+        """Share of a training's time inside the extras' own code, 0 to 1; None if not measured.
+
+        Timed within the turns that have them, so it is known far more exactly than `extras`, which compares turns
+        and also sees what the extras slow down elsewhere. A turn logs at least once, and so perhaps oftener than
+        `fit`, which logs every 50 steps.
+        """
+        turns = [turns[EXTRAS] for turns in self.rounds if EXTRAS in turns]
+        if not turns or not all(turn.parts for turn in turns):
+            return None
+        return sum((turn.parts or {})["extras"] for turn in turns) / sum(turn.seconds for turn in turns)
+
+    @property
     def pairs(self) -> dict[str, Ratio]:
         """Of pairs of stages: the gain of both over the product of their gains alone; where it was measured."""
         return {name: ratio(values, self.level) for name, values in self.facts.get("pairs", {}).items()}
@@ -193,6 +206,7 @@ class Ledger:
             "waiting": self.waiting,
             "split": self.split,
             "extras": asdict(self.extras) if self.extras else None,
+            "extras_share": self.extras_share,
             "compound": self.compound,
             "bound": self.bound,
             "level": self.level,
@@ -270,4 +284,4 @@ class Ledger:
         return html_text(self)
 
 
-_DERIVED = ("rows", "stages", "ceilings", "waiting", "split", "extras", "compound", "bound")
+_DERIVED = ("rows", "stages", "ceilings", "waiting", "split", "extras", "extras_share", "compound", "bound")

@@ -30,7 +30,7 @@ class Turn:
     """One measurement: images over all ranks, seconds, and seconds of these spent waiting for data.
 
     `samples` is a digest of the labels that were trained on, in order; `parts` has the seconds of forward,
-    backward and step, where they were timed.
+    backward and step, or of the extras, where they were timed.
     """
 
     images: int

@@ -137,12 +137,8 @@ def sentences(ledger: Ledger) -> list[str]:
     if ledger.split:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in ledger.split.items())
         found.append(f"The whole's time: {shares}.")
-    if ledger.extras:
-        cost = ledger.extras
-        found.append(
-            f"fit's extras (bar, CSV log, guard against losses that are not finite) cost {cost.value - 1:.1%} of a "
-            f"step's time ({cost.low - 1:.1%} to {cost.high - 1:.1%})."
-        )
+    if ledger.extras_share is not None:
+        found.append(_extras(ledger, ledger.extras_share))
     found += _costs(facts.get("costs", {}))
     if "stopped" in facts:
         found.append(
@@ -154,6 +150,15 @@ def sentences(ledger: Ledger) -> list[str]:
         reasons.setdefault(reason, []).append(name)
     found += [f"Left out: {', '.join(names)}: {reason}." for reason, names in reasons.items()]
     return [*found, *filter(None, [ledger.compound]), ledger.bound]
+
+
+def _extras(ledger: Ledger, share: float) -> str:
+    told = (
+        f"fit's extras (bar, CSV log, guard against losses that are not finite) take {share:.2%} of the time"
+    )
+    if ledger.extras is None or ledger.extras.low < 1 + share:
+        return f"{told}."
+    return f"{told}, and with them a step takes {ledger.extras.value - 1:.1%} longer."
 
 
 def _costs(costs: dict[str, Any]) -> list[str]:

@@ -6,11 +6,11 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from .metrics import Metrics
 from .nonfinite import LossGuard
 from .progress import Progress
 from .sums import Sums
+
+T = TypeVar("T")
 
 Labels = list[NDArray[Any]]
 """Of each of this rank's batches, in order."""
@@ -88,11 +90,9 @@ def _one_turn(bench: Bench, loader: EpochLoader, kind: Kind, epoch: int, batches
     source: Any = list(loader) * batches if kind in ("model", "copy") else _recorded(loader, seen)
     copies = _Copies(loader, source[0]) if kind == "copy" else None
     timed = TimedEngine(engine) if kind == "split" else None
+    parts = timed.seconds if timed else None
     methods.begin(engine, batches)  # takes the averages' first copies; a training does so once
-    beside: AbstractContextManager[dict[str, Any]] = nullcontext({})
-    if kind == "extras":
-        beside = _extras(engine, methods, batches, batch_size)
-    with beside as extras:
+    with _extras(engine, methods, batches, batch_size) if kind == "extras" else nullcontext() as extras:
         engine.barrier()
         _wait_for(engine)
         start = perf_counter()
@@ -104,17 +104,19 @@ def _one_turn(bench: Bench, loader: EpochLoader, kind: Kind, epoch: int, batches
             waited = perf_counter() - start
         else:
             trained = cast(Engine, timed or engine)
-            stats = train_epoch(trained, source, bench.built.loss, methods=methods, **extras)
+            beside = extras.arguments if extras else {}
+            stats = train_epoch(trained, source, bench.built.loss, methods=methods, **beside)
             images, waited = stats.images, stats.waited
+            parts = {"extras": extras.seconds} if extras else parts
         _wait_for(engine)
         seconds = perf_counter() - start
-    turn = Turn(images, seconds, waited, parts=timed.seconds if timed else None)
+    turn = Turn(images, seconds, waited, parts=parts)
     return turn, [labels.cpu().numpy() for labels in seen]
 
 
 @contextmanager
-def _extras(engine: Engine, methods: Methods, steps: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    """What `fit` has beside the steps, as arguments of `train_epoch`: bar, CSV log and guard.
+def _extras(engine: Engine, methods: Methods, steps: int, batch_size: int) -> Iterator[_Extras]:
+    """What `fit` has beside the steps: bar, CSV log and guard.
 
     The bar is drawn to nowhere; the log goes into a folder that is removed. Checkpoints are not among them:
     they belong to epochs, and a turn is not one.
@@ -134,8 +136,28 @@ def _extras(engine: Engine, methods: Methods, steps: int, batch_size: int) -> It
             metrics.after_step(methods.clock.step, loss, lr, sums)
 
         guard = _Lenient(engine, "raise", lambda: methods.clock.step + 1, str)
-        yield {"watch": after_step, "sums": sums, "guard": guard}
+        yield _Extras(after_step, guard, sums)
         metrics.close()
+
+
+class _Extras:
+    """Times what `fit` does beside each step: `seconds`, of this process (a GPU is not waited for)."""
+
+    def __init__(self, watch: Callable[..., None], guard: LossGuard, sums: Sums) -> None:
+        self.seconds = 0.0
+        for name in ("begin", "admits", "check_norm", "flush"):
+            setattr(guard, name, self._timed(getattr(guard, name)))
+        self.arguments: dict[str, Any] = {"watch": self._timed(watch), "guard": guard, "sums": sums}
+        """Of `train_epoch`."""
+
+    def _timed(self, work: Callable[..., T]) -> Callable[..., T]:
+        def timed(*arguments: Any) -> T:
+            start = perf_counter()
+            found = work(*arguments)
+            self.seconds += perf_counter() - start
+            return found
+
+        return timed
 
 
 class _Lenient(LossGuard):

@@ -248,9 +248,17 @@ def test_what_the_extras_cost() -> None:
         turns[EXTRAS] = Turn(1200, turns[WHOLE].seconds * factor, 0)
     assert ledger.extras == ratio(more)
     assert ledger.to_dict()["extras"]["value"] == pytest.approx(1.012, abs=1e-4)
-    assert "cost 1.2% of a step's time (0.7% to 1.7%)." in str(ledger)
+    assert ledger.extras_share is None  # as in a ledger that was saved before they were timed
+    assert "fit's extras (bar" not in str(ledger)
+    for turns, factor in zip(ledger.rounds, more, strict=True):
+        seconds = turns[WHOLE].seconds * factor
+        turns[EXTRAS] = Turn(1200, seconds, 0, parts={"extras": 0.0125 * seconds})
+    assert ledger.extras_share == pytest.approx(0.0125)
+    assert ledger.to_dict()["extras_share"] == pytest.approx(0.0125)
+    assert "not finite) take 1.25% of the time.\n" in str(ledger)
     for turns in ledger.rounds:
-        turns[EXTRAS] = Turn(1200, turns[WHOLE].seconds * 4, 0)
+        turns[EXTRAS] = Turn(1200, turns[WHOLE].seconds * 4, 0, parts={"extras": turns[WHOLE].seconds})
+    assert "take 25.00% of the time, and with them a step takes 300.0% longer.\n" in str(ledger)
     # Rows are as asked for, and the last of them is the whole; that of the extras is beside them.
     assert [row.name for row in ledger.rows] == [PLAIN, WHOLE]
     (row,) = (line for line in str(ledger).splitlines() if EXTRAS in line)

@@ -336,6 +336,9 @@ def test_an_extra_that_takes_long_is_seen_in_the_row(toy: Toy, monkeypatch: pyte
     assert all(turns[EXTRAS].seconds > SLEEP for turns in ledger.rounds)
     assert ledger.extras is not None
     assert ledger.extras.value > 2
+    assert ledger.extras_share is not None
+    slept = SLEEP * len(ledger.rounds) / sum(turns[EXTRAS].seconds for turns in ledger.rounds)
+    assert slept < ledger.extras_share < 1
     assert EXTRAS in str(ledger)
 
 
@@ -346,6 +349,7 @@ def test_bar_and_guard_are_extras(extra: tuple[Any, str], toy: Toy, monkeypatch:
 
     def counted(self: Any, *arguments: Any) -> Any:
         calls.append(arguments)
+        time.sleep(SLEEP / 10)
         return work(self, *arguments)
 
     monkeypatch.setattr(kind, name, counted)
@@ -353,8 +357,10 @@ def test_bar_and_guard_are_extras(extra: tuple[Any, str], toy: Toy, monkeypatch:
         bench, _ = open_bench(toy.pipeline(loader="torch", workers=0), Loaders(stack), stack)
         take_turn(bench, "train", epoch=1, batches=3)
         assert not calls
-        take_turn(bench, "extras", epoch=1, batches=3)
+        turn, _ = take_turn(bench, "extras", epoch=1, batches=3)
         assert len(calls) == 3
+        assert turn.parts is not None
+        assert 3 * SLEEP / 10 < turn.parts["extras"] < turn.seconds
 
 
 class Diverged(Sleepy):
