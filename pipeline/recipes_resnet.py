@@ -87,14 +87,16 @@ def _ffcv(model: str, epochs: int) -> dict[str, Any]:
 
 
 _COMPOSER_NOTES = {
-    "model": "Composer starts it with Kaiming-normal weights and trains by binary cross entropy; here torchvision's "
-    "initial weights, and cross entropy. Its results are not to be expected without that",
+    "model": "Composer starts convolutions and classifier Kaiming-normal by fan_in, BatchNorm's weights uniform from 0 "
+    "to 1; here they start as torchvision's: by fan_out, and at 1",
     "batch_size": "Composer: train_batch_size 2048",
     "image_size": "Composer: crop_size 176",
     "eval_image_size": "Composer: crop_size 224",
     "loading.scale": "the default of FFCV's decoder and of torchvision",
     "loading.eval_ratio": "Composer: resize_size 232, crop_size 224",
     "transforms.BlurPool": "Composer: blur_first, min_channels 16, convolutions and max-pools",
+    "transforms.BinaryCrossEntropy": "Composer: loss_name binary_cross_entropy, and a classifier whose bias starts at "
+    "-log 1000, which the loss here subtracts itself",
     "transforms.EMA": "Composer: half_life 100ba, update_interval 20ba",
     "transforms.ProgressiveResizing": "Composer's values; it resizes batches after loading, by the nearest pixel and "
     "anew at every step; the loader here decodes at the size, which changes between epochs",
@@ -129,6 +131,7 @@ def _composer(
         "transforms": [
             {"name": "BlurPool"},
             {"name": "ChannelsLast"},
+            {"name": "BinaryCrossEntropy"},
             {"name": "EMA", "half_life": 100, "update_every": 20},
             *transforms,
         ],

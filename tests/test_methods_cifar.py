@@ -21,6 +21,7 @@ from drivetrain.transforms import (
     SWA,
     TRANSFORMS,
     AugMix,
+    BinaryCrossEntropy,
     ColOut,
     CutMix,
     CutOut,
@@ -47,7 +48,7 @@ SEEDS = 3
 """Plain trainings, whose mean accuracy is what a method is held to: one differs from the next by a point."""
 
 METHODS: list[Transform] = [
-    LabelSmoothing(), MixUp(), CutMix(), CutOut(), ColOut(0.05, 0.05), ProgressiveResizing(),
+    LabelSmoothing(), BinaryCrossEntropy(), MixUp(), CutMix(), CutOut(), ColOut(0.05, 0.05), ProgressiveResizing(),
     SelectiveBackprop(), RandAugment(), TrivialAugment(), AugMix(), SAM(), GradientClipping("norm", 1.0),
     GradientClipping("value", 0.01), GradientClipping("adaptive", 0.1), NoWeightDecay(), LayerFreezing(),
     SWA(), EMA(half_life=50), TestTimeFlip(),

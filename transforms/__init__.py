@@ -31,6 +31,7 @@ from .table import make_catalogue
 # isort: split
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
 from .alibi import ALiBi as ALiBi
+from .binary_cross_entropy import BinaryCrossEntropy as BinaryCrossEntropy
 from .blurpool import BlurPool as BlurPool
 from .channels_last import ChannelsLast as ChannelsLast
 from .colout import ColOut as ColOut

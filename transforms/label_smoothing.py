@@ -32,7 +32,8 @@ class LabelSmoothing(Transform):
     soft targets (B, C), in float32 or better.
 
     Mixing (MixUp, CutMix) makes soft targets before the loss is called, so smoothing always comes after
-    it. In Composer the other order leaves half of the mixture unsmoothed.
+    it. In Composer the other order leaves half of the mixture unsmoothed. BinaryCrossEntropy decides which loss
+    it is, and stands before it.
 
     Attributes:
         smoothing: share of the target that is spread over all classes. Number in [0, 1). Default 0.1, the
@@ -48,6 +49,7 @@ class LabelSmoothing(Transform):
 
     kind: ClassVar[Kind] = "loss"
     source: ClassVar[str] = "Szegedy et al. 2016, arXiv:1512.00567"
+    after: ClassVar[tuple[str, ...]] = ("BinaryCrossEntropy",)
 
     def __post_init__(self) -> None:
         check_fraction(self, "smoothing")
