@@ -41,9 +41,16 @@ class Choices:
 
 
 def choose(
-    settings: Settings, keys: NDArray[np.uint64], heights: NDArray[np.int64], widths: NDArray[np.int64]
+    settings: Settings,
+    keys: NDArray[np.uint64],
+    heights: NDArray[np.int64],
+    widths: NDArray[np.int64],
+    flips: NDArray[np.bool_] | None = None,
 ) -> Choices:
-    """The choices for samples of these `keys` (see `draws`) and stored sizes, each `(n,)`."""
+    """The choices for samples of these `keys` (see `draws`) and stored sizes, each `(n,)`.
+
+    `flips` are those of `alternating`; None: they are drawn like everything else.
+    """
     if not settings.train:
         boxes, flips = _centers(heights, widths, settings.eval_ratio), np.zeros(len(heights), dtype=np.bool_)
         return Choices(boxes, flips, np.empty((0, 4)), np.empty((0, 2), dtype=np.int64), None)
@@ -52,8 +59,16 @@ def choose(
     else:
         scale, ratio = (np.array(pair, dtype=np.float64) for pair in (settings.scale, settings.ratio))
         boxes = draws.random_resized_crops(keys, heights, widths, scale, ratio)
-    flips = draws.uniforms(keys, FLIP, 1)[:, 0] < (0.5 if settings.flip else 0.0)
+    if flips is None:
+        flips = draws.uniforms(keys, FLIP, 1)[:, 0] < (0.5 if settings.flip else 0.0)
     return Choices(boxes, flips, _factors(keys, settings), _corners(keys, settings), _policy(keys, settings))
+
+
+def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """`(n,)`: at random in epoch 0, and the other way round in every odd one."""
+    keys = draws.sample_keys(np.uint64(seed), np.uint64(0), indices)
+    flips: NDArray[np.bool_] = draws.uniforms(keys, FLIP, 1)[:, 0] < 0.5
+    return ~flips if epoch % 2 else flips
 
 
 def _centers(heights: NDArray[np.int64], widths: NDArray[np.int64], ratio: float) -> NDArray[np.int64]:

@@ -83,8 +83,13 @@ class Decoder:
 
     def choose(self, indices: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
         """The batch of the samples `indices` `(n,)` in that epoch, to be loaded into `images`."""
-        keys = draws.sample_keys(np.uint64(self._settings.seed), np.uint64(epoch), indices)
-        choices = augmentation.choose(self._settings, keys, self._heights[indices], self._widths[indices])
+        settings = self._settings
+        keys = draws.sample_keys(np.uint64(settings.seed), np.uint64(epoch), indices)
+        flips = None
+        if settings.flip == "alternating":
+            flips = augmentation.alternating(settings.seed, epoch, indices)
+        heights, widths = self._heights[indices], self._widths[indices]
+        choices = augmentation.choose(settings, keys, heights, widths, flips)
         return Job(indices, keys, choices, images)
 
     def load(self, job: Job, part: slice) -> None:

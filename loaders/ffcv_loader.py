@@ -62,7 +62,9 @@ class FFCVLoader(EpochLoader):
         interpolation: `"bilinear"`, antialiased, as Pillow and torchvision resize (within two levels where the
             JPEG is decoded whole, four where a raw image shrinks more than eightfold); or `"area"`, OpenCV's,
             with FFCV's own pixels bit for bit.
-        flip: mirror every second training image.
+        flip: True: each training image is mirrored or not, at random in each epoch. `"alternating"`: at random in
+            epoch 0, and the other way round in every odd one, so that two epochs show each image both ways
+            (airbench's, arXiv:2404.00498, section 3.6; better where epochs are few). False: never.
         color_jitter: how far brightness, contrast and saturation of a training image may move from 1, each at
             random, as torchvision's `ColorJitter`. (0, 0, 0): not at all.
         policy: an augmentation policy for training images, after colours and before further operations:

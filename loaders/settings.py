@@ -45,7 +45,7 @@ class Settings:
     padding: int = 4
     eval_ratio: float = 224 / 256
     interpolation: str = "bilinear"
-    flip: bool = True
+    flip: bool | str = True
     color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
     policy: Mapping[str, Any] | None = None
     cutout: int = 0
@@ -97,6 +97,9 @@ class Settings:
     def _check_types(self, check: Callable[[str, bool, str], None]) -> None:
         for name in ("image_size", "batch_size", "seed", "padding", "cutout", "rank", "world_size"):
             check(name, is_whole(getattr(self, name)), "an integer")
+        check(
+            "flip", isinstance(self.flip, bool) or self.flip == "alternating", "True, False or 'alternating'"
+        )
         for name, count in (("scale", 2), ("ratio", 2), ("mean", 3), ("std", 3), ("color_jitter", 3)):
             check(name, _are_numbers(getattr(self, name), count), f"{count} numbers")
         fields = self.fields

@@ -98,7 +98,7 @@ def make_transform(settings: Settings) -> Any:
         steps.append(v2.RandomCrop(side, padding=settings.padding or None, padding_mode="reflect"))
     else:
         steps += [v2.Resize(round(side / settings.eval_ratio)), v2.CenterCrop(side)]
-    if settings.train and settings.flip:
+    if settings.train and settings.flip is True:  # alternating flips are the loader's, which knows the epoch
         steps.append(v2.RandomHorizontalFlip())
     if settings.train and any(settings.color_jitter):
         steps.append(v2.ColorJitter(*settings.color_jitter))

@@ -23,7 +23,7 @@ from torchvision.datasets.vision import StandardTransform
 from ..errors import DataError, DrivetrainError
 from .epochs import Batch, EpochLoader
 from .machine import available_cores
-from .settings import check_device, is_whole, make_settings
+from .settings import Settings, check_device, is_whole, make_settings
 from .torch_dataset import BetonDataset, make_transform, open_dataset
 
 
@@ -141,7 +141,7 @@ class TorchLoader(EpochLoader):
                 "prefetch_factor": ahead,
             }
         return DataLoader(
-            _Keyed(self.dataset, self.settings.seed),
+            _Keyed(self.dataset, self.settings),
             batch_sampler=self._sampler,
             collate_fn=_collated,
             generator=self._generator,
@@ -197,8 +197,9 @@ class _Keyed(Dataset[Any]):
     Costs 3 µs a sample in a worker process, 2 % of loading a CIFAR-10 image: this is the baseline.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, int(seed)
+    def __init__(self, dataset: Any, settings: Settings) -> None:
+        self._dataset, self._seed = dataset, int(settings.seed)
+        self._alternates = settings.train and settings.flip == "alternating"
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         if get_worker_info() is not None:
@@ -207,12 +208,14 @@ class _Keyed(Dataset[Any]):
             return self._load(*key)
 
     def _load(self, epoch: int, index: int) -> Any:
-        torch.default_generator.manual_seed(
-            (self._seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB)
-            % 2**64
-        )
+        flip = False
+        if self._alternates:  # the image is mirrored last: crops and policies know no left and right
+            self._be_at(0, index)
+            flip = (torch.rand(()).item() < 0.5) ^ bool(epoch % 2)
+        self._be_at(epoch, index)
         try:
-            return self._dataset[index]
+            sample = self._dataset[index]
+            return (sample[0].flip(-1), *sample[1:]) if flip else sample
         except DrivetrainError as error:
             return error
         except Exception as error:  # whatever the data set's own code raises
@@ -222,6 +225,13 @@ class _Keyed(Dataset[Any]):
             )
             failure.__cause__ = error
             return failure
+
+    def _be_at(self, epoch: int, index: int) -> None:
+        """Makes torch's random numbers those of this sample in this epoch."""
+        torch.default_generator.manual_seed(
+            (self._seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB)
+            % 2**64
+        )
 
 
 def _collated(samples: list[Any]) -> Any:

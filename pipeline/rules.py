@@ -109,9 +109,10 @@ def _clipping_of_shards(pipeline: Pipeline) -> None:
 
 
 def _two_averages(pipeline: Pipeline) -> None:
-    averages = [_name(t) for t in pipeline.transforms if _name(t) in ("EMA", "SWA")]
+    averages = [_name(t) for t in pipeline.transforms if _name(t) in ("EMA", "Lookahead", "SWA")]
     if len(averages) > 1:
-        raise PlanError("EMA and SWA both give the weights to evaluate. Leave one of the two out.")
+        first, second = averages[:2]
+        raise PlanError(f"{first} and {second} both give the weights to evaluate. Leave one of the two out.")
 
 
 def _resizing_of_padded_crops(pipeline: Pipeline) -> None:

@@ -6,7 +6,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from drivetrain.errors import PlanError
-from drivetrain.transforms import EMA, SAM, SWA, GradientClipping, NoWeightDecay, StochasticDepth, Transform
+from drivetrain.transforms import (
+    EMA,
+    SAM,
+    SWA,
+    GradientClipping,
+    Lookahead,
+    NoWeightDecay,
+    StochasticDepth,
+    Transform,
+)
 from surgery_models import resnet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -15,7 +24,7 @@ from torchvision.models.resnet import BasicBlock
 
 STEPS, BATCH = 6, 8
 DROPS = StochasticDepth("block", 0.5, "uniform")
-LOOPS: list[Transform] = [EMA(half_life=3), SWA(start=0.3, end=0.7), SWA(start=0.3, end=1.0)]
+LOOPS: list[Transform] = [EMA(half_life=3), SWA(start=0.3, end=0.7), SWA(start=0.3, end=1.0), Lookahead(2)]
 
 
 def net() -> nn.Sequential:

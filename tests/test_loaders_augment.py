@@ -147,3 +147,41 @@ def test_settings_that_cannot_be(kind: Any, photos: Path, options: dict[str, Any
 def test_torchvision_has_no_area_resize(photos: Path) -> None:
     with pytest.raises(DataError, match="interpolation='area' is FFCV's"):
         TorchLoader(photos, batch_size=4, image_size=SIDE, interpolation="area")
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_alternating_flips_show_both_sides_in_two_epochs(kind: Any, tmp_path: Path) -> None:
+    pictures = np.stack([picture(seed, SIDE, SIDE) for seed in range(40)])
+    convert((pictures, np.zeros(40, int)), tmp_path / "raw.beton", progress=False)
+    whole = {"crop": "padded", "padding": 0, "flip": "alternating", "dtype": torch.uint8}
+    options: dict[str, Any] = {
+        "batch_size": 8,
+        "image_size": SIDE,
+        "workers": 0 if kind is TorchLoader else 2,
+    }
+
+    def epochs(**changed: Any) -> list[torch.Tensor]:
+        found = []
+        with kind(tmp_path / "raw.beton", **options, **{**whole, **changed, "order": "sequential"}) as loader:
+            for epoch in range(3):
+                loader.set_epoch(epoch)
+                found.append(torch.cat([images for images, _ in loader]))
+        return found
+
+    first, second, third = epochs()
+    originals = torch.from_numpy(pictures).permute(0, 3, 1, 2)
+    as_is = (first == originals).flatten(1).all(1)
+    assert torch.equal(first[~as_is], originals[~as_is].flip(3))
+    assert 8 < as_is.sum() < 32
+    assert torch.equal(second, first.flip(3))
+    assert torch.equal(third, first)
+    assert not torch.equal(epochs(seed=1)[0], first)
+    assert torch.equal(epochs(flip=False)[1], originals)
+    evaluated = epochs(train=False, eval_ratio=1.0)
+    assert torch.equal(evaluated[0], evaluated[1])
+
+
+@pytest.mark.parametrize("flip", ["alternate", 1, None])
+def test_a_flip_that_is_none(flip: Any) -> None:
+    with pytest.raises(DataError, match=rf"flip={flip!r} must be True, False or 'alternating'"):
+        Settings(batch_size=1, image_size=8, flip=flip)

@@ -28,6 +28,7 @@ from drivetrain.transforms import (
     GradientClipping,
     LabelSmoothing,
     LayerFreezing,
+    Lookahead,
     MixUp,
     NoWeightDecay,
     ProgressiveResizing,
@@ -51,7 +52,7 @@ METHODS: list[Transform] = [
     LabelSmoothing(), BinaryCrossEntropy(), MixUp(), CutMix(), CutOut(), ColOut(0.05, 0.05), ProgressiveResizing(),
     SelectiveBackprop(), RandAugment(), TrivialAugment(), AugMix(), SAM(), GradientClipping("norm", 1.0),
     GradientClipping("value", 0.01), GradientClipping("adaptive", 0.1), NoWeightDecay(), LayerFreezing(),
-    SWA(), EMA(half_life=50), TestTimeFlip(),
+    SWA(), EMA(half_life=50), Lookahead(), TestTimeFlip(),
 ]  # fmt: skip
 """All methods with their defaults, but:
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import recipe_factories
 import torch
 import torchvision
 from drivetrain import DataError, Pipeline, PlanError, RecipeError
+from drivetrain.loaders import cifar10
 from drivetrain.pipeline.build import build_model
 from drivetrain.pipeline.models import MODELS, model_factory, name_of_factory, pretrained, vit_s16
-from drivetrain.pipeline.networks import Shift, airbench_net
+from drivetrain.pipeline.networks import Shift, Whitening, airbench_net
+from drivetrain.pipeline.recipes import RECIPES
 from torch import nn
 
 
@@ -119,6 +122,31 @@ def test_airbenchs_convolutions_begin_as_the_identity() -> None:
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
     norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     assert (norm.momentum, norm.affine) == (0.4, False)
+
+
+@pytest.mark.slow
+def test_the_first_layer_whitens_cifar10() -> None:
+    """Held to the images themselves, where they are in the cache or can be fetched."""
+    try:
+        images, _ = cifar10.load_cifar10(cifar10.fetch_cifar10(), "train")
+    except DataError as error:
+        pytest.skip(str(error).splitlines()[0])
+    mean, std = (torch.tensor(RECIPES["cifar10-fast"]["loading"][key]) for key in ("mean", "std"))
+    x = (torch.from_numpy(np.asarray(images[:5000])) / 255 - mean) / std
+    layer = Whitening()
+    white = layer(x.permute(0, 3, 1, 2).contiguous()).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(white[12:], -white[:12])
+    squares = white[:12] @ white[:12].T / white.shape[1]
+    assert ((squares.diag() > 0.5) & (squares.diag() < 1.1)).all()  # below 1 where the variance is near ε
+    assert (squares - squares.diag().diag()).abs().max() < 0.3
+    assert [name for name, p in layer.named_parameters() if p.requires_grad] == ["bias"]
+
+
+def test_a_whitening_on_the_meta_device_gets_its_filters() -> None:
+    with torch.device("meta"):
+        layer = Whitening()
+    layer.to_empty(device="cpu").reset_parameters()
+    torch.testing.assert_close(layer.state_dict(), Whitening().state_dict())
 
 
 def test_a_shift_learns_faster_and_decays_as_slowly() -> None:

@@ -26,6 +26,7 @@ from drivetrain.transforms import (
     CutOut,
     GradientClipping,
     LayerFreezing,
+    Lookahead,
     MixUp,
     NoWeightDecay,
     ProgressiveResizing,
@@ -109,6 +110,7 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
         "freezing": (toy.pipeline().transform(LayerFreezing(0.0, 1.0)), {}),
         "averaged": (toy.pipeline(plain_model).transform(EMA(half_life=3), NoWeightDecay()), {}),
         "swa": (toy.pipeline().transform(SWA(start=0.3, end=0.7)), {}),
+        "lookahead": (toy.pipeline(plain_model).transform(Lookahead(2)), {}),
         "clipped by value": (
             toy.pipeline().transform(GradientClipping("value", 0.01), NoWeightDecay(), TestTimeFlip()),
             {},

@@ -22,6 +22,7 @@ from drivetrain.transforms import (
     GradientClipping,
     LabelSmoothing,
     LayerFreezing,
+    Lookahead,
     MixUp,
     NoWeightDecay,
     ProgressiveResizing,
@@ -34,8 +35,9 @@ from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Toy, batch_norm_model, ev
 
 METHODS = [
     MixUp(), CutMix(), CutOut(length=0.25), ColOut(), SelectiveBackprop(0.0, 1.0), ProgressiveResizing(),
-    EMA(half_life=2), SWA(0.5, 0.9), SAM(), GradientClipping("value", 0.01), GradientClipping("adaptive", 0.1),
-    GradientClipping("norm", 0.5), NoWeightDecay(), TestTimeFlip(), LayerFreezing(0.0, 1.0),
+    EMA(half_life=2), SWA(0.5, 0.9), Lookahead(2), SAM(), GradientClipping("value", 0.01),
+    GradientClipping("adaptive", 0.1), GradientClipping("norm", 0.5), NoWeightDecay(), TestTimeFlip(),
+    LayerFreezing(0.0, 1.0),
 ]  # fmt: skip
 
 
@@ -215,6 +217,7 @@ def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
     [
         ([GradientClipping("norm", 1.0)], {"clip_norm": 0.5}, r"clip_norm=0.5\) both bound the gradients"),
         ([EMA(), SWA()], {}, "EMA and SWA both give the weights"),
+        ([SWA(), Lookahead()], {}, "SWA and Lookahead both give the weights"),
         ([SeqLengthWarmup()], {}, "SeqLengthWarmup cuts sequences .* loads images"),
         (
             [LayerFreezing()],

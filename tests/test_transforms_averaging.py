@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drivetrain.errors import PlanError
-from drivetrain.transforms import EMA, SWA, Session
+from drivetrain.transforms import EMA, SWA, Lookahead, Session
 from torch import nn
 
 
@@ -68,6 +68,32 @@ def test_ema_by_hand() -> None:
         assert model.mask.tolist() == [0, -torch.inf]
         assert model.scale.tolist() == [1]
     assert model.conv.weight.unique().item() == 6
+
+
+def test_lookahead_by_hand() -> None:
+    model = net()
+    fill(model, 0)
+    session = Lookahead(2, decay=0.75).session(model)
+    slow = 0.0
+    for step in range(1, 6):
+        fill(model, step)
+        session.after_step(step / 6)
+        if step % 2 == 0:
+            slow = 0.75 * slow + 0.25 * step
+            assert model.conv.weight.unique().item() == slow, "the weights go back"
+            assert model.norm.running_mean.unique().item() == slow
+            assert model.norm.num_batches_tracked.item() == step, "counters do not"
+    with session.evaluating():
+        assert model.conv.weight.unique().item() == slow
+    assert model.conv.weight.unique().item() == 5
+    session.finish()
+    assert model.conv.weight.unique().item() == slow
+
+
+def test_lookahead_that_grows_as_airbenchs() -> None:
+    grows = Lookahead(5, decay=0.95**5, power=3)
+    assert [grows.stays(p) for p in (0.0, 0.5, 1.0)] == pytest.approx([0, 0.95**5 / 8, 0.95**5])
+    assert Lookahead().stays(0.0) == Lookahead().stays(1.0) == 0.5
 
 
 def test_half_life() -> None:

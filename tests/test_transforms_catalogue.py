@@ -141,6 +141,7 @@ def test_declared_facts() -> None:
         "EMA": ("deepspeed_stage_3",),
         "GradientClipping": ("deepspeed", "fairscale"),
         "LayerFreezing": LayerFreezing.unsafe_with,
+        "Lookahead": ("deepspeed",),
         "SAM": ("deepspeed", "fairscale"),
         "StochasticDepth": ("fairscale",),
         "SWA": ("deepspeed",),

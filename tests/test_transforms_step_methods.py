@@ -246,6 +246,29 @@ def test_flip_is_the_mean_of_two() -> None:
     torch.testing.assert_close(logits, mirrored, rtol=0, atol=1e-6)
 
 
+def test_flips_of_shifted_images() -> None:
+    """Half the mean is the images' own, a quarter each of them moved up and left, and down and right."""
+
+    def model(images: torch.Tensor) -> torch.Tensor:
+        return images[:, 0, 1:3, 2:4].flatten(1)  # off the middle, so that a mirror image differs
+
+    pixels = SAMPLES[:, :, 1:, 1:]
+    up_left = torch.cat([pixels, pixels[:, :, -2:-1]], 2)
+    up_left = torch.cat([up_left, up_left[..., -2:-1]], 3)
+    pixels = SAMPLES[:, :, :-1, :-1]
+    down_right = torch.cat([pixels[:, :, 1:2], pixels], 2)
+    down_right = torch.cat([down_right[..., 1:2], down_right], 3)
+    flip = TestTimeFlip()
+    expected = flip.predict(model, SAMPLES) / 2
+    expected += (flip.predict(model, up_left) + flip.predict(model, down_right)) / 4
+    torch.testing.assert_close(TestTimeFlip(shift=1).predict(model, SAMPLES), expected)
+    assert not torch.equal(expected, flip.predict(model, SAMPLES))
+    with pytest.raises(DataError, match=r"shift=6.*sides above the shift"):
+        TestTimeFlip(shift=SAMPLES.shape[-1]).predict(model, SAMPLES)
+    with pytest.raises(PlanError, match="shift=-1"):
+        TestTimeFlip(shift=-1)
+
+
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 def test_flip_keeps_formats_and_averages_in_float32(form: torch.memory_format) -> None:
     seen = []
@@ -256,7 +279,7 @@ def test_flip_keeps_formats_and_averages_in_float32(form: torch.memory_format) -
 
     images = SAMPLES.bfloat16().contiguous(memory_format=form)
     assert TestTimeFlip().predict(model, images).dtype == torch.float32
-    assert TestTimeFlip().predict(model, images.double()).dtype == torch.float64
+    assert TestTimeFlip(shift=2).predict(model, images.double()).dtype == torch.float64
     assert all(image.is_contiguous(memory_format=form) for image in seen)
-    with pytest.raises(DataError, match=r"TestTimeFlip: images \(2, 6, 6\)"):
+    with pytest.raises(DataError, match=r"TestTimeFlip\(shift=0\): images \(2, 6, 6\)"):
         TestTimeFlip().predict(model, images[0])

@@ -46,6 +46,7 @@ from .gradient_clipping import GradientClipping as GradientClipping
 from .gyro_dropout import GyroDropout as GyroDropout
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .layer_freezing import LayerFreezing as LayerFreezing
+from .lookahead import Lookahead as Lookahead
 from .low_precision_group_norm import LowPrecisionGroupNorm as LowPrecisionGroupNorm
 from .low_precision_layer_norm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
 from .mixup import MixUp as MixUp
