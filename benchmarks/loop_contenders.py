@@ -20,7 +20,8 @@ from drivetrain.pipeline.loop import train_epoch
 from drivetrain.pipeline.methods import Methods
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.nonfinite import LossGuard
-from drivetrain.pipeline.run import Job, Outcome, Run
+from drivetrain.pipeline.records import Job, Outcome
+from drivetrain.pipeline.run import Run
 from drivetrain.strategies import Engine
 from measuring import Contender, handlers_kept
 from torch import nn

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from ..errors import DataError, require_suffix
 from .encode import Encoding
-from .machine import available_cores
 from .sampling import Job, encoded_samples, first_fields
-from .settings import is_whole
+from .settings import check_workers
 from .sources import open_source
 from .values import requested_fields
 from .writer import write_beton
@@ -127,7 +126,8 @@ def convert(
     encoding = Encoding(
         max_resolution, min_resolution, quality, write_mode, smart_threshold, compress_probability, check
     )
-    _check_arguments(out, workers, on_error)
+    _check_arguments(out, on_error)
+    threads = check_workers(workers)
     wanted = requested_fields(fields)
     samples = open_source(source, list(wanted))
     if len(samples) == 0:
@@ -141,7 +141,7 @@ def convert(
         "settings": asdict(encoding),
         "drivetrain": _version(),
     }
-    encoded = encoded_samples(job, workers or available_cores(), progress)
+    encoded = encoded_samples(job, threads, progress)
     try:
         written = write_beton(out, encoded, len(samples), job.fields, about)
     finally:
@@ -167,9 +167,7 @@ def _version() -> str | None:
         return None
 
 
-def _check_arguments(out: Path, workers: int | None, on_error: str) -> None:
-    if workers is not None and not is_whole(workers, 1):
-        raise DataError(f"workers={workers!r} must be at least 1, or None for one per core.")
+def _check_arguments(out: Path, on_error: str) -> None:
     if on_error not in ("raise", "skip"):
         raise DataError(f"on_error={on_error!r} must be 'raise' or 'skip'.")
     if out.is_dir():

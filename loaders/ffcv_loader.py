@@ -17,8 +17,7 @@ from . import libffcv
 from .beton import Beton, open_beton
 from .buffers import Buffers
 from .epochs import Batch, EpochLoader
-from .machine import available_cores
-from .settings import check_device, is_whole, make_settings
+from .settings import check_device, check_workers, is_whole, make_settings
 
 if TYPE_CHECKING:
     from .decoding import Decoder
@@ -107,28 +106,23 @@ class FFCVLoader(EpochLoader):
     ) -> None:
         order = order or ("random" if train else "sequential")
         settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
-        if workers is not None and not is_whole(workers, 1):
-            raise DataError(f"workers={workers!r} must be at least 1, or None for one per core.")
         if not is_whole(batches_ahead, 1):
             raise DataError(f"batches_ahead={batches_ahead!r} must be at least 1.")
-        self.workers, self.device = workers or available_cores(), check_device(device)
+        self.workers, self.device = check_workers(workers), check_device(device)
         self._ahead, self._operations = batches_ahead, tuple(operations)
         self.beton: Beton = open_beton(path)
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
-        self._buffers = Buffers(
-            keep=batches_ahead + 3
-        )  # those in preparation, the one in use, and two to spare
+        # Those in preparation, the one in use, and two to spare.
+        self._buffers = Buffers(keep=batches_ahead + 3)
         self._copied: tuple[torch.device, torch.Tensor, torch.Tensor] | None = None
         self._decoder = self._make_decoder()
 
     def _make_decoder(self) -> Decoder:
         require("numba", "ffcv", "load .beton files")
         libffcv.library()
-        from .decoding import (
-            Decoder,
-            check_memory,
-        )  # compiles, or reads its cache: only where a loader is made
+        # Compiles, or reads its cache: only where a loader is made.
+        from .decoding import Decoder, check_memory
 
         decoder = Decoder(self.beton, self.settings, self._operations)
         floats = self.settings.dtype.itemsize if self.device.type == "cpu" else 1

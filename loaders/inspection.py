@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from tqdm.auto import tqdm
 
-from ..errors import BetonError, DataError
+from ..errors import BetonError, DataError, require_suffix
 from ..files import atomic_file
 from . import libffcv
 from .beton import Beton, open_beton
 from .layout import MODE_JPEG
-from .machine import available_cores
+from .settings import check_workers
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,14 @@ def verify(path: str | Path, *, workers: int | None = None, progress: bool = Tru
         progress: show a bar.
 
     Raises:
+        DataError: for `workers` that are no number of threads.
         BetonError: if the structure is unsound, so that samples cannot even be found.
         MissingExtra: without FFCV.
     """
+    threads = check_workers(workers)
     beton = open_beton(path)
     libffcv.library()  # its absence is an error here, not in a thread
-    with ThreadPoolExecutor(workers or available_cores()) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         reasons = tqdm(
             pool.map(lambda number: _fault(beton, number), range(len(beton)), chunksize=64),
             total=len(beton), desc="Verifying", unit="img", disable=not progress, leave=False,
@@ -239,8 +241,7 @@ def contact_sheet(
     Raises:
         BetonError: if the file is unsound; DataError: for an `out` that does not end in `.png`.
     """
-    if Path(out).suffix != ".png":
-        raise DataError(f"{out}: the contact sheet is a PNG; give a name that ends in .png.")
+    require_suffix(Path(out), ".png", DataError)
     beton = open_beton(path)
     count = min(columns * rows, len(beton))
     chosen = np.linspace(0, len(beton) - 1, count).round().astype(int)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import DataError, suggest
+from .machine import available_cores
 from .order import ORDERS
 from .policies import complete
 
@@ -156,6 +157,19 @@ def check_device(device: torch.device | str) -> torch.device:
             f"device={device!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices."
         )
     return found
+
+
+def check_workers(workers: int | None, least: int = 1) -> int:
+    """How many threads or processes are to work: so many, or None for one per available core.
+
+    Raises:
+        DataError: for fewer than `least`, or no number.
+    """
+    if workers is None:
+        return available_cores()
+    if not is_whole(workers, least):
+        raise DataError(f"workers={workers!r} must be an integer from {least} on, or None for one per core.")
+    return workers
 
 
 def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:

@@ -22,8 +22,7 @@ from torchvision.datasets.vision import StandardTransform
 
 from ..errors import DataError, DrivetrainError
 from .epochs import Batch, EpochLoader
-from .machine import available_cores
-from .settings import Settings, check_device, is_whole, make_settings
+from .settings import Settings, check_device, check_workers, is_whole, make_settings
 from .torch_dataset import BetonDataset, make_transform, open_dataset
 
 
@@ -56,8 +55,7 @@ class TorchLoader(EpochLoader):
     ) -> None:
         order = order or ("random" if train else "sequential")
         settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
-        if workers is not None and not is_whole(workers, 0):
-            raise DataError(f"workers={workers!r} must be an integer from 0 on, or None for one per core.")
+        self.workers = check_workers(workers, least=0)
         if not is_whole(batches_ahead, 1):
             raise DataError(f"batches_ahead={batches_ahead!r} must be at least 1.")
         checked = make_settings(order=order, **settings)
@@ -66,7 +64,6 @@ class TorchLoader(EpochLoader):
         self.dataset = open_dataset(source, make_transform(checked), checked.verify)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
         super().__init__(checked, indices, len(self.dataset), beton)
-        self.workers = available_cores() if workers is None else workers
         self.device = check_device(device)
         self._sampler = _Sampler()
         self._generator = torch.Generator()  # DataLoader draws from it; the global one is left alone

@@ -210,7 +210,8 @@ class Pipeline:
             options: the strategy's own.
 
         Raises:
-            StrategyError: for an unknown strategy, with the nearest name, or one that cannot run here.
+            StrategyError: for an unknown strategy, with the nearest name, or a value that means nothing.
+            PlanError: for `devices` that are no number of ranks.
         """
         return self._with(
             distribution=Distribution(

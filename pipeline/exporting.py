@@ -79,8 +79,11 @@ def _plain(checkpoint: Checkpoint, state: dict[str, torch.Tensor]) -> dict[str, 
 
 def _best(place: Path) -> Checkpoint:
     store = Store(place / "checkpoints")
-    found = best_of([Checkpoint(path) for path in store.checkpoints()])
+    # Those of an earlier run may be there until the first of this one is complete.
+    found = best_of(list(store.of_run(store.run)))
     if found is None:
-        raise CheckpointError(f"{store.folder} has no checkpoint with an accuracy; leave best out.")
+        raise CheckpointError(
+            f"{store.folder} has no checkpoint of its run with an accuracy; leave best out, or give the path of one."
+        )
     found.verify()
     return found

@@ -22,11 +22,12 @@ from .loggers import check as check_loggers
 from .nonfinite import OnNonFinite, check_choice
 from .plan import sort_transforms
 from .progress import in_cell, say
+from .records import Job, Outcome
 from .result import FitResult, TrainingInterrupted
 from .resume import global_randomness_kept
 from .retention import Checkpoints
 from .rules import check_epochs
-from .run import Job, Outcome, Run
+from .run import Run
 from .run_folder import claimed, descriptions, draw_curves, replaced
 from .stages import is_whole
 

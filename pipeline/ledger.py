@@ -32,9 +32,8 @@ from .ledger_variants import Variant, alone_and_without, in_turn, pair, possible
 from .provenance import provenance
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
-TIGHT_ROUNDS = (
-    5  # intervals of fewer may be narrow by chance; each further variant must leave time for as many
-)
+# Intervals of fewer rounds may be narrow by chance; each further variant must leave time for as many.
+TIGHT_ROUNDS = 5
 AIM_ROUNDS = 8  # that a turn's length is chosen for
 WITHIN = 0.02
 """The ledger ends when every interval is as narrow as this to each side."""

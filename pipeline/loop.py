@@ -111,9 +111,8 @@ def evaluate(engine: Engine, batches: Iterable[Batch], methods: Methods | None =
     engine.model.eval()
     sums = torch.zeros(3, device=engine.device, dtype=torch.float64)
     for images, labels in batches:
-        if (
-            len(images) == 0
-        ):  # this rank's share of a small last batch; shards are gathered on all ranks or none
+        if len(images) == 0:
+            # This rank's share of a small last batch. Shards are gathered on all ranks or none.
             engine.plain_model(images.new_zeros(1, *images.shape[1:]))
             continue
         with engine.forward_context():

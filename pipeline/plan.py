@@ -1,8 +1,10 @@
-"""The plan: every step in its order, what asked for it, and why it stands there. It alone knows the rules."""
+"""The plan: every step in its order, what asked for it, and why it stands there.
+
+It alone knows the rules of order; what does not go together at all is in `rules.py`.
+"""
 
 from __future__ import annotations
 
-import html
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from rich.table import Table
 
 from .. import strategies
 from ..errors import PlanError
+from ..markup import html_table
 from ..transforms import CHANGES_MODEL, Transform
 from ..transforms.table import drawn
 from .rules import check_rules, family
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from .builder import Pipeline
 
 # Surgery replaces modules, so it precedes whatever touches their parameters; a memory format set before
-# surgery would be lost on the new modules (facts: BlurPool after ChannelsLast reverts 3 weights).
+# surgery would be lost on the new modules (BlurPool after ChannelsLast: 3 weights of a ResNet).
 KINDS = ("image", "surgery", "memory_format", "optimizer", "schedule", "batch", "loss", "loop", "evaluation")
 KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
 KIND_REASON = {
@@ -64,15 +67,8 @@ class Plan:
         return drawn(table, 120)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{number}</td>"
-            + "".join(
-                f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in asdict(step).values()
-            )
-            + "</tr>"
-            for number, step in enumerate(self.steps, 1)
-        )
-        return f"<table><tr><th></th><th>step</th><th>asked for by</th><th>why here</th></tr>{rows}</table>"
+        rows = ((str(number), *asdict(step).values()) for number, step in enumerate(self.steps, 1))
+        return html_table(("", "step", "asked for by", "why here"), rows)
 
 
 def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:

@@ -214,9 +214,9 @@ def _check_kind(key: str, value: object, origin: Origin) -> None:
 
 def _check_texts_that_are_numbers(full: Mapping[str, Any], origin: Origin) -> None:
     """No option of an optimizer, a loader or a transform is a number written as text; some would take it silently."""
-    inside = {key: full[key] for key in ("optimizer", "loading")}
-    inside |= {"transforms": {name: v for entry in full["transforms"] for name, v in entry.items()}}
-    for key, options in inside.items():
+    inside = [(key, full[key]) for key in ("optimizer", "loading")]
+    inside += [("transforms", entry) for entry in full["transforms"]]
+    for key, options in inside:
         for name, value in options.items():
             if _number_hint(value):
                 raise RecipeError(f"{origin.at(key)}: {key}: {name}={value!r} is text.{_number_hint(value)}")

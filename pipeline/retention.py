@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,26 +113,23 @@ class Store:
                 return found
         return _whole(Path(about["continues"])) if about.get("continues") else None
 
-    def last(self, run: str) -> Path | None:
-        """The newest checkpoint of the run, for people: its files are not verified."""
-        for path in self.checkpoints():
-            try:
-                if Checkpoint(path).state["run"] == run:
-                    return path
-            except CheckpointError:
-                continue
-        return None
-
-    def prune(self, run: str, options: Checkpoints) -> None:
-        """Removes what need not stay, once a checkpoint of the run is complete."""
-        own: list[Checkpoint] = []
+    def of_run(self, run: str | None) -> Iterator[Checkpoint]:
+        """Those of the run (None: of any), the newest first; without those whose `state.json` is damaged."""
         for path in self.checkpoints():
             try:
                 checkpoint = Checkpoint(path)
-            except CheckpointError:  # damaged: of no use
+            except CheckpointError:
                 continue
-            if checkpoint.state["run"] == run:
-                own.append(checkpoint)
+            if run is None or checkpoint.state["run"] == run:
+                yield checkpoint
+
+    def last(self, run: str) -> Path | None:
+        """The newest checkpoint of the run, for people: its files are not verified."""
+        return next((checkpoint.path for checkpoint in self.of_run(run)), None)
+
+    def prune(self, run: str, options: Checkpoints) -> None:
+        """Removes what need not stay, once a checkpoint of the run is complete."""
+        own = list(self.of_run(run))
         kept = {checkpoint.path for checkpoint in own[: options.keep]}
         best = best_of(own)
         if options.keep_best and best is not None:

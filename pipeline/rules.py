@@ -26,9 +26,8 @@ def family(strategy: str) -> str:
 
 def belongs(strategy: str, group: str) -> bool:
     """Whether a strategy is of a family, or of a finer group: `"deepspeed_stage_3"` is offloading too."""
-    if group == family(
-        group
-    ):  # whose first word other families' names may share: `fairscale_oss` is of ddp's
+    if group == family(group):
+        # Not by the first word, which names of other families may share: `fairscale_oss` is of ddp's.
         return group == family(strategy)
     return f"{strategy}_".startswith(f"{group}_")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -16,51 +14,21 @@ from ..errors import CheckpointError, NonFiniteError
 from ..strategies.group import under_torchrun
 from . import resume as resuming
 from .build import Built
-from .builder import LOG_EVERY, Pipeline
+from .builder import Pipeline
 from .checkpoint import Checkpoint
 from .exporting import evaluated_state
 from .facts import check_same, description, run_facts
-from .interrupts import interrupts_held
-from .loggers import Loggers
 from .loop import EpochStats, evaluate, train_epoch
-from .metrics import Metrics
-from .nonfinite import LossGuard, OnNonFinite
+from .nonfinite import LossGuard
 from .optimizers import Schedule
-from .progress import Progress, place_of_bar, say
+from .progress import Progress, place_of_bar
 from .provenance import provenance
-from .result import Epoch, History, save_weights
-from .retention import Checkpoints, Store
-from .run_folder import HISTORY, MODEL, clear_results, draw_curves, write
+from .records import Job, Outcome, Records
+from .result import Epoch, History
+from .retention import Store
 from .saving import Saver
 from .snapshot import all_finite, take
 from .sums import Sums
-
-PICTURE = 30.0  # seconds between two pictures of the curves
-
-
-@dataclass(frozen=True)
-class Job:
-    """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists; `texts` go into it, by name;
-    `in_cell` says whether it was called in a notebook."""
-
-    epochs: int
-    folder: Path | None
-    progress: bool
-    resume: str | Path | None
-    checkpoints: Checkpoints | None
-    on_nonfinite: OnNonFinite
-    loggers: tuple[object, ...] = ()
-    log_every: int = LOG_EVERY
-    texts: dict[str, str] = field(default_factory=dict)
-    in_cell: bool = False
-
-
-@dataclass
-class Outcome:
-    """What a rank sends back: weights on the CPU by plain names (after the last whole epoch) and history."""
-
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    history: History = field(default_factory=History)
 
 
 class Run:
@@ -74,7 +42,7 @@ class Run:
     """
 
     def __init__(self, pipeline: Pipeline, built: Built, job: Job, outcome: Outcome) -> None:
-        self._pipeline, self._built, self._job, self._outcome = pipeline, built, job, outcome
+        self._pipeline, self._built, self._job = pipeline, built, job
         self._engine, self._methods = built.engine, built.methods
         self._lead = built.engine.rank == 0
         self._image_size = built.train.settings.image_size
@@ -87,16 +55,14 @@ class Run:
         facts: dict[str, Any] = {"recipe": pipeline.recipe, "seed": pipeline.seed, "provenance": provenance()}
         if built.engine.note:
             facts["strategy"] = built.engine.note
-        self._history = History([], facts)
+        self._records = Records(job, outcome, self._lead, facts)
         self._name, self._replaces = "", False
         self._saver: Saver | None = None
-        self._metrics = Metrics(Loggers((), None, 0), job.log_every)
-        self._next_picture = perf_counter() + PICTURE
 
     def train(self) -> None:
         """Trains what is left of the run."""
         if self._engine.note:
-            self._say(self._engine.note)
+            self._records.say(self._engine.note)
         options = self._job.checkpoints
         choice = resuming.choose(self._engine, self._job.resume, self._store, saves=options is not None)
         self._name, self._replaces = choice.run, not choice.goes_on
@@ -104,7 +70,7 @@ class Run:
             self._saver = Saver(self._engine, self._store, options, choice.run)
         try:
             epoch = self._begin(choice.checkpoint)
-            self._begin_records()
+            self._records.begin(self._methods.clock.step)
             for number in range(epoch + 1, self._job.epochs + 1):
                 self._epoch(number)
             self._methods.finish()
@@ -115,26 +81,18 @@ class Run:
                 self._saver.give_up()
             raise
         finally:
-            self._metrics.close()
-
-    def _begin_records(self) -> None:
-        """On rank 0: how the run was asked for goes into its folder, and its loggers begin."""
-        if not self._lead:
-            return
-        if self._job.folder is not None:
-            write(self._job.folder, self._job.texts)
-        loggers = Loggers(self._job.loggers, self._job.folder, self._methods.clock.step)
-        self._metrics = Metrics(loggers, self._job.log_every)
+            self._records.close()
 
     def _begin(self, checkpoint: Checkpoint | None) -> int:
         """Starts anew, or puts everything back; returns the epochs that are finished."""
         if checkpoint is None:
             self._methods.begin(self._engine, self._job.epochs * self._length)
-            self._clear()
+            if self._replaces:
+                self._records.clear()
             if self._store is not None and self._lead and self._job.checkpoints is None:
                 self._store.clear()  # else those of an earlier run go when the first of this one is complete
             if self._job.resume is not None:
-                self._say("There is no checkpoint yet: the training starts from the beginning.")
+                self._records.say("There is no checkpoint yet: the training starts from the beginning.")
             return 0
         state, step = checkpoint.state, checkpoint.state["step"]
         check_same(state["facts"], self._facts, checkpoint.path)
@@ -157,41 +115,38 @@ class Run:
         resuming.load_randomness(checkpoint, self._engine, self._pipeline.seed)
         return int(state["epoch"])
 
-    def _clear(self) -> None:
-        """The results of another run in the folder go, before any of this one are there."""
-        if self._job.folder is not None and self._lead and self._replaces:
-            clear_results(self._job.folder)
-
     def _go_on(self, checkpoint: Checkpoint) -> None:
         """The history goes on; a run that has finished epochs has its result already."""
-        self._clear()
-        state, history = checkpoint.state, resuming.load_history(checkpoint)
+        if self._replaces:
+            self._records.clear()
+        state, before = checkpoint.state, resuming.load_history(checkpoint)
         here = {"step": state["step"], "strategy": state["strategy"], "ranks": len(state["ranks"])}
-        since = [*history.facts.get("resumed", []), {**here, "provenance": provenance()}]
-        self._history = History(history.epochs, {**history.facts, "resumed": since})
-        self._say(
+        since = [*before.facts.get("resumed", []), {**here, "provenance": provenance()}]
+        self._records.history = History(before.epochs, {**before.facts, "resumed": since})
+        self._records.say(
             f"Resumed from {checkpoint.path}: step {state['step_in_epoch']} of epoch {state['epoch'] + 1}."
             if state["epoch"] < self._job.epochs
             else f"Resumed from {checkpoint.path}: the training was finished."
         )
         if not state["step_in_epoch"]:
-            self._keep(self._history, evaluated_state(checkpoint) if self._lead or under_torchrun() else {})
+            weights = evaluated_state(checkpoint) if self._lead or under_torchrun() else {}
+            self._records.keep(self._records.history, weights)
 
     def _epoch(self, number: int) -> None:
-        built, methods, start = self._built, self._methods, perf_counter()
+        built, methods, records, start = self._built, self._methods, self._records, perf_counter()
         earlier = self._sums.elapsed
         if not self._sums.steps:
             methods.begin_epoch(self._engine, built.train, self._image_size)
         images, total = built.train.settings.batch_size, self._length * built.train.settings.batch_size
         show, file = self._job.progress and self._lead, place_of_bar(self._job.in_cell)
-        with Progress(number, self._job.epochs, total, self._history.accuracy, show=show, file=file) as bar:
+        with Progress(number, self._job.epochs, total, records.history.accuracy, show=show, file=file) as bar:
             bar.skip(self._sums.steps * images)
-            self._metrics.begin_epoch(self._sums)
+            records.metrics.begin_epoch(self._sums)
 
             def after_step(images: int, loss: torch.Tensor) -> None:
                 bar.update(images, loss, self._sums)
                 self._sums.elapsed = earlier + perf_counter() - start
-                self._metrics.after_step(self._methods.clock.step, loss, self._schedule.lr, self._sums)
+                records.metrics.after_step(self._methods.clock.step, loss, self._schedule.lr, self._sums)
                 self._save_if_due(number)
 
             stats = train_epoch(
@@ -211,10 +166,10 @@ class Run:
                 lr=self._schedule.lr,
                 skipped=stats.skipped,
             )
-            self._keep(History([*self._history.epochs, epoch], self._history.facts), state)
+            records.add(epoch, state)
             bar.line(f"{epoch}{self._time_left(epoch)}")
-            self._metrics.after_epoch(self._methods.clock.step, epoch)
-            self._draw_if_due()
+            records.metrics.after_epoch(self._methods.clock.step, epoch)
+            records.draw_if_due()
         self._sums = self._no_sums()
         self._save(number, 0)
 
@@ -228,12 +183,6 @@ class Run:
             # On every rank: each holds a part of sharded weights.
             return loss, accuracy, engine.export_state()
 
-    def _draw_if_due(self) -> None:
-        """Draws the curves so far, but seldom: a picture takes a fifth of a second."""
-        if self._job.folder is not None and self._lead and perf_counter() > self._next_picture:
-            draw_curves(self._job.folder)
-            self._next_picture = perf_counter() + PICTURE
-
     def _time_left(self, epoch: Epoch) -> str:
         """Of the whole training, if the epochs to come take as long as this one."""
         seconds = round((self._job.epochs - epoch.epoch) * epoch.seconds)
@@ -246,15 +195,6 @@ class Run:
             raise NonFiniteError(
                 f"In epoch {number} the loss is {stats.loss}, in validation {val_loss}. {self._advice()}"
             )
-
-    def _keep(self, history: History, state: dict[str, torch.Tensor]) -> None:
-        """Weights and history are of the same epoch, in memory and on disk."""
-        with interrupts_held():
-            if self._job.folder is not None and self._lead and history.epochs:
-                save_weights(state, self._job.folder / MODEL)
-                history.save(self._job.folder / HISTORY)
-            self._history = self._outcome.history = history
-            self._outcome.state = state if self._lead or under_torchrun() else {}
 
     def _save_if_due(self, number: int) -> None:
         """In the middle of an epoch, if steps are counted; its end has a checkpoint anyway."""
@@ -288,7 +228,7 @@ class Run:
             "description": description(self._pipeline),
             "schedule": {"step": self._schedule.step},
             "loader": self._built.train.state_dict(),
-            "history": self._history.to_dict(),
+            "history": self._records.history.to_dict(),
         }
         self._saver.save(self._methods.clock.step, part, state)
 
@@ -308,7 +248,3 @@ class Run:
 
     def _no_sums(self) -> Sums:
         return Sums(torch.zeros((), device=self._engine.device))
-
-    def _say(self, text: str) -> None:
-        if self._lead and self._job.progress:
-            say(text)

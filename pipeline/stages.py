@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from .. import strategies
 from ..errors import PlanError, suggest
@@ -87,15 +87,8 @@ class Distribution:
 
     def __post_init__(self) -> None:
         strategies.get(self.strategy, **self.options)
-        for name in ("devices", "accumulate"):
-            if not is_whole(getattr(self, name), 1):
-                raise PlanError(f"{name}={getattr(self, name)!r} must be an integer from 1 on.")
-        known = get_args(strategies.Precision)
-        if self.precision not in known:
-            raise PlanError(f"No precision is named {self.precision!r}.{suggest(str(self.precision), known)}")
-        norm: Any = self.clip_norm
-        if norm is not None and not (is_number(norm) and norm > 0):
-            raise PlanError(f"clip_norm={norm!r} must be a positive number, or None for no clipping.")
+        if not is_whole(self.devices, 1):
+            raise PlanError(f"devices={self.devices!r} must be an integer from 1 on.")
         strategies.Options.of(self.step_options)
 
     @property

@@ -20,7 +20,7 @@ class Sums:
         skipped: further steps, whose loss was not finite.
         images: over all ranks.
         seconds, waited: of training, and of waiting for data.
-        elapsed: seconds of the epoch in processes before this one.
+        elapsed: seconds of the epoch so far, also in processes before this one.
     """
 
     total: torch.Tensor

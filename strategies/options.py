@@ -61,18 +61,25 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):
+            known = suggest(str(self.precision), get_args(Precision))
+            raise StrategyError(f"precision={self.precision!r} is not known.{known}")
+        norm: Any = self.clip_norm
+        if norm is not None and not (_is(norm, int | float) and norm > 0):
             raise StrategyError(
-                f"prepare: precision={self.precision!r} is not known; use one of {get_args(Precision)}."
+                f"clip_norm={norm!r} must be a number above 0, or None to leave gradients alone."
             )
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if not (_is(self.accumulate, int) and self.accumulate > 0):
             raise StrategyError(
-                f"prepare: clip_norm={self.clip_norm!r} must be above 0; use None to leave gradients alone."
+                f"accumulate={self.accumulate!r} must be an integer of microbatches from 1 on."
             )
-        if self.accumulate < 1:
-            raise StrategyError(f"prepare: accumulate={self.accumulate!r} must be 1 or more microbatches.")
+        if not isinstance(self.compile, bool | str):
+            raise StrategyError(f"compile={self.compile!r} must be True, False, or the name of a mode.")
         modes = torch._inductor.list_mode_options() if isinstance(self.compile, str) else {}
         if isinstance(self.compile, str) and self.compile not in modes:
-            raise StrategyError(
-                f"prepare: compile has no mode {self.compile!r}.{suggest(self.compile, modes)}"
-            )
-        check_policy(self.activation_checkpointing, "prepare: activation_checkpointing")
+            raise StrategyError(f"compile has no mode {self.compile!r}.{suggest(self.compile, modes)}")
+        check_policy(self.activation_checkpointing, "activation_checkpointing")
+
+
+def _is(value: object, kind: Any) -> bool:
+    """`isinstance`, but True is no number."""
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -15,8 +15,10 @@ or a function of a module's name and the module; False for none."""
 
 
 def check_policy(policy: Policy, place: str) -> None:
-    """Raises StrategyError for a string, whose letters would be taken for names; `place` is where it was given."""
-    if isinstance(policy, str):
+    """Raises StrategyError for what is no policy, such as a string, whose letters would be taken for names; `place`
+    is where it was given."""
+    given: object = policy
+    if isinstance(given, str) or not (isinstance(given, bool | Collection) or callable(given)):
         raise StrategyError(
             f"{place}={policy!r} must be a list of class names, True for the model's blocks, or a function of "
             f"name and module."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib
 import inspect
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ..errors import DrivetrainError, StrategyError, suggest
+from ..markup import html_table
 from . import plugins
 from .base import Strategy
 
@@ -201,16 +201,11 @@ class StrategyTable(list[StrategyRow]):
         )
 
     def _repr_html_(self) -> str:
-        def line(*cells: str, tag: str = "td") -> str:
-            found = (f"<{tag} style='text-align:left'>{html.escape(cell)}</{tag}>" for cell in cells)
-            return f"<tr>{''.join(found)}</tr>"
-
-        head = line("strategy", "runs here", "extra", "what it does", tag="th")
-        body = (
-            line(row.name, "yes" if row.runs_here else f"no: {row.why_not}", row.extra, row.summary)
+        rows = (
+            (row.name, "yes" if row.runs_here else f"no: {row.why_not}", row.extra, row.summary)
             for row in self
         )
-        return f"<table>{head}{''.join(body)}</table>"
+        return html_table(("strategy", "runs here", "extra", "what it does"), rows)
 
 
 def available() -> StrategyTable:

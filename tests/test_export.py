@@ -11,9 +11,10 @@ import pytest
 import torch
 import torchvision
 from drivetrain import CheckpointError, Pipeline
-from drivetrain.pipeline import export
+from drivetrain.pipeline import Checkpoints, export
 from drivetrain.pipeline.facts import described
 from drivetrain.pipeline.models import cifar_resnet
+from drivetrain.pipeline.retention import Store
 from drivetrain.transforms import EMA, SWA, BlurPool, ChannelsLast, Factorize
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model
 from safetensors.torch import load_file
@@ -85,6 +86,23 @@ def test_it_is_what_was_evaluated(method: EMA | SWA | None, toy: Toy, tmp_path: 
     best = max(result.history.epochs, key=lambda epoch: (epoch.accuracy, -epoch.epoch))
     taken = export(tmp_path / "run", tmp_path / "best.safetensors", best=True)
     assert taken.state["epoch"] == best.epoch
+
+
+def test_the_best_is_one_of_the_run_and_undamaged(toy: Toy, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out.safetensors"
+    how = Checkpoints(keep=3, background=False)
+    result = toy.pipeline(batch_norm_model).fit(epochs=3, out=run, progress=False, checkpoints=how)
+    store = Store(run / "checkpoints")
+    best = max(result.history.epochs, key=lambda epoch: (epoch.accuracy, -epoch.epoch))
+    (store.checkpoints()[3 - best.epoch] / "state.json").write_text("{}")
+    second = max(
+        (epoch for epoch in result.history.epochs if epoch is not best),
+        key=lambda epoch: (epoch.accuracy, -epoch.epoch),
+    )
+    assert export(run, out, names="trained", best=True).state["epoch"] == second.epoch
+    store.begin("another", None)  # a run that replaces this one, and has no checkpoint yet
+    with pytest.raises(CheckpointError, match="has no checkpoint of its run with an accuracy"):
+        export(run, out, names="trained", best=True)
 
 
 def test_a_model_of_ones_own_has_its_trained_names_only(toy: Toy, tmp_path: Path) -> None:

@@ -81,6 +81,12 @@ def test_verify_without_checksums_still_decodes(photos: Path) -> None:
     assert not found.checked
 
 
+@pytest.mark.parametrize("workers", [0, -1, 1.5])
+def test_a_number_of_threads_that_is_none_is_refused(photos: Path, workers: int) -> None:
+    with pytest.raises(DataError, match=f"workers={workers} must be an integer from 1 on, or None"):
+        verify(photos, workers=workers, progress=False)
+
+
 def test_contact_sheet_shows_pictures_in_a_grid(photos: Path, tmp_path: Path) -> None:
     contact_sheet(photos, tmp_path / "sheet.png", columns=4, rows=3, side=64)
     with Image.open(tmp_path / "sheet.png") as sheet:

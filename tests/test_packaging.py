@@ -45,7 +45,7 @@ def test_the_listed_packages_are_those_of_the_tree() -> None:
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = [ROOT / "__init__.py", ROOT / "errors.py", ROOT / "files.py", ROOT / "py.typed"]
+    sources = [ROOT / name for name in ("__init__.py", "errors.py", "files.py", "markup.py", "py.typed")]
     sources += [path for stage in STAGES for path in (ROOT / stage).glob("*.py")]
     assert names == {f"drivetrain/{path.relative_to(ROOT).as_posix()}" for path in sources}
 
@@ -79,7 +79,7 @@ def test_stages_do_not_import_one_another() -> None:
         for path in (ROOT / stage).glob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and node.level == 2:
-                    assert node.module in ("errors", "files"), f"{path.name} imports {node.module}"
+                    assert node.module in ("errors", "files", "markup"), f"{path.name} imports {node.module}"
                 if isinstance(node, ast.ImportFrom) and node.level == 0:
                     assert not (node.module or "").startswith("drivetrain"), f"{path.name}: {node.module}"
 

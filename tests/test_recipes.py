@@ -200,6 +200,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"transforms": [{"name": "MixUp", "alpha": "0.2"}]},
         "transforms: alpha='0.2' is text",
     ),
+    "option as text, before another of that name": (
+        {"transforms": [{"name": "MixUp", "alpha": "0.2"}, {"name": "CutMix", "alpha": 1.0}]},
+        "transforms: alpha='0.2' is text",
+    ),
     "note": ({"notes": {"bach_size": "ours"}}, "no key 'bach_size'.*Did you mean 'batch_size'"),
     "evaluated size": ({"eval_image_size": 0}, "eval_image_size=0 must be a whole number from 1 on or null"),
     "strategy's option": (

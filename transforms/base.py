@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from ..markup import html_table
+
 Kind = Literal[
     "image", "surgery", "memory_format", "optimizer", "batch", "loss", "schedule", "loop", "evaluation"
 ]
@@ -58,14 +60,8 @@ class Report:
         rows = [("changed", name or "(the model)", "") for name in self.changed]
         rows += [("left alone", name or "(the model)", reason) for name, reason in self.skipped]
         rows += [("note", "", note) for note in self.notes]
-        body = "".join(
-            "<tr>"
-            + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row)
-            + "</tr>"
-            for row in rows
-        )
         title = f"<b>{html.escape(self.transform)}</b>: changed {len(self.changed)} module(s)"
-        return f"{title}<table>{body}</table>" if rows else title
+        return title + html_table((), rows) if rows else title
 
 
 @dataclass(frozen=True)

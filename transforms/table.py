@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..markup import html_table
 from .base import CHANGES_MODEL, Transform
 
 HEADS = ("transform", "kind", "defaults", "renames", "compiles", "ddp", "fsdp", "deepspeed", "source")
@@ -55,16 +55,7 @@ class Catalogue(list[CatalogueRow]):
         return drawn(table, 160)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in HEADS)
-        rows = "".join(
-            "<tr>"
-            + "".join(
-                f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in dataclasses.astuple(row)
-            )
-            + "</tr>"
-            for row in self
-        )
-        return f"<table><tr>{head}</tr>{rows}</table>"
+        return html_table(HEADS, map(dataclasses.astuple, self))
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The same as plain JSON types."""
