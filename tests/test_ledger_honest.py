@@ -35,7 +35,7 @@ from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from torch import nn
 from typer.testing import CliRunner
 
-SLOW = 1.0  # seconds: far more than a turn of the tiny model takes
+SLOW = 2.0  # seconds: far more than a turn of the tiny model takes
 
 
 class SlowAtFirst(nn.Module):
@@ -63,8 +63,8 @@ def of_speeds(*rounds: dict[str, float], **facts: Any) -> Ledger:
 
 
 def test_warm_up_is_left_out(toy: Toy) -> None:
-    # While the variant is built it trains for a turn of 4 batches, and for another to see how long rounds take.
-    pipeline = toy.pipeline(SlowAtFirst(1, 5), loader="torch", workers=0)
+    # It trains for a turn of 4 batches once it is built, and for another one to see how long rounds take.
+    pipeline = toy.pipeline(SlowAtFirst(5), loader="torch", workers=0)
     ledger = pipeline.ledger(seconds=0.2, progress=False)
     assert max(turn.seconds for turns in ledger.rounds for turn in turns.values()) < SLOW
 
@@ -109,15 +109,15 @@ def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyP
 
 
 def test_a_turn_ends_when_the_device_has_done_its_work(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a device that has still to work for a second: before the turn, at its end, within its parts."""
+    """With a device that has still work to do: before the turn, at its end, within its parts."""
     pending: list[float] = []
     monkeypatch.setattr(ledger_turns, "_wait_for", lambda _: time.sleep(pending.pop(0) if pending else 0))
     with ExitStack() as stack:
         bench, _ = open_bench(toy.pipeline(loader="torch", workers=0), Loaders(stack), stack)
         pending[:] = [1.0]
         assert take_turn(bench, "train", epoch=1, batches=1)[0].seconds < 1.0
-        pending[:] = [0, 1.0]
-        assert take_turn(bench, "train", epoch=1, batches=1)[0].seconds >= 1.0
+        pending[:] = [0, 0.5]
+        assert take_turn(bench, "train", epoch=1, batches=1)[0].seconds >= 0.5
         pending[:] = [0, 0, 0.1, 0, 0.2, 0, 0.3]  # before the turn; before and after each part
         parts = take_turn(bench, "split", epoch=1, batches=1)[0].parts
     assert parts is not None
