@@ -344,8 +344,8 @@ class Pipeline:
             within: ends earlier when every interval is as narrow as this to each side (0.02: ± 2 %).
             accuracy: then also trains each variant (the stages in turn, only one stage, all but one), with
                 accuracy and time; on top of `seconds`.
-            epochs: to train each of them; None: the recipe's.
-            target: top-1 accuracy, 0 to 1, to give the time to; None: what plain PyTorch reaches.
+            epochs: to train each of them; None: the recipe's. Only with `accuracy`.
+            target: top-1 accuracy, 0 to 1, to give the time to; None: what plain PyTorch reaches. Likewise.
             progress: show a bar.
 
         Raises:

@@ -189,7 +189,7 @@ def ledger(
     accuracy: Annotated[
         bool,
         typer.Option(
-            "--accuracy", help="Also train plain PyTorch and each stage in turn; on top of --seconds."
+            "--accuracy", help="Also train each variant, once, for its accuracy; on top of --seconds."
         ),
     ] = False,
     epochs: Annotated[

@@ -11,6 +11,7 @@ time allows; what is left out is told, with the reason.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from time import perf_counter
 
@@ -30,6 +31,7 @@ from .ledger_result import Ledger
 from .ledger_rounds import PLAIN, Turn, only, same_samples
 from .ledger_variants import Variant, alone_and_without, in_turn, pair, possible, stages, variants
 from .provenance import provenance
+from .stages import is_number
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
 # Intervals of fewer rounds may be narrow by chance; each further variant must leave time for as many.
@@ -61,6 +63,10 @@ def measure(
     plan = pipeline.plan()
     if accuracy:
         epochs = check_accuracy(pipeline, epochs, target)
+    elif epochs is not None or target is not None:
+        raise PlanError(
+            "epochs and target are of the trainings that accuracy=True asks for. Give it, or neither."
+        )
     pipeline = with_files(pipeline, progress)
     found = _measured(pipeline, begin, seconds, within, progress)
     assert pipeline.data is not None  # the plan has checked
@@ -85,10 +91,11 @@ def measure(
 
 def check_asked(seconds: float, within: float = WITHIN) -> None:
     """Raises PlanError for what no ledger can be measured with, and under torchrun."""
-    if not seconds > 0:
-        raise PlanError(f"seconds={seconds:g} (--seconds, --ledger-seconds) must be positive.")
-    if not 0 < within < 1:
-        raise PlanError(f"within={within} must be between 0 and 1: 0.02 asks for intervals of ± 2 %.")
+    if not (is_number(seconds) and 0 < seconds < math.inf):
+        said = f"{seconds:g}" if is_number(seconds) else repr(seconds)
+        raise PlanError(f"seconds={said} (--seconds, --ledger-seconds) must be positive and finite.")
+    if not (is_number(within) and 0 < within < 1):
+        raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 asks for intervals of ± 2 %.")
     if under_torchrun():
         raise PlanError("The ledger starts its ranks itself, between other turns. Start it without torchrun.")
 

@@ -22,6 +22,17 @@ def draw(ledger: Ledger, form: str) -> bytes:
     Raises:
         MissingExtra: without matplotlib.
     """
+    buffer = io.BytesIO()
+    picture(ledger).savefig(buffer, format=form, dpi=150, bbox_inches="tight")
+    return buffer.getvalue()
+
+
+def picture(ledger: Ledger) -> Any:
+    """The picture as matplotlib's figure.
+
+    Raises:
+        MissingExtra: without matplotlib.
+    """
     figure_class = require("matplotlib.figure", "plot", "draw the ledger").Figure
     heights = [1.5 + 0.42 * len(ledger.rows)]
     heights += [1.2 + 0.5 * len(ledger.stages)] if ledger.stages else []
@@ -33,10 +44,8 @@ def draw(ledger: Ledger, form: str) -> bytes:
         _gains(next(panels), ledger)
     if ledger.split:
         _split(next(panels), ledger)
-    figure.text(0.01, -0.01, _caption(ledger), ha="left", va="top", fontsize=8, color=INK)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=form, dpi=150, bbox_inches="tight")
-    return buffer.getvalue()
+    figure.text(0.01, -0.01, caption(ledger), ha="left", va="top", fontsize=8, color=INK)
+    return figure
 
 
 def _throughput(axes: Any, ledger: Ledger) -> None:
@@ -139,13 +148,16 @@ def _title(axes: Any, text: str) -> None:
     axes.set_title(text, loc="left", color=INK, fontsize=11)
 
 
-def _caption(ledger: Ledger) -> str:
-    machine = ledger.facts["provenance"]
-    hardware, versions = machine["hardware"], machine["versions"]
-    where = ", ".join(hardware["gpus"]) or f"{hardware['processor']}, {hardware['cores']} cores"
-    made = (
-        f"{len(ledger.rounds)} interleaved rounds on {where}; torch {versions['torch']}, "
-        f"Drivetrain {versions['drivetrain']}, {machine['date'][:10]}: {machine['command']}"
-    )
+def caption(ledger: Ledger) -> str:
+    """What is said below the picture: the findings, and how the figures were made."""
+    made = f"{len(ledger.rounds)} interleaved rounds"
+    machine = ledger.facts.get("provenance")
+    if machine:
+        hardware, versions = machine["hardware"], machine["versions"]
+        where = ", ".join(hardware["gpus"]) or f"{hardware['processor']}, {hardware['cores']} cores"
+        made += (
+            f" on {where}; torch {versions['torch']}, Drivetrain {versions['drivetrain']}, "
+            f"{machine['date'][:10]}: {machine['command']}"
+        )
     said = [line for line in (ledger.bound, ledger.compound, made) if line]
     return "\n".join(line for one in said for line in textwrap.wrap(one, 124))

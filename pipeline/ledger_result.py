@@ -176,7 +176,12 @@ class Ledger:
     def spread(self) -> float:
         """The widest interval of a row's ratio, a stage's gain or the extras' cost: 0.02 for ± 2 %."""
         found = [row.ratio for row in self.rows] + ([self.extras] if self.extras else [])
-        found += [gain for stage in self.stages for gain in (stage.alone, stage.last) if gain is not None]
+        found += [
+            gain
+            for stage in self.stages
+            for gain in (stage.alone, stage.in_turn, stage.last)
+            if gain is not None
+        ]
         return max(one.spread for one in found)
 
     def speed(self, name: str) -> Figure:
@@ -221,20 +226,9 @@ class Ledger:
         Raises:
             DrivetrainError: if the file is not there, or is no ledger.
         """
-        try:
-            found = json.loads(Path(path).read_text())
-            rounds = [{name: Turn(**turn) for name, turn in turns.items()} for turns in found.pop("rounds")]
-            ledger = cls(rounds, found, found.pop("level", LEVEL))
-            for name in _DERIVED:
-                found.pop(name, None)
-            ledger.to_dict()  # whatever is missing is missed here
-        except OSError as error:
-            raise DrivetrainError(f"{path} could not be read: {error.strerror}.") from None
-        except (ValueError, TypeError, AttributeError, LookupError) as error:
-            raise DrivetrainError(
-                f"{path} is no ledger ({type(error).__name__}: {error}). Give a file that ledger.save('….json') wrote."
-            ) from None
-        return ledger
+        from .ledger_file import read
+
+        return read(path)
 
     def to_pandas(self) -> Any:
         """A data frame with a line per variant and round: round, variant, images, seconds, waited, images_per_s.
@@ -282,6 +276,3 @@ class Ledger:
         from .ledger_table import html_text
 
         return html_text(self)
-
-
-_DERIVED = ("rows", "stages", "ceilings", "waiting", "split", "extras", "extras_share", "compound", "bound")

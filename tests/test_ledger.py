@@ -325,8 +325,14 @@ def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
             | more
             for drift, shake in ((1.0, 1.0), (0.98, 1.01), (1.01, 0.99))
         ]
-        machine = {"hardware": {"cores": 2}, "versions": {"torch": torch}, "git_revision": "abc"}
-        plan = [{"what": f"train {name}"}]
+        hardware = {"cores": 2, "gpus": [], "processor": "one"}
+        machine = {
+            "hardware": hardware,
+            "versions": {"torch": torch, "drivetrain": "1"},
+            "git_revision": "abc",
+        }
+        machine |= {"date": "2026-01-01", "command": "drivetrain ledger"}
+        plan = [{"what": f"train {name}", "why": "asked for"}]
         of_speeds(*rounds, provenance=machine, plan=plan).save(tmp_path / name)
         return tmp_path / name
 

@@ -1,0 +1,80 @@
+"""Reading a ledger's JSON back: what is no ledger, or no longer one, is refused and not shown as figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ..errors import DrivetrainError
+from .ledger_picture import caption
+from .ledger_result import Ledger
+from .ledger_rounds import PLAIN, Turn
+from .ledger_statistics import LEVEL
+from .stages import is_number
+
+DERIVED = ("rows", "stages", "ceilings", "waiting", "split", "extras", "extras_share", "compound", "bound")
+"""What `Ledger.to_dict` computes from the rounds; it is not a fact of its own."""
+TABLES = ("asked", "costs", "left_out", "pairs", "provenance")
+"""The facts that have names and values."""
+
+
+def read(path: str | Path) -> Ledger:
+    """The ledger in a file; see `Ledger.load`.
+
+    Raises:
+        DrivetrainError: if the file is not there, or is no ledger.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+        rounds = [{name: Turn(**turn) for name, turn in turns.items()} for turns in found.pop("rounds")]
+        _check_rounds(rounds)
+        ledger = Ledger(rounds, found, found.pop("level", LEVEL))
+        for name in DERIVED:
+            found.pop(name, None)
+        _check_facts(ledger)
+        ledger.to_dict()  # whatever else is missing is missed here
+        str(ledger)
+        caption(ledger)
+    except OSError as error:
+        raise DrivetrainError(f"{path} could not be read: {error.strerror}.") from None
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise DrivetrainError(
+            f"{path} is no ledger ({type(error).__name__}: {error}). Give a file that ledger.save('….json') wrote."
+        ) from None
+    return ledger
+
+
+def _check_rounds(rounds: list[dict[str, Turn]]) -> None:
+    """Raises ValueError for turns that could not have been measured: no figure can be made of them."""
+    if next(iter(rounds[0])) != PLAIN:  # a tool that sorts the names would make another variant the whole
+        raise ValueError(f"{PLAIN!r} is not the first of a round: the order of the variants is lost")
+    for number, turns in enumerate(rounds, 1):
+        if turns.keys() != rounds[0].keys():
+            odd = sorted(turns.keys() ^ rounds[0].keys())
+            raise ValueError(f"{odd[0]!r} is not in each of the rounds")
+        for name, turn in turns.items():
+            if not all(map(is_number, (turn.images, turn.seconds, turn.waited))):
+                raise ValueError(f"round {number} of {name!r} has a figure that is no number")
+            if not (turn.images > 0 and turn.seconds > 0 and 0 < turn.speed < math.inf):
+                raise ValueError(
+                    f"round {number} of {name!r} has {turn.images} images in {turn.seconds} seconds"
+                )
+            if not 0 <= turn.waited <= turn.seconds * (1 + 1e-9):  # a sum's last bit may lie beyond the whole
+                raise ValueError(f"round {number} of {name!r} waited {turn.waited} of {turn.seconds} seconds")
+
+
+def _check_facts(ledger: Ledger) -> None:
+    """Raises ValueError for facts that cannot be shown or compared; which ones there are is free."""
+    if not (is_number(ledger.level) and 0 < ledger.level < 1):
+        raise ValueError(f"level={ledger.level!r} is not between 0 and 1")
+    facts: dict[str, Any] = ledger.facts
+    machine = facts.get("provenance") or {}
+    tables = [(name, facts.get(name) or {}) for name in TABLES]
+    tables += [(name, machine.get(name) or {}) for name in ("hardware", "versions")]
+    for name, value in tables:
+        if not isinstance(value, dict):
+            raise ValueError(f"{name!r} is no table of names and values")
+    if not all(isinstance(step, dict) and {"what", "why"} <= step.keys() for step in facts.get("plan") or []):
+        raise ValueError("'plan' has a step without 'what' or 'why'")

@@ -1,0 +1,106 @@
+"""A ledger's file: what could not have been measured, or can no longer be shown, is no ledger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drivetrain import DrivetrainError
+from drivetrain.pipeline import Ledger, compare
+from drivetrain.pipeline.cli import app
+from drivetrain.pipeline.ledger_compare import differences
+from drivetrain.pipeline.ledger_rounds import LOADER, MODEL, PLAIN, Turn
+from typer.testing import CliRunner
+
+WHOLE = "+ FFCV loader"
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> dict[str, Any]:
+    """The content of a ledger's file."""
+    speeds = {PLAIN: 100.0, WHOLE: 200.0, LOADER: 900.0, MODEL: 300.0}
+    turns = {name: Turn(1000, 1000 / speed, 0.1) for name, speed in speeds.items()}
+    Ledger([turns, turns], {"recipe": None}).save(tmp_path / "good.json")
+    found: dict[str, Any] = json.loads((tmp_path / "good.json").read_text())
+    return found
+
+
+def turn(**wrong: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content["rounds"][1][WHOLE].update(wrong)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (turn(seconds=0), "has 1000 images in 0 seconds"),
+        (turn(seconds=-5.0), "has 1000 images in -5.0 seconds"),
+        (turn(seconds=float("nan")), "has 1000 images in nan seconds"),
+        (turn(seconds=float("inf")), "has 1000 images in inf seconds"),
+        (turn(images=0), "has 0 images in 5.0 seconds"),
+        (turn(waited=6.0), "waited 6.0 of 5.0 seconds"),
+        (turn(waited=True), "round 2 of '+ FFCV loader' has a figure that is no number"),
+        (lambda content: content.update(level=2), "level=2 is not between 0 and 1"),
+        (
+            lambda content: content["rounds"][0].update(odd=content["rounds"][0][PLAIN]),
+            "'odd' is not in each",
+        ),
+        (lambda content: content.update(left_out=["b"]), "'left_out' is no table"),
+        (lambda content: content.update(costs={PLAIN: {}}), "KeyError: 'peak_bytes'"),
+        (lambda content: content.update(accuracy={}), "KeyError: 'epochs'"),
+        (lambda content: content.update(provenance={"hardware": [1]}), "'hardware' is no table"),
+        (lambda content: content.update(provenance={"hardware": {}}), "KeyError: 'versions'"),
+        (lambda content: content.update(plan=["train"]), "'plan' has a step without"),
+    ],
+)
+def test_what_nobody_measured_is_no_ledger(
+    break_it: Callable[[Any], object], said: str, good: dict[str, Any], tmp_path: Path
+) -> None:
+    break_it(good)
+    (tmp_path / "bad.json").write_text(json.dumps(good))
+    with pytest.raises(DrivetrainError, match=r"bad\.json is no ledger") as caught:
+        compare(tmp_path / "good.json", tmp_path / "bad.json")
+    assert said in str(caught.value)
+
+
+def test_a_file_whose_names_were_sorted_is_refused(good: dict[str, Any], tmp_path: Path) -> None:
+    """The order says which variant is the whole, and which stage came first."""
+    (tmp_path / "sorted.json").write_text(json.dumps(good, sort_keys=True))
+    with pytest.raises(DrivetrainError, match="the order of the variants is lost"):
+        Ledger.load(tmp_path / "sorted.json")
+
+
+def test_the_command_says_in_one_line_which_file_is_no_ledger(good: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name in ("deep.json", "no.json", "."):
+        names = [str(tmp_path / "good.json"), str(tmp_path / name)]
+        done = CliRunner().invoke(app, ["ledger", "--compare", *names])
+        assert done.exit_code == 1
+        assert done.stderr.count("\n") == 1
+        assert names[1] in done.stderr
+    assert good["rounds"]
+
+
+def test_what_differs_between_two_machines_is_told() -> None:
+    def facts(recipe: str, revision: str, cores: int) -> dict[str, Any]:
+        return {
+            "recipe": recipe, "plan": [],
+            "provenance": {"git_revision": revision, "hardware": {"cores": cores}, "versions": {"torch": "2"}},
+        }  # fmt: skip
+
+    assert differences(facts("a", "x", 2), facts("b", "y", 4)) == [
+        "Different recipe: a and b.",
+        "Different revision: x and y.",
+        "Different hardware, cores: 2 and 4.",
+    ]
+
+
+def test_every_figure_in_the_file_has_its_n_and_spread(good: dict[str, Any]) -> None:
+    for row in good["rows"]:
+        assert row["images_per_s"].keys() == {"median", "low", "high", "n"}
+        assert row["ratio"].keys() == {"value", "low", "high", "n"}
+        assert (row["images_per_s"]["n"], row["ratio"]["n"]) == (2, 2)
+    assert {stage["in_turn"]["n"] for stage in good["stages"]} == {2}
+    assert {one["n"] for one in good["ceilings"].values()} == {2}

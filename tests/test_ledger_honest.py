@@ -1,0 +1,288 @@
+"""What makes a ledger's figures honest: order, warm-up, waiting for the device, every interval, costs apart."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from drivetrain import Pipeline, PlanError
+from drivetrain.pipeline import ledger_crew, ledger_turns
+from drivetrain.pipeline.cli import app
+from drivetrain.pipeline.ledger import _has_copies, _Measurement
+from drivetrain.pipeline.ledger_accuracy import seconds_to, train_each
+from drivetrain.pipeline.ledger_crew import Loaders, Taker, largest, open_bench
+from drivetrain.pipeline.ledger_memory import resident_peak
+from drivetrain.pipeline.ledger_result import Ledger
+from drivetrain.pipeline.ledger_rounds import COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, mean_turn
+from drivetrain.pipeline.ledger_turns import take_turn
+from drivetrain.pipeline.ledger_variants import Variant, possible, variants
+from drivetrain.pipeline.provenance import provenance
+from drivetrain.pipeline.result import Epoch
+from drivetrain.transforms import LabelSmoothing
+from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
+from torch import nn
+from typer.testing import CliRunner
+
+SLOW = 2.0  # seconds: far more than a turn of the tiny model takes
+
+
+class SlowAtFirst(nn.Module):
+    """Of its forwards in training, on whole batches, those of these numbers, from 1 on, take `SLOW` seconds."""
+
+    def __init__(self, *slow: int) -> None:
+        super().__init__()
+        self.layers, self.slow, self.forwards = plain_model(), slow, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and len(images) == BATCH:
+            self.forwards += 1
+            time.sleep(SLOW * (self.forwards in self.slow))
+        result: torch.Tensor = self.layers(images)
+        return result
+
+
+def of_speeds(*rounds: dict[str, float], **facts: Any) -> Ledger:
+    """A ledger from images/s, with ceilings that nothing reaches."""
+    ceilings = {LOADER: 1e6, MODEL: 1e6}
+    made = [
+        {name: Turn(1000, 1000 / speed, 0) for name, speed in (turns | ceilings).items()} for turns in rounds
+    ]
+    return Ledger(made, {"recipe": None} | facts)
+
+
+def test_warm_up_is_left_out(toy: Toy) -> None:
+    # It trains for a turn of 4 batches once it is built, and for another one to see how long rounds take.
+    pipeline = toy.pipeline(SlowAtFirst(5), loader="torch", workers=0)
+    ledger = pipeline.ledger(seconds=0.2, progress=False)
+    assert max(turn.seconds for turns in ledger.rounds for turn in turns.values()) < SLOW
+
+
+def test_compiling_is_told_and_not_counted(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is slow at first stands for one that is compiled then, which would take a minute."""
+    monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
+    pipeline = toy.pipeline(SlowAtFirst(1), loader="torch", workers=0)
+    with ExitStack() as stack:
+        _, costs = open_bench(pipeline.distribute("single", compile=True), Loaders(stack), stack)
+    assert costs["compile_seconds"] > SLOW / 2
+    told = {"held_bytes": dict.fromkeys(("parameters", "gradients", "optimizer"), 2**20)}
+    plain = told | {"peak_bytes": 300 * 2**20, "compile_seconds": None}
+    compiled = told | {"peak_bytes": None, "compile_seconds": 12.34}
+    speeds = {PLAIN: 100.0, "+ compile": 150.0}
+    text = str(of_speeds(speeds, speeds, costs={PLAIN: plain, "+ compile": compiled}))
+    assert "Compiling took, before the measurement: + compile 12.3 s." in text
+    assert "Peak memory per rank: plain PyTorch 300 MiB." in text
+    (row,) = (line for line in text.splitlines() if line.startswith("│ + compile "))
+    assert row.split("│")[-2].strip() == "3.0"  # MiB held
+
+
+def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no variant always follows the same neighbour; the rows stay in order."""
+    work, taken = ledger_crew.take_turn, []
+
+    def noted(bench: Any, kind: Any, *more: Any) -> Any:
+        taken.append((id(bench), kind))
+        return work(bench, kind, *more)
+
+    pipeline = toy.pipeline(loader="torch", workers=0)
+    with ExitStack() as stack:
+        loaders = Loaders(stack)
+        whole = [Variant("whole", pipeline), Variant(LOADER, pipeline, "loader")]
+        takers = [Taker(group, loaders, stack) for group in ([Variant(PLAIN, pipeline)], whole)]
+        measurement = _Measurement(pipeline, begin=0, seconds=1, within=0.1, progress=False)
+        monkeypatch.setattr(ledger_crew, "take_turn", noted)
+        rounds = [list(measurement.round(takers, number, batches=1)) for number in (1, 2)]
+    assert rounds == [[PLAIN, "whole", LOADER]] * 2
+    assert [kind for _, kind in taken] == ["train", "train", "loader", "loader", "train", "train"]
+    assert taken[3:] == taken[:3][::-1]
+
+
+def test_a_turn_ends_when_the_device_has_done_its_work(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device that has still work to do: before the turn, at its end, within its parts."""
+    pending: list[float] = []
+    monkeypatch.setattr(ledger_turns, "_wait_for", lambda _: time.sleep(pending.pop(0) if pending else 0))
+    with ExitStack() as stack:
+        bench, _ = open_bench(toy.pipeline(loader="torch", workers=0), Loaders(stack), stack)
+        pending[:] = [1.0]
+        assert take_turn(bench, "train", epoch=1, batches=1)[0].seconds < 1.0
+        pending[:] = [0, 0.5]
+        assert take_turn(bench, "train", epoch=1, batches=1)[0].seconds >= 0.5
+        pending[:] = [0, 0, 0.1, 0, 0.2, 0, 0.3]  # before the turn; before and after each part
+        parts = take_turn(bench, "split", epoch=1, batches=1)[0].parts
+    assert parts is not None
+    assert (parts["forward"] >= 0.1, parts["backward"] >= 0.2, parts["step"] >= 0.3) == (True,) * 3
+
+
+def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in ("cpu", "cuda:1"):
+        ledger_turns._wait_for(cast(Any, SimpleNamespace(device=torch.device(device))))
+    assert waited == [torch.device("cuda:1")]
+
+
+def test_it_ends_when_each_ratio_is_narrow_not_only_the_rows() -> None:
+    calm = {PLAIN: 100.0, "+ a": 200.0, "+ b": 300.0, "+ c": 400.0, "only b": 150.0, "without a": 350.0}
+    shaken = [calm | {"+ a": 200 * by, "+ b": 300 / by} for by in (1.0, 1.01, 0.99, 1.02)]
+    in_turn = of_speeds(*shaken)
+    assert in_turn.spread == in_turn.stages[1].in_turn.spread  # twice what either row's is
+    assert in_turn.spread > 1.9 * max(row.ratio.spread for row in in_turn.rows)
+    for name in ("only b", "without a"):
+        ledger = of_speeds(*(calm | {name: 150 * by} for by in (1.0, 1.1, 0.9)))
+        (moved,) = {
+            gain for stage in ledger.stages for gain in (stage.alone, stage.last) if gain and gain.spread
+        }
+        assert ledger.spread == moved.spread > 0.1
+
+
+def test_the_whole_is_the_pipeline_that_was_asked_for(toy: Toy) -> None:
+    how = {"precision": "bf16", "compile": True, "accumulate": 2, "clip_norm": 1.0}
+    pipeline = toy.pipeline().transform(LabelSmoothing(0.1)).distribute("single", **how)
+    plain, *_, whole, _ = (one.pipeline for one in variants(pipeline))
+    assert (whole.data, whole.transforms, whole.distribution) == (
+        pipeline.data, pipeline.transforms, pipeline.distribution
+    )  # fmt: skip
+    assert plain.data is not None
+    assert (plain.data.loader, plain.transforms) == ("torch", ())
+    one = plain.distribution
+    assert (one.name, one.devices, one.precision, one.compile, one.accumulate, one.clip_norm) == (
+        "single", 1, "fp32", False, 1, None
+    )  # fmt: skip
+
+
+def test_a_gpu_has_the_ceiling_of_its_copies(toy: Toy) -> None:
+    for device, copies in (("cpu", False), ("cuda", True)):
+        pipeline = toy.pipeline().distribute("single", device=device)
+        assert _has_copies(pipeline) is copies
+        kinds = {one.name: one.kind for one in variants(pipeline, copies=copies)}
+        assert kinds.get(COPY) == ("copy" if copies else None)
+
+
+def test_the_sentence_says_how_long_is_waited_and_what_a_slow_step_is() -> None:
+    parts = {"forward": 2.0, "backward": 2.0, "step": 5.0}
+    speeds = {PLAIN: 100.0, "+ a": 200.0, LOADER: 1000.0, MODEL: 210.0}
+    turns = {name: Turn(1000, 1000 / speed, 250 / speed) for name, speed in speeds.items()}
+    turns[SPLIT] = Turn(1000, 10.0, 1.0, parts=parts)
+    bound = Ledger([turns, turns], {"recipe": None}).bound
+    assert "and waits for data 25% of the time" in bound
+    assert bound.endswith("Next, make the training step faster: the optimizer's step takes 50% of the time.")
+    slow = {PLAIN: 100.0, "+ a": 80.0, "+ b": 60.0, "+ c": 50.0, "without a": 62.5, "without b": 75.0}
+    costly = Ledger(
+        [{name: Turn(10, 10 / speed, 0) for name, speed in (slow | {LOADER: 1e3, MODEL: 51}).items()}] * 3, {}
+    )
+    assert costly.bound.endswith("make the training step faster: without b it is 1.50 × as fast.")
+
+
+def test_of_two_pairs_the_one_that_loses_most_is_named() -> None:
+    speeds = {PLAIN: 100.0, "+ a": 200.0, "only b": 200.0, "+ b": 400.0, "only c": 200.0, "+ c": 440.0}
+    ledger = of_speeds(speeds, speeds, pairs={"a and c": [0.8, 0.81, 0.8], "b and c": [0.55, 0.56, 0.55]})
+    assert "; b and c stand in each other's way: the two keep 55%" in ledger.compound
+
+
+def test_the_slowest_rank_counts_and_the_largest_cost() -> None:
+    labels = [np.array([1, 2])]
+    ranks = [(Turn(64, seconds, 0.1 * seconds), labels) for seconds in (1.0, 3.0, 2.0)]
+    assert (merged := ledger_crew._merged(ranks)).seconds == 3.0
+    assert (merged.images, merged.waited) == (64, pytest.approx(0.3))
+    costs = [{"held_bytes": {"parameters": held}, "peak_bytes": peak} for held, peak in ((1, 9), (5, 2))]
+    assert largest(costs) == {"held_bytes": {"parameters": 5}, "peak_bytes": 9}
+
+
+def test_turns_of_a_schedule_are_weighed_by_their_shares() -> None:
+    one, two = (Turn(8, 4.0 * by, 2.0 * by, "x", {"forward": 1.0 * by}) for by in (1, 3))
+    assert mean_turn([one, two], [0.25, 0.75]) == Turn(8, 10.0, 5.0, "x", {"forward": 2.5})
+
+
+def test_peak_memory_is_what_was_there_at_most() -> None:
+    if not Path("/proc/self/status").exists():
+        pytest.skip("the system does not tell")
+    before, size = psutil.Process().memory_info().rss, 400 * 2**20
+    memory = bytearray(os.urandom(2**20) * (size // 2**20))
+    after = resident_peak()
+    assert after is not None
+    assert before + 0.9 * len(memory) < after < psutil.virtual_memory().total
+
+
+def test_a_variant_without_a_plan_is_not_trained(toy: Toy) -> None:
+    found = possible([Variant("no data", Pipeline(plain_model)), Variant("one", toy.pipeline())])
+    assert [one.name for one in found] == ["one"]
+
+
+def epoch(number: int, accuracy: float, seconds: float) -> Epoch:
+    return Epoch(number, 1.0, 1.0, accuracy, 100.0, 0.0, seconds, 0.1)
+
+
+def test_time_to_an_accuracy() -> None:
+    history = [epoch(1, 0.3, 2.0), epoch(2, 0.6, 3.0), epoch(3, 0.5, 4.0)]
+    found = [seconds_to(target, history) for target in (0.2, 0.3, 0.31, 0.6, 0.61)]
+    assert found == [2.0, 2.0, 5.0, 5.0, None]
+
+
+def test_each_variant_trains_as_long_and_its_last_accuracy_counts(toy: Toy) -> None:
+    pipeline = toy.pipeline(loader="torch", workers=0).optimize(
+        "sgd", lr=0.005, momentum=0.9, schedule="constant"
+    )
+    smooth = pipeline.transform(LabelSmoothing(0.9))
+    found = train_each([Variant("one", pipeline), Variant("two", smooth)], 3, 0.01, progress=False)
+    assert (found["epochs"], found["target"]) == (3, 0.01)
+    for name, trained in (("one", pipeline), ("two", smooth)):
+        row, epochs = found["rows"][name], trained.fit(epochs=3, progress=False).history.epochs
+        assert row["accuracy"] == epochs[-1].accuracy not in [one.accuracy for one in epochs[:-1]]
+        assert row["seconds_to_target"] < row["seconds"]  # the first epoch has reached so little
+
+
+def test_provenance_says_which_machine_revision_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/drivetrain", "ledger", "a b"])
+    found = provenance()
+    assert found["command"] == shlex.join(["drivetrain", "ledger", "a b"])
+    checkout = (Path(ledger_turns.__file__).parents[1] / ".git").exists()
+    assert bool(found["git_revision"]) is checkout
+    assert found["hardware"]["torch_threads"] == torch.get_num_threads()
+    assert found["versions"]["torch"] == torch.__version__.partition("+")[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"seconds": "5"}, "seconds='5' .* must be positive and finite"),
+        ({"seconds": None}, "seconds=None .* must be positive and finite"),
+        ({"seconds": math.inf}, "seconds=inf .* must be positive and finite"),
+        ({"within": "x"}, "within='x' must be between 0 and 1"),
+        ({"within": None}, "within=None must be between 0 and 1"),
+        ({"epochs": 3}, "trainings that accuracy=True asks for"),
+        ({"target": 0.5}, "trainings that accuracy=True asks for"),
+    ],
+)
+def test_what_means_nothing_is_refused_at_once(asked: dict[str, Any], message: str, toy: Toy) -> None:
+    with pytest.raises(PlanError, match=message):
+        toy.pipeline().ledger(**asked)
+
+
+def test_the_command_measures_what_it_is_asked_for(toy: Toy, tmp_path: Path) -> None:
+    file, out = tmp_path / "mine.yaml", tmp_path / "out"
+    file.write_text(
+        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\nloader: torch\nworkers: 0\n"
+        f"batch_size: {BATCH}\nimage_size: 16\noptimizer: {{name: sgd, lr: 1e-3}}\nepochs: 9\n"
+    )
+    more = ["--train", toy.train, "--val", toy.val, "--seconds", "0.25", "--out", str(out)]
+    done = CliRunner().invoke(app, ["ledger", str(file), *more, "--accuracy", "--epochs", "1"])
+    assert done.exit_code == 0, done.output
+    found = json.loads((out / "ledger.json").read_text())
+    assert found["stopped"] == "the time of 0.25 s was spent"
+    assert (found["accuracy"]["epochs"], list(found["accuracy"]["rows"])) == (1, [PLAIN])
+    assert found["rounds"][0][PLAIN]["images"] == TRAIN
+    assert Ledger.load(out / "ledger.json").bound in " ".join(done.output.split())
+    assert (out / "ledger.png").exists()
+    late = CliRunner().invoke(app, ["ledger", str(file), *more[:4], "--seconds", "inf"])
+    assert (late.exit_code, "must be positive and finite" in late.output) == (1, True)
