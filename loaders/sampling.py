@@ -90,7 +90,8 @@ def _encode(job: Job, index: int) -> Sample | Skipped:
 
 def _failed(source: Source, index: int, error: Exception) -> DataError:
     return DataError(
-        f"{source.describe(index)}: {_reason(error).rstrip('.')}. Mend or remove it, or use on_error='skip'."
+        f"{source.describe(index)}: {_reason(error).rstrip('.')}. Mend or remove it, or leave such out: "
+        "on_error='skip', on the command line --skip-bad."
     )
 
 

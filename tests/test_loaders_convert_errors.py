@@ -76,7 +76,7 @@ def test_bad_image(tmp_path: Path, make: Any) -> None:
     make(bad)
     message = refused(folder, tmp_path, BAD[make], workers=2)
     assert message.startswith(f"{bad}: ")
-    assert message.endswith("Mend or remove it, or use on_error='skip'.")
+    assert message.endswith("or leave such out: on_error='skip', on the command line --skip-bad.")
     assert ".." not in message
 
     report = convert(folder, tmp_path / "out.beton", on_error="skip", progress=False)
