@@ -133,6 +133,7 @@ class Run:
             self._clear()
             if self._store is not None and self._lead and self._job.checkpoints is None:
                 self._store.clear()  # else those of an earlier run go when the first of this one is complete
+            self._say(self._methods.note())
             if self._job.resume is not None:
                 self._say("There is no checkpoint yet: the training starts from the beginning.")
             return 0
@@ -310,5 +311,5 @@ class Run:
         return Sums(torch.zeros((), device=self._engine.device))
 
     def _say(self, text: str) -> None:
-        if self._lead and self._job.progress:
+        if text and self._lead and self._job.progress:
             say(text)
