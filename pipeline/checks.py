@@ -87,14 +87,19 @@ def check_output(model: nn.Module, classes: int, data: Data, precision: Precisio
         ) from error
     finally:
         model.train(training)
-    if isinstance(output, torch.Tensor) and not isinstance(trained, torch.Tensor):
+    if not isinstance(output, torch.Tensor):
+        raise PlanError(
+            f"The model gives a {type(output).__name__}, and a loss needs one tensor of logits. Wrap it in a module "
+            f"whose forward returns them alone, {classes} for each image."
+        )
+    if not isinstance(trained, torch.Tensor):
         raise PlanError(
             f"The model gives a {type(trained).__name__} in training, and a loss needs one tensor of logits. "
             "Turn its further outputs off (torchvision's: aux_logits=False)."
         )
-    found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-    if found != (2, classes):
+    if output.shape != (2, classes):
         raise PlanError(
-            f"The model gives {found} for 2 images, and {data.train} has {classes} classes. Build it with "
-            f"num_classes={classes}, so that it gives (2, {classes})."
+            f"The model gives {tuple(output.shape)} for 2 images, and {data.train} has {classes} classes. Build it "
+            f"with num_classes={classes}, so that it gives (2, {classes}); in a recipe: "
+            f"model_options.num_classes={classes}."
         )

@@ -14,6 +14,7 @@ from torch import nn
 from ..loaders.epochs import EpochLoader
 from ..strategies import Engine
 from ..transforms import (
+    EMA,
     SAM,
     BatchContext,
     GradientClipping,
@@ -78,6 +79,20 @@ class Methods:
         for transform in self._all:
             transform.begin(engine.plain_model, total)
         self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
+
+    def note(self) -> str:
+        """What to know as the training begins: an average that would hide what was learned. Or nothing.
+
+        Said, not refused: the same recipe is right for more epochs, and trying it out for one is no fault.
+        """
+        average = _only(self._loop, EMA)
+        share = 0.0 if average is None else average.share_of_start(self.clock.total)
+        if share < 0.1:
+            return ""
+        return (
+            f"{average}: after all {self.clock.total} steps its average, which evaluation and the result take, is "
+            f"still {share:.0%} the weights from before the training. Train longer, or choose a shorter half-life."
+        )
 
     def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: int) -> None:
         """Sets what changes between epochs: the size the images are decoded at, and the frozen layers.

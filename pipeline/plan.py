@@ -32,7 +32,7 @@ KIND_REASON = {
     "memory_format": "after surgery, whose new modules would come back contiguous; before wrapping",
     "optimizer": "around the optimizer, which is made of the final parameters",
     "schedule": "at the start of each epoch; frozen weights are those of the wrapped model",
-    "batch": "on the device, before the forward; labels become probabilities before the loss sees them",
+    "batch": "on each training batch, before the forward and the loss; evaluation sees the images as they are",
     "loss": "in training only, after any mixing; evaluation keeps the plain loss",
     "loop": "after each step; evaluation and the result take its weights",
     "evaluation": "in evaluation only",

@@ -168,7 +168,10 @@ class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during training. `result` is a `FitResult` of the epochs that were finished, or None."""
 
     def __init__(self, outcome: Any = None, result: FitResult | None = None) -> None:
-        super().__init__("training was interrupted")
+        finished = "before its first epoch was finished"
+        if result is not None:
+            finished = f"after epoch {len(result.history.epochs)}, up to which this exception's result goes"
+        super().__init__(f"training was interrupted {finished}")
         self.outcome, self.result = outcome, result
 
     def __reduce__(self) -> Any:

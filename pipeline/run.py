@@ -91,6 +91,8 @@ class Run:
                 self._records.clear()
             if self._store is not None and self._lead and self._job.checkpoints is None:
                 self._store.clear()  # else those of an earlier run go when the first of this one is complete
+            if note := self._methods.note():
+                self._records.say(note)
             if self._job.resume is not None:
                 self._records.say("There is no checkpoint yet: the training starts from the beginning.")
             return 0

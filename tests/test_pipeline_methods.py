@@ -76,6 +76,16 @@ def test_mixing_comes_before_smoothing_and_keeps_each_rows_sum(toy: Toy) -> None
     assert loss.item() == pytest.approx(torch.tensor(CLASSES).log().item())
 
 
+@pytest.mark.parametrize(("half_life", "told"), [(1000, True), (1, False)])
+def test_an_average_that_keeps_its_start_is_told(
+    toy: Toy, capsys: pytest.CaptureFixture[str], half_life: float, told: bool
+) -> None:
+    toy.pipeline().transform(EMA(half_life=half_life)).fit(epochs=1)
+    printed = capsys.readouterr().out
+    assert (f"after all {TRAIN // BATCH} steps its average" in printed) is told
+    assert ("% the weights from before the training" in printed) is told
+
+
 def test_the_average_is_evaluated_and_returned(toy: Toy) -> None:
     """The weights that come back have the accuracy that was told; those trained on go on from where they were."""
     result = fit(toy.pipeline().transform(EMA(half_life=3)), 3)
@@ -250,6 +260,8 @@ def test_the_plan_tells_each_methods_place(toy: Toy) -> None:
         "optimizer", "NoWeightDecay", "LayerFreezing", "MixUp", "loss", "LabelSmoothing", "EMA", "TestTimeFlip"
     ]  # fmt: skip
     assert all(step.why for step in pipeline.plan().steps)
+    (why,) = [step.why for step in pipeline.plan().steps if step.what.startswith("MixUp")]
+    assert "become" not in why, "ProgressiveResizing and CutOut share it, and leave labels as they are"
     assert {dataclasses.asdict(step)["asked_by"] for step in pipeline.plan().steps} >= {".transform()"}
 
 

@@ -211,6 +211,17 @@ class NotCopied(nn.Linear):
         raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
 
 
+class Pair(nn.Module):
+    """Gives features besides the logits, in training and in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * SIDE * SIDE, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.head(images.flatten(1)), images
+
+
 def vit() -> nn.Module:
     return torchvision.models.VisionTransformer(32, 16, 1, 1, 8, 8, num_classes=CLASSES)
 
@@ -253,10 +264,11 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
     ),
     "output of a factory": (
         lambda toy, _: toy.pipeline(lambda: plain_model(5)),
-        PlanError, r"gives \(2, 5\).*has 4 classes. Build it with num_classes=4",
+        PlanError, r"gives \(2, 5\).*has 4 classes. Build it with num_classes=4.*model_options.num_classes=4",
     ),
     "output of a module": (lambda toy, _: toy.pipeline(plain_model(3)), PlanError, r"gives \(2, 3\).*num_classes=4"),
     "no logits": (lambda toy, _: toy.pipeline(nn.Sequential(nn.Conv2d(3, 4, 3))), PlanError, r"gives \(2, 4, 14, 14\)"),
+    "a tuple": (lambda toy, _: toy.pipeline(Pair), PlanError, "gives a tuple, .* one tensor of logits. Wrap it"),
     "images of another size": (lambda toy, _: toy.pipeline(vit), PlanError, "cannot take images of 16 × 16.*32"),
     "further outputs in training": (
         lambda toy, _: toy.pipeline(

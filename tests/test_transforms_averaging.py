@@ -102,6 +102,18 @@ def test_half_life() -> None:
     assert EMA(half_life=None, smoothing=0.99, update_every=20).share == pytest.approx(0.01)
 
 
+def test_what_the_start_still_counts() -> None:
+    model, options = nn.Linear(1, 1, bias=False), EMA(half_life=4, update_every=2)
+    nn.init.ones_(model.weight)
+    session = options.session(model)
+    nn.init.zeros_(model.weight)
+    for step in range(1, 8):
+        session.after_step(step / 8)
+        with session.evaluating():
+            assert model.weight.item() == pytest.approx(options.share_of_start(step))
+    assert options.share_of_start(8) == pytest.approx(0.25)
+
+
 def test_swa_by_hand() -> None:
     model = net()
     session = SWA(start=0.2, end=0.8, update_every=2).session(model)

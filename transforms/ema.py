@@ -67,6 +67,10 @@ class EMA(Transform):
         assert self.half_life is not None, "__post_init__ left one of the two"
         return float(1 - 2 ** (-self.update_every / self.half_life))
 
+    def share_of_start(self, steps: int) -> float:
+        """What the weights at `session` still count in the average after so many steps, 0 to 1."""
+        return float((1 - self.share) ** (steps // self.update_every))
+
     def session(self, model: nn.Module) -> Session:
         """Begins to average `model`, which is on its device, sharded and loaded."""
         return EMASession(self, model)
