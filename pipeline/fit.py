@@ -59,7 +59,7 @@ def fit(
     job = Job(
         epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell()
     )
-    with claimed(folder) if folder is not None and _leads() else nullcontext():
+    with claimed(folder) if folder is not None and leads() else nullcontext():
         pipeline = with_files(pipeline, progress)
         for text in (note, "" if folder is None else replaced(folder, resume)):
             _tell(text, progress)
@@ -112,11 +112,11 @@ def _fit(pipeline: Pipeline, job: Job) -> FitResult:
 
 
 def _tell(note: str, progress: bool) -> None:
-    if note and progress and _leads():
+    if note and progress and leads():
         say(note)
 
 
-def _leads() -> bool:
+def leads() -> bool:
     """Whether this process is the only one that fits, or the first of several."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0

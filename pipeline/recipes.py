@@ -56,7 +56,7 @@ def _complete(
             raise RecipeError(f"{origin.at(head)}: {key!r}: its {head} is not a dict; give {head}=….")
         full[head] = {**full[head], inner: value} if dot else value
         asked.add(head)
-    check_values(full, origin)
+    check_values(full | {"name": name}, origin)
     # A copy: the table stays as it is, whatever becomes of this.
     return copy.deepcopy(full) | {"name": name}, asked, origin
 
