@@ -297,4 +297,4 @@ def _overrides(pairs: list[str] | None, data: str | None, val: str | None) -> di
 
 def main() -> None:
     """The entry point."""
-    app()
+    app(prog_name="drivetrain")  # also of python -m drivetrain

@@ -45,7 +45,13 @@ def test_the_listed_packages_are_those_of_the_tree() -> None:
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = [ROOT / "__init__.py", ROOT / "errors.py", ROOT / "files.py", ROOT / "py.typed"]
+    sources = [
+        ROOT / "__init__.py",
+        ROOT / "__main__.py",
+        ROOT / "errors.py",
+        ROOT / "files.py",
+        ROOT / "py.typed",
+    ]
     sources += [path for stage in STAGES for path in (ROOT / stage).glob("*.py")]
     assert names == {f"drivetrain/{path.relative_to(ROOT).as_posix()}" for path in sources}
 
