@@ -28,7 +28,6 @@ from .retention import Checkpoints
 from .rules import check_epochs
 from .run import Job, Outcome, Run
 from .run_folder import claimed, descriptions, draw_curves, replaced
-from .stages import is_whole
 
 
 def fit(
@@ -47,8 +46,6 @@ def fit(
     epochs = pipeline.epochs if epochs is None else epochs
     if epochs is None:
         raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
-    if not is_whole(epochs, 1):
-        raise PlanError(f"epochs={epochs!r} must be an integer from 1 on.")
     resume = _checked(resume, checkpoints, out)
     check_choice(on_nonfinite)
     pipeline.plan()
@@ -80,6 +77,8 @@ def _checked(
         raise PlanError(
             "resume='auto' looks for checkpoints in out; give fit(out=…) (--out), or the checkpoint's path."
         )
+    if not isinstance(out, str | Path | None):
+        raise PlanError(f"out={out!r:.80} must be the path of a folder, or None to keep no files.")
     if out == "":
         raise PlanError(
             "out='' names no folder; give the path of one, '.' for this, or None to keep no files."

@@ -77,6 +77,8 @@ def _text(file: Path) -> str:
         raise RecipeError(
             f"Recipe {file} is no text in UTF-8: {error.reason} at byte {error.start}."
         ) from None
+    except ValueError:  # a zero byte
+        raise RecipeError(f"Recipe {str(file)!r} is no name of a file.") from None
 
 
 class _Twice(Exception):

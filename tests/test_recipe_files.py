@@ -146,6 +146,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         Pipeline.from_recipe(str(tmp_path / "none.yaml"))
     with pytest.raises(RecipeError, match=r"a recipe's file ends in .yaml, .yml, .json"):
         Pipeline.from_recipe(tmp_path / "recipe.txt")
+    with pytest.raises(RecipeError, match=r"Recipe 'a\\x00.yaml' is no name of a file"):
+        Pipeline.from_recipe("a\0.yaml")
+    with pytest.raises(RecipeError, match="No recipe is named 'model: resnet18"):
+        Pipeline.from_recipe("model: resnet18\n" * 100)  # the text, not the file
     (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(RecipeError, match=r"cannot be read: Is a directory"):
         Pipeline.from_recipe(tmp_path / "folder.yaml")
