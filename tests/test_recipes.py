@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ def test_a_recipe_is_json_and_names_every_key(name: str) -> None:
     assert full["name"] == name
     for key in ("description", "source", "published", "measured"):
         assert full[key], key
+    assert re.search(r"https://|arXiv:\d{4}\.\d{5}", full["source"])
+    assert "%" in full["published"] or "nothing" in full["published"]  # its result, or that there is none
     assert json.loads(json.dumps(full)) == full
     assert complete(full) == full  # written out, it is a recipe again
 
