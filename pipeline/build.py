@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,9 +139,9 @@ def _fresh_model(pipeline: Pipeline) -> nn.Module:
     try:
         model: object = pipeline.model(**pipeline.model_options)
     except (TypeError, ValueError) as error:
-        remedy = ""
+        remedy = _nearest_option(pipeline)
         if pipeline.recipe is not None and options:
-            remedy = (
+            remedy += (
                 " The model_options of a recipe are for its own model; with another, replace them all, e.g. "
                 'model_options={"num_classes": 10}.'
             )
@@ -148,6 +150,18 @@ def _fresh_model(pipeline: Pipeline) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise PlanError(f"The factory {pipeline.model_name} gave a {type(model).__name__}, not a module.")
     return _not_compiled(model)
+
+
+def _nearest_option(pipeline: Pipeline) -> str:
+    """For a model that cannot be built: its options that its factory does not name, each with the nearest that it
+    does."""
+    try:
+        known = inspect.signature(pipeline.model).parameters
+    except (TypeError, ValueError):  # a factory written in C
+        return ""
+    wrong = [name for name in pipeline.model_options if name not in known]
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in wrong}
+    return "".join(f" Did you mean {found[0]!r} by {name!r}?" for name, found in near.items() if found)
 
 
 def _not_compiled(model: nn.Module) -> nn.Module:

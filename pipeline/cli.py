@@ -126,17 +126,22 @@ def train(
     With --out, plan.txt and recipe.yaml are written first, history.json, model.safetensors and a checkpoint
     after every epoch, curves.png at the end; with --ledger, also ledger.json and ledger.png. Ctrl-C stops, and
     keeps the epochs that were finished; --resume goes on. Paths in a recipe's file are relative to the working
-    directory, not to the file.
+    directory, not to the file. Under torchrun: torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8.
     """
     from .builder import Pipeline
+    from .fit import leads
 
     if ledger:
         from .ledger import check_asked
 
         check_asked(ledger_seconds)  # first: a training would be over by then
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
-    print(pipeline.plan())
+    plan = pipeline.plan()
+    if leads():
+        print(plan)
     result = pipeline.fit(out=out, resume="auto" if resume else None, logger=logger)
+    if not leads():  # under torchrun every rank is here, and one of them tells
+        return
     for report in result.reports:
         print(report)
     if result.accuracy is not None:
@@ -292,4 +297,4 @@ def _overrides(pairs: list[str] | None, data: str | None, val: str | None) -> di
 
 def main() -> None:
     """The entry point."""
-    app()
+    app(prog_name="drivetrain")  # also of python -m drivetrain

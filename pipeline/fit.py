@@ -29,7 +29,6 @@ from .retention import Checkpoints
 from .rules import check_epochs
 from .run import Run
 from .run_folder import claimed, descriptions, draw_curves, replaced
-from .stages import is_whole
 
 
 def fit(
@@ -48,8 +47,6 @@ def fit(
     epochs = pipeline.epochs if epochs is None else epochs
     if epochs is None:
         raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
-    if not is_whole(epochs, 1):
-        raise PlanError(f"epochs={epochs!r} must be an integer from 1 on.")
     resume = _checked(resume, checkpoints, out)
     check_choice(on_nonfinite)
     pipeline.plan()
@@ -60,7 +57,7 @@ def fit(
     job = Job(
         epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell()
     )
-    with claimed(folder) if folder is not None and _leads() else nullcontext():
+    with claimed(folder) if folder is not None and leads() else nullcontext():
         pipeline = with_files(pipeline, progress)
         for text in (note, "" if folder is None else replaced(folder, resume)):
             _tell(text, progress)
@@ -81,6 +78,8 @@ def _checked(
         raise PlanError(
             "resume='auto' looks for checkpoints in out; give fit(out=…) (--out), or the checkpoint's path."
         )
+    if not isinstance(out, str | Path | None):
+        raise PlanError(f"out={out!r:.80} must be the path of a folder, or None to keep no files.")
     if out == "":
         raise PlanError(
             "out='' names no folder; give the path of one, '.' for this, or None to keep no files."
@@ -113,11 +112,11 @@ def _fit(pipeline: Pipeline, job: Job) -> FitResult:
 
 
 def _tell(note: str, progress: bool) -> None:
-    if note and progress and _leads():
+    if note and progress and leads():
         say(note)
 
 
-def _leads() -> bool:
+def leads() -> bool:
     """Whether this process is the only one that fits, or the first of several."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0

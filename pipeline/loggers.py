@@ -58,6 +58,11 @@ def check(choice: Choice, log_every: object, folder: Path | None, *, travels: bo
     if not isinstance(log_every, int) or isinstance(log_every, bool) or log_every < 1:
         raise PlanError(f"log_every={log_every!r} must be an integer of steps from 1 on.")
     chosen = () if choice is None else tuple(choice) if isinstance(choice, list | tuple) else (choice,)
+    names = [one for one in chosen if isinstance(one, str)]
+    if len(set(names)) < len(names):
+        raise PlanError(
+            f"logger={chosen!r:.80} names one twice, which would double its entries. Leave one out."
+        )
     for one in chosen:
         if isinstance(one, str):
             _check_name(one, folder)
@@ -159,7 +164,7 @@ class CSVLogger:
     def _earlier(self) -> Iterator[dict[str, str]]:
         if not self._path.exists():
             return
-        with self._path.open(newline="") as file:
+        with self._path.open(newline="", errors="replace") as file:
             for row in csv.DictReader(file):
                 # A last line that was cut off by the end of its process is not whole.
                 if set(row) == set(self.COLUMNS) and None not in row.values() and row["step"].isdecimal():

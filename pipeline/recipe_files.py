@@ -45,7 +45,7 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], Origin]:
         raise RecipeError(f"Recipe {file}: {error}. Write plain YAML.") from None
     except json.JSONDecodeError as error:
         raise RecipeError(f"Recipe {file}, line {error.lineno}: {error.msg}. Write plain JSON.") from None
-    except ValueError as error:  # a tag that its value does not fit, such as !!float x
+    except ValueError as error:  # a number of thousands of digits
         raise RecipeError(f"Recipe {file}: {error}. Write plain values.") from None
     except RecursionError:
         raise RecipeError(f"Recipe {file}: it is nested too deeply to be a recipe.") from None
@@ -77,6 +77,8 @@ def _text(file: Path) -> str:
         raise RecipeError(
             f"Recipe {file} is no text in UTF-8: {error.reason} at byte {error.start}."
         ) from None
+    except ValueError:  # a zero byte
+        raise RecipeError(f"Recipe {str(file)!r} is no name of a file.") from None
 
 
 class _Twice(Exception):
@@ -121,6 +123,11 @@ def _construct_mapping(loader: _Loader, node: yaml.Node) -> dict[str, Any]:
             raise yaml.MarkedYAMLError(
                 problem=f"the key {key!r} is no word", problem_mark=key_node.start_mark
             )
+        if key == "<<":  # of YAML 1.1: it would be an option of that name
+            raise yaml.MarkedYAMLError(
+                problem="YAML 1.2 has no merge key (<<); write its values out",
+                problem_mark=key_node.start_mark,
+            )
         if key in found:
             raise _Twice(key, key_node.start_mark.line + 1)
         found[key] = loader.construct_object(value_node, deep=True)
@@ -136,12 +143,17 @@ _SCALARS: tuple[tuple[str, str, str, Callable[[str], Any]], ...] = (
 
 
 def _add_scalar(tag: str, pattern: str, first: str, make: Callable[[str], Any]) -> None:
+    matches = re.compile(f"(?:{pattern})$")
+
     def construct(loader: _Loader, node: yaml.ScalarNode) -> Any:
-        return make(loader.construct_scalar(node))
+        text = loader.construct_scalar(node)
+        if not matches.match(text):  # the tag was written out, and the value is of another kind
+            raise yaml.MarkedYAMLError(problem=f"{text!r} is no {tag}", problem_mark=node.start_mark)
+        return make(text)
 
     name = f"tag:yaml.org,2002:{tag}"
     starts = [*first, ""] if tag == "null" else [*first]  # null may be nothing at all
-    _Loader.add_implicit_resolver(name, re.compile(f"(?:{pattern})$"), starts)
+    _Loader.add_implicit_resolver(name, matches, starts)
     _Loader.add_constructor(name, construct)
 
 

@@ -192,6 +192,9 @@ def check_values(full: Mapping[str, Any], origin: Origin) -> None:
             raise RecipeError(f"Recipe {origin.name}: it has no {key!r}: {meaning}.")
     for note in full["notes"]:
         check_key(note, origin)
+    name = full.get("name")
+    if not (name is None or isinstance(name, str)):
+        raise RecipeError(f"{origin.at('name')}: name={name!r:.200} must be text: what the recipe is called.")
     if not isinstance(full["optimizer"].get("name"), str):
         raise RecipeError(
             f"{origin.at('optimizer')}: optimizer={dict(full['optimizer'])} needs a name: sgd, sgdw or adamw."
@@ -225,6 +228,8 @@ def _check_texts_that_are_numbers(full: Mapping[str, Any], origin: Origin) -> No
 def _number_hint(value: object) -> str:
     if not isinstance(value, str):
         return ""
+    if value.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity"):
+        return " A recipe's numbers are finite."
     try:
         float(value)
     except ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def _complete(
             raise RecipeError(f"{origin.at(head)}: {key!r}: its {head} is not a dict; give {head}=….")
         full[head] = {**full[head], inner: value} if dot else value
         asked.add(head)
-    check_values(full, origin)
+    check_values(full | {"name": name}, origin)
     # A copy: the table stays as it is, whatever becomes of this.
     return copy.deepcopy(full) | {"name": name}, asked, origin
 
@@ -67,9 +68,10 @@ def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
         return {"name": Path(recipe).name} | given, origin
     if isinstance(recipe, str):
         if recipe not in RECIPES:
-            file = Path(recipe, "recipe.yaml")  # of a run's folder
-            hint = f" Did you mean {str(file)!r}?" if file.is_file() else suggest(recipe, RECIPES)
-            raise RecipeError(f"No recipe is named {recipe!r}.{hint}")
+            file = os.path.join(recipe, "recipe.yaml")  # noqa: PTH118 - of a run's folder
+            # pathlib would raise for what cannot be a path, such as the text of a recipe.
+            hint = f" Did you mean {file!r}?" if os.path.isfile(file) else suggest(recipe, RECIPES)  # noqa: PTH113
+            raise RecipeError(f"No recipe is named {recipe!r:.200}.{hint}")
         return RECIPES[recipe] | {"name": recipe}, Origin(recipe)
     if isinstance(recipe, Mapping):
         return dict(recipe), Origin()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from .. import strategies
 from ..errors import PlanError
 from ..transforms import GradientClipping, GyroDropout, ProgressiveResizing, SeqLengthWarmup, Transform
+from .stages import is_whole
 
 if TYPE_CHECKING:
     from .builder import Pipeline
@@ -43,11 +44,13 @@ def check_rules(pipeline: Pipeline) -> None:
 
 
 def check_epochs(pipeline: Pipeline, epochs: int) -> None:
-    """Refuses a training so short that a method never comes to its end.
+    """Refuses what is no number of epochs, and a training so short that a method never comes to its end.
 
     Raises:
-        PlanError: naming the method and the remedy.
+        PlanError: naming the value, or the method, and the remedy.
     """
+    if not is_whole(epochs, 1):
+        raise PlanError(f"epochs={epochs!r} must be an integer from 1 on.")
     resizing, data = _find(pipeline, ProgressiveResizing), pipeline.data
     if resizing is None or data is None or resizing.finetune == 0:
         return

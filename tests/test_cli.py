@@ -11,6 +11,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from drivetrain import RECIPES, Pipeline
 from drivetrain.pipeline.doctor import EXTRAS
 from drivetrain.pipeline.models import cifar_resnet
@@ -222,6 +223,29 @@ def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     trained.load_state_dict(load_file(out / "model.safetensors"))
     measured = json.loads((out / "ledger.json").read_text())
     assert [row["name"] for row in measured["rows"]][:2] == ["plain PyTorch", "+ FFCV loader"]
+
+
+@pytest.mark.slow  # torchrun, and two interpreters of its ranks
+@pytest.mark.timeout(200)
+def test_torchrun_runs_the_command_on_its_ranks(toy: Toy, tmp_path: Path) -> None:
+    """They train together, rank 0 alone tells of it, and the folder is as after any run."""
+    out = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "drivetrain", "train", "cifar10-quickstart",
+        *toy_values(toy), "strategy=ddp", "devices=2", "transforms=[]", "--out", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for text in ("why here", "epoch 1  loss", "epoch 2  loss", "top-1 accuracy"):
+        assert done.stdout.count(text) == 1, (text, done.stdout)
+    assert {path.name for path in out.iterdir()} == {*RUN_FILES, "recipe.yaml"}
+    assert done.stdout.splitlines()[-1] == (
+        f"{out}: curves.png, history.json, model.safetensors, plan.txt, recipe.yaml"
+    )
+    history = json.loads((out / "history.json").read_text())
+    assert history["provenance"]["command"].startswith("drivetrain train cifar10-quickstart ")
+    assert Pipeline.from_recipe(out / "recipe.yaml").distribution.devices == 2
 
 
 def test_doctor_knows_every_extra_that_users_install() -> None:

@@ -122,8 +122,8 @@ def test_a_run_that_begins_again_or_goes_on_doubles_nothing(toy: Toy, tmp_path: 
     second = fit(pipeline, 1, **both)  # the same cell, run again with fewer epochs
     assert [int(row["step"]) for row in rows_of(tmp_path)] == [1, 2, 3, 4, 4]
     assert points_of(tmp_path, "loss") == pytest.approx({4: second.history.epochs[0].loss})
-    with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("5,,,")  # a process that was killed in the middle of a line
+    with (tmp_path / "metrics.csv").open("ab") as file:
+        file.write(b"5,,,\xff")  # a process that was killed in the middle of a line, and a disk of bad bytes
     third = fit(pipeline, 2, **both, resume="auto")
     assert [int(row["step"]) for row in rows_of(tmp_path)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
     losses = [epoch.loss for epoch in third.history.epochs]
@@ -153,6 +153,7 @@ def test_a_logger_that_fails_warns_once_and_training_goes_on(toy: Toy) -> None:
         ({"logger": "cvs"}, r"No logger is named 'cvs'\. Did you mean 'csv'"),
         ({"logger": "csv", "out": None}, r"give fit\(out=…\)"),
         ({"logger": ["csv", 3]}, r"logger=3 cannot log: it has neither log\(dict, step\) nor log_metrics"),
+        ({"logger": ["csv", "csv"]}, r"names one twice, which would double its entries"),
         ({"logger": "csv", "log_every": 0}, "log_every=0 must be an integer of steps from 1 on"),
         ({"log_every": True}, "log_every=True must"),
     ],

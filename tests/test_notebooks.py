@@ -26,7 +26,21 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 
 
 def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
+    """Those that the README walks through."""
+    wanted = {
+        "quickstart",
+        "convert-your-data",
+        "surgery-by-hand",
+        "read-a-ledger",
+        "from-one-process-to-sharded",
+    }
+    assert wanted <= {path.stem for path in NOTEBOOKS}
+
+
+def kinds(cell: Any) -> set[str]:
+    """What a code cell shows, bars left out: those of a live notebook end, and are not committed."""
+    shown = [output for output in cell.outputs if BAR not in output.get("data", {})]
+    return {str(output.output_type) for output in shown if output.get("name") != "stderr"}
 
 
 @pytest.mark.timeout(280)
@@ -42,12 +56,14 @@ def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = nbformat.read(path, as_version=4)
+    committed = [kinds(cell) for cell in notebook.cells if cell.cell_type == "code"]
     client = NotebookClient(
         notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute(env=dict(os.environ))
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
+    assert [kinds(cell) for cell in cells] == committed
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
     assert not list(tmp_path.iterdir()), "it leaves files behind"
 
@@ -57,6 +73,7 @@ def test_notebook_is_committed_with_the_outputs_of_a_run_in_order(path: Path) ->
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
 
 
 @each_notebook

@@ -45,7 +45,8 @@ def test_the_listed_packages_are_those_of_the_tree() -> None:
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = [ROOT / name for name in ("__init__.py", "errors.py", "files.py", "markup.py", "py.typed")]
+    own = ("__init__.py", "__main__.py", "errors.py", "files.py", "markup.py", "py.typed")
+    sources = [ROOT / name for name in own]
     sources += [path for stage in STAGES for path in (ROOT / stage).glob("*.py")]
     assert names == {f"drivetrain/{path.relative_to(ROOT).as_posix()}" for path in sources}
 

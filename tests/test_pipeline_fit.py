@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +20,13 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
-from drivetrain import Pipeline
+from drivetrain import Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
 from drivetrain.pipeline.optimizers import Optimization, Schedule
+from drivetrain.pipeline.progress import Progress
 from drivetrain.pipeline.result import COLUMNS
+from drivetrain.pipeline.sums import Sums
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
 from pipeline_data import (
     BATCH,
@@ -28,6 +35,7 @@ from pipeline_data import (
     SIDE,
     TRAIN,
     VAL,
+    Sleepy,
     Toy,
     batch_norm_model,
     evaluated,
@@ -149,8 +157,13 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
     assert "what was changed" in result._repr_html_()
     assert "<td" in result.reports[0]._repr_html_()
     assert ".transform(LabelSmoothing" in pipeline._repr_html_()
-    output = capsys.readouterr()
-    assert output.out.count("epoch ") + output.err.count("images/s  waiting") >= 4
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    for number, (line, epoch) in enumerate(zip(lines, result.history.epochs, strict=True), 1):
+        for figure in (
+            f"epoch {number}  ", f"loss {epoch.loss:.4f}  ", f"accuracy {epoch.accuracy:.2%}  ",
+            f"{epoch.images_per_s:,.0f} images/s  ", f"waiting {epoch.waiting:.0%}  ",
+        ):  # fmt: skip
+            assert figure in line
 
     written = json.loads((tmp_path / "a" / "run" / "history.json").read_text())
     assert written == result.history.to_dict()
@@ -163,6 +176,54 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
     assert_equal_states(loaded, result.model)
     assert not result.model.training
     assert evaluated(loaded, toy.val) == pytest.approx((last.val_loss, last.accuracy), abs=1e-6)
+
+
+def test_the_bar_shows_every_figure() -> None:
+    """As people see it in the middle of the second epoch: epoch, loss, accuracy, images/s, waiting, time left."""
+    file = io.StringIO()
+    sums = Sums(torch.zeros(()), seconds=2.0, waited=0.5)
+    with Progress(2, 3, 128, 0.8125, show=True, file=file) as bar:
+        bar.update(32, torch.tensor(1.25), sums)
+        time.sleep(0.6)  # it is drawn every half second
+        bar.update(32, torch.tensor(1.25), sums)
+    drawn = file.getvalue().split("\r")
+    seen = [text for text in drawn if "loss 1.2500, accuracy 81.25%, waiting 25%" in text]
+    assert seen, drawn
+    assert re.search(r"epoch 2/3: +50%.* 64/128 \[00:00<00:0\d, +[\d.]+ images/s, ", seen[-1]), seen
+
+
+def test_the_time_left_is_that_of_the_epochs_to_come(toy: Toy, capsys: Any) -> None:
+    result = toy.pipeline(partial(Sleepy, 0.1)).fit(epochs=3)  # 0.4 s of training each, and the evaluation
+    first, _, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch "))
+    left = timedelta(seconds=round(2 * result.history.epochs[0].seconds))
+    assert first == f"{result.history.epochs[0]}  {left} left"
+    assert last == str(result.history.epochs[2])
+
+
+def test_a_run_of_named_parts_leaves_its_recipe_too(toy: Toy, tmp_path: Path) -> None:
+    data: dict[str, Any] = {"batch_size": BATCH, "image_size": SIDE, "workers": 1}
+    made = Pipeline("cifar_resnet", num_classes=CLASSES, width=4).load(toy.train, toy.val, **data)
+    fit(made, 1, out=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*RUN_FILES, "recipe.yaml"}
+    again = Pipeline.from_recipe(tmp_path / "recipe.yaml")
+    assert again.to_recipe() | {"name": None} == made.to_recipe() | {"epochs": 1, "name": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epochs": 0}, "epochs=0 must be an integer from 1 on"),
+        ({"epochs": "3"}, "epochs='3' must be"),
+        ({"epochs": True}, "epochs=True must be"),
+        ({"epochs": None}, r"does not say how long to train; give fit\(epochs=…\)"),
+        ({"out": 3}, "out=3 must be the path of a folder"),
+        ({"out": b"run"}, "out=b'run' must be the path"),
+        ({"out": ""}, "out='' names no folder"),
+    ],
+)
+def test_what_no_training_can_be_told(toy: Toy, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        toy.pipeline().fit(**{"epochs": 1, **arguments})
 
 
 def test_without_validation_data(toy: Toy) -> None:

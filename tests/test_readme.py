@@ -77,6 +77,35 @@ def test_the_number_of_transforms_is_that_of_the_catalogue() -> None:
     assert f"| {count}, ordered and checked by a plan" in README
 
 
+def test_the_ledger_is_that_of_the_run() -> None:
+    """Each figure of the table is one of the committed run's."""
+    results = Path(__file__).parent.parent / "benchmarks" / "results"
+    ledger = json.loads((results / "quickstart-ledger.json").read_text())
+    lines = README.splitlines()
+    for row in ledger["rows"]:
+        speed, over = row["images_per_s"], row["ratio"]
+        figures = f"{speed['median']:,.0f} ({speed['low']:,.0f} to {speed['high']:,.0f})"
+        (line,) = (line for line in lines if line.startswith(f"| {row['name']} "))
+        assert f"| {figures} |" in line, (figures, line)
+        ratio = (
+            "1.00" if over["value"] == 1 else f"{over['value']:.2f} ({over['low']:.2f} to {over['high']:.2f})"
+        )
+        assert line.endswith(f"| {ratio} |"), (ratio, line)
+    for name, speed in ledger["ceilings"].items():
+        figures = f"{speed['median']:,.0f} ({speed['low']:,.0f} to {speed['high']:,.0f})"
+        assert f"\n| ceiling: {name} | {figures} | |\n" in README
+
+
+def test_the_libraries_beside_which_it_stands() -> None:
+    (head,) = (line for line in README.splitlines() if line.startswith("| | Drivetrain |"))
+    columns = [name.strip() for name in head.strip("|").split("|")]
+    assert columns == ["", "Drivetrain", "Lightning", "Composer", "Accelerate", "FFCV"]
+    table = README.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) >= 8
+    for row in table:
+        assert len([cell for cell in row.strip("|").split("|") if cell.strip()]) == len(columns), row
+
+
 @pytest.fixture
 def cifar() -> None:
     """Skips where CIFAR-10 is neither cached nor to be had."""

@@ -89,7 +89,28 @@ BROKEN: dict[str, tuple[str, str]] = {
         r"mine.yaml, line 1: .*constructor.*Write plain YAML",
     ),
     "own tag": ("model: !mine 3\n", r"mine.yaml, line 1: .*Write plain YAML"),
-    "wrong tag": ("seed: !!float x\n", r"mine.yaml: .*'x'"),
+    "wrong tag": ("seed: !!float x\n", r"mine.yaml, line 1: 'x' is no float"),
+    "wrong truth": ("seed: 1\ncompile: !!bool maybe\n", r"mine.yaml, line 2: 'maybe' is no bool"),
+    "something that is said to be nothing": (
+        "val: !!null a.beton\n",
+        r"mine.yaml, line 1: 'a.beton' is no null",
+    ),
+    "number of thousands of digits": ("seed: " + "9" * 5000, r"mine.yaml: Exceeds the limit"),
+    "merge": (
+        "loading: &all {padding: 4}\nmodel_options:\n  <<: *all\n",
+        r"mine.yaml, line 3: YAML 1.2 has no merge key .*write its values out",
+    ),
+    "alias of nothing": ("model: *mine\n", r"mine.yaml, line 1: .*undefined alias 'mine'"),
+    "not a number": (
+        "model: resnet18\nwarmup: .nan\n",
+        r"mine.yaml, line 2: warmup='.nan' .*numbers are finite",
+    ),
+    "number that is too large": ("warmup: 1e999\n", r"mine.yaml: its values must be those of JSON"),
+    "date": (
+        "model: resnet18\nseed: 2026-11-20\n",
+        r"mine.yaml, line 2: seed='2026-11-20' must be a whole number",
+    ),
+    "comments alone": ("# model: resnet18\n", r"mine.yaml: it holds None"),
     "no mapping": ("- model\n", r"mine.yaml: it holds \['model'\]"),
     "empty": ("", r"mine.yaml: it holds None"),
     "two documents": ("model: a\n---\nmodel: b\n", r"mine.yaml, line 2"),
@@ -107,6 +128,13 @@ def test_a_file_that_is_no_recipe(name: str, tmp_path: Path) -> None:
         Pipeline.from_recipe(written(tmp_path, text))
 
 
+def test_an_anchor_is_its_value(tmp_path: Path) -> None:
+    text = "model: resnet18\ntrain: &here a.beton\nval: *here\nbatch_size: 8\nimage_size: 8\n"
+    data = Pipeline.from_recipe(written(tmp_path, text)).data
+    assert data is not None
+    assert (data.train, data.val) == ("a.beton", "a.beton")
+
+
 def test_a_line_is_not_blamed_for_an_override(tmp_path: Path) -> None:
     file = written(tmp_path, "model: resnet18\nseed: 1\n")
     with pytest.raises(RecipeError, match=r"mine.yaml: seed=-1 must be"):
@@ -118,6 +146,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         Pipeline.from_recipe(str(tmp_path / "none.yaml"))
     with pytest.raises(RecipeError, match=r"a recipe's file ends in .yaml, .yml, .json"):
         Pipeline.from_recipe(tmp_path / "recipe.txt")
+    with pytest.raises(RecipeError, match=r"Recipe 'a\\x00.yaml' is no name of a file"):
+        Pipeline.from_recipe("a\0.yaml")
+    with pytest.raises(RecipeError, match="No recipe is named 'model: resnet18"):
+        Pipeline.from_recipe("model: resnet18\n" * 100)  # the text, not the file
     (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(RecipeError, match=r"cannot be read: Is a directory"):
         Pipeline.from_recipe(tmp_path / "folder.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from drivetrain import RECIPES, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline.build import build_model
 from drivetrain.pipeline.recipes import DEFAULTS, KEYS, complete, parse_overrides
+from drivetrain.pipeline.recipes_table import recipe_table, recipes_table
 from drivetrain.pipeline.rules import check_epochs
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing, ProgressiveResizing
 from pipeline_data import CLASSES, SIDE, Toy
+from rich.text import Text
 
 AT_FIRST = copy.deepcopy(RECIPES)
 DEFAULTS_AT_FIRST = copy.deepcopy(DEFAULTS)
@@ -37,6 +40,60 @@ def tiny(toy: Toy, **overrides: Any) -> dict[str, Any]:
     return own | overrides
 
 
+def test_the_recipes_that_people_ask_for_are_there() -> None:
+    """By these names. The README says how many there are."""
+    lengths = (16, 24, 32, 40, 56, 88)
+    wanted = {
+        "baseline", "cifar10-quickstart", "cifar10-fast", "resnet50-mild", "resnet50-medium", "resnet50-hot", "vit-s16",
+        "finetune-pretrained", "billion-fsdp", "billion-deepspeed",
+        *(f"ffcv-{model}-{epochs}" for model in ("resnet18", "resnet50") for epochs in lengths),
+    }  # fmt: skip
+    assert wanted <= set(RECIPES)
+    assert (
+        f"\n{len(RECIPES)} recipes, each with its source"
+        in (Path(__file__).parent.parent / "README.md").read_text()
+    )
+
+
+def cells(table: Any) -> list[tuple[str, ...]]:
+    """The rows of a table as the terminal gets them, without markup."""
+    return [
+        tuple(Text.from_markup(cell).plain for cell in row)
+        for row in zip(*(column.cells for column in table.columns), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_shown_with_each_value_its_meaning_and_its_source(name: str) -> None:
+    rows = {key: rest for key, *rest in cells(recipe_table(name))}
+    assert list(rows) == [key for key in KEYS if key != "notes"]
+    full = complete(name)
+    for key, (value, meaning, origin) in rows.items():
+        assert meaning == KEYS[key]
+        for each in flat(full[key]):
+            assert (each if isinstance(each, str) else json.dumps(each)) in value, (key, each)
+        notes = [note for of, note in full["notes"].items() if of.partition(".")[0] == key]
+        assert all(note in origin for note in notes), key
+        assert origin or key in ("description", "source", "published", "measured", "train", "val"), key
+        assert (origin == "default") == (key not in RECIPES[name] and not notes), key
+    assert rows["precision"][2] != "default" or full["precision"] == DEFAULTS["precision"]
+
+
+def flat(value: Any) -> list[Any]:
+    """What a value holds that is neither a dict nor a list."""
+    if isinstance(value, dict):
+        return [*value, *flat(list(value.values()))]
+    return [each for one in value for each in flat(one)] if isinstance(value, list) else [value]
+
+
+def test_the_list_of_recipes_says_what_each_has_reached() -> None:
+    rows = {name: rest for name, *rest in cells(recipes_table())}
+    assert rows == {
+        name: [recipe["description"], recipe["published"], recipe["measured"]]
+        for name, recipe in RECIPES.items()
+    }
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_json_and_names_every_key(name: str) -> None:
     assert json.loads(json.dumps(RECIPES[name])) == RECIPES[name]
@@ -45,6 +102,8 @@ def test_a_recipe_is_json_and_names_every_key(name: str) -> None:
     assert full["name"] == name
     for key in ("description", "source", "published", "measured"):
         assert full[key], key
+    assert re.search(r"https://|arXiv:\d{4}\.\d{5}", full["source"])
+    assert "%" in full["published"] or "nothing" in full["published"]  # its result, or that there is none
     assert json.loads(json.dumps(full)) == full
     assert complete(full) == full  # written out, it is a recipe again
 
@@ -204,6 +263,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"transforms": [{"name": "MixUp", "alpha": "0.2"}, {"name": "CutMix", "alpha": 1.0}]},
         "transforms: alpha='0.2' is text",
     ),
+    "not a number as text": ({"optimizer.lr": "NaN"}, "optimizer: lr='NaN' is text. A recipe's numbers are finite"),
+    "infinity as YAML has it": ({"warmup": "-.inf"}, "warmup='-.inf' must be a number: .* numbers are finite"),
     "note": ({"notes": {"bach_size": "ours"}}, "no key 'bach_size'.*Did you mean 'batch_size'"),
     "evaluated size": ({"eval_image_size": 0}, "eval_image_size=0 must be a whole number from 1 on or null"),
     "strategy's option": (
@@ -241,6 +302,10 @@ def test_a_recipe_that_is_none() -> None:
         Pipeline.from_recipe(3)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="it has no 'model': name of the model"):
         Pipeline.from_recipe({"epochs": 3})
+    for name in (["mine"], 2026):  # else the run's picture would fail, after the training
+        data = {"train": "a.beton", "batch_size": 8, "image_size": 8}
+        with pytest.raises(RecipeError, match="must be text: what the recipe is called"):
+            Pipeline.from_recipe({"name": name, "model": "resnet18", **data})
 
 
 def test_overrides_of_the_command_line() -> None:
@@ -263,3 +328,5 @@ def test_another_model_than_the_recipes_needs_options_of_its_own(toy: Toy) -> No
     ):
         build_model(pipeline)
     build_model(Pipeline.from_recipe("baseline", model="resnet18", model_options={"num_classes": 4}, **data))
+    with pytest.raises(PlanError, match="Did you mean 'num_classes' by 'num_clases'"):
+        build_model(Pipeline.from_recipe("baseline", **data, **{"model_options.num_clases": 4}))
