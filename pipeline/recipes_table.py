@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
@@ -13,32 +14,35 @@ from .recipe_files import is_file_name, read_recipe
 from .recipe_schema import DEFAULTS, KEYS
 from .recipes import RECIPES, complete
 
+PROSE = {"description": "", "source": "Source: ", "published": "Published: ", "measured": "Measured: "}
+"""The keys that tell, and do not set anything, with what is written before them."""
+
 
 def recipes_table() -> Table:
     """Every recipe with what it is for, what its source has reached, and what we have."""
-    table = Table(show_lines=True)
-    table.add_column("recipe", no_wrap=True)
-    for head in ("what it is for", "published", "measured"):
-        table.add_column(head, overflow="fold")
+    table = Table(
+        "recipe", "what it is for, what its source has published, what we have measured", show_lines=True
+    )
+    table.columns[0].no_wrap = True
     for name, recipe in RECIPES.items():
-        table.add_row(
-            *(escape(recipe[key]) if key else name for key in ("", "description", "published", "measured"))
-        )
+        told = [f"{before}{recipe[key]}" for key, before in PROSE.items() if key != "source"]
+        table.add_row(name, escape("\n".join(told)))
     return table
 
 
-def recipe_table(recipe: str) -> Table:
-    """One recipe, by name or file: each key, its value, the value's meaning, and where the value is from."""
-    table = Table(title=recipe, title_justify="left", show_lines=True)
-    table.add_column("key", no_wrap=True)
-    for head in ("value", "meaning", "where it is from"):
-        table.add_column(head, overflow="fold")
+def recipe_table(recipe: str) -> Group:
+    """One recipe, by name or file: what it tells, then a table of each key, its value, the value's meaning, and where
+    the value is from."""
+    table = Table("key", "value", "meaning (and where the value is from)", show_lines=True)
+    table.columns[0].no_wrap = True
     full = complete(recipe)
     given: Mapping[str, Any] = read_recipe(recipe)[0] if is_file_name(recipe) else RECIPES[recipe]
     for key, meaning in KEYS.items():
-        if key != "notes":  # the last column
-            table.add_row(key, _text(full[key]), meaning, escape(_origin(key, full, given)))
-    return table
+        if key not in ("notes", *PROSE):  # notes are in the last column
+            origin = _origin(key, full, given)
+            table.add_row(key, _text(full[key]), escape(f"{meaning}\n({origin})" if origin else meaning))
+    told = [f"{before}{full[key]}" for key, before in PROSE.items() if full[key]]
+    return Group(f"[bold]{escape(recipe)}[/]", *map(escape, told), table)
 
 
 def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
@@ -52,7 +56,7 @@ def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         return "\n".join(found)
     if key not in given:
         return "default"
-    if key in ("description", "source", "published", "measured", "train", "val"):
+    if key in ("train", "val"):
         return ""
     return "the source" if full["source"] else "the recipe"
 

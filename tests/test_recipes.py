@@ -14,7 +14,7 @@ import torch
 from drivetrain import RECIPES, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline.build import build_model
 from drivetrain.pipeline.recipes import DEFAULTS, KEYS, complete, parse_overrides
-from drivetrain.pipeline.recipes_table import recipe_table, recipes_table
+from drivetrain.pipeline.recipes_table import PROSE, recipe_table, recipes_table
 from drivetrain.pipeline.rules import check_epochs
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing, ProgressiveResizing
 from pipeline_data import CLASSES, SIDE, Toy
@@ -65,18 +65,26 @@ def cells(table: Any) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_shown_with_each_value_its_meaning_and_its_source(name: str) -> None:
-    rows = {key: rest for key, *rest in cells(recipe_table(name))}
-    assert list(rows) == [key for key in KEYS if key != "notes"]
+    title, *told, table = recipe_table(name).renderables
     full = complete(name)
-    for key, (value, meaning, origin) in rows.items():
+    assert Text.from_markup(str(title)).plain == name
+    assert [Text.from_markup(str(line)).plain for line in told] == [
+        full["description"],
+        *(f"{key.capitalize()}: {full[key]}" for key in ("source", "published", "measured")),
+    ]
+    rows = {key: rest for key, *rest in cells(table)}
+    assert list(rows) == [key for key in KEYS if key not in ("notes", *PROSE)]
+    for key, (value, text) in rows.items():
+        meaning, _, origin = text.partition("\n")
         assert meaning == KEYS[key]
+        origin = origin.removeprefix("(").removesuffix(")")
         for each in flat(full[key]):
             assert (each if isinstance(each, str) else json.dumps(each)) in value, (key, each)
         notes = [note for of, note in full["notes"].items() if of.partition(".")[0] == key]
         assert all(note in origin for note in notes), key
-        assert origin or key in ("description", "source", "published", "measured", "train", "val"), key
+        assert origin or key in ("train", "val"), key
         assert (origin == "default") == (key not in RECIPES[name] and not notes), key
-    assert rows["precision"][2] != "default" or full["precision"] == DEFAULTS["precision"]
+    assert not rows["precision"][1].endswith("(default)") or full["precision"] == DEFAULTS["precision"]
 
 
 def flat(value: Any) -> list[Any]:
@@ -89,7 +97,7 @@ def flat(value: Any) -> list[Any]:
 def test_the_list_of_recipes_says_what_each_has_reached() -> None:
     rows = {name: rest for name, *rest in cells(recipes_table())}
     assert rows == {
-        name: [recipe["description"], recipe["published"], recipe["measured"]]
+        name: [f"{recipe['description']}\nPublished: {recipe['published']}\nMeasured: {recipe['measured']}"]
         for name, recipe in RECIPES.items()
     }
 
