@@ -18,6 +18,7 @@ from . import cli_data
 
 if TYPE_CHECKING:
     from .builder import Pipeline
+    from .result import TrainingInterrupted
 
 
 class _Commands(TyperGroup):
@@ -32,10 +33,16 @@ class _Commands(TyperGroup):
             _say(type(error).__name__, str(error))
             raise typer.Exit(1) from None
         except KeyboardInterrupt as interrupt:
-            result = getattr(interrupt, "result", None)
-            kept = f" Epoch {len(result.history.epochs)} was the last to be finished." if result else ""
-            _say("Interrupted", f"on your wish.{kept}")
+            _say("Interrupted", " ".join(["on your wish.", *getattr(interrupt, "__notes__", [])]))
             raise typer.Exit(130) from None
+
+
+def _what_is_left(interrupt: TrainingInterrupted, out: Path | None) -> str:
+    """What an interrupted training has kept, and how it goes on."""
+    if interrupt.result is None:
+        return "No epoch was finished."
+    goes_on = "" if out is None else " The same command with --resume goes on from there."
+    return f"Epoch {len(interrupt.result.history.epochs)} was the last to be finished.{goes_on}"
 
 
 @contextmanager
@@ -130,6 +137,7 @@ def train(
     """
     from .builder import Pipeline
     from .fit import leads
+    from .result import TrainingInterrupted
 
     if ledger:
         from .ledger import check_asked
@@ -139,7 +147,11 @@ def train(
     plan = pipeline.plan()
     if leads():
         print(plan)
-    result = pipeline.fit(out=out, resume="auto" if resume else None, logger=logger)
+    try:
+        result = pipeline.fit(out=out, resume="auto" if resume else None, logger=logger)
+    except TrainingInterrupted as interrupt:
+        interrupt.add_note(_what_is_left(interrupt, out))
+        raise
     if not leads():  # under torchrun every rank is here, and one of them tells
         return
     for report in result.reports:

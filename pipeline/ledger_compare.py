@@ -116,9 +116,10 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """What else differs between two ledgers' facts, one sentence each."""
     found = []
     pairs = {"recipe": (first.get("recipe"), second.get("recipe"))}
-    if first.get("plan") != second.get("plan"):
-        plans = first.get("plan") or [], second.get("plan") or []
-        pairs["plan"] = (_own_steps(plans[0], plans[1]), _own_steps(plans[1], plans[0]))
+    plans = first.get("plan") or [], second.get("plan") or []
+    for name, plan, other in (("first", *plans), ("second", *reversed(plans))):
+        if own := _own_steps(plan, other):
+            found.append(f"Only the {name}'s plan has: {own}.")
     machines = first.get("provenance") or {}, second.get("provenance") or {}
     pairs["revision"] = (machines[0].get("git_revision"), machines[1].get("git_revision"))
     for part in ("hardware", "versions"):
@@ -128,7 +129,7 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
             for key in [*one, *(k for k in two if k not in one)]
         }
     for name, (one, two) in pairs.items():
-        if one != two or name == "plan":
+        if one != two:
             found.append(f"Different {name}: {_said(one)} and {_said(two)}.")
     return found
 
@@ -141,7 +142,7 @@ def _own_steps(plan: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
         for step in plan
         if step not in other
     ]
-    return "; ".join(found) or "nothing that it alone has"
+    return "; ".join(found)
 
 
 def _said(value: object) -> str:

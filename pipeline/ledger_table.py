@@ -15,6 +15,9 @@ from .ledger_result import Ledger
 from .ledger_rounds import EXTRAS, PLAIN
 from .ledger_statistics import Figure, Ratio
 
+NOISY = 0.3
+"""Above this spread the findings are a guess: a stage that seems to bring 1.3 × may bring nothing."""
+
 
 @dataclass(frozen=True)
 class Cells:
@@ -149,6 +152,10 @@ def sentences(ledger: Ledger) -> list[str]:
     for name, reason in facts.get("left_out", {}).items():
         reasons.setdefault(reason, []).append(name)
     found += [f"Left out: {', '.join(names)}: {reason}." for reason, names in reasons.items()]
+    if ledger.spread > NOISY:
+        found.append(
+            "What follows is not sure, with intervals as wide as these: give more seconds, on a quiet machine."
+        )
     return [*found, *filter(None, [ledger.compound]), ledger.bound]
 
 

@@ -39,12 +39,16 @@ class Stage:
 
 
 def plain(pipeline: Pipeline) -> Pipeline:
-    """Plain PyTorch on the same model, data and optimizer: DataLoader, NCHW, fp32, one device, no extras."""
+    """Plain PyTorch on the same model, data and optimizer: DataLoader, NCHW, fp32, one device, no extras.
+
+    What acts in evaluation only (TestTimeFlip) stays: it is no stage of training, and accuracies compare with it.
+    """
     data, how = pipeline.data, pipeline.distribution
     assert data is not None  # the plan has checked
     device = how.device
     one = Distribution(options={} if device is None else {"device": device})
-    return pipeline._with(data=dataclasses.replace(data, loader="torch"), transforms=(), distribution=one)
+    kept = tuple(t for t in pipeline.transforms if t.kind == "evaluation")
+    return pipeline._with(data=dataclasses.replace(data, loader="torch"), transforms=kept, distribution=one)
 
 
 def stages(pipeline: Pipeline) -> list[Stage]:
@@ -57,6 +61,7 @@ def stages(pipeline: Pipeline) -> list[Stage]:
     found += [
         Stage(type(transform).__name__, partial(_transformed, transform=transform))
         for transform in sort_transforms(pipeline.transforms)
+        if transform.kind != "evaluation"
     ]
     one = plain(pipeline).distribution
     if how.precision != one.precision:

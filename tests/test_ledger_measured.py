@@ -35,6 +35,7 @@ from drivetrain.transforms import (
     Loss,
     ProgressiveResizing,
     Report,
+    TestTimeFlip,
     Transform,
 )
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
@@ -55,6 +56,13 @@ def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
     found = variants(toy.pipeline().distribute("ddp", devices=2, device="cpu", precision="bf16"))
     assert [variant.pipeline.distribution.options.get("device") for variant in found] == ["cpu"] * len(found)
     assert [variant.kind for variant in found[-5:]] == ["train", "loader", "model", "split", "extras"]
+    flipped = variants(toy.pipeline().transform(TestTimeFlip()))
+    assert [variant.name for variant in flipped] == [
+        PLAIN,
+        "+ FFCV loader",
+        *OF_THE_WHOLE,
+    ]  # nothing of training
+    assert all(variant.pipeline.transforms == (TestTimeFlip(),) for variant in flipped)  # accuracies compare
     *_, group = groups(found)
     assert [variant.name for variant in group] == ["+ ddp × 2", *OF_THE_WHOLE]
     assert names(toy.pipeline(loader="torch").distribute("single", activation_checkpointing=True))[1] == (

@@ -249,7 +249,8 @@ def test_the_command_line_ends_with_a_line(
     wait_for((run / "history.json").exists, train)
     _, errors = interrupt(train)
     assert (train.returncode, errors.count("Traceback")) == (130, 0), errors
-    assert "was the last to be finished" in errors.splitlines()[-1]
+    told = "was the last to be finished. The same command with --resume goes on from there."
+    assert errors.splitlines()[-1].endswith(told)
     assert left_in(run) == KEPT
 
     wait_for(measured.exists, ledger)
