@@ -20,9 +20,9 @@ from .. import loaders, strategies
 from ..errors import PlanError
 from ..loaders.epochs import EpochLoader
 from ..strategies import Engine, OptimizerFactory
-from ..transforms import CHANGES_MODEL, Loss, Report
+from ..transforms import CHANGES_MODEL, CutMix, Loss, MixUp, Report
 from .builder import Pipeline
-from .checks import check_output, count_classes
+from .checks import check_loss, check_output, count_classes
 from .methods import Methods
 from .plan import sort_transforms, train_settings
 from .stages import Data
@@ -87,7 +87,11 @@ def build(pipeline: Pipeline) -> Built:
         if loader is not None:
             loader.device = engine.device
     methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, classes)
-    return Built(engine, train, val, training_loss(pipeline), methods, reports)
+    loss = training_loss(pipeline)
+    check_loss(
+        loss, classes, engine.device, soft=any(isinstance(t, MixUp | CutMix) for t in pipeline.transforms)
+    )
+    return Built(engine, train, val, loss, methods, reports)
 
 
 def make_loader(

@@ -1,4 +1,4 @@
-"""Whether a model and its data go together, found out before any training."""
+"""Whether a model, its data and the loss go together, found out before any training."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
-from ..errors import PlanError
+from ..errors import DrivetrainError, PlanError
 from ..loaders.epochs import EpochLoader
 from ..strategies import Precision
 from ..strategies.options import HALF
+from ..transforms import Loss
 from .stages import Data
 
 
@@ -102,4 +104,36 @@ def check_output(model: nn.Module, classes: int, data: Data, precision: Precisio
             f"The model gives {tuple(output.shape)} for 2 images, and {data.train} has {classes} classes. Build it "
             f"with num_classes={classes}, so that it gives (2, {classes}); in a recipe: "
             f"model_options.num_classes={classes}."
+        )
+
+
+def check_loss(loss: Loss, classes: int, device: torch.device, *, soft: bool) -> None:
+    """Tries the training's loss on two logits, where it will compute.
+
+    Args:
+        loss: with all that loss transforms made of it.
+        classes: their number.
+        device: where the training's logits are.
+        soft: whether batch methods make probabilities of the class numbers.
+
+    Raises:
+        PlanError: if it cannot take them, or gives no single number.
+    """
+    labels = torch.tensor([0, classes - 1], device=device)
+    targets = F.one_hot(labels, classes).float() if soft else labels
+    what = f"probabilities (2, {classes})" if soft else "class numbers (2,)"
+    try:
+        with torch.no_grad():
+            value = loss(torch.zeros(2, classes, device=device), targets)
+    except DrivetrainError:
+        raise
+    except Exception as error:  # whatever a user's loss does with targets that it cannot take
+        raise PlanError(
+            f"The loss cannot take logits (2, {classes}) and {what}: {type(error).__name__}: {error}. It is given "
+            "class numbers, and probabilities (B, C) where LabelSmoothing, MixUp or CutMix is used."
+        ) from error
+    if not isinstance(value, torch.Tensor) or value.dim():
+        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise PlanError(
+            f"The loss gives {given} for 2 images, and must give one number, their mean: a tensor ()."
         )
