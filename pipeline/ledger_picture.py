@@ -27,6 +27,10 @@ def draw(ledger: Ledger, form: str) -> bytes:
     return buffer.getvalue()
 
 
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+"""Under a text where a ceiling's line may run through it."""
+
+
 def picture(ledger: Ledger) -> Any:
     """The picture as matplotlib's figure.
 
@@ -87,7 +91,7 @@ def _label(axes: Any, place: int, row: Row, *, inside: bool) -> None:
         color = INK if plain else "white"
         axes.text(row.images_per_s.low, place, f"{text}  ", ha="right", va="center", color=color, fontsize=9)
     else:
-        axes.text(row.images_per_s.high, place, f"  {text}", va="center", color=INK, fontsize=9)
+        axes.text(row.images_per_s.high, place, f"  {text}", va="center", color=INK, fontsize=9, bbox=BEHIND)
 
 
 def _ceiling(axes: Any, name: str, value: float, reach: float, *, height: float) -> None:
@@ -98,7 +102,7 @@ def _ceiling(axes: Any, name: str, value: float, reach: float, *, height: float)
         text, at = f"{name}: {value:,.0f} ", value
     else:
         text, at = f"{name}: {value:,.0f} →", reach
-    axes.text(at, height, text, ha="right", va="center", color=color, fontsize=8)
+    axes.text(at, height, text, ha="right", va="center", color=color, fontsize=8, bbox=BEHIND)
 
 
 def _gains(axes: Any, ledger: Ledger) -> None:
