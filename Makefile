@@ -11,6 +11,9 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 
 .PHONY: quickstart install test test-all check lock bench notebooks clean
 
+# glibc keeps the memory of a step for the next one, for every variant alike (README, "On a CPU").
+quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
+quickstart: export MALLOC_TRIM_THRESHOLD_ ?= 8589934592
 quickstart: install
 	$(BIN)/drivetrain train cifar10-quickstart --out runs/quickstart --ledger --ledger-seconds 150
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -38,6 +39,9 @@ EXTRAS = {
     "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
 }
 NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}
+
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
+"""For glibc, in bytes: large blocks come from the heap, and the heap is not given back after each step."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,19 @@ def _devices() -> list[Finding]:
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found = [Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True)]
+    if not names and platform.libc_ver()[0] == "glibc":
+        found.append(memory_kept())
     for row in strategies.available():
         found.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, row.why_not))
     return found
+
+
+def memory_kept() -> Finding:
+    """Whether glibc keeps the memory of a step for the next one; see the README, "On a CPU"."""
+    given = {name: os.environ.get(name) for name in KEEPS_MEMORY}
+    told = ", ".join(f"{name}={value}" for name, value in given.items() if value)
+    remedy = "export " + " ".join(f"{name}={value}" for name, value in KEEPS_MEMORY.items())
+    return _without_remedy(Finding("memory kept from step to step", told or "-", all(given.values()), remedy))
 
 
 def _without_remedy(finding: Finding) -> Finding:

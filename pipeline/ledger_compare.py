@@ -122,7 +122,7 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
             found.append(f"Only the {name}'s plan has: {own}.")
     machines = first.get("provenance") or {}, second.get("provenance") or {}
     pairs["revision"] = (machines[0].get("git_revision"), machines[1].get("git_revision"))
-    for part in ("hardware", "versions"):
+    for part in ("hardware", "environment", "versions"):
         one, two = machines[0].get(part) or {}, machines[1].get(part) or {}
         pairs |= {
             f"{part}, {key}": (one.get(key), two.get(key))

@@ -72,7 +72,7 @@ def _check_facts(ledger: Ledger) -> None:
     facts: dict[str, Any] = ledger.facts
     machine = facts.get("provenance") or {}
     tables = [(name, facts.get(name) or {}) for name in TABLES]
-    tables += [(name, machine.get(name) or {}) for name in ("hardware", "versions")]
+    tables += [(name, machine.get(name) or {}) for name in ("hardware", "environment", "versions")]
     for name, value in tables:
         if not isinstance(value, dict):
             raise ValueError(f"{name!r} is no table of names and values")

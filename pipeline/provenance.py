@@ -1,4 +1,4 @@
-"""Where a figure comes from: hardware, versions, revision, command."""
+"""Where a figure comes from: hardware, environment, versions, revision, command."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ import torch
 from .progress import in_cell
 
 PACKAGES = ("drivetrain", "torch", "torchvision", "numpy", "pillow", "ffcv", "numba")
+ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
+    "MKL_NUM_THREADS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+)  # fmt: skip
+"""Variables of the environment that change speed."""
 
 
 def provenance() -> dict[str, Any]:
@@ -34,6 +39,7 @@ def provenance() -> dict[str, Any]:
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
         },
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     }
 

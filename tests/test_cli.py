@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from drivetrain import RECIPES, Pipeline
-from drivetrain.pipeline.doctor import EXTRAS
+from drivetrain.pipeline.doctor import EXTRAS, KEEPS_MEMORY, memory_kept
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes import KEYS
 from drivetrain.pipeline.recipes_table import PROSE
@@ -255,6 +255,17 @@ def test_doctor_knows_every_extra_that_users_install() -> None:
     assert set(EXTRAS) == set(extras) - {"all", "dev"}
     for extra, (packages, _) in EXTRAS.items():
         assert set(packages) <= {re.split(r"[^\w.-]", asked)[0] for asked in extras[extra]}
+
+
+def test_doctor_says_how_glibc_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEEPS_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    finding = memory_kept()
+    assert not finding.good
+    for setting in finding.remedy.removeprefix("export ").split():
+        monkeypatch.setenv(*setting.split("="))
+    assert memory_kept().good
+    assert memory_kept().remedy == ""
 
 
 def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:

@@ -22,6 +22,7 @@ from drivetrain.pipeline import ledger_crew, ledger_turns
 from drivetrain.pipeline.cli import app
 from drivetrain.pipeline.ledger import _has_copies, _Measurement
 from drivetrain.pipeline.ledger_accuracy import seconds_to, train_each
+from drivetrain.pipeline.ledger_compare import differences
 from drivetrain.pipeline.ledger_crew import Loaders, Taker, largest, open_bench
 from drivetrain.pipeline.ledger_memory import resident_peak
 from drivetrain.pipeline.ledger_result import Ledger
@@ -244,7 +245,14 @@ def test_each_variant_trains_as_long_and_its_last_accuracy_counts(toy: Toy) -> N
 
 def test_provenance_says_which_machine_revision_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/drivetrain", "ledger", "a b"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     found = provenance()
+    assert found["environment"]["OMP_NUM_THREADS"] == "7"
+    assert "LD_PRELOAD" not in found["environment"]
+    assert differences({"provenance": found}, {"provenance": {**found, "environment": {}}})[0].startswith(
+        "Different env"
+    )
     assert found["command"] == shlex.join(["drivetrain", "ledger", "a b"])
     checkout = (Path(ledger_turns.__file__).parents[1] / ".git").exists()
     assert bool(found["git_revision"]) is checkout
