@@ -43,7 +43,7 @@ CIFAR: dict[str, dict[str, Any]] = {
         "source": "David Page, How to train your ResNet (2018), https://myrtle.ai/learn/how-to-train-your-resnet/, "
         "whose network, augmentation and schedule it has at a quarter of the width",
         "published": "94 % at width 64 (26 s on one V100, as airbench's README counts it); nothing at width 16",
-        "measured": "984 images/s (quartiles 944 to 1,015, n = 9) on two cores of an AMD EPYC, torch 2.15, "
+        "measured": "1,418 images/s (quartiles 1,412 to 1,426, n = 8) on two cores of an AMD EPYC, torch 2.15, "
         "2026-11-20: benchmarks/results/quickstart-ledger.json. Its accuracy: not measured.",
         "notes": {**_SMALL_NOTES, "loader": "what is to be compared with"},
         **_SMALL,
@@ -53,7 +53,7 @@ CIFAR: dict[str, dict[str, Any]] = {
         "description": "CIFAR-10 on two CPU cores or any GPU in a few minutes: every stage at work.",
         "source": "the baseline recipe; BlurPool arXiv:1904.11486, label smoothing arXiv:1512.00567",
         "published": "nothing for this combination",
-        "measured": "2,732 images/s (quartiles 2,594 to 2,768, n = 9), 2.71 times plain PyTorch, on two cores of an "
+        "measured": "2,991 images/s (quartiles 2,957 to 3,029, n = 8), 2.10 times plain PyTorch, on two cores of an "
         "AMD EPYC, torch 2.15, 2026-11-20: benchmarks/results/quickstart-ledger.json. The accuracy of "
         "that run is in the README. On a GPU: not measured.",
         "notes": {
