@@ -19,7 +19,7 @@ from ..files import atomic_file
 from . import libffcv
 from .beton import Beton, open_beton
 from .layout import MODE_JPEG
-from .settings import check_workers
+from .settings import check_workers, is_whole
 
 
 @dataclass(frozen=True)
@@ -239,9 +239,13 @@ def contact_sheet(
         side: of each, in pixels.
 
     Raises:
-        BetonError: if the file is unsound; DataError: for an `out` that does not end in `.png`.
+        BetonError: if the file is unsound; DataError: for an `out` that does not end in `.png`, and for numbers
+            that make no picture.
     """
     require_suffix(Path(out), ".png", DataError)
+    for name, value, least in (("columns", columns, 1), ("rows", rows, 1), ("side", side, 16)):
+        if not is_whole(value, least):
+            raise DataError(f"{name}={value!r} must be an integer from {least} on.")
     beton = open_beton(path)
     count = min(columns * rows, len(beton))
     chosen = np.linspace(0, len(beton) - 1, count).round().astype(int)

@@ -141,7 +141,10 @@ def sentences(ledger: Ledger) -> list[str]:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in ledger.split.items())
         found.append(f"The whole's time: {shares}.")
     if ledger.extras_share is not None:
-        found.append(_extras(ledger, ledger.extras_share))
+        found.append(
+            "fit's extras (bar, CSV log, guard against losses that are not finite) take "
+            f"{ledger.extras_share:.2%} of the time."
+        )
     found += _costs(facts.get("costs", {}))
     if "stopped" in facts:
         found.append(
@@ -157,15 +160,6 @@ def sentences(ledger: Ledger) -> list[str]:
             "What follows is not sure, with intervals as wide as these: give more seconds, on a quiet machine."
         )
     return [*found, *filter(None, [ledger.compound]), ledger.bound]
-
-
-def _extras(ledger: Ledger, share: float) -> str:
-    told = (
-        f"fit's extras (bar, CSV log, guard against losses that are not finite) take {share:.2%} of the time"
-    )
-    if ledger.extras is None or ledger.extras.low < 1 + share:
-        return f"{told}."
-    return f"{told}, and with them a step takes {ledger.extras.value - 1:.1%} longer."
 
 
 def _costs(costs: dict[str, Any]) -> list[str]:

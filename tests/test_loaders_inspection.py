@@ -99,6 +99,11 @@ def test_contact_sheet_shows_pictures_in_a_grid(photos: Path, tmp_path: Path) ->
     assert np.array_equal(shown, np.asarray(small))
     with pytest.raises(DataError, match=r"\.png"):
         contact_sheet(photos, tmp_path / "sheet.jpg")
+    for wrong in ({"columns": 0}, {"rows": -1}, {"side": 2}, {"side": 64.5}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(DataError, match=f"{name}={value} must be an integer from "):
+            contact_sheet(photos, tmp_path / "other.png", **wrong)
+    assert not (tmp_path / "other.png").exists()
 
 
 def test_command_line(photos: Path, tmp_path: Path) -> None:

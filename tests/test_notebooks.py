@@ -182,9 +182,9 @@ def test_cells_show_themselves_can_be_run_again_and_interrupted(
     # Each shows itself once, as HTML, and has a text for front ends without.
     for code, page, text in (
         ("pipeline", ".transform(BlurPool", "Pipeline("),
-        ("pipeline.plan()", "<th>why here</th>", "why here"),
+        ("pipeline.plan()", ">why here</th>", "why here"),
         ("BlurPool().apply(model())", "<td", "BlurPool"),
-        ("from drivetrain.transforms import catalogue\ncatalogue()", "<th>transform</th>", "┃ transform"),
+        ("from drivetrain.transforms import catalogue\ncatalogue()", ">transform</th>", "┃ transform"),
         (
             f"from drivetrain.pipeline.ledger_result import Ledger\nLedger.load({LEDGER!r})",
             "plain PyTorch</td>",
