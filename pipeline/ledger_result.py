@@ -145,8 +145,8 @@ class Ledger:
         """Share of a training's time inside the extras' own code, 0 to 1; None if not measured.
 
         Timed within the turns that have them, so it is known far more exactly than `extras`, which compares turns
-        and also sees what the extras slow down elsewhere. A turn logs at least once, and so perhaps oftener than
-        `fit`, which logs every 50 steps.
+        and also sees what the extras slow down elsewhere. At most so much: a short turn logs and draws once, and so
+        oftener than `fit`, which logs every 50 steps and draws twice a second.
         """
         turns = [turns[EXTRAS] for turns in self.rounds if EXTRAS in turns]
         if not turns or not all(turn.parts for turn in turns):

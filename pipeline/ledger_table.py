@@ -142,7 +142,7 @@ def sentences(ledger: Ledger) -> list[str]:
         found.append(f"The whole's time: {shares}.")
     if ledger.extras_share is not None:
         found.append(
-            "fit's extras (bar, CSV log, guard against losses that are not finite) take "
+            "fit's extras (bar, CSV log, guard against losses that are not finite) take at most "
             f"{ledger.extras_share:.2%} of the time."
         )
     found += _costs(facts.get("costs", {}))

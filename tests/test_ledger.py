@@ -256,10 +256,10 @@ def test_what_the_extras_cost() -> None:
         turns[EXTRAS] = Turn(1200, seconds, 0, parts={"extras": 0.0125 * seconds})
     assert ledger.extras_share == pytest.approx(0.0125)
     assert ledger.to_dict()["extras_share"] == pytest.approx(0.0125)
-    assert "not finite) take 1.25% of the time.\n" in str(ledger)
+    assert "not finite) take at most 1.25% of the time.\n" in str(ledger)
     for turns in ledger.rounds:
         turns[EXTRAS] = Turn(1200, turns[WHOLE].seconds * 4, 0, parts={"extras": turns[WHOLE].seconds})
-    assert "not finite) take 25.00% of the time.\n" in str(ledger)
+    assert "not finite) take at most 25.00% of the time.\n" in str(ledger)
     # Rows are as asked for, and the last of them is the whole; that of the extras is beside them.
     assert [row.name for row in ledger.rows] == [PLAIN, WHOLE]
     (row,) = (line for line in str(ledger).splitlines() if EXTRAS in line)
