@@ -1,15 +1,16 @@
-"""Averages of a model's parameters and buffers over a training: what EMA and SWA have in common."""
+"""Averages of a model's parameters and buffers over a training: what EMA, SWA and Lookahead have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import PlanError
+from .base import Session
 from .tensors import is_dtensor, locals_of
 
 
@@ -110,6 +111,44 @@ class Averages:
         return {name: getattr(module, leaf).detach() for name, (module, leaf) in self._owners.items()}
 
 
+class AveragedSession(Session):
+    """A training's averages that move every so many steps, and are what is evaluated: EMA's and Lookahead's.
+
+    Args:
+        model: on its device, sharded and loaded; the averages begin with its weights.
+        every: optimizer steps between two moves.
+        move: moves the averages, at a share of the training (0 to 1).
+    """
+
+    def __init__(self, model: nn.Module, every: int, move: Callable[[Averages, float], None]) -> None:
+        self._averages = Averages(model)
+        self._every, self._move = every, move
+        self._steps = 0
+
+    def after_step(self, progress: float) -> None:
+        """Counts the step, and moves the averages where they are due."""
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self._move(self._averages, progress)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The model has the averages inside it."""
+        return self._averages.installed()
+
+    def finish(self) -> None:
+        """The model keeps the averages."""
+        self._averages.install()
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"steps": int, "averages": {name: tensor}}`."""
+        return {"steps": self._steps, "averages": self._averages.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave, of the same model."""
+        self._averages.load_state_dict(state["averages"])
+        self._steps = state["steps"]
+
+
 def refuse_partitioned(model: nn.Module) -> None:
     """Raises a `PlanError` if DeepSpeed's stage 3 has put empty tensors in the place of the parameters."""
     for name, parameter in model.named_parameters():
@@ -147,4 +186,4 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-__all__ = ["Averages", "refuse_partitioned"]
+__all__ = ["AveragedSession", "Averages", "refuse_partitioned"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from ..errors import PlanError
-from .averaging import Averages
+from .averaging import AveragedSession
 from .base import Kind, Session, Transform
 from .checks import check_count, check_range
 
@@ -73,39 +72,7 @@ class EMA(Transform):
 
     def session(self, model: nn.Module) -> Session:
         """Begins to average `model`, which is on its device, sharded and loaded."""
-        return EMASession(self, model)
+        return AveragedSession(model, self.update_every, lambda averages, _: averages.add(self.share))
 
 
-class EMASession(Session):
-    """The averages of one training."""
-
-    def __init__(self, options: EMA, model: nn.Module) -> None:
-        self._options = options
-        self._averages = Averages(model)
-        self._steps = 0
-
-    def after_step(self, progress: float) -> None:  # noqa: ARG002
-        """Counts the step, and updates the averages every `update_every` steps."""
-        self._steps += 1
-        if self._steps % self._options.update_every == 0:
-            self._averages.add(self._options.share)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """The model has the averages inside it."""
-        return self._averages.installed()
-
-    def finish(self) -> None:
-        """The model keeps the averages."""
-        self._averages.install()
-
-    def state_dict(self) -> dict[str, Any]:
-        """`{"steps": int, "averages": {name: tensor}}`."""
-        return {"steps": self._steps, "averages": self._averages.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave, of the same model."""
-        self._averages.load_state_dict(state["averages"])
-        self._steps = state["steps"]
-
-
-__all__ = ["EMA", "EMASession"]
+__all__ = ["EMA"]

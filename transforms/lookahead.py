@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
-from .averaging import Averages
+from .averaging import AveragedSession, Averages
 from .base import Kind, Session, Transform
 from .checks import check_count, check_range
 
@@ -54,40 +53,12 @@ class Lookahead(Transform):
 
     def session(self, model: nn.Module) -> Session:
         """Begins with the weights of `model`, which is on its device, sharded and loaded."""
-        return LookaheadSession(self, model)
+
+        def move(slow: Averages, progress: float) -> None:
+            slow.add(1 - self.stays(progress))
+            slow.install()
+
+        return AveragedSession(model, self.interval, move)
 
 
-class LookaheadSession(Session):
-    """The slow weights of one training."""
-
-    def __init__(self, options: Lookahead, model: nn.Module) -> None:
-        self._options = options
-        self._slow = Averages(model)
-        self._steps = 0
-
-    def after_step(self, progress: float) -> None:
-        """Counts the step; every `interval` steps moves the slow weights, and the model to them."""
-        self._steps += 1
-        if self._steps % self._options.interval == 0:
-            self._slow.add(1 - self._options.stays(progress))
-            self._slow.install()
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """The model has the slow weights inside it."""
-        return self._slow.installed()
-
-    def finish(self) -> None:
-        """The model keeps the slow weights."""
-        self._slow.install()
-
-    def state_dict(self) -> dict[str, Any]:
-        """`{"steps": int, "averages": {name: tensor}}`."""
-        return {"steps": self._steps, "averages": self._slow.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave, of the same model."""
-        self._slow.load_state_dict(state["averages"])
-        self._steps = state["steps"]
-
-
-__all__ = ["Lookahead", "LookaheadSession"]
+__all__ = ["Lookahead"]
