@@ -86,7 +86,7 @@ class Decoder:
         settings = self._settings
         keys = draws.sample_keys(np.uint64(settings.seed), np.uint64(epoch), indices)
         flips = None
-        if settings.flip == "alternating":
+        if settings.alternates:
             flips = augmentation.alternating(settings.seed, epoch, indices)
         heights, widths = self._heights[indices], self._widths[indices]
         choices = augmentation.choose(settings, keys, heights, widths, flips)

@@ -95,6 +95,11 @@ class Settings:
         """Whether whole images are shifted, which must all be of `image_size` then."""
         return self.train and self.crop == "padded"
 
+    @property
+    def alternates(self) -> bool:
+        """Whether an image's mirroring follows from the epoch's number, and is not drawn anew."""
+        return self.train and self.flip == "alternating"
+
     def _check_types(self, check: Callable[[str, bool, str], None]) -> None:
         for name in ("image_size", "batch_size", "seed", "padding", "cutout", "rank", "world_size"):
             check(name, is_whole(getattr(self, name)), "an integer")

@@ -196,7 +196,7 @@ class _Keyed(Dataset[Any]):
 
     def __init__(self, dataset: Any, settings: Settings) -> None:
         self._dataset, self._seed = dataset, int(settings.seed)
-        self._alternates = settings.train and settings.flip == "alternating"
+        self._alternates = settings.alternates
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         if get_worker_info() is not None:
