@@ -14,7 +14,7 @@ from .fit import fit
 from .ledger_variants import Variant
 from .result import Epoch
 from .rules import check_epochs
-from .stages import is_number, is_whole
+from .stages import is_number
 
 
 def check_accuracy(pipeline: Pipeline, epochs: int | None, target: float | None) -> int:
@@ -28,13 +28,11 @@ def check_accuracy(pipeline: Pipeline, epochs: int | None, target: float | None)
         raise PlanError(
             "The pipeline does not say how long to train; give ledger(accuracy=True, epochs=…) (--epochs)."
         )
-    if not is_whole(epochs, 1):
-        raise PlanError(f"epochs={epochs!r} must be an integer from 1 on.")
+    check_epochs(pipeline, epochs)
     if pipeline.data is None or pipeline.data.val is None:
         raise PlanError("accuracy=True needs validation data: give load() a second file (--val).")
     if target is not None and not (is_number(target) and 0 < target <= 1):
         raise PlanError(f"target={target!r} is a top-1 accuracy; it must be a number above 0, at most 1.")
-    check_epochs(pipeline, epochs)
     return epochs
 
 
