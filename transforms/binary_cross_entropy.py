@@ -12,9 +12,9 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from ..errors import DataError, PlanError
+from ..errors import PlanError
 from .base import Kind, Loss, Transform
-from .label_smoothing import IGNORED
+from .label_smoothing import IGNORED, misfit
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,7 @@ def binary_cross_entropy(
         index = targets.long().where(targets != IGNORED, 0)[:, None]
         probabilities = torch.zeros_like(logits).scatter_(1, index, 1.0)
     else:
-        raise DataError(
-            f"BinaryCrossEntropy: logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)} of "
-            f"{targets.dtype}; give logits (B, C) with class indices (B,) or probabilities (B, C)."
-        )
+        raise misfit("BinaryCrossEntropy", logits, targets)
     lowered = logits - math.log(logits.shape[1])
     each = F.binary_cross_entropy_with_logits(lowered, probabilities, reduction="none").sum(1) * counts
     return each if reduction == "none" else each.sum() / counts.sum()

@@ -122,12 +122,17 @@ def smooth_targets(logits: torch.Tensor, targets: torch.Tensor, smoothing: float
     if targets.shape == logits.shape:
         return targets.to(dtype) * (1 - smoothing) + smoothing / logits.shape[1]
     if logits.dim() != 2 or targets.shape != logits.shape[:1] or targets.is_floating_point():
-        raise DataError(
-            f"LabelSmoothing: logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)} of "
-            f"{targets.dtype}; give logits (B, C) with class indices (B,) or probabilities (B, C)."
-        )
+        raise misfit("LabelSmoothing", logits, targets)
     soft = torch.full(logits.shape, smoothing / logits.shape[1], dtype=dtype, device=logits.device)
     return soft.scatter_(1, targets.long()[:, None], 1 - smoothing + smoothing / logits.shape[1])
+
+
+def misfit(owner: str, logits: torch.Tensor, targets: torch.Tensor) -> DataError:
+    """The error for targets that are neither class indices nor probabilities of these logits."""
+    return DataError(
+        f"{owner}: logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)} of {targets.dtype}; give "
+        "logits (B, C) with class indices (B,) or probabilities (B, C)."
+    )
 
 
 def _is_cross_entropy(loss: Loss) -> bool:
@@ -136,4 +141,4 @@ def _is_cross_entropy(loss: Loss) -> bool:
     )
 
 
-__all__ = ["LabelSmoothing", "SmoothedLoss", "smooth_targets"]
+__all__ = ["LabelSmoothing", "SmoothedLoss", "misfit", "smooth_targets"]
