@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .. import machine
 from ..errors import BetonError, DataError
 from . import augmentation, draws, kernels, pixels, turbojpeg
 from .beton import Beton
-from .machine import available_memory
 from .operations import Operations
 from .settings import Settings
 
@@ -201,7 +201,7 @@ def check_memory(decoder: Decoder, batches: int, batch_bytes: int, workers: int)
         DataError: if this process may not take that much, with what to change.
         BetonError: if a single image is too large.
     """
-    free, each = available_memory(), decoder.workspace_bytes
+    free, each = machine.rank_free_memory(), decoder.workspace_bytes
     need = batches * batch_bytes + workers * each
     if each > free:
         raise BetonError(

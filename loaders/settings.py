@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .. import machine
 from ..errors import DataError, suggest
-from .machine import available_cores
 from .order import ORDERS
 from .policies import complete
 
@@ -171,7 +171,7 @@ def check_workers(workers: int | None, least: int = 1) -> int:
         DataError: for fewer than `least`, or no number.
     """
     if workers is None:
-        return available_cores()
+        return machine.rank_cores()
     if not is_whole(workers, least):
         raise DataError(f"workers={workers!r} must be an integer from {least} on, or None for one per core.")
     return workers

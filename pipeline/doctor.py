@@ -13,6 +13,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from .. import machine
 from ..errors import MissingExtra
 from .provenance import version
 
@@ -128,12 +129,24 @@ def _devices() -> list[Finding]:
     from .. import strategies
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    found = [Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True)]
+    found = [_machine(), Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True)]
     if not names and platform.libc_ver()[0] == "glibc":
         found.append(memory_kept())
     for row in strategies.available():
         found.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, row.why_not))
     return found
+
+
+def _machine() -> Finding:
+    """What this process may use, which a container may limit."""
+    free, total = machine.free_memory() / 2**30, machine.total_memory() / 2**30
+    found = f"{machine.cores()} CPU core(s), {free:.1f} of {total:.1f} GiB of memory free"
+    limits = machine.container_limits()
+    if limits.cores is not None:
+        found += f"; the container's quota is {limits.cores:g} core(s)"
+    if limits.memory is not None:
+        found += f"; the container's limit is {limits.memory / 2**30:.1f} GiB"
+    return Finding("this machine", found, True)
 
 
 def memory_kept() -> Finding:

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from .. import machine
 from .progress import in_cell
 
 PACKAGES = ("drivetrain", "torch", "torchvision", "numpy", "pillow", "ffcv", "numba")
@@ -34,9 +34,9 @@ def provenance() -> dict[str, Any]:
         "git_revision": _git_revision(),
         "hardware": {
             "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": machine.cores(),
             "torch_threads": torch.get_num_threads(),
-            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "memory_gib": round(machine.total_memory() / 2**30, 1),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
         },
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},

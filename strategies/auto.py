@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import Unpack
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import machine
 from .base import Engine, OptimizerFactory, Strategy
 from .memory import ADAMW_BYTES
 from .options import PrepareOptions
@@ -100,12 +99,11 @@ class Auto:
 
 
 def free_bytes(device: torch.device, devices: int) -> int:
-    """Memory that a rank may take on `device`: a GPU's free memory, or this rank's part of the machine's."""
+    """Memory that a rank may take on `device`: a GPU's free memory, or its share of the machine's or container's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-    return int(psutil.virtual_memory().available) // here
+    return machine.rank_free_memory(devices)
 
 
 def _gib(size: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .. import machine
 from ..errors import StrategyError
 from .base import OptimizerFactory
 from .engine import LocalEngine, RanksEngine
@@ -294,7 +294,7 @@ class HSDP(FSDP):
     def _group_size(self, devices: int) -> int:
         if self.shard_size is not None:
             return self.shard_size
-        return min(devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+        return min(devices, machine.local_ranks(devices))
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         devices = dist.get_world_size()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import machine
 from ..errors import StrategyError
 from .base import OptimizerFactory
 from .group import join_group, local_rank, under_torchrun
@@ -93,8 +93,7 @@ def check_ranks(strategy: str, device: str | None, devices: int) -> None:
             f"strategy {strategy!r}: device={device!r} is not one for all ranks; use 'cpu' or 'cuda' "
             f"(the index is the rank's), or 'single' for one given device."
         )
-    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-    found, cores = pick_device(device, on_this_machine - 1), len(os.sched_getaffinity(0))
+    found, cores = pick_device(device, machine.local_ranks(devices) - 1), machine.cores()
     if found.type == "cpu" and devices > RANKS_PER_CORE * cores and not _is_rank():
         raise StrategyError(
             f"strategy {strategy!r}: devices={devices} would start {devices} processes on the {cores} CPU core(s) "

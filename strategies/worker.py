@@ -112,10 +112,11 @@ def _run(orders: int, size: int, directory: str) -> Answer:
 def _join(directory: str) -> None:
     import torch
 
+    from .. import machine
     from .group import join_group
 
     # Ranks that each use every core only get in each other's way.
-    share = len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])
+    share = machine.cores() // int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, min(share, torch.get_num_threads())))
     join_group(f"file://{directory}/rendezvous")
 

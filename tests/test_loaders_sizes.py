@@ -9,7 +9,7 @@ import pytest
 import torch
 from drivetrain.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
-from drivetrain.loaders.machine import available_memory
+from drivetrain.machine import rank_free_memory
 from loader_pictures import jpeg_beton, raw_beton, raw_pictures
 
 LOADERS = [FFCVLoader, TorchLoader]
@@ -87,7 +87,7 @@ def test_memory_is_computed_before_it_is_taken(photos: Path) -> None:
 
 def test_what_cannot_fit_is_refused_at_once(photos: Path) -> None:
     """The smallest size that memory cannot hold on this machine."""
-    side = int((available_memory() / (4 * 3 * 4 * 5)) ** 0.5) * 2
+    side = int((rank_free_memory() / (4 * 3 * 4 * 5)) ** 0.5) * 2
     with pytest.raises(
         DataError, match=r"would need [\d,.]+ GB \(6 batches of .* free\. Use a smaller batch_size"
     ):

@@ -1,0 +1,209 @@
+"""The CPU cores and the memory that this process may use: of the machine, and of its container.
+
+A container's limits are those of its control group and of every group above it; the smallest counts. Both
+versions of control groups are read (Linux: cgroups(7)), also where a system has both.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_USUAL_MOUNTS = {
+    "": ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"),
+    **{name: (f"/sys/fs/cgroup/{name}",) for name in ("cpu", "cpuset", "memory")},
+}
+"""Where the groups are if `/proc/self/mountinfo` cannot be read; `""` is version 2."""
+
+
+_UNLIMITED = (1 << 63) - (1 << 16)
+"""Version 1 has this for no limit: the largest 64-bit number, less what rounding to pages takes."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the control groups of a process allow; None where they set no limit.
+
+    Attributes:
+        cores: CPU time per time, e.g. 0.5 for half a core.
+        cpus: numbers of the CPUs that it may run on.
+        memory: bytes, of the group that allows least in total.
+        free: bytes that it may still take, of the group that has least left. The file cache that the kernel
+            would give up first (`inactive_file`) counts as free.
+    """
+
+    cores: float | None = None
+    cpus: frozenset[int] | None = None
+    memory: int | None = None
+    free: int | None = None
+
+
+def cores() -> int:
+    """Return the CPU cores that this process may use: its affinity and its container's quota, rounded up."""
+    limits = container_limits()
+    if hasattr(os, "sched_getaffinity"):
+        allowed = os.sched_getaffinity(0)
+        count = len(allowed & (limits.cpus or allowed)) or len(allowed)
+    else:
+        count = os.cpu_count() or 1
+    return count if limits.cores is None else max(min(count, math.ceil(limits.cores)), 1)
+
+
+def rank_cores() -> int:
+    """Return this rank's share of `cores`, at least 1."""
+    return max(cores() // local_ranks(), 1)
+
+
+def total_memory() -> int:
+    """Return the bytes of memory of this machine, or of its container where that allows less."""
+    total: int = psutil.virtual_memory().total
+    limit = container_limits().memory
+    return total if limit is None else min(total, limit)
+
+
+def free_memory() -> int:
+    """Return the bytes that the processes here may still take: of the machine, and of its container."""
+    free: int = psutil.virtual_memory().available
+    limit = container_limits().free
+    return free if limit is None else min(free, limit)
+
+
+def rank_free_memory(ranks: int = 1) -> int:
+    """Return this rank's share of `free_memory`; `ranks` share it where no launcher has set their number."""
+    return free_memory() // local_ranks(ranks)
+
+
+def local_ranks(default: int = 1) -> int:
+    """Return how many ranks a launcher started on this machine (`LOCAL_WORLD_SIZE`), else `default`."""
+    return max(_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or default, 1)
+
+
+def container_limits(root: Path = Path("/")) -> Limits:
+    """Return the limits of this process's control groups.
+
+    What cannot be read or means nothing sets no limit: most systems lack most of these files.
+
+    Args:
+        root: folder that holds `proc` and the mounted groups.
+    """
+    quotas = [
+        *(_quota(folder, "cpu.max", None) for folder in _groups(root, "")),
+        *(_quota(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") for folder in _groups(root, "cpu")),
+    ]
+    cpus = [
+        *(_cpus(folder / "cpuset.cpus.effective") for folder in _groups(root, "")),
+        *(_cpus(folder / "cpuset.cpus") for folder in _groups(root, "cpuset")),
+    ]
+    memory = [
+        *(
+            _memory(folder, limit, "memory.current", "inactive_file")
+            for folder in _groups(root, "")
+            for limit in ("memory.max", "memory.high")
+        ),
+        *(
+            _memory(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            for folder in _groups(root, "memory")
+        ),
+    ]
+    return Limits(
+        cores=min((quota for quota in quotas if quota is not None), default=None),
+        cpus=min((found for found in cpus if found), key=len, default=None),
+        memory=min((limit for limit, _ in filter(None, memory)), default=None),
+        free=min((free for _, free in filter(None, memory)), default=None),
+    )
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's group of a controller (`""`: version 2) and of all groups above it."""
+    group = _group_name(root, controller)
+    if group is None:
+        return
+    for mounted, mount in _mounts(root, controller):
+        # Inside a container the name may be the host's, of which the mount shows the lower part.
+        inside = group[len(mounted) :] if f"{group}/".startswith(f"{mounted.rstrip('/')}/") else ""
+        names = [name for name in inside.split("/") if name not in ("", ".", "..")]
+        for depth in range(len(names), -1, -1):
+            yield mount.joinpath(*names[:depth])
+
+
+def _group_name(root: Path, controller: str) -> str | None:
+    """The group of this process as `/proc/self/cgroup` has it: `NUMBER:CONTROLLERS:NAME` in each line."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        parts = line.split(":", 2)
+        if len(parts) == 3 and controller in parts[1].split(","):
+            return parts[2]
+    return None
+
+
+def _mounts(root: Path, controller: str) -> Iterator[tuple[str, Path]]:
+    """Where the groups of a controller are mounted: the topmost group that is shown there, and the folder."""
+    lines = _read(root / "proc/self/mountinfo").splitlines()
+    if not lines:
+        yield from (("/", root / usual.lstrip("/")) for usual in _USUAL_MOUNTS[controller])
+    for line in lines:
+        first, _, second = line.partition(" - ")
+        mount, kind = first.split(" "), second.split(" ")
+        if len(mount) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == ("cgroup" if controller else "cgroup2") and (
+            not controller or controller in kind[2].split(",")
+        ):
+            yield _unescape(mount[3]), root / _unescape(mount[4]).lstrip("/")
+
+
+def _unescape(path: str) -> str:
+    """The kernel writes a space in a path as `\\040`, and likewise tabs, line ends and backslashes."""
+    for code in ("040", "011", "012", "134"):
+        path = path.replace(f"\\{code}", chr(int(code, 8)))
+    return path
+
+
+def _read(path: Path) -> str:
+    """The text of a file; empty if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> int | None:
+    """A whole number that is not negative; None for all else, such as "max" and -1, which mean no limit."""
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
+def _quota(folder: Path, quota: str, period: str | None) -> float | None:
+    """Cores of a group: its quota of CPU time in each period."""
+    words = _read(folder / quota).split()
+    words += _read(folder / period).split() if period else []
+    if len(words) != 2:
+        return None
+    time, each = map(_number, words)
+    return time / each if time and each else None
+
+
+def _cpus(path: Path) -> frozenset[int] | None:
+    """The numbers in a list such as `0-3,8`."""
+    found: set[int] = set()
+    for part in _read(path).strip().split(","):
+        low, dash, high = part.partition("-")
+        first, last = _number(low), _number(high if dash else low)
+        if first is None or last is None or last - first > 1 << 16:
+            return None
+        found.update(range(first, last + 1))
+    return frozenset(found)
+
+
+def _memory(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int] | None:
+    """A group's limit and what is left of it, in bytes."""
+    allowed, taken = _number(_read(folder / limit)), _number(_read(folder / used)) or 0
+    if allowed is None or allowed >= _UNLIMITED:
+        return None
+    lines = (line.partition(" ") for line in _read(folder / "memory.stat").splitlines())
+    statistics = {name: _number(value) or 0 for name, _, value in lines}
+    return allowed, max(allowed - max(taken - statistics.get(cache, 0), 0), 0)
