@@ -179,7 +179,8 @@ def _not_compiled(model: nn.Module) -> nn.Module:
 
 def optimizer_factory(pipeline: Pipeline) -> OptimizerFactory:
     """The factory of the optimizer, changed by the pipeline's optimizer transforms in the plan's order."""
-    factory: OptimizerFactory = pipeline.optimization.factory
+    assert pipeline.data is not None  # the plan has checked
+    factory: OptimizerFactory = pipeline.optimization.at(pipeline.data.batch_size).factory
     for transform in sort_transforms(pipeline.transforms):
         factory = transform.optimizer(factory)
     return factory

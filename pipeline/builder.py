@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import html
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +16,7 @@ from .. import strategies
 from ..errors import PlanError, require
 from ..strategies import OptimizerFactory, Strategy
 from ..transforms import Transform
+from .frozen import FrozenDict
 from .models import model_factory
 from .optimizers import Optimization
 from .plan import Plan, make_plan, sort_transforms
@@ -33,14 +35,25 @@ CHECKPOINTS, LOG_EVERY = Checkpoints(), 50
 """What `fit` does when it is not told."""
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
+@dataclass(frozen=True, init=False, repr=False)
 class Pipeline:
     """A training run, described stage by stage and started by `fit`.
+
+    A value: it cannot change, and every method returns another one, of the same class. Pipelines of equal stages are
+    equal, and have the same hash; models that are modules are equal if they are the same object. It can be pickled
+    where its model can, and `dataclasses.replace` changes single fields.
+
+    A subclass whose `__init__` takes other arguments must override `from_recipe`, which calls it as this one's.
 
     Args:
         model: a factory of the model, called with `model_options`; the name of one (`"resnet50"` or any
             other of torchvision, `"cifar_resnet"`, `"package.module:factory"`); or a module, which
             is copied and stays as it is.
+        seed: of weights, order and augmentation. Default 0.
+        model_options: arguments of the factory.
+
+    Raises:
+        PlanError, RecipeError: naming the value that cannot be used.
 
     Example::
 
@@ -69,27 +82,42 @@ class Pipeline:
     def __init__(
         self, model: str | Callable[..., nn.Module] | nn.Module, *, seed: int = 0, **model_options: Any
     ) -> None:
+        if model_options.keys() >= _REPLACED:
+            # dataclasses.replace gives every field by its name: no factory has all of them for options.
+            self._take(model=model, seed=seed, **model_options)
+            return
         if isinstance(model, str):
             model = model_factory(model)
-        if isinstance(model, nn.Module) and model_options:
+        self._take(model=model, model_options=model_options, seed=seed, optimization=Optimization())
+
+    def _take(self, **fields: Any) -> None:
+        """Takes values for fields, checked. The others have their defaults from the class."""
+        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(Pipeline)})
+        if unknown:
+            raise PlanError(f"A pipeline has no field {unknown[0]!r}.")
+        model, seed = fields["model"], fields["seed"]
+        options = FrozenDict(fields["model_options"])
+        if isinstance(model, nn.Module) and options:
             raise PlanError(
-                f"The model is built already; it cannot take {sorted(model_options)}. Give its factory."
+                f"The model is built already; it cannot take {sorted(options)}. Give its factory."
             )
         if not callable(model):
             raise PlanError(f"A model must be a module, a factory or a name, not {model!r:.80}.")
         if not is_whole(seed, 0) or seed >= 2**63:
-            raise PlanError(f"seed={seed!r} must be an integer from 0 on.")
-        # The other fields have their defaults from the class; a frozen dataclass refuses assignment.
-        vars(self).update(model=model, model_options=model_options, seed=seed, optimization=Optimization())
+            raise PlanError(f"seed={seed!r} must be an integer from 0 to 2**63 - 1.")
+        # Not by assignment, which a frozen dataclass refuses.
+        vars(self).update(fields, model_options=options)
 
     def _with(self, **changes: Any) -> Self:
-        """A copy with some fields changed; `dataclasses.replace` would call the public constructor."""
+        """A copy with some fields changed, of this class, whatever arguments a subclass has for its constructor."""
         new = copy.copy(self)
-        vars(new).update(changes)
+        new._take(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Pipeline)} | changes
+        )
         return new
 
     @classmethod
-    def from_recipe(cls, recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Pipeline:
+    def from_recipe(cls, recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Self:
         """The pipeline of a recipe, with some values replaced.
 
         Args:
@@ -103,7 +131,7 @@ class Pipeline:
         """
         from .recipes import build_pipeline
 
-        return build_pipeline(recipe, overrides)
+        return build_pipeline(recipe, overrides, cls)
 
     def to_recipe(self) -> dict[str, Any]:
         """This pipeline as a recipe: a dict of JSON values, from which `from_recipe` builds its equal.
@@ -133,7 +161,7 @@ class Pipeline:
         loader: str = "ffcv",
         workers: int | None = None,
         **settings: Any,
-    ) -> Pipeline:
+    ) -> Self:
         """The data: `.beton` files, or `"cifar10:train"` and `"cifar10:test"`.
 
         Args:
@@ -147,11 +175,15 @@ class Pipeline:
             settings: the loader's others: `crop`, `scale`, `padding`, `flip`, `mean`, `std`, …
         """
         names = source_name(train, "train"), None if val is None else source_name(val, "val")
-        return self._with(
-            data=Data(*names, batch_size, image_size, loader, workers, settings, eval_image_size)
-        )
+        data = Data(*names, batch_size, image_size, loader, workers, settings, eval_image_size)
+        before, optimization = self.data, self.optimization
+        replaced = before is not None and self.optimized and before.batch_size != batch_size
+        if before is not None and replaced and optimization.base_batch_size is None:
+            # The learning rate was chosen for the batch size before.
+            optimization = dataclasses.replace(optimization, base_batch_size=before.batch_size)
+        return self._with(data=data, optimization=optimization)
 
-    def transform(self, *transforms: Transform) -> Pipeline:
+    def transform(self, *transforms: Transform) -> Self:
         """Adds transforms, in any order; the plan sorts them.
 
         Raises:
@@ -171,8 +203,10 @@ class Pipeline:
         *,
         schedule: str = "cosine",
         warmup: float = 0.0,
+        base_batch_size: int | None = None,
+        scale_lr: bool = False,
         **options: Any,
-    ) -> Pipeline:
+    ) -> Self:
         """The optimizer, by name (`"sgd"`, `"sgdw"`, `"adamw"`) with its options, or as a factory.
 
         Args:
@@ -180,9 +214,21 @@ class Pipeline:
                 called when surgery and wrapping have made the final parameters.
             schedule: of the learning rate, step by step: `"cosine"`, `"linear"` or `"constant"`.
             warmup: share of all steps in which the learning rate rises to its peak.
+            base_batch_size: the global batch, in images, that `lr` was chosen for; None: the pipeline's own. The plan
+                states how far the learning rate per image is from that, where `load` has another.
+            scale_lr: whether `lr` is scaled from `base_batch_size` to the pipeline's batch size: in proportion for
+                SGD (Goyal et al. 2017, arXiv:1706.02677), with the square root for AdamW (Malladi et al. 2022,
+                arXiv:2205.10287). In a pipeline that comes from a recipe, the base is the recipe's own
+                batch size unless it is given.
             options: the optimizer's own, e.g. `lr=2.0, momentum=0.9, weight_decay=5e-5`.
+
+        Raises:
+            PlanError: for an unknown name, with the nearest one, or a value that cannot be used.
         """
-        return self._with(optimization=Optimization(optimizer, options, schedule, warmup), optimized=True)
+        if scale_lr is True and base_batch_size is None and self.recipe is not None and self.data is not None:
+            base_batch_size = self.optimization.base_batch_size or self.data.batch_size
+        optimization = Optimization(optimizer, options, schedule, warmup, base_batch_size, scale_lr)
+        return self._with(optimization=optimization, optimized=True)
 
     def distribute(
         self,
@@ -195,7 +241,7 @@ class Pipeline:
         activation_checkpointing: strategies.Policy = False,
         compile: bool | str = False,
         **options: Any,
-    ) -> Pipeline:
+    ) -> Self:
         """The strategy that trains the model, by name or as an object.
 
         Args:
@@ -360,17 +406,30 @@ class Pipeline:
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        lines = [f"Pipeline({self.model_name})"]
+        """The calls that make an equal pipeline, as far as text can; what has its default is left out."""
+        head = {"seed": self.seed} if self.seed else {}
+        name = type(self.model).__name__ if isinstance(self.model, nn.Module) else self.model_name
+        lines = [f"{type(self).__name__}({_call((name,), {**head, **self.model_options})})"]
         if self.data:
-            lines.append(
-                f"  .load({self.data.train!r}, {self.data.val!r}, batch_size={self.data.batch_size}, …)"
-            )
+            lines.append(f"  .load({_call(*self.data.arguments())})")
         if self.transforms:
             lines.append(f"  .transform({', '.join(map(repr, self.transforms))})")
-        lines.append(f"  .optimize({self.optimization.describe()})")
-        how = self.distribution
-        lines.append(f"  .distribute({how.name!r}, devices={how.devices}, precision={how.precision!r})")
-        return "\n".join(lines)
+        if self.optimized:
+            lines.append(f"  .optimize({_call(*self.optimization.arguments())})")
+        if self.distribution.asked:
+            lines.append(f"  .distribute({_call(*self.distribution.arguments())})")
+        about = [] if self.recipe is None else [f"recipe {self.recipe!r}"]
+        about += [] if self.epochs is None else [f"epochs={self.epochs}"]
+        return "\n".join([*lines, f"  # {', '.join(about)}"] if about else lines)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+def _call(positional: Sequence[object], named: Mapping[str, object]) -> str:
+    """Arguments as they are written in a call; the first may be the text of a name."""
+    return ", ".join([*map(str, positional), *(f"{name}={value!r}" for name, value in named.items())])
+
+
+_REPLACED = {field.name for field in dataclasses.fields(Pipeline)} - {"model", "seed"}
+"""What `dataclasses.replace` gives to `Pipeline.__init__` besides its own arguments."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ..errors import CheckpointError, DrivetrainError, PlanError
 from . import cli_data
@@ -35,6 +35,19 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as interrupt:
             _say("Interrupted", " ".join(["on your wish.", *getattr(interrupt, "__notes__", [])]))
             raise typer.Exit(130) from None
+
+
+class _Command(TyperCommand):
+    """One command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuses an option that is given twice, of which click would silently keep the last."""
+        names = [arg.partition("=")[0] for arg in args[: args.index("--") if "--" in args else None]]
+        for parameter in self.params:
+            own = [name for name in names if name in parameter.opts and name.startswith("-")]
+            if len(own) > 1 and not getattr(parameter, "multiple", False):
+                raise PlanError(f"{own[0]} is given {len(own)} times. Leave all but one out.")
+        return super().parse_args(ctx, args)
 
 
 def _what_is_left(interrupt: TrainingInterrupted, out: Path | None) -> str:
@@ -104,10 +117,10 @@ Seconds = Annotated[float, typer.Option(help="Time for the ledger's measurement,
 
 
 for _command in (cli_data.convert, cli_data.inspect, cli_data.verify):
-    app.command()(_command)
+    app.command(cls=_Command)(_command)
 
 
-@app.command()
+@app.command(cls=_Command)
 def train(
     recipe: Annotated[
         str, typer.Argument(help="Name of a recipe (see: drivetrain recipes), or a .yaml or .json file.")
@@ -165,7 +178,7 @@ def train(
         print(f"{out}: " + ", ".join(sorted(path.name for path in out.iterdir() if path.is_file())))
 
 
-@app.command()
+@app.command(cls=_Command)
 def export(
     place: Annotated[
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Folder of a run, or of one checkpoint.")
@@ -191,7 +204,7 @@ def export(
     print(f"{out}: {run(place, out, names=cast(Literal['plain', 'trained'], names), best=best).path.name}")
 
 
-@app.command()
+@app.command(cls=_Command)
 def ledger(
     context: typer.Context,
     recipe: Annotated[
@@ -245,7 +258,7 @@ def ledger(
     _measure(pipeline, seconds, out, accuracy=accuracy, epochs=epochs)
 
 
-@app.command()
+@app.command(cls=_Command)
 def recipes(
     name: Annotated[
         str | None,
@@ -262,7 +275,7 @@ def recipes(
     Console().print(table)
 
 
-@app.command()
+@app.command(cls=_Command)
 def doctor() -> None:
     """Says what is installed, which version, what is missing and how to get it.
 

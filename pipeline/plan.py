@@ -146,8 +146,10 @@ def make_plan(pipeline: Pipeline) -> Plan:
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
         Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",
              f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) a step: after surgery"),
-        Step(f"optimizer: {pipeline.optimization.describe()}", ".optimize()" if pipeline.optimized else "default",
-             "made when the parameters are the final ones"),
+        Step(f"optimizer: {pipeline.optimization.at(data.batch_size).describe()}",
+             ".optimize()" if pipeline.optimized else "default",
+             "; ".join(filter(None, ["made when the parameters are the final ones",
+                                     pipeline.optimization.note(data.batch_size)]))),
     ]  # fmt: skip
     later = [t for t in ordered if t.kind not in ("image", *CHANGES_MODEL)]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]

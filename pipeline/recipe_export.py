@@ -47,7 +47,12 @@ def to_recipe(pipeline: Pipeline) -> dict[str, Any]:
                 ".optimize() the name of one, such as 'sgd', and its options."
             )
         found["optimizer"] = {"name": optimization.optimizer, **_plain("optimizer", optimization.options)}
-        found |= {"schedule": optimization.schedule, "warmup": optimization.warmup}
+        found |= {
+            "schedule": optimization.schedule,
+            "warmup": optimization.warmup,
+            "base_batch_size": optimization.base_batch_size,
+            "scale_lr": optimization.scale_lr,
+        }
     if pipeline.distribution.asked:
         found |= _distribution(pipeline.distribution)
     return found | {"epochs": pipeline.epochs, "seed": pipeline.seed}

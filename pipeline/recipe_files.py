@@ -90,15 +90,30 @@ class _Twice(Exception):
 
 
 def _json(text: str) -> tuple[Any, dict[str, int]]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise _Twice(key)
-            found[key] = value
-        return found
+    return json.loads(text, object_pairs_hook=_unique), {}
 
-    return json.loads(text, object_pairs_hook=unique), {}
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Twice(key)
+        found[key] = value
+    return found
+
+
+def json_or_text(key: str, text: str) -> Any:
+    """A value of the command line: JSON where it is JSON, else the text itself.
+
+    Raises:
+        RecipeError: naming `key`, if a dict in it has a key twice, of which JSON would keep the last.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except _Twice as error:
+        raise RecipeError(f"{key}={text:.200}: the key {error.key!r} is there twice. Remove one.") from None
+    except (ValueError, RecursionError):
+        return text
 
 
 class _Loader(yaml.SafeLoader):

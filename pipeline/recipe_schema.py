@@ -31,6 +31,10 @@ KEYS = {
     "optimizer": "{name: sgd, sgdw or adamw, lr, momentum, weight_decay, …}",
     "schedule": "learning rate: cosine, linear or constant",
     "warmup": "share of all steps, 0 to 1, in which the learning rate rises",
+    "base_batch_size": "global batch, in images, that optimizer.lr was chosen for; null: the recipe's own batch_size, "
+    "before it is replaced",
+    "scale_lr": "whether optimizer.lr is scaled from base_batch_size to batch_size: in proportion for sgd and sgdw, "
+    "with the square root for adamw",
     "strategy": "how it is distributed: a name of drivetrain.strategies.available()",
     "strategy_options": "the strategy's own options, such as {device: cpu}",
     "devices": "number of ranks",
@@ -60,6 +64,8 @@ DEFAULTS: dict[str, Any] = {
     "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
     "schedule": "cosine",
     "warmup": 0.0,
+    "base_batch_size": None,
+    "scale_lr": False,
     "strategy": "single",
     "strategy_options": {},
     "devices": 1,
@@ -156,7 +162,7 @@ _KINDS: dict[str, tuple[Callable[[object], bool], ...]] = {
     **dict.fromkeys(("loader", "schedule", "strategy", "precision"), (_text,)),
     **dict.fromkeys(("model_options", "loading", "optimizer", "strategy_options"), (_mapping,)),
     **dict.fromkeys(("batch_size", "image_size", "devices", "accumulate"), (_positive,)),
-    **dict.fromkeys(("eval_image_size", "epochs"), (_positive, _none)),
+    **dict.fromkeys(("eval_image_size", "epochs", "base_batch_size"), (_positive, _none)),
     "notes": (_notes,),
     "train": (_path,),
     "val": (_path, _none),
@@ -166,6 +172,7 @@ _KINDS: dict[str, tuple[Callable[[object], bool], ...]] = {
     "clip_norm": (is_number, _none),
     "activation_checkpointing": (_flag, _texts),
     "compile": (_flag, _text),
+    "scale_lr": (_flag,),
     "seed": (_whole,),
 }
 """What each key's value may be. Ranges, names and options are checked by the stages they go to."""

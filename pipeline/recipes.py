@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import transforms
 from ..errors import DataError, PlanError, RecipeError, StrategyError, suggest
 from .builder import Pipeline
-from .recipe_files import is_file_name, read_recipe
+from .recipe_files import is_file_name, json_or_text, read_recipe
 from .recipe_schema import DEFAULTS, KEYS, Origin, check_key, check_values
 from .recipes_cifar import CIFAR
 from .recipes_resnet import RESNETS
@@ -49,17 +48,48 @@ def _complete(
     replaced = {str(key).partition(".")[0] for key in overrides}
     lines = {key: line for key, line in origin.lines.items() if key not in replaced}
     origin = Origin(str(name) if isinstance(recipe, Mapping) and name else origin.name, lines)
-    asked = set()
-    for key, value in (*given.items(), *overrides.items()):
-        check_key(str(key), origin)
-        head, dot, inner = str(key).partition(".")
-        if dot and not isinstance(full.get(head), Mapping):
-            raise RecipeError(f"{origin.at(head)}: {key!r}: its {head} is not a dict; give {head}=….")
-        full[head] = {**full[head], inner: value} if dot else value
-        asked.add(head)
+    asked: set[str] = set()
+    for layer in (given, overrides):
+        asked |= _put(full, layer, origin)
+    full["base_batch_size"] = _base_batch_size(full, given, overrides)
     check_values(full | {"name": name}, origin)
     # A copy: the table stays as it is, whatever becomes of this.
     return copy.deepcopy(full) | {"name": name}, asked, origin
+
+
+def _put(full: dict[str, Any], layer: Mapping[str, Any], origin: Origin) -> set[str]:
+    """Puts values into a recipe: those of plain keys first, then those of dotted ones, in whichever order they came,
+    so that a dict and a value in it are both there.
+
+    Returns:
+        The keys of the recipe that were given.
+
+    Raises:
+        RecipeError: for an unknown key, and for a value that is given twice, in a dict and by its dotted key.
+    """
+    for key in sorted(map(str, layer), key=lambda key: "." in key):
+        check_key(key, origin)
+        head, dot, inner = key.partition(".")
+        if dot and not isinstance(full.get(head), Mapping):
+            raise RecipeError(f"{origin.at(head)}: {key!r}: its {head} is not a dict; give {head}=….")
+        if dot and head in layer and inner in layer[head]:
+            raise RecipeError(
+                f"{origin.at(head)}: {key}={layer[key]!r:.80} and {head}={layer[head]!r:.200} both set its "
+                f"{inner}. Leave one of the two out."
+            )
+        full[head] = {**full[head], inner: layer[key]} if dot else layer[key]
+    return {str(key).partition(".")[0] for key in layer}
+
+
+def _base_batch_size(full: Mapping[str, Any], given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """The batch size that the learning rate was chosen for; None where that is the one that it is used with."""
+    if full["base_batch_size"] is not None or "base_batch_size" in overrides:
+        return full["base_batch_size"]
+    own, used = given.get("batch_size", full.get("batch_size")), full.get("batch_size")
+    if full["scale_lr"]:
+        return own
+    lr_is_the_recipes = "optimizer" in given and not overrides.keys() & {"optimizer", "optimizer.lr"}
+    return own if lr_is_the_recipes and own != used else None
 
 
 def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
@@ -78,7 +108,7 @@ def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
     raise RecipeError(f"A recipe is a name, a file or a dict, not {recipe!r:.80}.{suggest('', RECIPES)}")
 
 
-_OPTIMIZED = {"optimizer", "schedule", "warmup"}
+_OPTIMIZED = ("schedule", "warmup", "base_batch_size", "scale_lr")
 _DISTRIBUTED = (
     "devices", "precision", "accumulate", "clip_norm", "activation_checkpointing", "compile"
 )  # fmt: skip
@@ -86,14 +116,17 @@ _LOADED = ("batch_size", "image_size", "eval_image_size", "loader", "workers")
 _KEYS_OF_THEIR_OWN = {
     "model_options": ("model", "seed"),
     "loading": ("train", "val", *_LOADED),
-    "optimizer": ("schedule", "warmup"),
+    "optimizer": _OPTIMIZED,
     "strategy_options": ("strategy", *_DISTRIBUTED),
 }
 """What the options of a stage cannot hold, because the recipe itself has a key for it."""
 
 
-def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]) -> Pipeline:
-    """See `Pipeline.from_recipe`."""
+P = TypeVar("P", bound=Pipeline)
+
+
+def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any], kind: type[P]) -> P:
+    """See `Pipeline.from_recipe`; `kind` is its class."""
     full, asked, origin = _complete(recipe, overrides)
     for head, keys in _KEYS_OF_THEIR_OWN.items():
         for key in keys:
@@ -102,11 +135,11 @@ def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[st
                     f"{origin.at(head)}: {head}.{key} is a key of the recipe itself; give {key}=…."
                 )
     try:
-        pipeline = _loaded(full).transform(*(transforms.get(**entry) for entry in full["transforms"]))
-        if asked & _OPTIMIZED:
+        pipeline = _loaded(full, kind).transform(*(transforms.get(**entry) for entry in full["transforms"]))
+        if asked & {"optimizer", *_OPTIMIZED}:
             options = _tuples(full["optimizer"])
             pipeline = pipeline.optimize(
-                options.pop("name"), schedule=full["schedule"], warmup=full["warmup"], **options
+                options.pop("name"), **{key: full[key] for key in _OPTIMIZED}, **options
             )
         if asked & {"strategy", "strategy_options", *_DISTRIBUTED}:
             pipeline = pipeline.distribute(
@@ -117,8 +150,8 @@ def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[st
     return pipeline._with(epochs=full["epochs"], recipe=full["name"])
 
 
-def _loaded(full: Mapping[str, Any]) -> Pipeline:
-    return Pipeline(full["model"], seed=full["seed"], **full["model_options"]).load(
+def _loaded(full: Mapping[str, Any], kind: type[P]) -> P:
+    return kind(full["model"], seed=full["seed"], **full["model_options"]).load(
         full["train"], full["val"], **{key: full[key] for key in _LOADED}, **_tuples(full["loading"])
     )
 
@@ -144,9 +177,5 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
             raise RecipeError(f"{pair!r} is not KEY=VALUE, as in epochs=36.")
         if key in found:
             raise RecipeError(f"{key}= is given twice. Leave one of the two out.")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        found[key] = value
+        found[key] = json_or_text(key, text)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from .. import strategies
 from ..errors import PlanError, suggest
 from ..loaders.settings import Settings
 from ..strategies import Strategy
+from .frozen import FrozenDict
 
 LOADERS = ("ffcv", "torch")
 
@@ -20,6 +21,10 @@ _NOT_SETTINGS = {
     "batch_size", "image_size", "train", "seed", "rank", "world_size", "drop_last", "pad_last", "dtype", "order",
     "fields",
 }  # fmt: skip
+
+
+Arguments = tuple[list[str], dict[str, Any]]
+"""Of a call: the text of each positional argument, and the named ones."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,9 @@ class Data:
     val: str | None
     batch_size: int
     image_size: int
-    loader: str
-    workers: int | None
-    settings: Mapping[str, Any]
+    loader: str = "ffcv"
+    workers: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=FrozenDict)
     eval_image_size: int | None = None
 
     @property
@@ -44,7 +49,13 @@ class Data:
         """Side of the images in evaluation, in pixels."""
         return self.image_size if self.eval_image_size is None else self.eval_image_size
 
+    def arguments(self) -> Arguments:
+        """The arguments of `load()` that give this."""
+        sources = [self.train] if self.val is None else [self.train, self.val]
+        return [*map(repr, sources)], changed(self, "train", "val", "settings") | dict(self.settings)
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", FrozenDict(self.settings))
         if self.loader not in LOADERS:
             raise PlanError(f"No loader is named {self.loader!r}.{suggest(str(self.loader), LOADERS)}")
         least = 0 if self.loader == "torch" else 1
@@ -82,10 +93,19 @@ class Distribution:
     clip_norm: float | None = None
     activation_checkpointing: strategies.Policy = False
     compile: bool | str = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=FrozenDict)
     asked: bool = False
 
+    def arguments(self) -> Arguments:
+        """The arguments of `distribute()` that give this."""
+        return [repr(self.strategy)], changed(self, "strategy", "options", "asked") | dict(self.options)
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "options", FrozenDict(self.options))
+        policy = self.activation_checkpointing
+        if isinstance(policy, Collection) and not isinstance(policy, str):
+            names = sorted(set(policy)) if all(isinstance(name, str) for name in policy) else policy
+            object.__setattr__(self, "activation_checkpointing", tuple(names))  # a list might change
         strategies.get(self.strategy, **self.options)
         if not is_whole(self.devices, 1):
             raise PlanError(f"devices={self.devices!r} must be an integer from 1 on.")
@@ -112,6 +132,15 @@ class Distribution:
     def name(self) -> str:
         """Of the strategy."""
         return self.strategy if isinstance(self.strategy, str) else self.strategy.name
+
+
+def changed(value: Any, *others: str) -> dict[str, Any]:
+    """The fields of a dataclass that do not have their defaults, but for those named."""
+    return {
+        f.name: getattr(value, f.name)
+        for f in dataclasses.fields(value)
+        if f.name not in others and getattr(value, f.name) != f.default
+    }
 
 
 def source_name(source: object, argument: str) -> str:

@@ -144,12 +144,16 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
     refused = run_several(
         ["train", "baseline", "epochs=1", "epochs=2"],
         ["train", "baseline", "train=a.beton", "--train", "b.beton"],
+        ["train", "baseline", "--train", "a.beton", "--train=b.beton"],
+        ["ledger", "baseline", "--out", "a", "--seconds", "3", "--out", "b"],
         ["ledger", "baseline", "--epochs", "3"],
         ["ledger", "baseline", "--seconds", "9", "--compare", "a.json", "b.json"],
     )
     messages = (
         "epochs= is given twice",
         "--train and train= are both",
+        "--train is given 2 times",
+        "--out is given 2 times",
         "--epochs is of",
         ": recipe, --seconds.",
     )

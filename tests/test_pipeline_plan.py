@@ -162,6 +162,21 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
     "checkpoints": (
         lambda toy: toy.pipeline().fit(epochs=1, checkpoints="yes"), PlanError, r"checkpoints='yes' must.*Checkpoints\("
     ),
+    "optimizer value as text": (
+        lambda toy: toy.pipeline().optimize("sgd", lr="fast"), PlanError, r"\('sgd'\): lr='fast' must be a number\.$"
+    ),
+    "optimizer value for a truth": (
+        lambda toy: toy.pipeline().optimize("sgd", lr=0.1, nesterov="yes"), PlanError, "'yes' must be True or False"
+    ),
+    "one number for two": (
+        lambda toy: toy.pipeline().optimize("adamw", betas=0.9), PlanError, "betas=0.9 must be 2 numbers"
+    ),
+    "text among numbers": (
+        lambda toy: toy.pipeline().optimize("adamw", betas=[0.9, "b"]), PlanError, "'b'.* must be 2 numbers"
+    ),
+    "an implementation": (
+        lambda toy: toy.pipeline().optimize("adamw", foreach="on"), PlanError, "'on' must be True, False or None"
+    ),
     "built optimizer": (
         lambda toy: toy.pipeline().optimize(torch.optim.SGD(plain_model().parameters(), lr=1)),
         PlanError, "already built.*lambda params",

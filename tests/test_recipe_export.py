@@ -24,6 +24,7 @@ def assert_equal(one: Pipeline, other: Pipeline) -> None:
     """Every field is the same, and so is the plan."""
     for field in dataclasses.fields(Pipeline):
         assert getattr(one, field.name) == getattr(other, field.name), field.name
+    assert one == other
     assert one.plan().to_dict() == other.plan().to_dict()
 
 

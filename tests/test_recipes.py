@@ -256,6 +256,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "argument twice": (
         {"loading.batch_size": 3}, "baseline: loading.batch_size is a key of the recipe itself; give batch_size=…"
     ),
+    "optimizer's value as text": ({"optimizer.lr": "fast"}, r"baseline: optimize\('sgd'\): lr='fast' must be a number"),
     "schedule of the optimizer": ({"optimizer.schedule": "linear"}, "baseline: optimizer.schedule .*give schedule=…"),
     "batch size as text": ({"batch_size": "many"}, "baseline: .*batch_size='many'"),
     "epochs": ({"epochs": 0}, "epochs=0 must be a whole number from 1 on or null"),

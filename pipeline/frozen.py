@@ -1,0 +1,77 @@
+"""A mapping that cannot change: what a value holds where a dict would be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class FrozenDict(Mapping[str, Any]):
+    """A read-only copy of a mapping, comparable, hashable and picklable (`types.MappingProxyType` is a view, and does
+    not pickle).
+
+    Dicts, lists and sets in it are copied on the way in and on the way out, so that they keep their types for
+    the functions they are arguments of, and nothing that was put in or read out can change it. Other values stay
+    the objects that they are.
+    """
+
+    __slots__ = ("_items",)
+    _items: dict[str, Any]
+
+    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
+        object.__setattr__(self, "_items", {name: _copied(value) for name, value in (items or {}).items()})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a FrozenDict does not change; {name} cannot be set")
+
+    def __getitem__(self, name: str) -> Any:
+        return _copied(self._items[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return self._items.keys() == other.keys() and all(_same(self[name], other[name]) for name in self)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items))  # of the names alone: a value may be a list
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._items,)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of plain containers and of those in them; anything else is itself."""
+    kind: Any = type(value)
+    if kind is dict:
+        return {name: _copied(each) for name, each in value.items()}
+    if kind in (list, tuple):
+        return kind(_copied(each) for each in value)
+    return set(value) if kind is set else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal. Arrays and tensors, whose `==` is an array, are compared as a whole."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.device == other.device and torch.equal(one, other)
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    if type(one) is type(other) and isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
