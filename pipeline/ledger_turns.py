@@ -145,7 +145,7 @@ class _Extras:
 
     def __init__(self, watch: Callable[..., None], guard: LossGuard, sums: Sums) -> None:
         self.seconds = 0.0
-        for name in ("begin", "admits", "check_norm", "flush"):
+        for name in ("begin", "admits", "check_step", "flush"):
             setattr(guard, name, self._timed(getattr(guard, name)))
         self.arguments: dict[str, Any] = {"watch": self._timed(watch), "guard": guard, "sums": sums}
         """Of `train_epoch`."""
@@ -168,9 +168,9 @@ class _Lenient(LossGuard):
             super()._judged(step, losses)
         return True
 
-    def check_norm(self, norm: float | None) -> None:
+    def check_step(self, norm: torch.Tensor | None, skipped: bool) -> None:
         with suppress(NonFiniteError):
-            super().check_norm(norm)
+            super().check_step(norm, skipped)
 
 
 def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
@@ -259,7 +259,7 @@ class TimedEngine(_WrappedEngine):
         with self._timed("backward"):
             self._engine.backward(loss, last_microbatch)
 
-    def step(self) -> float | None:
+    def step(self) -> torch.Tensor | None:
         """The engine's, timed."""
         with self._timed("step"):
             return self._engine.step()
@@ -271,7 +271,7 @@ class WeighedEngine(_WrappedEngine):
     held: HeldBytes | None = None
     steps = 0
 
-    def step(self) -> float | None:
+    def step(self) -> torch.Tensor | None:
         """The engine's."""
         self.held = held_bytes(self._engine)
         self.steps += 1

@@ -23,14 +23,15 @@ Watch = Callable[[int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class EpochStats:
-    """Of one epoch: mean loss over all ranks, images (all ranks), seconds, seconds spent waiting for data, and
-    steps that were skipped because their loss was not finite."""
+    """Of one epoch: mean loss over all ranks, images (all ranks), seconds, seconds spent waiting for data, steps
+    that were skipped because their loss was not finite, and those because fp16's gradients overflowed."""
 
     loss: float
     images: int
     seconds: float
     waited: float
     skipped: int = 0
+    overflowed: int = 0
 
 
 def train_epoch(
@@ -65,16 +66,18 @@ def train_epoch(
         step_loss = add_gradients(engine, parts, loss)
         if before_step is not None:
             before_step()
-        if guard.admits(step_loss):
+        admitted = guard.admits(step_loss)
+        if admitted:
             methods.refine(engine, partial(add_gradients, engine, parts, loss))
             methods.clip(engine)
-            guard.check_norm(engine.step())
+            guard.check_step(engine.step(), engine.skipped)
             sums.total += step_loss
             sums.counted += 1
+            sums.overflowed += engine.skipped
         else:
             engine.zero()
             sums.skipped += 1
-        methods.after_step()
+        methods.after_step(taken=admitted and not engine.skipped)
         sums.images += len(images) * engine.world_size
         sums.seconds, sums.waited = before[0] + perf_counter() - start, before[1] + waiting.seconds
         if watch is not None:
@@ -82,7 +85,7 @@ def train_epoch(
     guard.flush()
     mean = engine.reduce(sums.total / max(sums.counted, 1)).item()
     seconds = before[0] + perf_counter() - start
-    return EpochStats(mean, sums.images, seconds, sums.waited, sums.skipped)
+    return EpochStats(mean, sums.images, seconds, sums.waited, sums.skipped, sums.overflowed)
 
 
 def add_gradients(engine: Engine, parts: list[Microbatch], loss: Loss) -> torch.Tensor:

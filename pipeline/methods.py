@@ -155,11 +155,15 @@ class Methods:
         if self._clipping is not None:
             self._clipping.clip(engine.plain_model.parameters())
 
-    def after_step(self) -> None:
-        """Counts the step, and lets averages take it in."""
+    def after_step(self, *, taken: bool = True) -> None:
+        """Counts the step, and lets averages take it in unless the optimizer skipped it.
+
+        The weights are then those of the step before: to average them once more would count them twice.
+        """
         self.clock.step += 1
-        for session in self._sessions:
-            session.after_step(self.clock.progress)
+        if taken:
+            for session in self._sessions:
+                session.after_step(self.clock.progress)
 
     def finish(self) -> None:
         """Ends the training: the model keeps the weights that are evaluated."""

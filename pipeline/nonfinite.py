@@ -14,6 +14,10 @@ from ..transforms.tensors import locals_of
 
 OnNonFinite = Literal["raise", "skip"]
 
+OVERFLOWS = 50
+"""Steps that fp16 may skip one after the other. Each halves the loss scale, and fp16's numbers reach from 2^-24 to
+2^16: after 50 halvings no finite gradient overflows."""
+
 
 def check_choice(how: str) -> None:
     """Refuses what is no `OnNonFinite`.
@@ -35,8 +39,8 @@ class Unguarded:
         """Whether the optimizer may step with this loss `()`; every rank must ask, and gets the same answer."""
         return True
 
-    def check_norm(self, norm: float | None) -> None:
-        """Looks at the gradients' norm that the step gave, if it gave one."""
+    def check_step(self, norm: torch.Tensor | None, skipped: bool) -> None:
+        """Looks at what the step gave: the gradients' norm `()`, if there is one, and `Engine.skipped`."""
 
     def flush(self) -> None:
         """Looks at what has not been looked at yet; before a checkpoint and at an epoch's end."""
@@ -53,6 +57,8 @@ class LossGuard(Unguarded):
     taken by then, so that is an error also with `"skip"`. Without a norm they show in the next loss. A skipped
     step whose weights are spoiled already is an error too: no step would ever be taken again.
 
+    A step that fp16's loss scale skips is part of its search, and no error, unless `OVERFLOWS` follow each other.
+
     Args:
         engine: to agree with the other ranks: one number each, a step.
         how: `"raise"` or `"skip"`.
@@ -68,6 +74,7 @@ class LossGuard(Unguarded):
         self._at_once = self._skip or engine.device.type != "cuda"
         self._late: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._overflows = 0
 
     def begin(self) -> None:
         """Copies the buffers, if the step may be skipped."""
@@ -100,16 +107,23 @@ class LossGuard(Unguarded):
         losses[self._engine.rank] = loss
         return self._engine.reduce(losses, "sum")
 
-    def check_norm(self, norm: float | None) -> None:
-        """See `Unguarded.check_norm`.
+    def check_step(self, norm: torch.Tensor | None, skipped: bool) -> None:
+        """See `Unguarded.check_step`.
 
         Raises:
             NonFiniteError: naming the step.
         """
-        if norm is not None and not math.isfinite(norm):
+        self._overflows = self._overflows + 1 if skipped else 0
+        if self._overflows == OVERFLOWS:
+            raise NonFiniteError(
+                f"At step {self._step()} the gradients overflowed in fp16 for the {OVERFLOWS}th step in a row, at "
+                f"every loss scale: they are not finite, with a finite loss. {self._advice()}"
+            )
+        value = 0.0 if norm is None else norm.item()
+        if not math.isfinite(value):
             self.flush()
             raise NonFiniteError(
-                f"At step {self._step()} the norm of the gradients is {norm}, with a finite loss; the weights are "
+                f"At step {self._step()} the norm of the gradients is {value}, with a finite loss; the weights are "
                 f"spoiled. {self._advice()}"
             )
 

@@ -29,7 +29,8 @@ class Epoch:
         waiting: share of the training time spent waiting for data, 0 to 1.
         seconds: of the whole epoch, evaluation included.
         lr: learning rate at its end.
-        skipped: steps not taken because their loss was not finite; `fit(on_nonfinite="skip")`.
+        skipped: steps not taken: their loss was not finite (`fit(on_nonfinite="skip")`), or their gradients
+            overflowed in fp16, as a few do while the loss scale is found, and one each time it is raised too far.
     """
 
     epoch: int

@@ -166,7 +166,7 @@ class Run:
                 waiting=stats.waited / stats.seconds,
                 seconds=earlier + perf_counter() - start,
                 lr=self._schedule.lr,
-                skipped=stats.skipped,
+                skipped=stats.skipped + stats.overflowed,
             )
             records.add(epoch, state)
             bar.line(f"{epoch}{self._time_left(epoch)}")

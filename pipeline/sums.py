@@ -17,6 +17,7 @@ class Sums:
     Attributes:
         total: of the losses of this rank's steps, on the device.
         counted: the steps in it.
+        overflowed: those of them that were skipped because fp16's gradients overflowed; their losses count.
         skipped: further steps, whose loss was not finite.
         images: over all ranks.
         seconds, waited: of training, and of waiting for data.
@@ -26,6 +27,7 @@ class Sums:
     total: torch.Tensor
     counted: int = 0
     skipped: int = 0
+    overflowed: int = 0
     images: int = 0
     seconds: float = 0.0
     waited: float = 0.0
@@ -39,7 +41,7 @@ class Sums:
     def state_dict(self, engine: Engine) -> dict[str, Any]:
         """As JSON values; every rank must call it. `total` is the mean over the ranks."""
         mean = engine.reduce(self.total).item()
-        names = ("counted", "skipped", "images", "seconds", "waited", "elapsed")
+        names = ("counted", "skipped", "overflowed", "images", "seconds", "waited", "elapsed")
         return {"total": mean, **{name: getattr(self, name) for name in names}}
 
     @classmethod

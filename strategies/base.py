@@ -42,6 +42,8 @@ class Engine(Protocol):
     rank: int
     world_size: int
     accumulate: int
+    skipped: bool
+    """Whether the last `step` left the weights and the optimizer as they were: fp16's gradients overflowed."""
     note: str
     """What a user should know of how it was made, one sentence: what `auto` chose, and why; else empty."""
 
@@ -76,8 +78,16 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self) -> float | None:
-        """Clips, steps and zeroes. Returns the gradients' total norm if clipping is on, else None."""
+    def step(self) -> torch.Tensor | None:
+        """Clips, steps and zeroes.
+
+        With fp16, gradients that overflow leave the weights and the optimizer as they were, on all ranks: `skipped`
+        is then true, and the next step has a lower loss scale. fp16 alone waits for the device here, to learn it.
+
+        Returns:
+            The gradients' total norm before clipping, `()`, the same on every rank, where the gradients are: to read
+            it waits for the device. None without clipping, and for a step that was skipped, which has no norm.
+        """
         ...
 
     def zero(self) -> None:

@@ -72,7 +72,7 @@ class DeepSpeedEngine(RanksEngine):
         self._wrapper.set_gradient_accumulation_boundary(last_microbatch)
         self._wrapper.backward(loss)
 
-    def step(self) -> float | None:
+    def step(self) -> torch.Tensor | None:
         """Clips, steps and zeroes; see `LocalEngine.step`.
 
         Raises:
@@ -86,7 +86,7 @@ class DeepSpeedEngine(RanksEngine):
                 "step: the gradients are not finite, and DeepSpeed has left the step out. Lower the learning rate, "
                 "add a warm-up, or set clip_norm."
             )
-        return None if self._options.clip_norm is None else float(self._zero._global_grad_norm)
+        return None if self._options.clip_norm is None else torch.as_tensor(self._zero._global_grad_norm)
 
     def zero(self) -> None:
         """Throws away the gradients added since the last step."""

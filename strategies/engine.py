@@ -30,6 +30,7 @@ class LocalEngine:
         self.world_size = 1
         self.accumulate = options.accumulate
         self.note = ""
+        self.skipped = False
         self._options = options
         self._microbatches = 0  # gradients added since the last step
         self._scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
@@ -80,17 +81,20 @@ class LocalEngine:
             )
         self._microbatches = number
 
-    def step(self) -> float | None:
-        """Clips, steps and zeroes. Returns the gradients' total norm before clipping if it is on.
+    def step(self) -> torch.Tensor | None:
+        """Clips, steps and zeroes. Returns the gradients' total norm before clipping if it is on; see `base.Engine`.
 
         Raises:
             StrategyError: before `accumulate` microbatches have been through `backward`.
         """
         self._check_complete()
-        norm: float | None = None
-        if self._options.clip_norm is not None:
-            norm = self._clip(self._options.clip_norm)
-        self._scaler.step(self.optimizer)
+        norm: torch.Tensor | None = None
+        self.skipped = self._overflowed()
+        if not self.skipped:
+            if self._options.clip_norm is not None:
+                norm = self._clip(self._options.clip_norm)
+            # Not GradScaler.step, which would read once more whether they overflowed; they are unscaled already.
+            self.optimizer.step()
         self.zero()
         return norm
 
@@ -218,9 +222,19 @@ class LocalEngine:
         """Divides the gradients by the loss scale of fp16, and notes whether one is not finite."""
         self._scaler.unscale_(self.optimizer)
 
-    def _clip(self, clip_norm: float) -> float:
-        """Scales the gradients to a total norm of at most `clip_norm`; returns the norm they had."""
-        return nn.utils.clip_grad_norm_(self.plain_model.parameters(), clip_norm).item()
+    def _overflowed(self) -> bool:
+        """Whether fp16's gradients are not finite, on any rank: then no rank steps, and the loss scale falls.
+
+        Waits for the device, in fp16 only: the host decides whether the optimizer is called.
+        """
+        if not self._scaler.is_enabled():
+            return False
+        seen = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        return any(bool(found.item()) for found in seen.values())
+
+    def _clip(self, clip_norm: float) -> torch.Tensor:
+        """Scales the gradients to a total norm of at most `clip_norm`; returns the norm they had, `()`."""
+        return nn.utils.clip_grad_norm_(self.plain_model.parameters(), clip_norm)
 
     def _shape(self, value: torch.Tensor) -> torch.Size:
         """The shape that `gather` gives a tensor of the model."""

@@ -51,12 +51,12 @@ class ShardedDDPEngine(OwnedEngine):
         finally:  # after an exception its no_sync would go on for ever, and nothing be reduced
             self._wrapper._should_accumulate_grads = False
 
-    def _clip(self, clip_norm: float) -> float:
+    def _clip(self, clip_norm: float) -> torch.Tensor:
         # Not OSS.clip_grad_norm: it remembers from its first call which parameters have a gradient.
         norm = nn.utils.get_total_norm([p.grad for p in self._own if p.grad is not None]).to(self.device)
         total = self._sum(norm.square()).sqrt()
         nn.utils.clip_grads_with_norm_(self._own, clip_norm, total)
-        return total.item()
+        return total
 
 
 @dataclass(frozen=True)

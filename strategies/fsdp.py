@@ -63,7 +63,7 @@ class FSDPEngine(RanksEngine):
                 module.set_requires_gradient_sync(last_microbatch, recurse=False)
         super().backward(loss, last_microbatch)
 
-    def step(self) -> float | None:
+    def step(self) -> torch.Tensor | None:
         """Clips, steps and zeroes; see `LocalEngine.step`."""
         # An evaluation since the backward may have left parameters gathered; the next forward would use these
         # copies, made before the step.
@@ -74,9 +74,10 @@ class FSDPEngine(RanksEngine):
         for module in self._sharded:
             module.reshard()
 
-    def _clip(self, clip_norm: float) -> float:
+    def _clip(self, clip_norm: float) -> torch.Tensor:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        whole: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole
 
     def gather(self, value: torch.Tensor) -> torch.Tensor:
         """`value` whole; all ranks must call it for a DTensor, whose parts they exchange."""

@@ -15,7 +15,7 @@ from drivetrain import strategies
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import auto, plugins
 from drivetrain.strategies.memory import held_bytes
-from strategy_jobs import make_optimizer, refusal
+from strategy_jobs import make_optimizer, norm_of, refusal
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -139,7 +139,7 @@ def one_step(engine, step: int, images, labels, run: Run) -> float:
             loss = cross_entropy(logits.float(), labels[own])
         engine.backward(loss, last_microbatch=i == engine.accumulate - 1)
         total += loss.detach() / engine.accumulate
-    run.norms.append(engine.step())
+    run.norms.append(norm_of(engine.step()))
     return float(engine.reduce(total))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import fsdp_models as models
@@ -9,7 +10,7 @@ import parity_jobs
 import torch
 from drivetrain import strategies
 from parity_jobs import Case, options_of, quiet, train
-from strategy_jobs import make_optimizer, refusal
+from strategy_jobs import make_optimizer, norm_of, refusal
 from torch import nn
 
 OPTIONS: dict[str, tuple[Case, dict[str, Any]]] = {
@@ -33,7 +34,10 @@ def run_all() -> dict[str, Any]:
         if (strategy, name) not in REFUSED
     }
     results["overflow"] = {
-        name: overflow_on_one_rank(name) for name in ("ddp", "fsdp", "fairscale_sharded_ddp")
+        f"{name}, clip_norm={clip_norm}": overflow_on_one_rank(name, clip_norm)
+        for name in NAMES
+        if (name, "fp16") not in REFUSED
+        for clip_norm in (None, 1.0)
     }
     results["refused"] = {
         name: refusal(name, models.resnet(), precision="fp16") for name, _ in sorted(REFUSED)
@@ -41,16 +45,38 @@ def run_all() -> dict[str, Any]:
     return results
 
 
-def overflow_on_one_rank(strategy: str) -> tuple[bool, float]:
-    """Whether weights stayed as they were in a step that overflowed on the last rank only, and the scale then."""
+@dataclass
+class Overflow:
+    """What came of a step that overflowed on the last rank only, and of the next, which did not.
+
+    Attributes:
+        same: of either step, whether the weights stayed as they were.
+        skipped: of either, what the engine said.
+        norms: of either.
+        scale: after both.
+    """
+
+    same: list[bool] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    scale: float = 0.0
+
+
+def overflow_on_one_rank(strategy: str, clip_norm: float | None) -> Overflow:
+    """Two steps from weights that are the same on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Linear(8, 5))
-    engine = strategies.get(strategy, device="cpu").prepare(model, make_optimizer("sgd"), precision="fp16")
-    before = engine.export_state()
-    with engine.forward_context():
-        loss = engine.model(torch.randn(4, 3, 4, 4)).float().square().mean()
-    engine.backward(loss * (torch.inf if engine.rank == engine.world_size - 1 else 1.0))
-    engine.step()
-    after = engine.export_state()
-    same = all(torch.equal(after[name], value) for name, value in before.items())
-    return same, engine.export_optimizer().loss_scale["scale"]
+    engine = strategies.get(strategy, device="cpu", **options_of(strategy)).prepare(
+        model, make_optimizer("sgd"), precision="fp16", clip_norm=clip_norm
+    )
+    found, before = Overflow(), engine.export_state()
+    for factor in (torch.inf, 1.0):
+        with engine.forward_context():
+            loss = engine.model(torch.randn(4, 3, 4, 4)).float().square().mean()
+        engine.backward(loss * (factor if engine.rank == engine.world_size - 1 else 1.0))
+        found.norms.append(norm_of(engine.step()))
+        found.skipped.append(engine.skipped)
+        after = engine.export_state()
+        found.same.append(all(torch.equal(after[name], value) for name, value in before.items()))
+    found.scale = engine.export_optimizer().loss_scale["scale"]
+    return found

@@ -59,6 +59,12 @@ def build(batch_norm: bool, seed: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 5))
 
 
+def norm_of(norm: torch.Tensor | None) -> float | None:
+    """What `Engine.step` gave, as a number."""
+    assert norm is None or norm.shape == ()
+    return None if norm is None else norm.item()
+
+
 def make_optimizer(name: str):
     if name == "adamw":
         return lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
@@ -106,7 +112,7 @@ def _one_step(engine, images, labels, run: Run) -> float:
             loss = cross_entropy(outputs.float(), labels[start : start + part])
         engine.backward(loss, last_microbatch=i == engine.accumulate - 1)
         total += loss.detach() / engine.accumulate
-    run.norms.append(engine.step())
+    run.norms.append(norm_of(engine.step()))
     return float(engine.reduce(total))
 
 

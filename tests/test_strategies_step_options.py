@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -160,9 +161,15 @@ def test_ranks_train_as_one_device(ranks: tuple[int, dict[str, Any]], strategy: 
 
 
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: tuple[int, dict[str, Any]]) -> None:
-    for same, scale in ranks[1]["overflow"].values():
-        assert same
-        assert scale < 65536
+    """With clip_norm, too: a step that is skipped has no norm, and the next one a finite norm."""
+    for name, found in ranks[1]["overflow"].items():
+        assert found.same == [True, False], name
+        assert found.skipped == [True, False], name
+        assert found.scale == 32768, name
+        first, second = found.norms
+        assert first is None, name
+        assert (second is None) == name.endswith("None"), name
+        assert math.isfinite(second or 0.0), name
 
 
 def test_deepspeed_refuses_fp16(ranks: tuple[int, dict[str, Any]]) -> None:
