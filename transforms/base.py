@@ -89,7 +89,10 @@ class Session:
     """What a loop method keeps during one training. The defaults do nothing."""
 
     def after_step(self, progress: float) -> None:
-        """To be called after every optimizer step; `progress` is the share of the training done, 0 to 1."""
+        """To be called after every optimizer step that was taken; `progress` is the share of the training done, 0 to 1.
+
+        Not after a step that the loss scale of fp16 skipped: its weights have been counted already.
+        """
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Inside it the model has the weights to evaluate; on leaving, those to train, bit for bit."""
