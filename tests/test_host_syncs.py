@@ -1,0 +1,50 @@
+"""That the instruments of `host_syncs` see what they are there to see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from host_syncs import HostSyncs, pretend_cuda
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+
+def test_reads_are_seen_and_the_optimizers_counters_are_not() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    with HostSyncs() as none:
+        (weight * 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    assert none.found == []
+    with HostSyncs() as syncs:
+        weight.sum().item()
+        weight.detach().tolist()
+        if (weight > 0).all():
+            weight.detach()[weight.detach() > 0]
+    names = [line.split()[0] for line in syncs.found]
+    assert names[0] == "_local_scalar_dense"
+    assert "index" in names
+    assert len(names) >= 4
+    assert all("test_host_syncs.py" in line for line in syncs.found)
+
+
+def test_a_pretended_gpu() -> None:
+    with pretend_cuda() as copies:
+        images = torch.zeros(4, 3, device="cuda")
+        draw = int(torch.randint(2, 3, ()))  # of the host, with a value
+        order = torch.randperm(4)
+        assert draw == 2
+        mixed = images * 0.5 + images.roll(draw, 0) * torch.rand(()).item()
+        assert copies.found == []
+        assert mixed.device.type == "cuda"
+        assert mixed[order.to("cuda", non_blocking=True)].shape == (4, 3)
+        assert copies.found == []
+        order.to("cuda")
+        torch.tensor([0.5, 0.5], device="cuda")
+        images.cpu()
+        assert len(copies.found) == 3, copies.found
+        with pytest.raises(DataDependentOutputException):
+            images.sum().item()
+        with pytest.raises(DataDependentOutputException):
+            images.tolist()
