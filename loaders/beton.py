@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -172,11 +173,22 @@ class Beton:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes: the names' count, a vector label's length, or the largest label plus one."""
-        label = self.columns[self.label_name]
-        if label.field.kind == "ndarray":
-            return len(self.classes) or int(np.prod(label.field.shape))
-        return len(self.classes) or int(self.labels.max()) + 1
+        """Number of classes; see `count_classes`."""
+        return count_classes(self.classes, self.labels)
+
+
+def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:
+    """Return the number of classes, which is the width of a model's output.
+
+    Args:
+        names: of the classes, which count where there are any.
+        labels: `(N,)` integers: the largest one plus one; `(N,)` floats (targets): 1; `(N, K)` (vectors): K.
+    """
+    if names:
+        return len(names)
+    if labels.ndim > 1:
+        return int(np.prod(labels.shape[1:]))
+    return int(labels.max()) + 1 if labels.dtype.kind in "iub" else 1
 
 
 def open_beton(path: str | Path) -> Beton:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from ..checks import check_whole, is_number, is_whole, make_plain
 from ..errors import DataError, suggest
 from . import libffcv
 from .layout import MODE_JPEG, MODE_RAW
-from .settings import is_whole
 
 RAW_LIMIT = 64 * 64 * 3
 """In mode auto, images of at most so many bytes of pixels are stored raw: lossless, and faster to read."""
@@ -45,14 +45,14 @@ class Encoding:
     check: str = "decode"
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name in ("max_resolution", "min_resolution"):
             value = getattr(self, name)
             if value is not None and not is_whole(value, 1):
                 raise DataError(f"{name}={value!r} must be at least 1 pixel, or None for no limit.")
         if self.max_resolution is not None and self.min_resolution is not None:
             raise DataError("max_resolution and min_resolution each set the scale; give one of them.")
-        if not is_whole(self.quality, 1, 100):
-            raise DataError(f"quality={self.quality!r} must be an integer from 1 to 100.")
+        check_whole("quality", self.quality, DataError, 1, 100)
         if self.write_mode not in WRITE_MODES:
             raise DataError(
                 f"write_mode={self.write_mode!r} is unknown.{suggest(str(self.write_mode), WRITE_MODES)}"
@@ -61,10 +61,7 @@ class Encoding:
             raise DataError(f"check={self.check!r} is unknown.{suggest(str(self.check), CHECKS)}")
         if self.smart_threshold is not None and not is_whole(self.smart_threshold, 0):
             raise DataError(f"smart_threshold={self.smart_threshold!r} must be a number of bytes, or None.")
-        if (
-            isinstance(self.compress_probability, bool | str | None)
-            or not 0 <= self.compress_probability <= 1
-        ):
+        if not is_number(self.compress_probability, "[0, 1]"):
             raise DataError(f"compress_probability={self.compress_probability!r} must lie from 0 to 1.")
 
     def target_size(self, size: tuple[int, int]) -> tuple[int, int]:

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..checks import check_whole, plain
 from ..errors import DataError, suggest
-from .beton import Beton
+from .beton import Beton, count_classes
 from .order import check_batch_size, epoch_batches, rank_slice, require_pages
-from .settings import Settings, check_indices, is_whole, odd_size
+from .settings import Settings, check_indices, odd_size
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)` and labels `(B,)` or `(B, K)`; then the further fields that were asked for by name."""
@@ -68,8 +69,8 @@ class EpochLoader(ABC):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes: the names' count, or the largest label plus one."""
-        return len(self.classes) or int(self.labels.max()) + 1
+        """Number of classes; see `count_classes`."""
+        return count_classes(self.classes, self.labels)
 
     def _values(self, indices: NDArray[np.int64], names: Iterable[str]) -> list[Any]:
         """Those fields of the samples `indices` `(n,)`: tensors, or lists of bytes or of JSON values."""
@@ -145,9 +146,8 @@ class EpochLoader(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`, from its first batch."""
-        if not is_whole(epoch, 0):
-            raise DataError(f"epoch={epoch!r} must be an integer from 0 on.")
-        epoch = int(epoch)
+        epoch = plain(epoch)
+        check_whole("epoch", epoch, DataError, 0, 2**63 - 1)
         self._next_epoch, self._resume_at = epoch, 0
         self._epoch, self._position = epoch, 0
 
@@ -156,8 +156,8 @@ class EpochLoader(ABC):
         return {
             "epoch": self._epoch,
             "position": self._position,
-            "seed": int(self.settings.seed),
-            "batch_size": int(self.settings.batch_size),
+            "seed": self.settings.seed,
+            "batch_size": self.settings.batch_size,
             "samples": len(self.indices),
             "order": self.settings.order,
         }

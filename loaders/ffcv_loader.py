@@ -17,7 +17,7 @@ from . import libffcv
 from .beton import Beton, open_beton
 from .buffers import Buffers
 from .epochs import Batch, EpochLoader
-from .settings import check_device, check_workers, is_whole, make_settings
+from .settings import check_ahead, check_device, check_workers, make_settings
 
 if TYPE_CHECKING:
     from .decoding import Decoder
@@ -106,15 +106,13 @@ class FFCVLoader(EpochLoader):
     ) -> None:
         order = order or ("random" if train else "sequential")
         settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
-        if not is_whole(batches_ahead, 1):
-            raise DataError(f"batches_ahead={batches_ahead!r} must be at least 1.")
         self.workers, self.device = check_workers(workers), check_device(device)
-        self._ahead, self._operations = batches_ahead, tuple(operations)
+        self._ahead, self._operations = check_ahead(batches_ahead), tuple(operations)
         self.beton: Beton = open_beton(path)
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
         # Those in preparation, the one in use, and two to spare.
-        self._buffers = Buffers(keep=batches_ahead + 3)
+        self._buffers = Buffers(keep=self._ahead + 3)
         self._copied: tuple[torch.device, torch.Tensor, torch.Tensor] | None = None
         self._decoder = self._make_decoder()
 

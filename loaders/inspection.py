@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from tqdm.auto import tqdm
 
+from ..checks import check_whole, plain
 from ..errors import BetonError, DataError, require_suffix
 from ..files import atomic_file
 from . import libffcv
 from .beton import Beton, open_beton
 from .layout import MODE_JPEG
-from .settings import check_workers, is_whole
+from .settings import check_workers
 
 
 @dataclass(frozen=True)
@@ -244,8 +245,7 @@ def contact_sheet(
     """
     require_suffix(Path(out), ".png", DataError)
     for name, value, least in (("columns", columns, 1), ("rows", rows, 1), ("side", side, 16)):
-        if not is_whole(value, least):
-            raise DataError(f"{name}={value!r} must be an integer from {least} on.")
+        check_whole(name, plain(value), DataError, least)
     beton = open_beton(path)
     count = min(columns * rows, len(beton))
     chosen = np.linspace(0, len(beton) - 1, count).round().astype(int)

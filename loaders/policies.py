@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
+from ..checks import is_number, is_whole, plain
 from ..errors import DataError, suggest
 
 LONGEST = 32
@@ -23,8 +23,9 @@ class _Option:
     whole: bool = True
 
     def allows(self, value: Any) -> bool:
-        number = isinstance(value, Integral if self.whole else Real) and not isinstance(value, bool)
-        return number and bool(self.low <= value <= self.high)
+        if self.whole:
+            return is_whole(value, int(self.low), int(self.high))
+        return is_number(value, f"[{self.low}, {self.high}]")
 
 
 _BINS = _Option(31, 2, 1000)
@@ -68,7 +69,7 @@ def complete(policy: Any) -> tuple[str, dict[str, Any]]:
             continue
         if option not in known:
             raise DataError(f"policy[{option!r}] is no option of {name}.{suggest(str(option), known)}")
-        rule = known[option]
+        rule, value = known[option], plain(value)
         if not rule.allows(value):
             kind = "an integer" if rule.whole else "a number"
             raise DataError(f"policy[{option!r}]={value!r} must be {kind} from {rule.low} to {rule.high}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from .. import machine
+from ..checks import are_numbers, check_whole, is_flag, is_number, is_whole, make_plain, plain
 from ..errors import DataError, suggest
 from .order import ORDERS
 from .policies import complete
@@ -63,6 +63,7 @@ class Settings:
             if not valid:
                 raise DataError(f"{name}={getattr(self, name)!r} must be {allowed}.")
 
+        make_plain(self)
         self._check_types(check)
         check("image_size", self.image_size >= 1, "at least 1 pixel")
         check("batch_size", self.batch_size >= 1, "at least 1")
@@ -71,7 +72,11 @@ class Settings:
         for name, known in (("order", ORDERS), ("crop", CROPS), ("interpolation", INTERPOLATIONS)):
             value = getattr(self, name)
             article = "an" if name[0] in "aeiou" else "a"
-            check(name, value in known, f"{article} {name}.{suggest(str(value), known)}"[:-1])
+            check(
+                name,
+                isinstance(value, str) and value in known,
+                f"{article} {name}.{suggest(str(value), known)}"[:-1],
+            )
         check("pad_last", not (self.pad_last and self.drop_last), "False where drop_last is True")
         check("scale", 0 < self.scale[0] <= self.scale[1] <= 1, "two shares of the area, 0 < low ≤ high ≤ 1")
         check("ratio", 0 < self.ratio[0] <= self.ratio[1], "two aspect ratios, 0 < low ≤ high")
@@ -79,7 +84,7 @@ class Settings:
             check("padding", 0 <= self.padding < self.image_size, "from 0 to less than image_size pixels")
         check(
             "eval_ratio",
-            _are_numbers([self.eval_ratio], 1) and 0 < self.eval_ratio <= 1,
+            is_number(self.eval_ratio, "(0, 1]"),
             "a share of the shorter side, above 0 and up to 1",
         )
         check("color_jitter", min(self.color_jitter) >= 0, "three strengths from 0 on")
@@ -87,7 +92,11 @@ class Settings:
             complete(self.policy)
         check("cutout", 0 <= self.cutout <= self.image_size, "a side from 0 to image_size pixels")
         check("std", min(self.std) > 0, "three positive numbers")
-        check("dtype", self.dtype in DTYPES, "torch.float32, torch.bfloat16 or torch.uint8")
+        check(
+            "dtype",
+            isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES,
+            "torch.float32, torch.bfloat16 or torch.uint8",
+        )
         check("rank", 0 <= self.rank < self.world_size, f"from 0 to world_size - 1 = {self.world_size - 1}")
 
     @property
@@ -103,11 +112,12 @@ class Settings:
     def _check_types(self, check: Callable[[str, bool, str], None]) -> None:
         for name in ("image_size", "batch_size", "seed", "padding", "cutout", "rank", "world_size"):
             check(name, is_whole(getattr(self, name)), "an integer")
-        check(
-            "flip", isinstance(self.flip, bool) or self.flip == "alternating", "True, False or 'alternating'"
-        )
+        for name in ("train", "drop_last", "pad_last", "verify"):
+            check(name, is_flag(getattr(self, name)), "True or False")
+        alternating = isinstance(self.flip, str) and self.flip == "alternating"
+        check("flip", is_flag(self.flip) or alternating, "True, False or 'alternating'")
         for name, count in (("scale", 2), ("ratio", 2), ("mean", 3), ("std", 3), ("color_jitter", 3)):
-            check(name, _are_numbers(getattr(self, name), count), f"{count} numbers")
+            check(name, are_numbers(getattr(self, name), count), f"{count} numbers, all of them finite")
         fields = self.fields
         listed = isinstance(fields, tuple | list) and all(isinstance(name, str) for name in fields)
         check("fields", listed, "a list of names")
@@ -119,17 +129,6 @@ def odd_size(sample: str, width: int, height: int, side: int) -> DataError:
         f"crop='padded' shifts whole images and needs all of them at {side} × {side} pixels; "
         f"{sample} has {width} × {height}. Use crop='resized'."
     )
-
-
-def is_whole(value: Any, low: int | None = None, high: int | None = None) -> bool:
-    """Whether a value is an integer (Python's or numpy's) from `low` to `high`."""
-    if not isinstance(value, Integral):
-        return False
-    return (low is None or int(value) >= low) and (high is None or int(value) <= high)
-
-
-def _are_numbers(value: Any, count: int) -> bool:
-    return isinstance(value, tuple | list) and len(value) == count and all(isinstance(x, Real) for x in value)
 
 
 def make_settings(**settings: Any) -> Settings:
@@ -164,7 +163,7 @@ def check_device(device: torch.device | str) -> torch.device:
     return found
 
 
-def check_workers(workers: int | None, least: int = 1) -> int:
+def check_workers(workers: Any, least: int = 1) -> int:
     """How many threads or processes are to work: so many, or None for one per available core.
 
     Raises:
@@ -172,9 +171,20 @@ def check_workers(workers: int | None, least: int = 1) -> int:
     """
     if workers is None:
         return machine.rank_cores()
-    if not is_whole(workers, least):
-        raise DataError(f"workers={workers!r} must be an integer from {least} on, or None for one per core.")
-    return workers
+    workers = plain(workers)
+    check_whole("workers", workers, DataError, least, also=", or None for one per core")
+    return int(workers)
+
+
+def check_ahead(batches_ahead: Any) -> int:
+    """The batches that are prepared while one is in use.
+
+    Raises:
+        DataError: if it is not a positive integer.
+    """
+    batches_ahead = plain(batches_ahead)
+    check_whole("batches_ahead", batches_ahead, DataError, 1)
+    return int(batches_ahead)
 
 
 def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:

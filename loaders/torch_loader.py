@@ -22,7 +22,7 @@ from torchvision.datasets.vision import StandardTransform
 
 from ..errors import DataError, DrivetrainError
 from .epochs import Batch, EpochLoader
-from .settings import Settings, check_device, check_workers, is_whole, make_settings
+from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .torch_dataset import BetonDataset, make_transform, open_dataset
 
 
@@ -56,8 +56,7 @@ class TorchLoader(EpochLoader):
         order = order or ("random" if train else "sequential")
         settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
         self.workers = check_workers(workers, least=0)
-        if not is_whole(batches_ahead, 1):
-            raise DataError(f"batches_ahead={batches_ahead!r} must be at least 1.")
+        self._ahead = check_ahead(batches_ahead)
         checked = make_settings(order=order, **settings)
         if checked.interpolation != "bilinear":
             raise DataError("interpolation='area' is FFCV's; PyTorch's transforms have 'bilinear'.")
@@ -67,7 +66,6 @@ class TorchLoader(EpochLoader):
         self.device = check_device(device)
         self._sampler = _Sampler()
         self._generator = torch.Generator()  # DataLoader draws from it; the global one is left alone
-        self._ahead = batches_ahead
         self._loader: DataLoader[Any] | None = None
 
     @property

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from .. import strategies
+from ..checks import is_whole
 from ..errors import PlanError, require
 from ..strategies import OptimizerFactory, Strategy
 from ..transforms import Transform
@@ -21,7 +22,7 @@ from .models import model_factory
 from .optimizers import Optimization
 from .plan import Plan, make_plan, sort_transforms
 from .retention import Checkpoints
-from .stages import ONE_DEVICE, Data, Distribution, is_whole, source_name
+from .stages import ONE_DEVICE, Data, Distribution, source_name
 
 if TYPE_CHECKING:
     from .build import Built
@@ -103,7 +104,7 @@ class Pipeline:
             )
         if not callable(model):
             raise PlanError(f"A model must be a module, a factory or a name, not {model!r:.80}.")
-        if not is_whole(seed, 0) or seed >= 2**63:
+        if not is_whole(seed, 0, 2**63 - 1):
             raise PlanError(f"seed={seed!r} must be an integer from 0 to 2**63 - 1.")
         # Not by assignment, which a frozen dataclass refuses.
         vars(self).update(fields, model_options=options)

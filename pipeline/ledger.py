@@ -11,13 +11,13 @@ time allows; what is left out is told, with the reason.
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from time import perf_counter
 
 import torch
 from tqdm.auto import tqdm
 
+from ..checks import is_number
 from ..errors import DrivetrainError, PlanError
 from ..strategies.group import under_torchrun
 from .build import seeded
@@ -31,7 +31,6 @@ from .ledger_result import Ledger
 from .ledger_rounds import PLAIN, Turn, only, same_samples
 from .ledger_variants import Variant, alone_and_without, in_turn, pair, possible, stages, variants
 from .provenance import provenance
-from .stages import is_number
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
 # Intervals of fewer rounds may be narrow by chance; each further variant must leave time for as many.
@@ -91,10 +90,10 @@ def measure(
 
 def check_asked(seconds: float, within: float = WITHIN) -> None:
     """Raises PlanError for what no ledger can be measured with, and under torchrun."""
-    if not (is_number(seconds) and 0 < seconds < math.inf):
+    if not is_number(seconds, "(0, inf)"):
         said = f"{seconds:g}" if is_number(seconds) else repr(seconds)
         raise PlanError(f"seconds={said} (--seconds, --ledger-seconds) must be positive and finite.")
-    if not (is_number(within) and 0 < within < 1):
+    if not is_number(within, "(0, 1)"):
         raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 asks for intervals of ± 2 %.")
     if under_torchrun():
         raise PlanError("The ledger starts its ranks itself, between other turns. Start it without torchrun.")

@@ -8,13 +8,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from ..checks import is_number
 from ..errors import PlanError
 from .builder import Pipeline
 from .fit import fit
 from .ledger_variants import Variant
 from .result import Epoch
 from .rules import check_epochs
-from .stages import is_number
 
 
 def check_accuracy(pipeline: Pipeline, epochs: int | None, target: float | None) -> int:
@@ -31,7 +31,7 @@ def check_accuracy(pipeline: Pipeline, epochs: int | None, target: float | None)
     check_epochs(pipeline, epochs)
     if pipeline.data is None or pipeline.data.val is None:
         raise PlanError("accuracy=True needs validation data: give load() a second file (--val).")
-    if target is not None and not (is_number(target) and 0 < target <= 1):
+    if target is not None and not is_number(target, "(0, 1]"):
         raise PlanError(f"target={target!r} is a top-1 accuracy; it must be a number above 0, at most 1.")
     return epochs
 

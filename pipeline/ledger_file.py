@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..checks import is_number, is_whole
 from ..errors import DrivetrainError
 from .ledger_picture import caption
 from .ledger_result import Ledger
 from .ledger_rounds import PLAIN, Turn
 from .ledger_statistics import LEVEL
-from .stages import is_number
 
 DERIVED = ("rows", "stages", "ceilings", "waiting", "split", "extras", "extras_share", "compound", "bound")
 """What `Ledger.to_dict` computes from the rounds; it is not a fact of its own."""
@@ -55,7 +55,8 @@ def _check_rounds(rounds: list[dict[str, Turn]]) -> None:
             odd = sorted(turns.keys() ^ rounds[0].keys())
             raise ValueError(f"{odd[0]!r} is not in each of the rounds")
         for name, turn in turns.items():
-            if not all(map(is_number, (turn.images, turn.seconds, turn.waited))):
+            figures = (turn.images, turn.seconds, turn.waited)
+            if not all(isinstance(figure, float) or is_whole(figure) for figure in figures):
                 raise ValueError(f"round {number} of {name!r} has a figure that is no number")
             if not (turn.images > 0 and turn.seconds > 0 and 0 < turn.speed < math.inf):
                 raise ValueError(
@@ -67,7 +68,7 @@ def _check_rounds(rounds: list[dict[str, Turn]]) -> None:
 
 def _check_facts(ledger: Ledger) -> None:
     """Raises ValueError for facts that cannot be shown or compared; which ones there are is free."""
-    if not (is_number(ledger.level) and 0 < ledger.level < 1):
+    if not is_number(ledger.level, "(0, 1)"):
         raise ValueError(f"level={ledger.level!r} is not between 0 and 1")
     facts: dict[str, Any] = ledger.facts
     machine = facts.get("provenance") or {}

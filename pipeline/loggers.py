@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
+from ..checks import check_whole
 from ..errors import PlanError, require, suggest
 from ..files import atomic_file
 from .result import COLUMNS
@@ -55,8 +56,7 @@ def check(choice: Choice, log_every: object, folder: Path | None, *, travels: bo
         PlanError: naming the one that cannot be used.
         MissingExtra: for `"tensorboard"` without the package.
     """
-    if not isinstance(log_every, int) or isinstance(log_every, bool) or log_every < 1:
-        raise PlanError(f"log_every={log_every!r} must be an integer of steps from 1 on.")
+    check_whole("log_every", log_every, PlanError, 1, also=" of steps")
     chosen = () if choice is None else tuple(choice) if isinstance(choice, list | tuple) else (choice,)
     names = [one for one in chosen if isinstance(one, str)]
     if len(set(names)) < len(names):

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from ..checks import is_number, is_whole
 from ..errors import PlanError, suggest
 from ..strategies import OptimizerFactory
 from .frozen import FrozenDict
 from .sgdw import SGDW
-from .stages import Arguments, changed, is_number, is_whole
+from .stages import Arguments, changed
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -81,7 +82,7 @@ class Optimization:
             raise PlanError(
                 f"No schedule is named {self.schedule!r}.{suggest(str(self.schedule), SCHEDULES)}"
             )
-        if not is_number(self.warmup) or not 0 <= self.warmup < 1:
+        if not is_number(self.warmup, "[0, 1)"):
             raise PlanError(f"warmup={self.warmup!r} is a share of all steps; it must lie from 0 to below 1.")
         self._check_scaling()
         if isinstance(self.optimizer, str):
@@ -119,7 +120,7 @@ class Optimization:
                 near = _ELSEWHERE.get(option, option)
                 raise PlanError(f"optimize({name!r}) has no option {option!r}.{suggest(near, known)}")
             parts = value if isinstance(value, tuple | list) else (value,)
-            if any(is_number(part) and not math.isfinite(part) for part in parts):  # torch takes them
+            if any(isinstance(part, float) and not math.isfinite(part) for part in parts):  # torch takes them
                 raise PlanError(f"optimize({name!r}): {option}={value!r} must be finite.")
             allowed = _wrong_kind(value, known[option].default)
             if allowed:

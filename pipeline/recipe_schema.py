@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checks import is_flag, is_number, is_whole
 from ..errors import RecipeError, suggest
-from .stages import is_number, is_whole
 
 KEYS = {
     "description": "what the recipe is for",
@@ -105,10 +105,6 @@ def _path(value: object) -> bool:
     return isinstance(value, str | Path) and value != ""
 
 
-def _flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
 def _mapping(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
@@ -123,10 +119,6 @@ def _notes(value: object) -> bool:
 
 def _list(value: object) -> bool:
     return isinstance(value, list | tuple)
-
-
-def _integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _whole(value: object) -> bool:
@@ -144,12 +136,12 @@ def _none(value: object) -> bool:
 _NAMES: dict[Callable[[object], bool], str] = {
     _text: "text",
     _path: "text that is not empty",
-    _flag: "true or false",
+    is_flag: "true or false",
     _mapping: "a dict",
     _notes: "a dict of texts",
     _texts: "a list of texts",
     _list: "a list",
-    _integer: "a whole number",
+    is_whole: "a whole number",
     _whole: "a whole number from 0 on",
     _positive: "a whole number from 1 on",
     is_number: "a number",
@@ -166,13 +158,13 @@ _KINDS: dict[str, tuple[Callable[[object], bool], ...]] = {
     "notes": (_notes,),
     "train": (_path,),
     "val": (_path, _none),
-    "workers": (_integer, _none),
+    "workers": (is_whole, _none),
     "transforms": (_list,),
     "warmup": (is_number,),
     "clip_norm": (is_number, _none),
-    "activation_checkpointing": (_flag, _texts),
-    "compile": (_flag, _text),
-    "scale_lr": (_flag,),
+    "activation_checkpointing": (is_flag, _texts),
+    "compile": (is_flag, _text),
+    "scale_lr": (is_flag,),
     "seed": (_whole,),
 }
 """What each key's value may be. Ranges, names and options are checked by the stages they go to."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checks import check_flag, check_whole, make_plain
 from ..errors import CheckpointError, PlanError
 from ..files import atomic_file
 from .checkpoint import STATE, Checkpoint, remove
-from .stages import is_whole
 
 RUN = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -42,12 +42,12 @@ class Checkpoints:
     background: bool = True
 
     def __post_init__(self) -> None:
-        if self.every_steps is not None and not is_whole(self.every_steps, 1):
-            raise PlanError(
-                f"Checkpoints(every_steps={self.every_steps!r}) must be an integer from 1 on, or None."
-            )
-        if not is_whole(self.keep, 1):
-            raise PlanError(f"Checkpoints(keep={self.keep!r}) must be an integer from 1 on.")
+        make_plain(self)
+        if self.every_steps is not None:
+            check_whole("Checkpoints: every_steps", self.every_steps, PlanError, 1, also=", or None")
+        check_whole("Checkpoints: keep", self.keep, PlanError, 1)
+        check_flag("Checkpoints: keep_best", self.keep_best, PlanError)
+        check_flag("Checkpoints: background", self.background, PlanError)
 
 
 class CheckpointWarning(UserWarning):

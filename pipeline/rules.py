@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from .. import strategies
+from ..checks import check_whole
 from ..errors import PlanError
 from ..transforms import GradientClipping, GyroDropout, ProgressiveResizing, SeqLengthWarmup, Transform
-from .stages import is_whole
 
 if TYPE_CHECKING:
     from .builder import Pipeline
@@ -49,8 +49,7 @@ def check_epochs(pipeline: Pipeline, epochs: int) -> None:
     Raises:
         PlanError: naming the value, or the method, and the remedy.
     """
-    if not is_whole(epochs, 1):
-        raise PlanError(f"epochs={epochs!r} must be an integer from 1 on.")
+    check_whole("epochs", epochs, PlanError, 1)
     resizing, data = _find(pipeline, ProgressiveResizing), pipeline.data
     if resizing is None or data is None or resizing.finetune == 0:
         return

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import strategies
+from ..checks import check_whole, make_plain
 from ..errors import PlanError, suggest
 from ..loaders.settings import Settings
 from ..strategies import Strategy
@@ -55,18 +56,17 @@ class Data:
         return [*map(repr, sources)], changed(self, "train", "val", "settings") | dict(self.settings)
 
     def __post_init__(self) -> None:
+        make_plain(self)
         object.__setattr__(self, "settings", FrozenDict(self.settings))
         if self.loader not in LOADERS:
             raise PlanError(f"No loader is named {self.loader!r}.{suggest(str(self.loader), LOADERS)}")
         least = 0 if self.loader == "torch" else 1
-        if self.workers is not None and not is_whole(self.workers, least):
-            raise PlanError(
-                f"workers={self.workers!r} must be an integer from {least} on with loader={self.loader!r}, or None "
-                "for one per core."
-            )
-        if self.eval_image_size is not None and not is_whole(self.eval_image_size, 1):
-            raise PlanError(
-                f"eval_image_size={self.eval_image_size!r} must be an integer from 1 on, or None for image_size."
+        if self.workers is not None:
+            also = f" with loader={self.loader!r}, or None for one per core"
+            check_whole("workers", self.workers, PlanError, least, also=also)
+        if self.eval_image_size is not None:
+            check_whole(
+                "eval_image_size", self.eval_image_size, PlanError, 1, also=", or None for image_size"
             )
         known = {f.name for f in dataclasses.fields(Settings)} - _NOT_SETTINGS
         for name in self.settings:
@@ -101,14 +101,14 @@ class Distribution:
         return [repr(self.strategy)], changed(self, "strategy", "options", "asked") | dict(self.options)
 
     def __post_init__(self) -> None:
+        make_plain(self)
         object.__setattr__(self, "options", FrozenDict(self.options))
         policy = self.activation_checkpointing
         if isinstance(policy, Collection) and not isinstance(policy, str):
             names = sorted(set(policy)) if all(isinstance(name, str) for name in policy) else policy
             object.__setattr__(self, "activation_checkpointing", tuple(names))  # a list might change
         strategies.get(self.strategy, **self.options)
-        if not is_whole(self.devices, 1):
-            raise PlanError(f"devices={self.devices!r} must be an integer from 1 on.")
+        check_whole("devices", self.devices, PlanError, 1)
         strategies.Options.of(self.step_options)
 
     @property
@@ -155,16 +155,6 @@ def source_name(source: object, argument: str) -> str:
             f"a {type(source).__name__}. Convert a data set first: drivetrain.loaders.convert(it, 'train.beton')."
         )
     return str(source)
-
-
-def is_whole(value: object, least: int) -> bool:
-    """Whether it is an integer from `least` on. True is not one."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_number(value: object) -> bool:
-    """Whether it is an int or a float. True is not one."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 ONE_DEVICE = Distribution()

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self, TypedDict, get_args
 
 import torch
 
+from ..checks import check_number, check_whole, make_plain
 from ..errors import StrategyError, suggest
 from .policy import Policy, check_policy
 
@@ -60,26 +61,19 @@ class Options:
         return cls(**given)
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if self.precision not in get_args(Precision):
             known = suggest(str(self.precision), get_args(Precision))
             raise StrategyError(f"precision={self.precision!r} is not known.{known}")
         norm: Any = self.clip_norm
-        if norm is not None and not (_is(norm, int | float) and norm > 0):
-            raise StrategyError(
-                f"clip_norm={norm!r} must be a number above 0, or None to leave gradients alone."
+        if norm is not None:
+            check_number(
+                "clip_norm", norm, StrategyError, "(0, inf)", also=", or None to leave gradients alone"
             )
-        if not (_is(self.accumulate, int) and self.accumulate > 0):
-            raise StrategyError(
-                f"accumulate={self.accumulate!r} must be an integer of microbatches from 1 on."
-            )
+        check_whole("accumulate", self.accumulate, StrategyError, 1, also=" of microbatches")
         if not isinstance(self.compile, bool | str):
             raise StrategyError(f"compile={self.compile!r} must be True, False, or the name of a mode.")
         modes = torch._inductor.list_mode_options() if isinstance(self.compile, str) else {}
         if isinstance(self.compile, str) and self.compile not in modes:
             raise StrategyError(f"compile has no mode {self.compile!r}.{suggest(self.compile, modes)}")
         check_policy(self.activation_checkpointing, "activation_checkpointing")
-
-
-def _is(value: object, kind: Any) -> bool:
-    """`isinstance`, but True is no number."""
-    return isinstance(value, kind) and not isinstance(value, bool)

@@ -83,7 +83,7 @@ def test_both_loaders_refuse(path: Path, kind: Any, options: dict[str, Any], wor
 
 
 def test_ffcv_loader_needs_a_thread(path: Path) -> None:
-    with pytest.raises(DataError, match="workers=0 must be an integer from 1 on"):
+    with pytest.raises(DataError, match="workers=0 must be a positive integer"):
         FFCVLoader(path, batch_size=2, image_size=SIDE, workers=0)
 
 

@@ -154,7 +154,7 @@ def test_a_logger_that_fails_warns_once_and_training_goes_on(toy: Toy) -> None:
         ({"logger": "csv", "out": None}, r"give fit\(out=…\)"),
         ({"logger": ["csv", 3]}, r"logger=3 cannot log: it has neither log\(dict, step\) nor log_metrics"),
         ({"logger": ["csv", "csv"]}, r"names one twice, which would double its entries"),
-        ({"logger": "csv", "log_every": 0}, "log_every=0 must be an integer of steps from 1 on"),
+        ({"logger": "csv", "log_every": 0}, "log_every=0 must be a positive integer of steps"),
         ({"log_every": True}, "log_every=True must"),
     ],
 )

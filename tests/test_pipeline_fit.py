@@ -212,7 +212,7 @@ def test_a_run_of_named_parts_leaves_its_recipe_too(toy: Toy, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"epochs": 0}, "epochs=0 must be an integer from 1 on"),
+        ({"epochs": 0}, "epochs=0 must be a positive integer"),
         ({"epochs": "3"}, "epochs='3' must be"),
         ({"epochs": True}, "epochs=True must be"),
         ({"epochs": None}, r"does not say how long to train; give fit\(epochs=…\)"),

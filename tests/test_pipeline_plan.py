@@ -422,5 +422,5 @@ def test_evaluation_has_a_size_of_its_own(toy: Toy) -> None:
     flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, CLASSES))
     with pytest.raises(PlanError, match=rf"cannot take images of {SIDE + 8} × {SIDE + 8} pixels"):
         toy.pipeline(flat, eval_image_size=SIDE + 8).build()
-    with pytest.raises(PlanError, match=r"eval_image_size=0 must be an integer from 1 on"):
+    with pytest.raises(PlanError, match=r"eval_image_size=0 must be a positive integer"):
         toy.pipeline(eval_image_size=0)

@@ -6,10 +6,10 @@ In a Pipeline the loader does them (`loader_settings` is what it is told); alone
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..checks import is_number, is_whole
 from ..errors import PlanError
 from .base import Kind, Transform
 
@@ -138,8 +138,7 @@ class AugMix(Transform):
         if self.depth != -1:
             _check_whole(self, "depth", 1, _LONGEST, " or -1, for 1 to 3 at random")
         alpha: Any = self.alpha
-        number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-        if not number or not 0.01 <= alpha <= 100:
+        if not is_number(alpha, "[0.01, 100]"):
             raise PlanError(f"AugMix(alpha={alpha!r}): give a number from 0.01 to 100.")
 
     @property
@@ -156,7 +155,7 @@ class AugMix(Transform):
 
 def _check_whole(owner: object, field: str, low: int, high: int, other: str = "") -> None:
     value = getattr(owner, field)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if not is_whole(value, low, high):
         raise PlanError(
             f"{type(owner).__name__}({field}={value!r}): give a whole number from {low} to {high}{other}."
         )
