@@ -129,8 +129,8 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
     "setting of another type": (lambda toy: toy.pipeline(scale=0.5), DrivetrainError, "scale.*0.5"),
     "image size": (lambda toy: toy.pipeline(image_size=0), DataError, "image_size=0 must be at least 1"),
     "batch size": (lambda toy: toy.pipeline(batch_size=0), DataError, "batch_size=0 must be at least 1"),
-    "threads": (lambda toy: toy.pipeline(workers=0), PlanError, "workers=0 must be an integer from 1"),
-    "processes": (lambda toy: toy.pipeline(workers=-1, loader="torch"), PlanError, "workers=-1.*from 0"),
+    "threads": (lambda toy: toy.pipeline(workers=0), PlanError, "workers=0 must be a positive integer"),
+    "processes": (lambda toy: toy.pipeline(workers=-1, loader="torch"), PlanError, "workers=-1.*an integer, 0 or more"),
     "data that is no file": (
         lambda _: Pipeline(plain_model).load([1, 2], batch_size=1, image_size=8),  # type: ignore[arg-type]
         PlanError, "not a list. Convert a data set first",

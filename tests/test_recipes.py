@@ -291,11 +291,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "workers": ({"workers": "all"}, "baseline: workers='all' must be a whole number or null"),
     "threads": (
         {"workers": -3, "loader": "ffcv"},
-        "workers=-3 must be an integer from 1 on with loader='ffcv'",
+        "workers=-3 must be a positive integer with loader='ffcv'",
     ),
     "processes": (
         {"workers": -3, "loader": "torch"},
-        "workers=-3 must be an integer from 0 on with loader='torch'",
+        "workers=-3 must be an integer, 0 or more with loader='torch'",
     ),
     "no name of data": ({"train": ""}, "baseline: train='' must be text that is not empty"),
     "no name of validation data": ({"val": ""}, "baseline: val='' must be text that is not empty or null"),
