@@ -99,9 +99,13 @@ def clip(model: nn.Module, rank: int = 0, ranks: int = 1) -> dict[str, object]:
     images, labels = share(0, rank, ranks)
     F.cross_entropy(model(images), labels).backward()
     norm = GradientClipping("norm", 0.1).clip(model.parameters())
+    assert norm is not None
     GradientClipping("value", 0.01).clip(model.parameters())
     grads = [p.grad for p in model.parameters()]
-    return {"norm": norm, "gradients": [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]}
+    return {
+        "norm": norm.item(),
+        "gradients": [g.full_tensor() if isinstance(g, DTensor) else g for g in grads],
+    }
 
 
 def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:

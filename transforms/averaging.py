@@ -26,20 +26,22 @@ class Averages:
     """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
-        """Starts from the model's present values; raises a `PlanError` under DeepSpeed's stage 3."""
+    def __init__(self, model: nn.Module, averaged: list[str] | None = None) -> None:
+        """Starts from the model's present values.
+
+        Args:
+            model: whose tensors are averaged.
+            averaged: `averaged_names(model)`, for a start in a step, which must not wait for the device.
+
+        Raises:
+            PlanError: under DeepSpeed's stage 3.
+        """
         refuse_partitioned(model)
+        self._averaged = averaged_names(model) if averaged is None else averaged
         self._model = model
         _reshard(model)
         self._owners = dict(_owners(model))
-        values = self._values()
-        self._averages = {name: _copy(value) for name, value in values.items()}
-        parameters = dict(model.named_parameters())
-        self._averaged = [
-            name
-            for name, value in values.items()
-            if value.is_floating_point() and (name in parameters or bool(value.isfinite().all()))
-        ]
+        self._averages = {name: _copy(value) for name, value in self._values().items()}
 
     @torch.no_grad()
     def add(self, share: float) -> None:
@@ -159,6 +161,20 @@ def refuse_partitioned(model: nn.Module) -> None:
             )
 
 
+@torch.no_grad()
+def averaged_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers that are averaged; the others are copied.
+
+    Reads the model's buffers from the device, once.
+    """
+    numbers = {name: value for name, value in model.named_buffers() if value.is_floating_point()}
+    finite = [value.isfinite().all() for value in numbers.values()]
+    read = torch.stack([one.to(finite[0].device) for one in finite]).tolist() if finite else []
+    kept = {name for name, whole in zip(numbers, read, strict=True) if whole}
+    kept |= {name for name, value in model.named_parameters() if value.is_floating_point()}
+    return [name for name, _ in _owners(model) if name in kept]
+
+
 def _owners(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
     """(name, (module, attribute)) of every parameter and buffer, tied ones once, by their first name."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -186,4 +202,4 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-__all__ = ["AveragedSession", "Averages", "refuse_partitioned"]
+__all__ = ["AveragedSession", "Averages", "averaged_names", "refuse_partitioned"]

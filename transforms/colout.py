@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from ..transfer import to_device
 from .base import BatchContext, Kind, Transform
 from .checks import check_fraction
 from .images import check_batch, keep_format
@@ -49,8 +50,12 @@ class ColOut(Transform):
             DataError: if the batch has another shape.
         """
         check_batch(self, images, targets)
-        rows = _kept(images.shape[2], self.row, context.generator).to(images.device)
-        columns = _kept(images.shape[3], self.column, context.generator).to(images.device)
+        rows, columns = (
+            _kept(size, share, context.generator)
+            for size, share in zip(images.shape[2:], (self.row, self.column), strict=True)
+        )
+        both = to_device(torch.cat([rows, columns]), images.device)
+        rows, columns = both[: len(rows)], both[len(rows) :]
         return keep_format(images.index_select(2, rows).index_select(3, columns), images), targets
 
 

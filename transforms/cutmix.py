@@ -11,7 +11,7 @@ import torch
 from .base import BatchContext, Kind, Transform
 from .checks import check_range
 from .draws import draw_beta
-from .images import check_batch, mix_targets, soft_targets
+from .images import check_batch, draw_partners, mix_targets, soft_targets
 
 Box = tuple[int, int, int, int]
 """(top, bottom, left, right) in pixels; bottom and right are the first outside."""
@@ -60,7 +60,8 @@ class CutMix(Transform):
             Images (B, 3, H, W) and targets (B, C) in float32.
 
         Raises:
-            DataError: if the batch has another shape, or a target is no class (such as -100).
+            DataError: if the batch has another shape, or a target on the CPU is no class (such as -100).
+                On a CUDA device its row, and so the loss, becomes NaN.
         """
         check_batch(self, images, targets)
         soft = soft_targets(self, targets, context.classes)
@@ -69,7 +70,7 @@ class CutMix(Transform):
         y, x = (
             int(torch.randint(n, (), generator=context.generator, dtype=torch.int64)) for n in (height, width)
         )
-        partner = torch.randperm(len(images), generator=context.generator).to(images.device)
+        partner = draw_partners(images, context.generator)
         if len(images) == 1:
             return images, soft
         box = box_around(y, x, height, width, kept)

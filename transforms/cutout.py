@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from ..transfer import to_device
 from .base import BatchContext, Kind, Transform
 from .checks import check_count, check_range
 from .images import check_batch
@@ -52,10 +53,10 @@ class CutOut(Transform):
         """
         check_batch(self, images, targets)
         height, width = images.shape[-2:]
-        y, x = (
-            torch.randint(n, (len(images), self.holes), generator=context.generator).to(images.device)
-            for n in (height, width)
-        )
+        drawn = [
+            torch.randint(n, (len(images), self.holes), generator=context.generator) for n in (height, width)
+        ]
+        y, x = to_device(torch.stack(drawn), images.device)
         hole = inside(y, x, height, width, int(min(height, width) * self.length))
         # A clone keeps the memory format, which masked_fill does not.
         return images.clone().masked_fill_(hole[:, None], 0), targets

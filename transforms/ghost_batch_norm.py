@@ -31,12 +31,27 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
         """One group by its own statistics, which also move the running ones, 1/groups as far as a batch."""
         tracks = self.training and self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum / groups
+        mean, variance = (self.running_mean, self.running_var) if tracks else (None, None)
         if tracks and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:  # the running statistics are the plain mean over all groups so far
+                if group.device.type != "cpu":
+                    return self._accumulate(group)
                 momentum = 1.0 / float(self.num_batches_tracked)
-        mean, variance = (self.running_mean, self.running_var) if tracks else (None, None)
         return F.batch_norm(group, mean, variance, self.weight, self.bias, True, momentum, self.eps)
+
+    def _accumulate(self, group: torch.Tensor) -> torch.Tensor:
+        """As `_normalize`; the host does not read the count, which the device has."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        out = F.batch_norm(group, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        with torch.no_grad():
+            share = 1.0 / self.num_batches_tracked
+            for one, new in ((self.running_mean, mean), (self.running_var, variance)):
+                one.lerp_(new, share.to(one.dtype))
+        return out
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ghost_batch_size={self.ghost_batch_size}"  # type: ignore[no-untyped-call]

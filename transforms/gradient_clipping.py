@@ -53,17 +53,17 @@ class GradientClipping(Transform):
         check_choice(self, "by", get_args(By))
         check_range(self, "threshold", "(0, inf)")
 
-    def clip(self, parameters: Iterable[torch.Tensor]) -> float | None:
+    def clip(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
         """Changes the gradients in place; parameters without one are passed over.
 
         Returns:
-            For `"norm"` the norm before, over all ranks where the gradients are shards (which reads it
-            back from the device: one synchronisation); else None.
+            For `"norm"` the norm before, `()`, over all ranks where the gradients are shards; else None. It is
+            on the gradients' device: reading it, by `float()`, waits for the step.
         """
         found = with_gradients(self, parameters)
         if self.by == "norm":
-            norm = nn.utils.clip_grad_norm_(found, self.threshold)
-            return float(norm.full_tensor() if is_dtensor(norm) else norm)
+            norm: torch.Tensor = nn.utils.clip_grad_norm_(found, self.threshold)
+            return norm.full_tensor() if is_dtensor(norm) else norm
         if self.by == "value":
             nn.utils.clip_grad_value_(found, self.threshold)
             return None

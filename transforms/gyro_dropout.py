@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
+from ..transfer import to_device
 from .base import Kind, Report, Transform
 from .checks import check_count, check_fraction
 from .surgery import Verdict, obstacle, operate
@@ -50,7 +51,7 @@ class GyroDropoutLayer(nn.Dropout):
         features = input.shape[1] if channels else input.shape[-1]
         period, offset = divmod(self.step, self.hold)
         if offset == 0 or self.masks is None or self.masks.shape[1] != features:
-            self.masks = self._select(period, features).to(input.device)
+            self.masks = to_device(self._select(period, features), input.device)
         self.step += 1
         return input * self._factors(self.masks, input)
 

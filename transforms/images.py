@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import DataError
+from ..transfer import to_device
 
 
 def check_batch(owner: object, images: torch.Tensor, targets: torch.Tensor) -> None:
@@ -32,10 +33,11 @@ def check_mixable(owner: object, images: torch.Tensor) -> None:
 def soft_targets(owner: object, targets: torch.Tensor, classes: int | None) -> torch.Tensor:
     """Targets (B, C) in float32 from class indices (B,) or probabilities (B, C).
 
-    Indices are checked, which reads two numbers back from the device: one synchronisation.
+    Indices on a CUDA device are not checked, because the host would wait for them in each step: there, a row
+    whose index is not from 0 to `classes` - 1 becomes NaN, and so does the loss.
 
     Raises:
-        DataError: if there are class indices and no `classes`, an index is not from 0 to `classes` - 1
+        DataError: if there are class indices and no `classes`, an index on the CPU is not from 0 to `classes` - 1
             (-100 means "ignore this row", and half of a mixture cannot be ignored), or the widths differ.
     """
     name = type(owner).__name__
@@ -56,14 +58,36 @@ def soft_targets(owner: object, targets: torch.Tensor, classes: int | None) -> t
             f"{name}: the number of classes cannot be known from class indices; "
             "give BatchContext(classes=…) or soft targets (B, C)."
         )
-    least, most = torch.stack(targets.aminmax()).tolist()
-    if least < 0 or most >= classes:
-        wrong = least if least < 0 else most
-        raise DataError(
-            f"{name}: target {wrong} is not a class from 0 to {classes - 1}, and a mixture of two images "
-            "cannot ignore one of them; drop such rows from the data."
-        )
-    return F.one_hot(targets.long(), classes).float()
+    if targets.device.type == "cpu":
+        least, most = torch.stack(targets.aminmax()).tolist()
+        if least < 0 or most >= classes:
+            wrong = least if least < 0 else most
+            raise DataError(
+                f"{name}: target {wrong} is not a class from 0 to {classes - 1}, and a mixture of two images "
+                "cannot ignore one of them; drop such rows from the data."
+            )
+    return spread_indices(targets, classes, 0.0, 1.0)
+
+
+def spread_indices(
+    indices: torch.Tensor, classes: int, low: float, high: float, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return (B, classes) of `low`, with `high` at each row's class index; `indices` (B,) are integers.
+
+    An index that is not from 0 to `classes` - 1 is torch's error on the CPU, and a row of NaN on a CUDA device.
+    """
+    soft = torch.full((len(indices), classes), low, dtype=dtype, device=indices.device)
+    index = indices.long()[:, None]
+    if indices.device.type == "cpu":
+        return soft.scatter_(1, index, high)
+    # An index out of range would end the process's use of the device, with no message that names it.
+    outside = (index < 0) | (index >= classes)
+    return soft.scatter_(1, index.masked_fill(outside, 0), high).masked_fill_(outside, torch.nan)
+
+
+def draw_partners(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return which image of the batch each one is mixed with: (B,) indices, on the device of `images`."""
+    return to_device(torch.randperm(len(images), generator=generator), images.device)
 
 
 def mix_targets(soft: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
@@ -90,4 +114,13 @@ def keep_format(result: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
     return result.contiguous()
 
 
-__all__ = ["check_batch", "check_mixable", "keep_format", "mix_targets", "resize", "soft_targets"]
+__all__ = [
+    "check_batch",
+    "check_mixable",
+    "draw_partners",
+    "keep_format",
+    "mix_targets",
+    "resize",
+    "soft_targets",
+    "spread_indices",
+]

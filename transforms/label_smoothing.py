@@ -18,6 +18,7 @@ from torch import nn
 from ..errors import DataError, PlanError
 from .base import Kind, Loss, Transform
 from .checks import check_fraction
+from .images import spread_indices
 
 IGNORED = -100
 """The class index that counts for nothing: the default of `F.cross_entropy`, which PyTorch shares."""
@@ -91,14 +92,16 @@ class SmoothedLoss:
 
         Args:
             logits: (B, C).
-            targets: (B,) class indices, where -100 drops the row, or (B, C) probabilities.
+            targets: (B,) class indices, where -100 drops the row, or (B, C) probabilities. On a CUDA device the
+                host would have to wait for the number of rows that stay: there, a row of -100 makes the loss
+                NaN. `F.cross_entropy`, which PyTorch smooths, ignores such rows on every device.
 
         Raises:
             DataError: if the shapes do not fit.
         """
-        if logits.dim() == 2 and targets.shape == logits.shape[:1] and not targets.is_floating_point():
-            # No loss of an unknown kind can be told a row's weight, so the row has to go. Which rows is
-            # read back from the device: one synchronisation per step.
+        indices = targets.shape == logits.shape[:1] and not targets.is_floating_point()
+        if logits.dim() == 2 and indices and logits.device.type == "cpu":
+            # A loss of an unknown kind takes no weight of a row, so the row has to go.
             kept = targets != IGNORED
             logits, targets = logits[kept], targets[kept]
         return self.base(logits, smooth_targets(logits, targets, self.smoothing))
@@ -109,7 +112,8 @@ def smooth_targets(logits: torch.Tensor, targets: torch.Tensor, smoothing: float
 
     Args:
         logits: (B, C); only their shape, dtype and device are read.
-        targets: (B,) class indices from 0 to C - 1, or (B, C) probabilities.
+        targets: (B,) class indices from 0 to C - 1, or (B, C) probabilities. Another index is torch's error on the
+            CPU, and makes its row NaN on a CUDA device.
         smoothing: share of the target that is spread over all classes, in [0, 1).
 
     Returns:
@@ -123,8 +127,8 @@ def smooth_targets(logits: torch.Tensor, targets: torch.Tensor, smoothing: float
         return targets.to(dtype) * (1 - smoothing) + smoothing / logits.shape[1]
     if logits.dim() != 2 or targets.shape != logits.shape[:1] or targets.is_floating_point():
         raise misfit("LabelSmoothing", logits, targets)
-    soft = torch.full(logits.shape, smoothing / logits.shape[1], dtype=dtype, device=logits.device)
-    return soft.scatter_(1, targets.long()[:, None], 1 - smoothing + smoothing / logits.shape[1])
+    spread = smoothing / logits.shape[1]
+    return spread_indices(targets, logits.shape[1], spread, 1 - smoothing + spread, dtype)
 
 
 def misfit(owner: str, logits: torch.Tensor, targets: torch.Tensor) -> DataError:

@@ -10,7 +10,7 @@ import torch
 from .base import BatchContext, Kind, Transform
 from .checks import check_range
 from .draws import draw_beta
-from .images import check_batch, check_mixable, keep_format, mix_targets, soft_targets
+from .images import check_batch, check_mixable, draw_partners, keep_format, mix_targets, soft_targets
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,15 @@ class MixUp(Transform):
             Images (B, 3, H, W) and targets (B, C) in float32.
 
         Raises:
-            DataError: if the batch has another shape or type, or a target is no class (such as -100).
+            DataError: if the batch has another shape or type, or a target on the CPU is no class (such as -100).
+                On a CUDA device its row, and so the loss, becomes NaN.
         """
         check_batch(self, images, targets)
         check_mixable(self, images)
         soft = soft_targets(self, targets, context.classes)
         z = draw_beta(self.alpha, context.generator)
         share = min(z, 1 - z)
-        partner = torch.randperm(len(images), generator=context.generator).to(images.device)
+        partner = draw_partners(images, context.generator)
         if len(images) == 1:
             return images, soft
         return mix_images(images, partner, share), mix_targets(soft, partner, share)

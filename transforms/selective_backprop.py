@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import DataError, PlanError
+from ..transfer import to_device
 from .base import BatchContext, Kind, Loss, Transform
 from .checks import check_count, check_range
 from .images import check_batch, resize
@@ -136,7 +137,7 @@ def choose(losses: torch.Tensor, keep: float, generator: torch.Generator) -> tor
     count = len(losses)
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     ranks = (quantiles ** (1 / keep - 1)).multinomial(max(int(keep * count), 1), generator=generator)
-    return losses.argsort()[ranks.to(losses.device)]
+    return losses.argsort()[to_device(ranks, losses.device)]
 
 
 def unreduced(loss: Loss) -> Callable[..., torch.Tensor]:

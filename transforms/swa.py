@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..errors import PlanError
-from .averaging import Averages, refuse_partitioned
+from .averaging import Averages, averaged_names, refuse_partitioned
 from .base import Kind, Session, Transform
 from .checks import check_count, check_range
 
@@ -73,6 +73,7 @@ class SWASession(Session):
         refuse_partitioned(model)
         self._options = options
         self._model = model
+        self._averaged = averaged_names(model)  # now, because the first step that counts must not wait for it
         self._mean: Averages | None = None  # there from the first weights that count until it is installed
         self._counted = 0
         self._steps = 0  # since `start`
@@ -116,13 +117,13 @@ class SWASession(Session):
         """Takes up what `state_dict` gave, of the same model."""
         self._mean = None
         if state["mean"]:
-            self._mean = Averages(self._model)
+            self._mean = Averages(self._model, self._averaged)
             self._mean.load_state_dict(state["mean"])
         self._steps, self._counted, self._ended = state["steps"], state["counted"], state["ended"]
 
     def _count(self) -> None:
         if self._mean is None:
-            self._mean = Averages(self._model)
+            self._mean = Averages(self._model, self._averaged)
         else:
             self._mean.add(1 / (self._counted + 1))
         self._counted += 1

@@ -1,0 +1,274 @@
+"""No transform makes the host wait for a CUDA device in a step, and there its numbers are those of the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drivetrain.transforms import (
+    EMA,
+    SAM,
+    SWA,
+    TRANSFORMS,
+    AugMix,
+    BatchContext,
+    BinaryCrossEntropy,
+    BlurPool,
+    ChannelsLast,
+    ColOut,
+    CutMix,
+    CutOut,
+    GhostBatchNorm,
+    GradientClipping,
+    LabelSmoothing,
+    LayerFreezing,
+    Lookahead,
+    MixUp,
+    NoWeightDecay,
+    ProgressiveResizing,
+    RandAugment,
+    SelectiveBackprop,
+    SeqLengthWarmup,
+    StochasticDepth,
+    TestTimeFlip,
+    Transform,
+    TrivialAugment,
+)
+from simulated_cuda import OnCuda, SimulatedCuda, put_on_cuda
+from surgery_cases import CASES
+from surgery_models import bottlenecks, resnet
+from torch import nn
+from torch.utils._pytree import tree_map
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Step = Callable[[Callable[[Any], Any]], Any]
+"""What a transform does in a step; it is given a function that puts tensors or a model on the device."""
+
+IMAGES, LABELS = torch.randn(6, 3, 20, 16), torch.tensor([0, 4, 2, 3, 1, 1])
+SOFT = torch.rand(6, 5)
+LOGITS = torch.randn(6, 5)
+
+
+def context(**options: Any) -> BatchContext:
+    return BatchContext(torch.Generator().manual_seed(3), classes=5, **options)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(4, 5))
+
+
+def with_gradients(model: nn.Module) -> list[nn.Parameter]:
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
+def batch(transform: Transform, **options: Any) -> Step:
+    def step(on: Callable[[Any], Any]) -> Any:
+        return [transform.batch(on(IMAGES), on(targets), context(**options)) for targets in (LABELS, SOFT)]
+
+    return step
+
+
+def selecting(transform: SelectiveBackprop) -> Step:
+    def step(on: Callable[[Any], Any]) -> Any:
+        model = on(small())
+        given = context(model=model, loss=F.cross_entropy, step=2, progress=0.6)
+        images, targets = transform.batch(on(IMAGES), on(LABELS), given)
+        assert len(images) == 3
+        return images, targets, list(model.buffers())
+
+    return step
+
+
+def tokens(transform: SeqLengthWarmup) -> Step:
+    return lambda on: transform.batch(on(torch.arange(60).view(3, 20)), on(torch.arange(3)), context())
+
+
+def loss(transform: Transform, base: Callable[..., torch.Tensor] = F.cross_entropy) -> Step:
+    return lambda on: [transform.loss(base)(on(LOGITS), on(targets)) for targets in (LABELS, SOFT)]
+
+
+def forward(transform: Transform, factory: Callable[[], nn.Module]) -> Step:
+    def step(on: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(0)
+        model = factory().train()
+        assert transform.apply(model).changed
+        transform.begin(model, 40)
+        torch.manual_seed(1)
+        images = torch.rand(4, 3, 32, 32)
+        model = on(model)
+        return [model(on(images)) for _ in range(2)], list(model.buffers())
+
+    return step
+
+
+def session(transform: Transform) -> Step:
+    def step(on: Callable[[Any], Any]) -> Any:
+        model = on(small())
+        followed = transform.session(model)
+        if isinstance(on, OnDevice):
+            on.device.found.clear()  # a training begins once
+        for number in range(1, 9):
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+            followed.after_step(number / 8)
+        return list(model.state_dict().values())
+
+    return step
+
+
+def clipping(transform: GradientClipping) -> Step:
+    def step(on: Callable[[Any], Any]) -> Any:
+        parameters = with_gradients(on(small()))
+        norm = transform.clip(parameters)
+        return norm, [p.grad for p in parameters]
+
+    return step
+
+
+def perturbing(on: Callable[[Any], Any]) -> Any:
+    parameters = with_gradients(on(small()))
+    restore = SAM().perturb(parameters)
+    moved = [p.detach().clone() for p in parameters]
+    restore()
+    return moved, parameters
+
+
+def freezing(on: Callable[[Any], Any]) -> Any:
+    model = on(small())
+    LayerFreezing().freeze(model, 0.9)
+    return list(model.parameters())
+
+
+def decay(on: Callable[[Any], Any]) -> Any:
+    parameters = with_gradients(on(small()))
+    optimizer = NoWeightDecay().optimizer(lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1))(parameters)
+    optimizer.step()
+    return parameters
+
+
+def of_the_loader(transform: Transform) -> Step:
+    assert transform.loader_settings
+
+    def step(on: Callable[[Any], Any]) -> Any:
+        return transform.batch(on(IMAGES), on(LABELS), context())
+
+    return step
+
+
+def momentum_none() -> nn.Module:
+    model = resnet()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    return model
+
+
+def focal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -(targets * logits.log_softmax(1) * (1 - logits.softmax(1))).sum(1).mean()
+
+
+SURGERIES = {name.split("-")[0]: name for name in reversed(CASES)}.values()
+"""Each surgery on one model."""
+
+STEPS: dict[str, Step] = {
+    "MixUp": batch(MixUp()), "CutMix": batch(CutMix()), "CutOut": batch(CutOut(2)), "ColOut": batch(ColOut()),
+    "ProgressiveResizing": batch(ProgressiveResizing()),
+    "SelectiveBackprop": selecting(SelectiveBackprop()),
+    "SelectiveBackprop, smaller": selecting(SelectiveBackprop(scale_factor=0.5)),
+    "SeqLengthWarmup": tokens(SeqLengthWarmup()), "SeqLengthWarmup, divided": tokens(SeqLengthWarmup()),
+    "LabelSmoothing": loss(LabelSmoothing()), "LabelSmoothing, of a loss": loss(LabelSmoothing(), focal),
+    "LabelSmoothing, of BCE": loss(LabelSmoothing(), BinaryCrossEntropy().loss(F.cross_entropy)),
+    "BinaryCrossEntropy": loss(BinaryCrossEntropy()),
+    "GradientClipping": clipping(GradientClipping()),
+    "GradientClipping, value": clipping(GradientClipping("value", 0.1)),
+    "GradientClipping, adaptive": clipping(GradientClipping("adaptive", 0.1)),
+    "SAM": perturbing, "LayerFreezing": freezing, "NoWeightDecay": decay,
+    "EMA": session(EMA()), "Lookahead": session(Lookahead(2)), "SWA": session(SWA(0.3, 0.9)),
+    "TestTimeFlip": lambda on: TestTimeFlip(1).predict(on(small()), on(IMAGES)),
+    "RandAugment": of_the_loader(RandAugment()), "TrivialAugment": of_the_loader(TrivialAugment()),
+    "AugMix": of_the_loader(AugMix()),
+    "BlurPool": forward(BlurPool(), resnet), "ChannelsLast": forward(ChannelsLast(), resnet),
+    "GhostBatchNorm, momentum=None": forward(GhostBatchNorm(2), momentum_none),
+    "StochasticDepth, often": forward(StochasticDepth(drop_rate=0.9), bottlenecks),
+    **{name: forward(*CASES[name][:2]) for name in SURGERIES},
+}  # fmt: skip
+
+
+MODELS = {
+    *SURGERIES, "BlurPool", "ChannelsLast", "GhostBatchNorm, momentum=None", "StochasticDepth, often", "TestTimeFlip",
+    "SelectiveBackprop", "SelectiveBackprop, smaller",
+}  # fmt: skip
+"""Steps that run a model."""
+
+
+class OnDevice:
+    """Puts tensors and models on the CUDA device that is not there."""
+
+    def __init__(self, device: SimulatedCuda) -> None:
+        self.device = device
+
+    def __call__(self, value: Any) -> Any:
+        return put_on_cuda(value) if isinstance(value, nn.Module) else OnCuda(value.clone())
+
+
+def test_every_transform_has_a_step() -> None:
+    assert {name.split(",")[0].split("-")[0] for name in STEPS} == set(TRANSFORMS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_waits_for_nothing(name: str) -> None:
+    expected = STEPS[name](copy.copy)
+    with SimulatedCuda() as device:
+        given = STEPS[name](OnDevice(device))
+        assert device.found == []
+    given = tree_map(lambda value: value.host if isinstance(value, OnCuda) else value, given)
+    # A model's layers run as other kernels there: convolutions with a bias, attention in parts.
+    rtol, atol = (1e-4, 1e-5) if name in MODELS else (0, 0)
+    torch.testing.assert_close(given, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("outside", [-100, -1, 5])
+def test_a_class_that_is_none_makes_the_loss_nan_there(outside: int) -> None:
+    """On the CPU it is an error, which on a device would wait for it."""
+    targets = torch.tensor([0, 4, outside, 3, 1, 1])
+    with SimulatedCuda() as device:
+        logits, labels = OnCuda(LOGITS), OnCuda(targets)
+        for mixer in (MixUp(), CutMix()):
+            _, soft = mixer.batch(OnCuda(IMAGES), labels, context())
+            assert soft.host.isnan().any(1).sum() in (1, 2)
+            assert F.cross_entropy(logits, soft).host.isnan()
+        assert LabelSmoothing().loss(focal)(logits, labels).host.isnan()
+        assert device.found == []
+
+
+def test_what_waits_is_found() -> None:
+    with SimulatedCuda() as device:
+        x = torch.arange(4.0, device="cuda")
+        for number, wait in enumerate(
+            [
+                x[1].item, lambda: float(x.sum()), x.cpu, lambda: x[x > 1], lambda: x.nonzero(),
+                lambda: bool((x > 1).any()),
+                lambda: torch.ones(2).to("cuda"), lambda: torch.ones(2).to("cuda", non_blocking=True),
+                lambda: torch.ones(2).pin_memory().to("cuda"), lambda: x.index_fill_(0, torch.tensor([1]), 0),
+                lambda: x.masked_select(x > 1), lambda: torch.equal(x, x), lambda: x.copy_(torch.ones(4)),
+            ],
+            1,
+        ):  # fmt: skip
+            wait()
+            assert len(device.found) == number, device.found
+        copied = torch.ones(2).pin_memory().to("cuda", non_blocking=True)
+        assert (len(device.found), device.copies) == (13, 1)
+        assert copied.device.type == "cuda"
+        x = x[:2] * 0 + copied + 1
+        assert (len(device.found), x.host.tolist()) == (13, [2, 2])
