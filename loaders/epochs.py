@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..checks import check_whole, plain
 from ..errors import DataError, suggest
 from .beton import Beton, count_classes
-from .order import check_batch_size, epoch_batches, rank_slice, require_pages
+from .order import LastBatch, check_batch_size, epoch_batches, last_batch, rank_slice, require_pages
 from .settings import Settings, check_indices, odd_size
 
 Batch = tuple[Any, ...]
@@ -80,17 +80,25 @@ class EpochLoader(ABC):
     def __len__(self) -> int:
         """Batches in an epoch."""
         full, rest = divmod(len(self.indices), self.settings.batch_size)
-        return full + (rest > 0 and not self.settings.drop_last)
+        return full + (rest > 0 and not self._last.dropped and not self._last.joined)
+
+    @property
+    def _last(self) -> LastBatch:
+        own = self.settings
+        return last_batch(
+            len(self.indices), own.batch_size,
+            drop_last=own.drop_last, pad_last=own.pad_last, train=own.train, world_size=own.world_size,
+        )  # fmt: skip
 
     @property
     def dropped(self) -> int:
-        """Samples that each epoch leaves out, because drop_last was asked for; over all ranks."""
-        return len(self.indices) % self.settings.batch_size if self.settings.drop_last else 0
+        """Samples that each epoch leaves out (`drop_last`), over all ranks."""
+        return self._last.dropped
 
     @property
     def padded(self) -> int:
-        """Samples that each epoch gives twice, because pad_last was asked for; over all ranks."""
-        return -len(self.indices) % self.settings.batch_size if self.settings.pad_last else 0
+        """Samples that each epoch gives twice (`pad_last`, or equal shares in training), over all ranks."""
+        return self._last.padded
 
     def __iter__(self) -> Iterator[Batch]:
         self._epoch, start = self._next_epoch, self._resume_at
@@ -114,7 +122,8 @@ class EpochLoader(ABC):
         own = self.settings
         batches = epoch_batches(
             self.indices, order=own.order, seed=own.seed, epoch=epoch,
-            batch_size=own.batch_size, drop_last=own.drop_last, pad_last=own.pad_last, pages=self._pages,
+            batch_size=own.batch_size, drop_last=own.drop_last, pad_last=own.pad_last, train=own.train,
+            world_size=own.world_size, pages=self._pages,
         )  # fmt: skip
         return [rank_slice(batch, own.rank, own.world_size) for batch in batches]
 
@@ -160,15 +169,18 @@ class EpochLoader(ABC):
             "batch_size": self.settings.batch_size,
             "samples": len(self.indices),
             "order": self.settings.order,
+            "batches": len(self),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues exactly after the last batch of `state`, also with another number of ranks.
 
         Raises:
-            DataError: if the state is of another seed, batch size, order or data set.
+            DataError: if the state is of another seed, batch size, order or data set, or the rest of its epoch
+                cannot be shared by these ranks.
         """
         own = self.state_dict()
+        state = {"batches": len(self), **state}  # of an older version, it lacks them
         for key, value in own.items():
             given = state.get(key)
             if type(given) is not type(value) or (isinstance(given, int) and given < 0):
@@ -179,7 +191,13 @@ class EpochLoader(ABC):
                     f"The loader's state has {key}={state[key]}, this loader {own[key]}. Make the loader "
                     "as it was, or start a new epoch with set_epoch."
                 )
-        finished = state["position"] >= len(self)
+        finished = state["position"] >= min(state["batches"], len(self))
+        if finished and state["position"] < state["batches"] and not self.settings.drop_last:
+            raise DataError(
+                f"The loader's state lacks its epoch's last batch, of {len(self.indices) % own['batch_size']} samples, "
+                f"which {self.settings.world_size} ranks cannot share. Resume on fewer ranks, or start an epoch with "
+                "set_epoch."
+            )
         self.set_epoch(state["epoch"] + finished)
         self._resume_at = self._position = 0 if finished else state["position"]
 

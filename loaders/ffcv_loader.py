@@ -49,8 +49,11 @@ class FFCVLoader(EpochLoader):
         operations: further FFCV operations (`ffcv.transforms`), applied to the uint8 images of each sample
             after colours and before the cut-out square; their random numbers are seeded for each sample.
 
-        drop_last: leave out a last batch that is not full; `dropped` says how many samples that are.
-        pad_last: fill it up with the epoch's first samples; `padded` says how many are given twice.
+        drop_last: leave out a last batch that is not full; `dropped` is how many samples that are. None: in training
+            on several ranks, so that their shares are equal. False, on several ranks: training repeats as few
+            samples as make the shares equal, as torch's `DistributedSampler` does (`padded` is how many);
+            evaluation gives each sample once, and a last batch of fewer samples than ranks joins the one before.
+        pad_last: fill it up with the epoch's first samples; `padded` is how many are given twice.
         crop: in training, `"resized"` (Inception's random resized crop) or `"padded"` (the whole image
             shifted by up to `padding` pixels over its reflected edges; the usual choice for CIFAR).
         scale: share of the area a resized crop covers. (0.25, 1), as in ffcv-imagenet's recipes.
@@ -79,7 +82,8 @@ class FFCVLoader(EpochLoader):
             a list for bytes and JSON.
         verify: compare each sample with its CRC-32 in the manifest before it is used. False, because it costs
             time; `drivetrain verify` examines the whole file once.
-        rank, world_size: this process's share of each batch (a contiguous slice).
+        rank, world_size: this process's share of each batch (a contiguous slice). None: those of torch.distributed's
+            process group, if there is one.
 
     Raises:
         BetonError: a file that cannot be used, or (while iterating) a sample that does not decode, or has
@@ -124,7 +128,10 @@ class FFCVLoader(EpochLoader):
 
         decoder = Decoder(self.beton, self.settings, self._operations)
         floats = self.settings.dtype.itemsize if self.device.type == "cpu" else 1
-        share = -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
+        share = (
+            -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
+            + self._last.joined
+        )
         batch = share * self.settings.image_size**2 * 3 * floats
         self.memory = check_memory(decoder, self._ahead + 3, batch, self.workers)
         return decoder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +24,8 @@ def epoch_batches(
     batch_size: int,
     drop_last: bool,
     pad_last: bool = False,
+    train: bool = True,
+    world_size: int = 1,
     pages: NDArray[np.int64] | None = None,
 ) -> list[NDArray[np.int64]]:
     """The global batches of one epoch: sample indices, the same for any number of workers or ranks.
@@ -34,8 +38,7 @@ def epoch_batches(
         order: one of `ORDERS`.
         seed, epoch: of the permutation.
         batch_size: global.
-        drop_last: leave out a last batch that is not full.
-        pad_last: fill it up with the epoch's first samples.
+        drop_last, pad_last, train, world_size: what becomes of a last batch that is not full; see `last_batch`.
         pages: for quasi-random order, the page of the file that each sample lies on, by sample index.
     """
     if order not in ORDERS:
@@ -45,12 +48,58 @@ def epoch_batches(
         indices = random.permutation(indices)
     elif order == "quasi_random":
         indices = _by_pages(indices, require_pages(pages)[indices], random, WINDOW * batch_size)
-    rest = len(indices) % batch_size
-    if rest and drop_last:
-        indices = indices[: len(indices) - rest]
-    elif rest and pad_last:
-        indices = np.concatenate([indices, np.resize(indices, batch_size - rest)])
-    return [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+    last = last_batch(
+        len(indices), batch_size, drop_last=drop_last, pad_last=pad_last, train=train, world_size=world_size
+    )
+    indices = indices[: len(indices) - last.dropped]
+    indices = np.concatenate([indices, np.resize(indices, last.padded)]) if last.padded else indices
+    starts = list(range(0, len(indices), batch_size))
+    starts = starts[:-1] if last.joined else starts
+    return np.split(indices, starts[1:])
+
+
+@dataclass(frozen=True)
+class LastBatch:
+    """What becomes of an epoch's last batch where it is not full.
+
+    Attributes:
+        dropped: samples that are left out.
+        padded: samples of the epoch's beginning that are given a second time.
+        joined: whether its samples go into the batch before it.
+    """
+
+    dropped: int = 0
+    padded: int = 0
+    joined: bool = False
+
+
+def last_batch(
+    samples: int, batch_size: int, *, drop_last: bool, pad_last: bool, train: bool, world_size: int
+) -> LastBatch:
+    """Return what becomes of the last batch, of which no rank may have an empty share.
+
+    The mean loss of an empty share is NaN, and the gradients of unequal shares are averaged with unequal weights.
+    So training repeats as few samples as make the shares equal, as torch's `DistributedSampler` does. Evaluation
+    counts each sample once: fewer samples than ranks join the batch before them.
+
+    Args:
+        samples: of the epoch.
+        batch_size: global.
+        drop_last: leave the last batch out.
+        pad_last: fill it up.
+        train: whether shares must be equal.
+        world_size: number of ranks.
+    """
+    rest = samples % batch_size
+    if rest == 0:
+        return LastBatch()
+    if drop_last:
+        return LastBatch(dropped=rest)
+    if pad_last:
+        return LastBatch(padded=batch_size - rest)
+    if train:
+        return LastBatch(padded=-rest % world_size)
+    return LastBatch(joined=rest < world_size and samples > batch_size)
 
 
 def require_pages(pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -87,8 +136,8 @@ def _by_pages(
 def rank_slice(batch: NDArray[np.int64], rank: int, world_size: int) -> NDArray[np.int64]:
     """A rank's contiguous share of a global batch.
 
-    A full batch divides evenly (`check_batch_size` sees to it). Of a last, partial one the first ranks
-    take one sample more; no sample is repeated or lost, and a share may be empty.
+    A full batch divides evenly (`check_batch_size` requires it). Of a last, partial one the first ranks
+    take one sample more.
     """
     return np.array_split(batch, world_size)[rank]
 
@@ -98,7 +147,8 @@ def check_batch_size(batch_size: int, samples: int, *, full: bool, world_size: i
 
     Raises:
         DataError: if it is not positive, does not divide by the number of ranks, or exceeds the
-            number of samples where a `full` batch is needed: in training, and with drop_last.
+            number of samples where a `full` batch is needed: in training, and with drop_last; or if there are
+            fewer samples than ranks.
     """
     if batch_size < 1:
         raise DataError(f"batch_size={batch_size} must be at least 1.")
@@ -111,4 +161,9 @@ def check_batch_size(batch_size: int, samples: int, *, full: bool, world_size: i
         raise DataError(
             f"batch_size={batch_size} is larger than the data set of {samples} samples, so no full "
             f"batch exists; use at most {samples}."
+        )
+    if samples < world_size:
+        raise DataError(
+            f"{samples} samples cannot be shared by {world_size} ranks: each needs at least one. Use fewer ranks, or "
+            "load them on one rank alone, with rank=0 and world_size=1."
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from .. import machine
@@ -132,7 +135,7 @@ def odd_size(sample: str, width: int, height: int, side: int) -> DataError:
 
 
 def make_settings(**settings: Any) -> Settings:
-    """The settings, checked.
+    """The settings, checked; rank, world size and drop_last are decided where they are None.
 
     Raises:
         DataError: also for one that does not exist.
@@ -141,7 +144,42 @@ def make_settings(**settings: Any) -> Settings:
     for name in settings:
         if name not in known:
             raise DataError(f"{name}= is not a setting of a loader.{suggest(name, known)}")
-    return Settings(**settings)
+    rank, world_size = find_ranks(settings.pop("rank", None), settings.pop("world_size", None))
+    drop_last = settings.pop("drop_last", None)
+    made = Settings(
+        rank=rank, world_size=world_size, drop_last=False if drop_last is None else drop_last, **settings
+    )
+    equal = made.train and made.world_size > 1 and not made.pad_last
+    return dataclasses.replace(made, drop_last=True) if drop_last is None and equal else made
+
+
+def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
+    """Return this process's rank and the number of ranks: as given, else those of torch.distributed's process group.
+
+    Raises:
+        DataError: if only one of them is given, or a launcher's process has not joined its group yet: every rank
+            would load all samples.
+    """
+    if (rank is None) != (world_size is None):
+        raise DataError(
+            f"rank={rank!r} and world_size={world_size!r}: give both, or neither, to take them from the process group "
+            "of torch.distributed."
+        )
+    if rank is not None:
+        return rank, world_size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    started = os.environ.get("WORLD_SIZE", "")
+    if all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")) and started not in (
+        "",
+        "1",
+    ):
+        raise DataError(
+            f"This process is one of WORLD_SIZE={started} that a launcher started, and has not joined their process "
+            "group. Call torch.distributed.init_process_group() before you make the loader, or give rank= and "
+            "world_size= (rank=0, world_size=1: all samples)."
+        )
+    return 0, 1
 
 
 def check_device(device: torch.device | str) -> torch.device:

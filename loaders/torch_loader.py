@@ -97,9 +97,7 @@ class TorchLoader(EpochLoader):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         shares = self._shares(epoch)[start:]
-        self._sampler.batches = [
-            [(epoch, index) for index in share.tolist()] for share in shares if len(share)
-        ]
+        self._sampler.batches = [[(epoch, index) for index in share.tolist()] for share in shares]
         if self._loader is None:
             self._loader = self._make_loader()
         with _main_module_hidden(self.dataset), _interrupts_kept_from_new_processes():
@@ -110,11 +108,6 @@ class TorchLoader(EpochLoader):
             images, labels = batch
             labels = labels.float() if labels.is_floating_point() else labels
             yield self._deliver(images, labels, share)
-        if shares and not len(shares[-1]):  # fewer samples than ranks are left in the last batch
-            side, none = self.settings.image_size, shares[-1]
-            empty = torch.empty(0, dtype=torch.int64)
-            labels = empty if self.beton is None else self._values(none, [self.beton.label_name])[0]
-            yield self._deliver(torch.empty(0, 3, side, side, dtype=self.settings.dtype), labels, none)
 
     def _deliver(self, images: torch.Tensor, labels: torch.Tensor, share: NDArray[np.int64]) -> Batch:
         fields = self.settings.fields

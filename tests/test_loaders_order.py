@@ -11,7 +11,7 @@ import pytest
 import torch
 from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader
-from drivetrain.loaders.order import ORDERS, WINDOW, epoch_batches
+from drivetrain.loaders.order import ORDERS, WINDOW, epoch_batches, rank_slice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_pictures import jpeg_beton, raw_beton, run_python
@@ -102,20 +102,80 @@ def test_any_number_of_workers(photos: Path, train: bool) -> None:
 def test_ranks_make_up_the_global_batch(photos: Path, world: int, drop_last: bool) -> None:
     whole = epoch(photos, seed=9, drop_last=drop_last)
     parts = [epoch(photos, seed=9, drop_last=drop_last, rank=rank, world_size=world) for rank in range(world)]
+    if world == 4 and not drop_last:  # two samples are left: they and the first two make the last batch
+        first = [values[:2] for values in whole[0]]
+        whole[-1] = tuple(torch.cat(pair) for pair in zip(whole[-1], first, strict=True))
     assert same(joined(parts), whole)
     assert len(whole) == (4 if drop_last else 5)
     assert [len(labels) for _, labels in parts[-1]][:4] == [4 // world] * 4
 
 
-def test_last_batch_smaller_than_the_world(numbered: Path) -> None:
-    """21 samples in batches of 4 leave one: a rank gets it, the others get an empty batch, none waits."""
-    parts = [
-        epoch(numbered, indices=range(21), rank=rank, world_size=4, dtype=torch.uint8) for rank in range(4)
-    ]
-    assert [len(part) for part in parts] == [6] * 4
-    assert [len(part[-1][1]) for part in parts] == [1, 0, 0, 0]
-    assert parts[3][-1][0].shape == (0, 3, 16, 16)
-    assert same(joined(parts), epoch(numbered, indices=range(21), dtype=torch.uint8))
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+@pytest.mark.parametrize(
+    ("samples", "batch", "world"), [(21, 4, 4), (23, 8, 2), (17, 4, 2), (5, 2, 2), (21, 6, 3)]
+)
+def test_a_partial_last_batch_among_ranks(
+    numbered: Path, kind: Any, samples: int, batch: int, world: int
+) -> None:
+    """Training: dropped by default, else equal shares; evaluation: each sample once; never an empty share."""
+    rest, full = samples % batch, samples // batch
+
+    def shares(**options: Any) -> tuple[Any, list[list[list[int]]]]:
+        parts = []
+        for rank in range(world):
+            workers = 0 if kind is TorchLoader else 2
+            with kind(
+                numbered, batch_size=batch, image_size=SIDE, dtype=torch.uint8, indices=range(samples), seed=3,
+                workers=workers, rank=rank, world_size=world, **options,
+            ) as made:  # fmt: skip
+                parts.append([labels.tolist() for _, labels in made])
+                assert len(parts[-1]) == len(made)
+                assert all(map(len, parts[-1]))
+        return made, parts
+
+    made, parts = shares()
+    assert (made.dropped, made.padded) == (rest, 0)
+    assert {len(labels) for part in parts for labels in part} == {batch // world}
+    assert len(parts[0]) == full
+    made, parts = shares(drop_last=False)
+    assert (made.dropped, made.padded) == (0, -rest % world)
+    assert len({tuple(map(len, part)) for part in parts}) == 1  # equal shares
+    given = [label for batches in zip(*parts, strict=True) for share in batches for label in share]
+    assert sorted(given[:samples]) == list(range(samples))
+    assert given[samples:] == given[: made.padded]
+    for options in ({}, {"drop_last": False}):
+        made, parts = shares(train=False, **options)
+        assert (made.dropped, made.padded) == (0, 0)
+        assert sorted(label for part in parts for labels in part for label in labels) == list(range(samples))
+        assert len({len(part) for part in parts}) == 1
+        assert max(len(labels) for part in parts for labels in part) <= batch // world + 1
+
+
+def test_the_last_batch_of_the_defect() -> None:
+    """33 samples, batch 16, 2 ranks were [8, 8, 1] and [8, 8, 0], whose mean loss is NaN."""
+
+    def sizes(**options: Any) -> list[list[int]]:
+        batches = epoch_batches(
+            np.arange(33), order="random", seed=0, epoch=0, batch_size=16, world_size=2, **options
+        )
+        return [[len(rank_slice(batch, rank, 2)) for batch in batches] for rank in (0, 1)]
+
+    assert sizes(drop_last=True) == [[8, 8], [8, 8]]
+    assert sizes(drop_last=False) == [[8, 8, 1], [8, 8, 1]]
+    assert sizes(drop_last=False, train=False) == [[8, 9], [8, 8]]
+    assert sizes(drop_last=False, pad_last=True) == [[8, 8, 8], [8, 8, 8]]
+
+
+def test_a_launched_process_that_has_not_joined_its_group(
+    numbered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DataError, match=r"WORLD_SIZE=2 .* has not joined .*init_process_group\(\)"):
+        loader(numbered)
+    assert len(epoch(numbered, rank=0, world_size=1)) == 6
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert len(epoch(numbered)) == 6
 
 
 def test_another_process_gives_the_same_pixels(photos: Path) -> None:
@@ -235,7 +295,9 @@ def test_resuming_is_exact(numbered: Path, data: st.DataObject) -> None:
         "batch_size": batch, "indices": range(count), "dtype": torch.uint8, "image_size": SIDE,
         "seed": data.draw(st.integers(0, 2**40), label="seed"),
         "order": data.draw(st.sampled_from(ORDERS), label="order"),
-        **data.draw(st.sampled_from([{}, {"drop_last": True}, {"pad_last": True}]), label="last batch"),
+        **data.draw(
+            st.sampled_from([{}, {"drop_last": False}, {"drop_last": True}, {"pad_last": True}]), label="last"
+        ),
     }  # fmt: skip
     with loader(numbered, **options, rank=before - 1, world_size=before) as first:
         position = data.draw(st.integers(0, len(first)), label="position")
@@ -244,14 +306,20 @@ def test_resuming_is_exact(numbered: Path, data: st.DataObject) -> None:
         for _ in range(position):
             next(batches)
         state = first.state_dict()
-    rest = epoch(numbered, epoch=number, **options)[position:] or epoch(numbered, epoch=number + 1, **options)
+    options.setdefault("drop_last", after > 1 and not options.get("pad_last"))  # what None means there
+    rest = epoch(numbered, epoch=number, **options)[position:] if position < state["batches"] else []
+    rest = rest or epoch(numbered, epoch=number + 1, **options)
     parts = []
     for rank in range(after):
         with loader(numbered, **options, rank=rank, world_size=after) as second:
             second.load_state_dict(state)
             assert second.state_dict()["position"] == position % len(second)
             parts.append(list(second))
-    assert same(joined(parts), rest)
+    found = joined(parts)
+    if second.padded and not options.get("pad_last"):  # equal shares of the last batch
+        images, labels = found[-1]
+        found[-1] = images[: -second.padded], labels[: -second.padded]
+    assert same(found, rest)
 
 
 def test_resuming_then_the_next_epoch_is_whole(photos: Path) -> None:
@@ -272,6 +340,7 @@ def test_resuming_then_the_next_epoch_is_whole(photos: Path) -> None:
             "batch_size": 4,
             "samples": 18,
             "order": "random",
+            "batches": 5,
         }
 
 
@@ -305,6 +374,23 @@ def test_state_of_another_loader(numbered: Path, kind: Any, change: dict[str, An
     with pytest.raises(DataError, match="epoch=None"):
         made.load_state_dict({})
     assert made.state_dict() == before
+
+
+def test_a_last_batch_that_was_not_given_yet_is_not_lost(numbered: Path) -> None:
+    """One process saves before its last batch of one sample, which on two ranks joins the batch before."""
+    options: dict[str, Any] = {"indices": range(21), "train": False}
+    with loader(numbered, **options) as made:
+        batches = iter(made)
+        states = [made.state_dict(), *(made.state_dict() for _ in batches)]
+    with loader(numbered, **options, rank=0, world_size=2) as other:
+        other.load_state_dict(states[4])
+        assert [labels.tolist() for _, labels in other] == [[16, 17, 18]]
+        with pytest.raises(
+            DataError, match="lacks its epoch's last batch, of 1 samples, which 2 ranks cannot"
+        ):
+            other.load_state_dict(states[5])
+        other.load_state_dict(states[6])
+        assert other.state_dict()["epoch"] == 1
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "2"])

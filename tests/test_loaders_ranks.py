@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader
 from drivetrain.strategies import launch
 from loader_pictures import jpeg_beton
@@ -18,12 +19,12 @@ Digest = tuple[int, str]
 """A sample's label, and a digest of its pixels."""
 
 CASES: list[dict[str, Any]] = [
-    {"order": "random"},
-    {"order": "sequential"},
-    {"order": "quasi_random"},
+    {"order": "random", "drop_last": False},
+    {"order": "sequential", "drop_last": False},
+    {"order": "quasi_random", "drop_last": False},
     {"order": "random", "drop_last": True},
     {"order": "quasi_random", "pad_last": True},
-    {"order": "random", "indices": list(range(0, 18, 2)), "seed": 3},
+    {"order": "random", "indices": [*range(0, 18, 2), 1], "seed": 3, "drop_last": False},
     {"train": False, "order": "sequential"},
 ]
 
@@ -38,11 +39,10 @@ def digests(images: torch.Tensor, labels: torch.Tensor) -> list[Digest]:
 def epoch(
     kind: str, path: str, options: dict[str, Any], state: dict[str, Any] | None = None
 ) -> list[list[Digest]]:
-    """This process's batches of an epoch: its share, if it is a rank."""
+    """This process's batches of an epoch: its share, if it is a rank, which the loader finds out itself."""
     made, workers = (FFCVLoader, 1) if kind == "ffcv" else (TorchLoader, 0)
-    ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()} if dist.is_initialized() else {}
     base = {"batch_size": 4, "image_size": 24, "workers": workers, "dtype": torch.uint8}
-    with made(path, **{**base, **options, **ranks}) as loader:
+    with made(path, **{**base, **options}) as loader:
         if state is not None:
             loader.load_state_dict(state)
         return [digests(images, labels) for images, labels in loader]
@@ -51,7 +51,16 @@ def epoch(
 def load_as_rank(path: str, state: dict[str, Any]) -> list[list[list[Digest]]]:
     """All cases, by both loaders, and a resumed epoch: gathered, batch by batch in the order of the ranks."""
     runs = [epoch(kind, path, case) for kind in ("ffcv", "torch") for case in CASES]
-    runs.append(epoch("ffcv", path, {}, state))
+    runs.append(epoch("ffcv", path, {"drop_last": False}, state))
+    for kind in ("ffcv", "torch"):  # 17 samples leave one
+        odd = {"indices": range(17), "order": "sequential"}
+        runs += [epoch(kind, path, odd), epoch(kind, path, {**odd, "train": False})]
+        mine = [len(batch) for run in runs[-2:] for batch in run]
+        assert mine == [2] * 4 + [2] * 3 + [3 - dist.get_rank()], mine  # no share is empty
+        with pytest.raises(DataError, match="give both, or neither"):
+            epoch(kind, path, {"rank": 0})
+    runs.append(epoch("ffcv", path, {"rank": 0, "world_size": 1, "train": False}))
+    assert sum(map(len, runs.pop())) == 18  # all samples on each rank, where the user wants that
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, runs)
     return [
@@ -72,7 +81,11 @@ def test_two_ranks_load_what_one_process_loads(tmp_path: Path) -> None:
         rest = [digests(*batch) for batch in batches]
     together = launch(load_as_rank, path, state, devices=2)[0]
     alone = [epoch(kind, path, case) for kind in ("ffcv", "torch") for case in CASES]
-    assert together == [*alone, rest]
+    odd = together[len(alone) + 1 :]
+    assert together[: len(alone) + 1] == [*alone, rest]
+    for number, count in enumerate((16, 17, 16, 17)):
+        flat = list(chain(*odd[number]))
+        assert len(set(flat)) == len(flat) == count
     assert len(alone[0]) == 5
     for number, case in enumerate(CASES[:3]):
         flat = list(chain(*together[number]))
