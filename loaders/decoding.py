@@ -26,7 +26,7 @@ _METHODS = {"bilinear": kernels.BILINEAR, "area": kernels.AREA}
 class _Workspace:
     """What one thread works in: a decoder's handle, and memory for the largest image and a part's pixels."""
 
-    handle: int
+    handle: turbojpeg.Handle
     scratch: NDArray[np.int8]
     sums: NDArray[np.uint16]
     rows: NDArray[np.uint8]
@@ -139,7 +139,7 @@ class Decoder:
     ) -> None:
         beton, status = self._beton, np.empty(len(indices), dtype=np.int32)
         kernels.load_samples(
-            *self._functions, workspace.handle, beton.data,
+            *self._functions, workspace.handle.address, beton.data,
             self._modes, beton.widths, beton.heights, beton.pointers, beton.sizes,
             indices, choices.boxes[part], choices.flips[part], self._method,
             workspace.scratch, workspace.sums, workspace.rows, workspace.columns, workspace.small,
@@ -159,7 +159,7 @@ class Decoder:
     def _make_workspace(self) -> _Workspace:
         side, widest = self._settings.image_size, self._widest
         return _Workspace(
-            handle=turbojpeg.open_handle(),
+            handle=turbojpeg.Handle(),
             scratch=np.empty(self._largest, dtype=np.int8),
             sums=np.empty(max(3 * widest, 4 * side), dtype=np.uint16),
             rows=np.empty((side, 3 * widest), dtype=np.uint8),
@@ -171,7 +171,7 @@ class Decoder:
     def close(self) -> None:
         """Gives back the threads' memory and decoders; no thread may be loading."""
         while self._free:
-            turbojpeg.close_handle(self._free.pop().handle)
+            self._free.pop().handle.close()
 
 
 def _policy_kernel(settings: Settings) -> Any:

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..checks import check_whole, is_number, is_whole, make_plain
 from ..errors import DataError, suggest
-from . import libffcv
+from . import turbojpeg
 from .layout import MODE_JPEG, MODE_RAW
 
 RAW_LIMIT = 64 * 64 * 3
@@ -156,7 +156,7 @@ def _is_sound(jpeg: bytes, width: int, height: int, check: str) -> bool:
     """Whether a JPEG, whose header Pillow has read, may go in as it is."""
     if check == "structure" and jpeg.endswith(_END_OF_IMAGE):
         return True
-    return libffcv.decodes(jpeg, width, height)
+    return turbojpeg.decodes(jpeg, width, height)
 
 
 def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:

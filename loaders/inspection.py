@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from ..checks import check_whole, plain
 from ..errors import BetonError, DataError, require_suffix
 from ..files import atomic_file
-from . import libffcv
+from . import libffcv, turbojpeg
 from .beton import Beton, open_beton
 from .layout import MODE_JPEG
 from .settings import check_workers
@@ -215,7 +215,7 @@ def _decodes(beton: Beton, number: int) -> bool:
     stored, size = beton.stored(number), (int(beton.widths[number]), int(beton.heights[number]))
     try:
         with Image.open(io.BytesIO(stored)) as image:  # its header alone
-            return image.size == size and libffcv.decodes(stored, *size)
+            return image.size == size and turbojpeg.decodes(stored, *size)
     except Exception:  # Pillow's readers raise whatever a damaged file leads them to
         return False
 

@@ -1,10 +1,10 @@
-"""`libffcv.decodes`, which decodes at an eighth of the size, refuses what the loader's full decode refuses."""
+"""`turbojpeg.decodes`, which decodes at an eighth of the size, refuses what the loader's full decode refuses."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from drivetrain.loaders import libffcv
+from drivetrain.loaders import libffcv, turbojpeg
 from loader_pictures import jpeg_bytes, picture
 
 MUTANTS = 100
@@ -42,7 +42,7 @@ def test_refuses_the_same_damaged_files(options: dict[str, object]) -> None:
         else:
             del data[at : at + int(rng.integers(1, 40))]
         full = decodes_in_full(bytes(data), SIDES[1], SIDES[0])
-        assert libffcv.decodes(bytes(data), SIDES[1], SIDES[0]) == full, (number, at)
+        assert turbojpeg.decodes(bytes(data), SIDES[1], SIDES[0]) == full, (number, at)
         refused += not full
     assert 20 < refused < MUTANTS  # both happen, so that the comparison is worth something
-    assert libffcv.decodes(sound, SIDES[1], SIDES[0])
+    assert turbojpeg.decodes(sound, SIDES[1], SIDES[0])

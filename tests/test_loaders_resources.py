@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from drivetrain.errors import BetonError, DataError
-from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
+from drivetrain.loaders import FFCVLoader, TorchLoader, libffcv, open_beton, turbojpeg, verify
 from loader_pictures import jpeg_beton, run_python
 
 
@@ -111,6 +114,57 @@ def test_memory_does_not_grow(photos: Path) -> None:
             list(made)
         gc.collect()
         assert process.memory_info().rss - before < 12 << 20  # one epoch alone allocates 7 MB of batches
+
+
+@pytest.fixture
+def handles(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """libjpeg-turbo's decoders that are made and freed; its library does so as ever."""
+    counts, library = {"made": 0, "freed": 0}, libffcv.library()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+        @staticmethod
+        def tjDestroy(handle: Any) -> int:
+            counts["freed"] += 1
+            return int(library.tjDestroy(handle))
+
+        class tjInitDecompress:
+            restype: Any = None
+
+            def __new__(cls) -> Any:
+                library.tjInitDecompress.restype = ctypes.c_void_p
+                counts["made"] += 1
+                return library.tjInitDecompress()
+
+    monkeypatch.setattr(turbojpeg.libffcv, "library", Counting)
+    return counts
+
+
+def test_decoders_of_forgotten_loaders_are_freed(photos: Path, handles: dict[str, int]) -> None:
+    for number in range(10):
+        made = loader(photos)
+        list(made) if number % 2 else next(iter(made))
+        reference = weakref.ref(made)
+        del made
+        gc.collect()
+        assert reference() is None  # nothing keeps it alive
+    deadline = time.monotonic() + 10
+    while handles["freed"] < handles["made"] and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread may still have the last part of a batch
+    assert handles["made"] >= 10
+    assert handles["freed"] == handles["made"]
+    made = loader(photos)
+    list(made)
+    made.close()
+    made.close()
+    assert handles["freed"] == handles["made"]
+
+
+def test_verifying_frees_its_decoders(photos: Path, handles: dict[str, int]) -> None:
+    assert verify(photos, progress=False).sound
+    assert handles["freed"] == handles["made"] == 18
 
 
 def test_close_twice_and_iterate_again(photos: Path) -> None:
