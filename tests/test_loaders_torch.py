@@ -127,7 +127,8 @@ def test_augmentation_is_keyed_by_sample_and_epoch(photos: Path) -> None:
     assert same(load(TorchLoader, photos, seed=2, epoch=1), whole)
     assert not same(load(TorchLoader, photos, seed=2, epoch=2), whole)
     assert not same(load(TorchLoader, photos, seed=1, epoch=2), whole)
-    parts = [load(TorchLoader, photos, seed=2, epoch=1, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [{"rank": rank, "world_size": 2, "drop_last": False} for rank in range(2)]
+    parts = [load(TorchLoader, photos, seed=2, epoch=1, **rank) for rank in ranks]
     joined = [(torch.cat([a, c]), torch.cat([b, d])) for (a, b), (c, d) in zip(*parts, strict=True)]
     assert same(joined, whole)
     with TorchLoader(photos, batch_size=4, image_size=16, workers=0, seed=2) as first:
