@@ -128,7 +128,8 @@ def _run(pipeline: Pipeline, job: Job) -> Outcome:
     if _is_alone(pipeline):
         return train_rank(pipeline, job)
     try:
-        return strategies.launch(train_rank, pipeline, job, devices=pipeline.distribution.devices)[0]
+        how = pipeline.distribution
+        return strategies.launch(train_rank, pipeline, job, devices=how.devices, device=how.device)[0]
     except StrategyError as error:
         if isinstance(error.__cause__, DrivetrainError):
             raise error.__cause__ from None

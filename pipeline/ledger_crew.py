@@ -84,7 +84,15 @@ class Taker:
             ranks = [_take(self._bench, kinds, epoch, batches)]
         else:
             devices = self._pipeline.distribution.devices
-            answers = launch(_turns_on_rank, self._pipeline, kinds, epoch, batches, devices=devices)
+            answers = launch(
+                _turns_on_rank,
+                self._pipeline,
+                kinds,
+                epoch,
+                batches,
+                devices=devices,
+                device=self._pipeline.distribution.device,
+            )
             ranks = [turns for turns, _ in answers]
             self.costs = largest([costs for _, costs in answers])
         self.seconds = perf_counter() - start

@@ -19,7 +19,8 @@ def peak_bytes(pipeline: Pipeline) -> int | None:
     Of the whole process: interpreter, torch, and what is mapped of the data file included, the loader's
     processes not. None where the system does not say (Linux does).
     """
-    found = launch(_peak_of_rank, pipeline, devices=pipeline.distribution.devices)
+    how = pipeline.distribution
+    found = launch(_peak_of_rank, pipeline, devices=how.devices, device=how.device)
     known = [peak for peak in found if peak is not None]
     return max(known, default=None)
 

@@ -163,7 +163,7 @@ class _Extras:
 class _Lenient(LossGuard):
     """Looks at every loss, and stops nothing: a ledger has the peak rate at once, and its weights go away."""
 
-    def _judged(self, step: int, losses: torch.Tensor) -> bool:
+    def _judged(self, step: int, losses: list[float]) -> bool:
         with suppress(NonFiniteError):
             super()._judged(step, losses)
         return True

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from ..loaders.epochs import Batch
 from ..strategies import Engine
+from ..strategies.devices import current_device
 from ..transforms import Loss
 from .methods import Methods, Microbatch
 from .nonfinite import Unguarded
@@ -60,29 +61,30 @@ def train_epoch(
     sums = sums or Sums(torch.zeros((), device=engine.device))
     engine.model.train()
     waiting, start, before = Stopwatch(), perf_counter(), (sums.seconds, sums.waited)
-    for images, labels in waiting.around(batches):
-        guard.begin()
-        parts = methods.microbatches(engine, images, labels, loss)
-        step_loss = add_gradients(engine, parts, loss)
-        if before_step is not None:
-            before_step()
-        admitted = guard.admits(step_loss)
-        if admitted:
-            methods.refine(engine, partial(add_gradients, engine, parts, loss))
-            methods.clip(engine)
-            guard.check_step(engine.step(), engine.skipped)
-            sums.total += step_loss
-            sums.counted += 1
-            sums.overflowed += engine.skipped
-        else:
-            engine.zero()
-            sums.skipped += 1
-        methods.after_step(taken=admitted and not engine.skipped)
-        sums.images += len(images) * engine.world_size
-        sums.seconds, sums.waited = before[0] + perf_counter() - start, before[1] + waiting.seconds
-        if watch is not None:
-            watch(len(images) * engine.world_size, step_loss)
-    guard.flush()
+    with current_device(engine.device):
+        for images, labels in waiting.around(batches):
+            guard.begin()
+            parts = methods.microbatches(engine, images, labels, loss)
+            step_loss = add_gradients(engine, parts, loss)
+            if before_step is not None:
+                before_step()
+            admitted = guard.admits(step_loss)
+            if admitted:
+                methods.refine(engine, partial(add_gradients, engine, parts, loss))
+                methods.clip(engine)
+                guard.check_step(engine.step(), engine.skipped)
+                sums.total += step_loss
+                sums.counted += 1
+                sums.overflowed += engine.skipped
+            else:
+                engine.zero()
+                sums.skipped += 1
+            methods.after_step(taken=admitted and not engine.skipped)
+            sums.images += len(images) * engine.world_size
+            sums.seconds, sums.waited = before[0] + perf_counter() - start, before[1] + waiting.seconds
+            if watch is not None:
+                watch(len(images) * engine.world_size, step_loss)
+        guard.flush()
     mean = engine.reduce(sums.total / max(sums.counted, 1)).item()
     seconds = before[0] + perf_counter() - start
     return EpochStats(mean, sums.images, seconds, sums.waited, sums.skipped, sums.overflowed)
@@ -113,17 +115,18 @@ def evaluate(engine: Engine, batches: Iterable[Batch], methods: Methods | None =
     methods = methods or Methods(())
     engine.model.eval()
     sums = torch.zeros(3, device=engine.device, dtype=torch.float64)
-    for images, labels in batches:
-        if len(images) == 0:
-            # This rank's share of a small last batch. Shards are gathered on all ranks or none.
-            engine.plain_model(images.new_zeros(1, *images.shape[1:]))
-            continue
-        with engine.forward_context():
-            logits = methods.predict(engine.plain_model, images)
-        logits = logits.float()
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+    with current_device(engine.device):
+        for images, labels in batches:
+            if len(images) == 0:
+                # This rank's share of a small last batch. Shards are gathered on all ranks or none.
+                engine.plain_model(images.new_zeros(1, *images.shape[1:]))
+                continue
+            with engine.forward_context():
+                logits = methods.predict(engine.plain_model, images)
+            logits = logits.float()
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (logits.argmax(1) == labels).sum()
+            sums[2] += len(labels)
     loss, correct, count = engine.reduce(sums, "sum").tolist()
     return loss / count, correct / count
 

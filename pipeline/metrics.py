@@ -7,6 +7,7 @@ from time import perf_counter
 
 import torch
 
+from .host_copy import HostCopy
 from .loggers import Loggers
 from .result import Epoch
 from .sums import Sums
@@ -25,7 +26,7 @@ class Metrics:
 
     def __init__(self, loggers: Loggers, every: int) -> None:
         self._loggers, self._every = loggers, every
-        self._late: tuple[int, dict[str, float], torch.Tensor, torch.cuda.Event] | None = None
+        self._late: tuple[int, dict[str, float], HostCopy] | None = None
         self._since = self._now(None)
 
     @staticmethod
@@ -41,7 +42,7 @@ class Metrics:
         """After step number `step`, from 1: its loss `()` on this rank, its learning rate, the epoch's sums."""
         if not self._loggers:
             return
-        if self._late is not None and self._late[3].query():  # type: ignore[no-untyped-call]
+        if self._late is not None and self._late[2].arrived:
             self._arrive()
         if step % self._every:
             return
@@ -49,21 +50,16 @@ class Metrics:
         seconds, images, waited = (now - then for now, then in zip(self._since, before, strict=True))
         values = {"step/lr": lr, "step/images_per_s": images / seconds, "step/waiting": waited / seconds}
         self._arrive()
-        if loss.device.type != "cuda":
-            self._loggers.log({"step/loss": loss.item(), **values}, step)
-            return
-        host = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        self._late = step, values, host, copied
+        self._late = step, values, HostCopy(loss)
+        if self._late[2].arrived:
+            self._arrive()
 
     def _arrive(self) -> None:
         """Logs the loss that is still on its way."""
         late, self._late = self._late, None
         if late is not None:
-            step, values, loss, copied = late
-            copied.synchronize()
-            self._loggers.log({"step/loss": loss.item(), **values}, step)
+            step, values, loss = late
+            self._loggers.log({"step/loss": loss.values(), **values}, step)
 
     def after_epoch(self, step: int, epoch: Epoch) -> None:
         """After the epoch's evaluation, `step` steps of the training being done."""

@@ -11,6 +11,7 @@ import torch
 from ..errors import NonFiniteError, PlanError, suggest
 from ..strategies import Engine
 from ..transforms.tensors import locals_of
+from .host_copy import HostCopy
 
 OnNonFinite = Literal["raise", "skip"]
 
@@ -52,6 +53,7 @@ class LossGuard(Unguarded):
     With `"raise"` the loss is looked at before the optimizer steps where that costs nothing, on the CPU; on
     CUDA one step later, when the next one is queued, so that the device never waits. With `"skip"` every step
     waits for its loss, and buffers (BatchNorm's statistics, which a bad batch would spoil) are copied before it.
+    The norm of the gradients is looked at likewise: on the CPU at once, on CUDA one step later.
 
     Gradients that are not finite although the loss is show in their norm, with `clip_norm`; the step has been
     taken by then, so that is an error also with `"skip"`. Without a norm they show in the next loss. A skipped
@@ -72,7 +74,8 @@ class LossGuard(Unguarded):
         self._engine, self._skip = engine, how == "skip"
         self._step, self._advice = step, advice
         self._at_once = self._skip or engine.device.type != "cuda"
-        self._late: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
+        self._late: tuple[int, HostCopy] | None = None
+        self._late_norm: tuple[int, HostCopy] | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._overflows = 0
 
@@ -90,13 +93,11 @@ class LossGuard(Unguarded):
         """
         losses = self._of_all_ranks(loss)
         if self._at_once:
-            return self._judged(self._step(), losses)
-        late = self._late
-        host = torch.empty(losses.shape, pin_memory=True).copy_(losses, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        self._late = self._step(), host, copied
+            self._look_at_norm()
+            return self._judged(self._step(), losses.tolist())
+        late, self._late = self._late, (self._step(), HostCopy(losses))
         self._look(late)
+        self._look_at_norm()
         return True
 
     def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
@@ -111,7 +112,7 @@ class LossGuard(Unguarded):
         """See `Unguarded.check_step`.
 
         Raises:
-            NonFiniteError: naming the step.
+            NonFiniteError: naming the step; for the norm of the step before, on CUDA.
         """
         self._overflows = self._overflows + 1 if skipped else 0
         if self._overflows == OVERFLOWS:
@@ -119,13 +120,10 @@ class LossGuard(Unguarded):
                 f"At step {self._step()} the gradients overflowed in fp16 for the {OVERFLOWS}th step in a row, at "
                 f"every loss scale: they are not finite, with a finite loss. {self._advice()}"
             )
-        value = 0.0 if norm is None else norm.item()
-        if not math.isfinite(value):
-            self.flush()
-            raise NonFiniteError(
-                f"At step {self._step()} the norm of the gradients is {value}, with a finite loss; the weights are "
-                f"spoiled. {self._advice()}"
-            )
+        if norm is not None and norm.device.type == "cuda":
+            self._late_norm = self._step(), HostCopy(norm)
+        elif norm is not None:
+            self._check_norm(self._step(), norm.item())
 
     def flush(self) -> None:
         """See `Unguarded.flush`.
@@ -135,15 +133,31 @@ class LossGuard(Unguarded):
         """
         late, self._late = self._late, None
         self._look(late)
+        self._look_at_norm()
 
-    def _look(self, late: tuple[int, torch.Tensor, torch.cuda.Event] | None) -> None:
+    def _look(self, late: tuple[int, HostCopy] | None) -> None:
         if late is not None:
-            step, losses, copied = late
-            copied.synchronize()
-            self._judged(step, losses)
+            step, losses = late
+            self._judged(step, losses.values())
 
-    def _judged(self, step: int, losses: torch.Tensor) -> bool:
-        bad = {rank: value for rank, value in enumerate(losses.tolist()) if not math.isfinite(value)}
+    def _look_at_norm(self) -> None:
+        late, self._late_norm = self._late_norm, None
+        if late is not None:
+            step, norm = late
+            self._check_norm(step, norm.values())
+
+    def _check_norm(self, step: int, value: float) -> None:
+        if math.isfinite(value):
+            return
+        if self._late is not None and self._late[0] == step:
+            self.flush()  # a loss that is not finite is the cause, and has the better message
+        raise NonFiniteError(
+            f"At step {step} the norm of the gradients is {value}, with a finite loss; the weights are spoiled. "
+            f"{self._advice()}"
+        )
+
+    def _judged(self, step: int, losses: list[float]) -> bool:
+        bad = {rank: value for rank, value in enumerate(losses) if not math.isfinite(value)}
         if not bad:
             return True
         where = ", ".join(f"{value} on rank {rank}" for rank, value in list(bad.items())[:8])

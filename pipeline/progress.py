@@ -10,9 +10,10 @@ import torch
 from tqdm import tqdm as text_bar
 from tqdm.auto import tqdm
 
+from .host_copy import HostCopy
 from .sums import Sums
 
-_REFRESH = 0.5  # seconds; reading the loss waits for the GPU, so it is not done at every step
+_REFRESH = 0.5  # seconds between two losses; each is a copy from the device, which is not waited for
 
 
 class Progress:
@@ -37,6 +38,7 @@ class Progress:
         file: TextIO | None = None,
     ) -> None:
         self._show, self._next = show, 0.0
+        self._loss: HostCopy | None = None
         self._accuracy = "" if accuracy is None else f", accuracy {accuracy:.2%}"
         self._bar = (tqdm if file is None else text_bar)(
             total=images, desc=f"epoch {epoch}/{epochs}", unit=" images", disable=not show, leave=False,
@@ -47,11 +49,14 @@ class Progress:
         """After a step: its images, its loss, and the epoch's sums."""
         if not self._show:
             return
-        if perf_counter() >= self._next:
+        if self._loss is None and perf_counter() >= self._next:
             self._next = perf_counter() + _REFRESH
+            self._loss = HostCopy(loss)
+        if self._loss is not None and self._loss.arrived:
             waiting = sums.waited / max(sums.seconds, 1e-9)
-            text = f"loss {loss.item():.4f}{self._accuracy}, waiting {waiting:.0%}"
+            text = f"loss {self._loss.values():.4f}{self._accuracy}, waiting {waiting:.0%}"
             self._bar.set_postfix_str(text, refresh=False)
+            self._loss = None
         self._bar.update(images)
 
     def skip(self, images: int) -> None:

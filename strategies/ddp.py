@@ -92,7 +92,7 @@ class DDP(OnEveryRank):
     """Each rank holds the whole model and trains on its slice of the batch; gradients are averaged.
 
     Args:
-        device: `"cpu"` (gloo) or `"cuda"` (NCCL, the device is LOCAL_RANK); None takes CUDA if there
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`); None takes CUDA if there
             is any, else the CPU.
         find_unused_parameters: look in every step for parameters that got no gradient, as models whose
             layers freeze or take turns have them. False, because the search costs time.

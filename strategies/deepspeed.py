@@ -55,7 +55,7 @@ class DeepSpeed:
     `offload` or `config`, which would do nothing, that is an error.
 
     Args:
-        device: `"cpu"` (gloo) or `"cuda"` (NCCL, the device is LOCAL_RANK); None takes CUDA if there is any, else
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`); None takes CUDA if there is any, else
             the CPU. One kind of device for all engines of a process.
         stage: 1, 2 or 3; None takes that of `config`, else 2, as Lightning does.
         offload: `"cpu"`: the optimizer and its state, with stage 3 also the parameters, are on the CPU; `"nvme"`

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import require
-from .group import local_rank
-from .surroundings import pick_device
+from .devices import local_rank, pick_device
 
 
 @contextmanager
@@ -28,7 +27,8 @@ def working(device: torch.device) -> Iterator[Any]:
     """
     with _environment_kept():
         os.environ["DS_ACCELERATOR"] = device.type  # else it takes CUDA where there is any, also for "cpu"
-        os.environ["LOCAL_RANK"] = str(local_rank())  # it wants one, also in a group that no launcher started
+        # It wants one, also in a group that no launcher started, and takes it for the index of the GPU.
+        os.environ["LOCAL_RANK"] = str(local_rank() or 0 if device.index is None else device.index)
         deepspeed: Any = require("deepspeed", "deepspeed", "divide a training with ZeRO")
         _choose_accelerator(deepspeed, device)
         logger = logging.getLogger("DeepSpeed")

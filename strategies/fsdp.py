@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from .. import machine
 from ..errors import StrategyError
 from .base import OptimizerFactory
+from .devices import pick_device
 from .engine import LocalEngine, RanksEngine
 from .materialise import materialise, refuse_without_reset
 from .options import Options, PrepareOptions
@@ -28,7 +29,7 @@ from .sharding import (
     refuse_unshardable,
     units,
 )
-from .surroundings import build_optimizer, check_ranks, compile_in_place, enter, pick_device, put_on
+from .surroundings import build_optimizer, check_ranks, compile_in_place, enter, put_on
 
 
 class FSDPEngine(RanksEngine):
@@ -128,7 +129,7 @@ class FSDP:
     Alone in a process, without a process group, there is nothing to divide, and it trains like `single`.
 
     Args:
-        device: `"cpu"` (gloo) or `"cuda"` (NCCL, the device is LOCAL_RANK); None takes CUDA if there
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`); None takes CUDA if there
             is any, else the CPU.
         wrap: the units: True, because it suits most models, for the blocks of `blocks.find_blocks`, if there are
             any; class names, or a function of name and module; False for none but the whole model. Units may be
@@ -186,11 +187,9 @@ class FSDP:
     ) -> None:
         if options.precision != "fp32":
             mixed_precision(self.name, model, options.precision)  # refuses before anything has changed
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # fully_shard takes the current one
         if make_contiguous(model):
             give_channels_last_inputs(model)
-        how = {"mesh": self._mesh(device), **self._sharding()}
+        how = {"mesh": self._mesh(device), **self._sharding(device)}
         recompute_activations(model, options.activation_checkpointing)
         done: set[nn.Module] = set()
         for unit in (*chosen, model):
@@ -204,7 +203,7 @@ class FSDP:
             fully_shard(unit, **how)
             done.update(own)
 
-    def _sharding(self) -> dict[str, Any]:
+    def _sharding(self, device: torch.device) -> dict[str, Any]:  # noqa: ARG002
         """Options of `fully_shard`, whose default frees a block's parameters after its forward."""
         return {}
 
@@ -222,7 +221,7 @@ class FSDPGradOp(FSDP):
     name = "fsdp_grad_op"
     summary = "like fsdp, but parameters stay gathered from forward to backward"
 
-    def _sharding(self) -> dict[str, Any]:
+    def _sharding(self, device: torch.device) -> dict[str, Any]:  # noqa: ARG002
         return {"reshard_after_forward": False}
 
 
@@ -262,8 +261,9 @@ class FSDPCPUOffload(FSDP):
             )
         super()._shard(model, chosen, device, options)
 
-    def _sharding(self) -> dict[str, Any]:
-        return {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())}
+    def _sharding(self, device: torch.device) -> dict[str, Any]:
+        # Memory is pinned for copies to a GPU: on the CPU it would cost, and touch a GPU that is not used.
+        return {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,11 @@ _ECHO_PATIENCE = 2.0  # seconds to wait for the cause after a rank that only los
 
 
 def launch(
-    function: Callable[..., Result], *args: Any, devices: int, timeout: float | None = None
+    function: Callable[..., Result],
+    *args: Any,
+    devices: int,
+    timeout: float | None = None,
+    device: str | None = None,
 ) -> list[Result]:
     """Calls `function(*args)` on `devices` ranks in one process group, and returns their results.
 
@@ -44,6 +48,8 @@ def launch(
         devices: number of ranks.
         timeout: seconds the whole launch may take, start included; None, the default, for no limit,
             because training may take days. Not used when this process is a rank.
+        device: what the ranks compute on: `"cpu"`, for which gloo alone is started and no GPU is touched; `"cuda"`; or
+            None, the default, for CUDA where there is any. Not used in a process group that exists already.
 
     Returns:
         One result for each rank, in order; under torchrun only this rank's, as a list of one.
@@ -57,10 +63,10 @@ def launch(
     if devices < 1:
         raise StrategyError(f"launch: devices={devices} must be 1 or more.")
     if under_torchrun() or _in_group():
-        return [_call_here(function, args, devices)]
+        return [_call_here(function, args, devices, device)]
     job = _pickle_job(function, args)
     deadline = None if timeout is None else time.monotonic() + timeout
-    with Ranks(job, devices) as ranks:
+    with Ranks(job, devices, device) as ranks:
         try:
             _wait_for_results(ranks, deadline, timeout)
             ranks.wait_for_exit()
@@ -75,7 +81,9 @@ def _in_group() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _call_here(function: Callable[..., Result], args: tuple[Any, ...], devices: int) -> Result:
+def _call_here(
+    function: Callable[..., Result], args: tuple[Any, ...], devices: int, device: str | None
+) -> Result:
     import torch.distributed as dist
 
     world_size = dist.get_world_size() if _in_group() else int(os.environ["WORLD_SIZE"])
@@ -86,7 +94,7 @@ def _call_here(function: Callable[..., Result], args: tuple[Any, ...], devices: 
         )
     if _in_group():
         return function(*args)
-    join_group()
+    join_group(device=device)
     result = function(*args)
     # Not after an exception: leaving a broken group may wait for the others for ever.
     dist.destroy_process_group()

@@ -128,8 +128,9 @@ def _cause_of_death(pid: int) -> str:
 class Ranks:
     """`devices` running ranks; leaving the `with` block kills and reaps whatever is left of them."""
 
-    def __init__(self, job: bytes, devices: int) -> None:
+    def __init__(self, job: bytes, devices: int, device: str | None = None) -> None:
         self.all: list[Rank] = []
+        self._device = device
         self._job = job
         self._devices = devices
         self._selector = selectors.DefaultSelector()
@@ -171,6 +172,7 @@ class Ranks:
             "argv": sys.argv,
             "worker": f"{__package__}.worker",
             "directory": self._directory.name,
+            "device": self._device,
             "answer": answer,
             "bytes": len(self._job),
         }

@@ -10,9 +10,10 @@ from torch import nn
 
 from ..errors import StrategyError
 from .base import OptimizerFactory
+from .devices import pick_device
 from .engine import LocalEngine
 from .options import Options, PrepareOptions
-from .surroundings import build_optimizer, pick_device, put_on
+from .surroundings import build_optimizer, put_on
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import nn
 from .. import machine
 from ..errors import StrategyError
 from .base import OptimizerFactory
-from .group import join_group, local_rank, under_torchrun
+from .devices import pick_device, rank_device, refuse_shared_gpu
+from .group import join_group, under_torchrun
 from .options import Options
 from .recompute import recompute_activations
 
@@ -38,44 +39,16 @@ def enter(strategy: OnRanks, model: nn.Module) -> torch.device:
         StrategyError: if it cannot, or the model has a SyncBatchNorm and this rank trains on the CPU.
     """
     if not dist.is_initialized() and under_torchrun():
-        join_group()
+        join_group(device=strategy.device)
     strategy.check(dist.get_world_size() if dist.is_initialized() else 1)
-    device = pick_device(strategy.device, local_rank())
+    device = rank_device(strategy.device)
+    if device.type == "cuda" and dist.is_initialized():
+        refuse_shared_gpu(device)
+        # It stays this process's: NCCL, and FSDP2 at its first forward, take the current one.
+        torch.cuda.set_device(device)
     refuse_sync_batch_norm(strategy.name, model, device)
     parameters_to_train(model)
     return device
-
-
-def pick_device(device: str | None, local_rank: int = 0) -> torch.device:
-    """The device to train on: the named one, else CUDA where there is any, else the CPU.
-
-    A CUDA device without an index gets `local_rank` as its index.
-
-    Raises:
-        StrategyError: if the name means nothing, or CUDA is asked for and is not here.
-    """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise StrategyError(f"device={device!r} is no device of torch; use 'cpu' or 'cuda'.") from error
-    if found.type not in ("cpu", "cuda"):
-        raise StrategyError(f"device={device!r} is not supported; use 'cpu' or 'cuda'.")
-    if found.type == "cpu":
-        return torch.device("cpu")
-    index = local_rank if found.index is None else found.index
-    here = torch.cuda.device_count()
-    if here == 0:
-        raise StrategyError(
-            f"device={device!r} needs a GPU, and torch sees none here; use device='cpu', or leave device out."
-        )
-    if index >= here:
-        raise StrategyError(
-            f"device={device!r} means CUDA device {index}, and this process sees {here}; "
-            f"use fewer devices, or device='cpu'."
-        )
-    return torch.device("cuda", index)
 
 
 def check_ranks(strategy: str, device: str | None, devices: int) -> None:
@@ -93,7 +66,14 @@ def check_ranks(strategy: str, device: str | None, devices: int) -> None:
             f"strategy {strategy!r}: device={device!r} is not one for all ranks; use 'cpu' or 'cuda' "
             f"(the index is the rank's), or 'single' for one given device."
         )
-    found, cores = pick_device(device, machine.local_ranks(devices) - 1), machine.cores()
+    if _is_rank():
+        # Those of one machine see the same GPUs, or each one of its own. The check of the largest number is the
+        # same on all of them, so that none waits for another that has failed.
+        alone = torch.cuda.device_count() == 1
+        found = pick_device(device, 0 if alone else machine.local_ranks() - 1)
+    else:
+        found = pick_device(device, machine.local_ranks(devices) - 1)
+    cores = machine.cores()
     if found.type == "cpu" and devices > RANKS_PER_CORE * cores and not _is_rank():
         raise StrategyError(
             f"strategy {strategy!r}: devices={devices} would start {devices} processes on the {cores} CPU core(s) "

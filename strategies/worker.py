@@ -41,7 +41,7 @@ def main(order: dict[str, Any]) -> None:
 
     Args:
         order: the parent's first line: `bytes` (the job's length), `directory` (of the rendezvous, to
-            be removed if the parent dies), `answer` (the file descriptor to write to).
+            be removed if the parent dies), `answer` (the file descriptor to write to), `device` (of `launch`).
     """
     orders = _take_stdin()
     # A parent started in the background has SIGINT ignored, and that is inherited.
@@ -49,7 +49,7 @@ def main(order: dict[str, Any]) -> None:
     faulthandler.enable()  # a segmentation fault leaves its Python stack on stderr
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        header, payload = _run(orders, order["bytes"], order["directory"])
+        header, payload = _run(orders, order["bytes"], order["directory"], order["device"])
     except BaseException as error:  # SIGINT between two steps
         header, payload = _failure("raised", error)
     # The answer leaves before any connection closes, so the first cause is the first to arrive.
@@ -89,7 +89,7 @@ def _die_with_parent(orders: int, directory: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _run(orders: int, size: int, directory: str) -> Answer:
+def _run(orders: int, size: int, directory: str, device: str | None) -> Answer:
     job = _read_exactly(orders, size)
     threading.Thread(target=_die_with_parent, args=(orders, directory), daemon=True).start()
     stage = "could not load the job:"
@@ -97,7 +97,7 @@ def _run(orders: int, size: int, directory: str) -> Answer:
         function, args = pickle.loads(job)
         del job  # it may hold a data set
         stage = "could not join the other ranks:"
-        _join(directory)
+        _join(directory, device)
         stage = "raised"
         result = function(*args)
     except BaseException as error:
@@ -109,7 +109,7 @@ def _run(orders: int, size: int, directory: str) -> Answer:
     return {"kind": "result", "what": f"returned a {type(result).__name__}"}, payload
 
 
-def _join(directory: str) -> None:
+def _join(directory: str, device: str | None) -> None:
     import torch
 
     from .. import machine
@@ -118,7 +118,7 @@ def _join(directory: str) -> None:
     # Ranks that each use every core only get in each other's way.
     share = machine.cores() // int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, min(share, torch.get_num_threads())))
-    join_group(f"file://{directory}/rendezvous")
+    join_group(f"file://{directory}/rendezvous", device)
 
 
 def _failure(stage: str, error: BaseException) -> Answer:

@@ -101,6 +101,7 @@ class Copies(TorchDispatchMode):
         on_gpu = any(isinstance(leaf, FakeTensor) for leaf in leaves) or any(
             isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves
         )
+        on_gpu = on_gpu or bool(kwargs.get("pin_memory"))  # which needs a GPU that is there
         if not on_gpu:
             with unset_fake_temporarily():  # the host computes with values
                 return func(*args, **kwargs)

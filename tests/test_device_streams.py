@@ -1,0 +1,210 @@
+"""Work on a GPU that is not the current one: which streams and devices are used, and who waits. Without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import NonFiniteError, strategies
+from drivetrain.pipeline import host_copy, nonfinite
+from drivetrain.pipeline.host_copy import HostCopy
+from drivetrain.pipeline.loop import evaluate, train_epoch
+from drivetrain.pipeline.methods import Methods
+from drivetrain.pipeline.nonfinite import LossGuard
+from drivetrain.pipeline.progress import Progress
+from drivetrain.pipeline.sums import Sums
+from drivetrain.transforms import EMA, SWA, Lookahead, Transform
+from host_syncs import HostSyncs, pretend_cuda
+from pipeline_data import batch_norm_model
+from torch import nn
+
+SECOND = torch.device("cuda", 1)
+
+
+def test_an_event_is_recorded_on_the_stream_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device is another; the copy is queued first, to pinned memory, and nothing waits."""
+    calls: list[Any] = []
+
+    class Event:
+        def record(self, stream: Any = "the current device's") -> None:
+            calls.append(("record", stream))
+
+        def query(self) -> bool:
+            calls.append("query")
+            return False
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+    with pretend_cuda() as copies:
+        value = torch.zeros((), device=SECOND)
+        copy = HostCopy(value)
+        assert copies.found == []
+        assert not copy.arrived
+    assert calls == [("record", ("stream of", SECOND)), "query"]
+
+
+def test_a_copy_on_the_cpu_is_there_and_stays() -> None:
+    value = torch.tensor([1.0, 2.0])
+    copy = HostCopy(value)
+    value.zero_()
+    assert copy.arrived
+    assert copy.values() == [1.0, 2.0]
+
+
+@contextmanager
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
+    """`torch.cuda.device` keeps a stack of devices, the current one last."""
+    stack = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        stack.append(chosen)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device", device)
+        yield stack
+
+
+def test_the_loop_runs_on_its_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error the former one is current again."""
+    engine = strategies.get("single", device="cpu").prepare(
+        nn.Sequential(nn.Flatten(), nn.Linear(3, 2)), lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    engine.device = SECOND
+    engine.reduce = lambda value, op="mean": value  # type: ignore[method-assign]  # noqa: ARG005
+    batches = [(torch.zeros(2, 3, 1, 1), torch.zeros(2, dtype=torch.long))]
+    with recorded(monkeypatch) as stack:
+        seen: list[torch.device] = []
+        engine.model.register_forward_hook(lambda *_: seen.append(stack[-1]))
+        monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **k: torch.ones(*a, **k) * 0)  # noqa: ARG005
+        train_epoch(engine, batches, nn.functional.cross_entropy, sums=Sums(torch.ones(())))
+        evaluate(engine, batches)
+        assert seen == [SECOND, SECOND]
+        assert stack == [torch.device("cuda", 0)]
+        with pytest.raises(ZeroDivisionError):
+            train_epoch(engine, batches, lambda *_: 1 / 0, sums=Sums(torch.ones(())))  # type: ignore[arg-type]
+        assert stack == [torch.device("cuda", 0)]
+
+
+class Queued:
+    """In the place of HostCopy: counts how often somebody waited."""
+
+    waited: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values = tensor.tolist()
+
+    def values(self) -> Any:
+        self.waited.append(self._values)
+        return self._values
+
+
+class OnGpu:
+    """A number that says it is on a GPU."""
+
+    device = SECOND
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def tolist(self) -> float:
+        return self._value
+
+
+def late_guard(monkeypatch: pytest.MonkeyPatch) -> tuple[LossGuard, SimpleNamespace]:
+    """A guard on a GPU, whose copies are counted, and the clock that it reads."""
+    monkeypatch.setattr(nonfinite, "HostCopy", Queued)
+    monkeypatch.setattr(Queued, "waited", [])
+    clock = SimpleNamespace(step=0)
+    engine: Any = SimpleNamespace(world_size=1, device=SECOND)
+    return LossGuard(engine, "raise", lambda: clock.step, str), clock
+
+
+def step(guard: LossGuard, clock: SimpleNamespace, loss: float, norm: float) -> None:
+    clock.step += 1
+    guard.admits(torch.tensor(loss))
+    guard.check_step(OnGpu(norm), False)  # type: ignore[arg-type]
+
+
+def test_the_norm_is_looked_at_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, clock = late_guard(monkeypatch)
+    step(guard, clock, 0.5, 1.0)
+    assert Queued.waited == []
+    step(guard, clock, 0.25, torch.inf)
+    assert Queued.waited == [[0.5], 1.0]
+    with pytest.raises(
+        NonFiniteError, match="At step 2 the norm of the gradients is inf, with a finite loss"
+    ):
+        step(guard, clock, 0.1, 1.0)
+
+
+def test_a_bad_loss_comes_before_its_norm_and_both_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, clock = late_guard(monkeypatch)
+    step(guard, clock, torch.nan, torch.nan)
+    with pytest.raises(NonFiniteError, match="At step 1 the loss is nan on rank 0"):
+        step(guard, clock, 0.5, 1.0)
+    guard, clock = late_guard(monkeypatch)
+    step(guard, clock, 0.5, torch.nan)
+    with pytest.raises(NonFiniteError, match="At step 1 the norm of the gradients is nan"):
+        guard.flush()
+
+
+def test_the_bar_waits_for_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows the loss when it has arrived."""
+    here = [False]
+
+    class Slow(HostCopy):
+        arrived = property(lambda _: here[0])  # type: ignore[assignment]
+
+    monkeypatch.setattr("drivetrain.pipeline.progress.HostCopy", Slow)
+    sums = Sums(torch.zeros(()))
+    with Progress(1, 1, 30, show=True) as bar:
+        bar.update(10, torch.tensor(0.5), sums)
+        assert "0.5000" not in str(bar._bar)
+        here[0] = True
+        bar.update(10, torch.tensor(0.25), sums)
+        assert "0.5000" in str(bar._bar)
+
+
+@pytest.mark.parametrize("method", [None, EMA(half_life=5), Lookahead(2), SWA(start=0.5, end=0.9)], ids=str)
+def test_a_step_reads_nothing_from_the_device(method: Transform | None) -> None:
+    """Forward, backward, clipping, step and averages, with and without accumulation; fp16 reads one number."""
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, 3, 16, 16), torch.arange(8) % 4) for _ in range(8)]
+    for precision, reads in (("fp32", 0), ("bf16", 0), ("fp16", len(batches))):
+        engine = strategies.get("single", device="cpu").prepare(
+            batch_norm_model(), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+            clip_norm=1.0, accumulate=2, precision=precision,
+        )  # fmt: skip
+        methods = Methods([] if method is None else [method])
+        methods.begin(engine, len(batches))
+        lines: list[str] = []
+
+        def after(*_: object) -> None:
+            lines.extend(syncs.found)  # noqa: B023 — of this turn
+            syncs.found.clear()
+
+        with HostSyncs() as syncs:
+            # What comes after the last step, once an epoch, may wait.
+            train_epoch(engine, batches, nn.functional.cross_entropy, watch=after, methods=methods)
+        # SWA looks once, as it begins, which buffers are finite.
+        lines = [line for line in lines if "averaging.py" not in line or method != SWA(start=0.5, end=0.9)]
+        assert len(lines) == reads, lines
+        assert all("engine.py" in line for line in lines)
+
+
+def test_host_copy_is_the_only_one_of_its_kind() -> None:
+    """Events are recorded in one place."""
+    from pathlib import Path
+
+    root = Path(host_copy.__file__).parent.parent
+    files = [path for room in ("pipeline", "transforms", "strategies") for path in (root / room).glob("*.py")]
+    assert [path.name for path in files if ".record(" in path.read_text()] == ["host_copy.py"]
