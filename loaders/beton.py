@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..errors import BetonError, suggest
+from ..files import wait_for_renames
+from . import turbojpeg
 from .layout import MODE_RAW, tables_start
-from .manifest import read_manifest
+from .manifest import manifest_path, read_manifest
 from .tables import (
     Column,
     check_numbers,
@@ -28,6 +30,9 @@ from .tables import (
     read_header,
     read_metadata,
 )
+
+_ATTEMPTS = 5
+"""To open a file that conversions replace meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ class Beton:
         if self.modes[index] == MODE_RAW:
             return Image.frombytes("RGB", size, stored)
         try:
-            image = Image.open(io.BytesIO(stored)).convert("RGB")
+            image = Image.open(io.BytesIO(turbojpeg.huffman_coded(stored))).convert("RGB")
         except Exception as error:  # Pillow's readers raise whatever a damaged file leads them to
             raise self.sample_error(index, f"its JPEG data does not decode ({error})") from error
         if image.size != size:
@@ -195,12 +200,37 @@ def open_beton(path: str | Path) -> Beton:
     """Opens and validates a `.beton` file; nothing is decoded yet.
 
     Every number that reading will rely on is checked here: positions inside the file, allocations
-    that exist, belong to the sample and cross no page, lengths that fit what the fields say.
+    that exist, belong to the sample and cross no page, lengths that fit what the fields say. A manifest must
+    prove that it belongs to the file. A conversion may replace both at any time: this returns the old or the new.
 
     Raises:
         BetonError: naming the file, what is wrong, and where.
     """
     path = Path(path)
+    for _ in range(_ATTEMPTS - 1):
+        before = _identities(path)
+        try:
+            return _open(path)
+        except BetonError:
+            wait_for_renames(path)
+            if _identities(path) == before:
+                raise  # nobody has replaced the files meanwhile
+    return _open(path)
+
+
+def _identities(path: Path) -> list[tuple[int, int] | None]:
+    """What tells a file and its manifest from those that replace them."""
+    found: list[tuple[int, int] | None] = []
+    for one in (path, manifest_path(path)):
+        try:
+            status = one.stat()
+            found.append((status.st_ino, status.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return found
+
+
+def _open(path: Path) -> Beton:
     header = read_header(path)
     fields = read_fields(path, header)
     data = np.memmap(path, dtype=np.uint8, mode="r")

@@ -154,7 +154,7 @@ def convert(
         how=dict(written.how.most_common()),
         modes=dict(written.modes),
         skipped=[(sample.name, sample.reason) for sample in written.skipped],
-        size=out.stat().st_size,
+        size=written.size,
         seconds=perf_counter() - start,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from ..checks import check_whole, is_number, is_whole, make_plain
 from ..errors import DataError, suggest
@@ -26,6 +26,19 @@ CHECKS = ("decode", "structure")
 """Of a JPEG that passes through: all of its data, or its beginning and its end."""
 
 _ORIENTATION, _END_OF_IMAGE = 0x0112, b"\xff\xd9"
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""EXIF's orientation to what undoes it; 1 is upright."""
+
+_JPEG_FORMATS = ("JPEG", "MPO")
+"""MPO is a JPEG with further pictures after it (depth, a second view), which decoders pass over."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,7 @@ def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
         number: of the sample in its source, which decides in mode "proportion".
 
     A JPEG file that is RGB, upright, to be stored as a JPEG of its own size, and readable by the loader's
-    decoder is passed through byte for byte.
+    decoder is passed through byte for byte; one with arithmetic codes keeps its pixels, but gets Huffman codes.
 
     Raises:
         DataError: if the image cannot be read, with the reason.
@@ -130,15 +143,16 @@ def _read(path: Any) -> bytes:
 
 def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            is_jpeg, whole = image.format == "JPEG", False
-            if is_jpeg and image.mode == "RGB":
+        plain = turbojpeg.huffman_coded(data)
+        with Image.open(io.BytesIO(plain)) as image:
+            is_jpeg, whole = image.format in _JPEG_FORMATS, False
+            if is_jpeg and image.mode == "RGB" and turbojpeg.frame_type(plain) in turbojpeg.PLAIN_FRAMES:
                 width, height = image.size
-                upright = image.getexif().get(_ORIENTATION, 1) == 1
-                whole = upright and encoding.target_size(image.size) == image.size
+                whole = _turn(image) is None and encoding.target_size(image.size) == image.size
                 whole = whole and encoding.as_jpeg(number, image.size, is_jpeg)
-                if whole and _is_sound(data, width, height, encoding.check):
-                    return Encoded(MODE_JPEG, width, height, data, "passed through")
+                if whole and _is_sound(plain, width, height, encoding.check):
+                    how = "passed through" if plain is data else "recoded without loss (arithmetic coding)"
+                    return Encoded(MODE_JPEG, width, height, plain, how)
             image.load()
             rgb, how = _to_rgb(image)
             if whole:
@@ -167,10 +181,22 @@ def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:
     return _store(*_to_rgb(image), encoding, number)
 
 
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What makes the image upright, after its EXIF data; None if it is, or if that cannot be told.
+
+    Of EXIF data that is damaged, or an orientation that means nothing, viewers show the picture as it is stored.
+    """
+    try:
+        return _TURNS.get(image.getexif().get(_ORIENTATION))
+    except Exception:  # Pillow's reader raises whatever damaged data leads it to
+        return None
+
+
 def _to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
     """An upright RGB copy of the image, and what had to be done to it."""
-    upright = ImageOps.exif_transpose(image)
-    how = "stored" if image.getexif().get(_ORIENTATION, 1) == 1 else "turned upright after its EXIF data"
+    turn = _turn(image)
+    upright = image if turn is None else image.transpose(turn)
+    how = "stored" if turn is None else "turned upright after its EXIF data"
     if upright.mode == "RGB":
         return upright, how
     if upright.mode.startswith("I"):  # 16 bits a pixel; Pillow's own conversion would clip at 255

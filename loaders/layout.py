@@ -1,7 +1,8 @@
 """The `.beton` format (FFCV's, version 2): its tables, and the kinds of fields a sample may have.
 
-Layout, little-endian: header · field descriptors · metadata · zeros up to a page · pages · allocation
-table to the end of the file. Source: libffcv/ffcv, `ffcv/types.py`, `ffcv/fields` and `ffcv/writer.py` (1.0.2).
+Layout, little-endian: header · field descriptors · metadata · padding up to a page · pages · allocation
+table to the end of the file. The padding is zeros, of which Drivetrain's seal takes the first bytes (`manifest`).
+Source: libffcv/ffcv, `ffcv/types.py`, `ffcv/fields` and `ffcv/writer.py` (1.0.2).
 """
 
 from __future__ import annotations

@@ -1,7 +1,14 @@
-"""The manifest beside a `.beton` file: class names, settings and checksums, as JSON."""
+"""The manifest beside a `.beton` file: class names, settings and checksums, as JSON.
+
+The two files prove that they belong together by a seal, a digest of all samples' checksums and of the tables'.
+It is in the manifest, and in the `.beton` after the metadata, in the padding that FFCV leaves empty and does not
+read. A conversion that was killed between the two renames, or a file that was copied without the other, thus
+cannot give one data set's class names to another's pixels.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Sequence
@@ -13,6 +20,9 @@ from numpy.typing import NDArray
 
 from ..errors import BetonError
 from .layout import Field, metadata_dtype, tables_start
+
+SEAL_BYTES = 32
+"""Of a SHA-256."""
 
 _CHUNK = 1 << 16
 
@@ -26,6 +36,14 @@ def tables_checksum(data: NDArray[np.uint8], samples: int, fields: Sequence[Fiel
     """CRC-32 of everything in the file but the samples' data: header, fields, metadata, allocation table."""
     end = tables_start(len(fields)) + samples * metadata_dtype(fields).itemsize
     return zlib.crc32(data[table_ptr:].data, zlib.crc32(data[:end].data))
+
+
+def seal(tables_crc32: int, checksums: NDArray[np.uint32]) -> bytes:
+    """The digest of a file's content that both files of a pair hold.
+
+    It depends on nothing else, so that the same data gives the same file, wherever it came from.
+    """
+    return hashlib.sha256(tables_crc32.to_bytes(4, "little") + checksums.astype("<u4").tobytes()).digest()
 
 
 def write_manifest(file: BinaryIO, about: dict[str, Any], checksums: NDArray[np.uint32]) -> None:
@@ -53,15 +71,38 @@ def read_manifest(
     try:
         manifest = dict(json.loads(beside.read_text()))
         own = manifest["samples"] == header["num_samples"] and dict(manifest["fields"]) == kinds
-        classes, expected = list(manifest["classes"]), int(manifest["tables_crc32"])
+        classes, tables = list(manifest["classes"]), int(manifest["tables_crc32"])
         checksums = np.array(manifest["crc32"], dtype=np.uint32)
         whole = checksums.shape == (manifest["samples"],) and all(isinstance(name, str) for name in classes)
+        sealed = bytes.fromhex(manifest.get("seal", ""))
+        expected = seal(tables, checksums)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise BetonError(f"{beside} is not a manifest ({error!r}). Delete it, or convert again.") from None
-    found = tables_checksum(data, int(header["num_samples"]), fields, int(header["alloc_table_ptr"]))
-    if not own or not whole or found != expected:
+    if not sealed:
         raise BetonError(
-            f"{beside} does not belong to {path.name}, or one of them is damaged: its samples, fields or "
-            "checksum of the tables differ. Convert the data again; or, if the .beton is known to be good, delete it."
+            f"{beside} was written by an earlier version of Drivetrain, and does not prove that it belongs to "
+            f"{path.name}. Convert the data again; or delete it to read the file without class names and checksums."
         )
+    count = int(header["num_samples"])
+    reasons = {
+        "it has other samples or fields": own and whole,
+        "its checksum of the tables differs": tables
+        == tables_checksum(data, count, fields, int(header["alloc_table_ptr"])),
+        "its seal, a digest of all samples' checksums, differs": expected
+        == sealed
+        == _stored_seal(data, count, fields),
+    }
+    for reason, right in reasons.items():
+        if not right:
+            raise BetonError(
+                f"{beside} does not belong to {path.name}, or one of them is damaged: {reason}. Convert the data "
+                "again; or, if the .beton is known to be good, delete the manifest to read it without class names "
+                "and checksums."
+            )
     return manifest, checksums
+
+
+def _stored_seal(data: NDArray[np.uint8], samples: int, fields: Sequence[Field]) -> bytes:
+    """What the file holds where its seal is, if it has one."""
+    end = tables_start(len(fields)) + samples * metadata_dtype(fields).itemsize
+    return data[end : end + SEAL_BYTES].tobytes()

@@ -1,4 +1,4 @@
-"""libjpeg-turbo's decoder, which FFCV's library brings along, with handles that are given back.
+"""libjpeg-turbo's decoder and transcoder, which FFCV's library brings along, with handles that are given back.
 
 FFCV's own `imdecode` makes two handles per thread and frees none, so that each thread that ends leaks them.
 """
@@ -14,10 +14,18 @@ from numpy.typing import NDArray
 
 from . import libffcv
 
+PLAIN_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
+"""Baseline, extended and progressive, with Huffman codes: what every decoder reads."""
+
+_ARITHMETIC_FRAMES = frozenset((0xC9, 0xCA))
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # these three are tables and reserved
+_ALONE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a segment
+
 
 class Handle:
-    """A decoder, for one thread at a time. It is freed by `close`, or when nothing refers to it any more.
+    """A decoder, or what else `create` makes, for one thread at a time.
 
+    It is freed by `close`, or when nothing refers to it any more.
     Not when the interpreter ends: the system takes everything back then, and a thread may still use it.
 
     Attributes:
@@ -27,11 +35,11 @@ class Handle:
         MemoryError: if there is no memory for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, create: str = "tjInitDecompress") -> None:
         library = libffcv.library()
-        create = library.tjInitDecompress
-        create.restype = ctypes.c_void_p
-        address: int | None = create()
+        function = getattr(library, create)
+        function.restype = ctypes.c_void_p
+        address: int | None = function()
         if address is None:
             raise MemoryError("libjpeg-turbo has no memory for another decoder.")
         self.address = address
@@ -56,12 +64,15 @@ def decodes(jpeg: bytes, width: int, height: int) -> bool:
 
 def complaint(jpeg: bytes, width: int, height: int) -> str:
     """What libjpeg says when it decodes these bytes: an error or a warning; empty if nothing."""
+    with closing(Handle()) as handle:
+        return "" if _decompress(handle, jpeg, width, height) == 0 else _error(handle)
+
+
+def _error(handle: Handle) -> str:
+    """What libjpeg has last said with this handle."""
     describe = libffcv.library().tjGetErrorStr2
     describe.restype = ctypes.c_char_p
-    with closing(Handle()) as handle:
-        if _decompress(handle, jpeg, width, height) == 0:
-            return ""
-        return str(describe(ctypes.c_void_p(handle.address)).decode(errors="replace"))
+    return str(describe(ctypes.c_void_p(handle.address)).decode(errors="replace"))
 
 
 def _decompress(handle: Handle, jpeg: bytes, width: int, height: int) -> int:
@@ -74,3 +85,58 @@ def _decompress(handle: Handle, jpeg: bytes, width: int, height: int) -> int:
             ctypes.c_void_p(target.ctypes.data), width, 0, height, 0, 0,
         )
     )  # fmt: skip
+
+
+class _Transform(ctypes.Structure):
+    """`tjtransform`: with zeros, no change of the picture, and Huffman codes for its coefficients."""
+
+    _fields_ = (
+        ("region", ctypes.c_int * 4),
+        ("op", ctypes.c_int),
+        ("options", ctypes.c_int),
+        ("data", ctypes.c_void_p),
+        ("filter", ctypes.c_void_p),
+    )
+
+
+def frame_type(jpeg: bytes) -> int | None:
+    """The second byte of the marker that begins the frame, 0xC0 to 0xCF, which names the coding; None if none does."""
+    at = 2
+    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
+        marker = jpeg[at + 1]
+        if marker in _FRAMES:
+            return marker
+        if marker == 0xFF:  # fill
+            at += 1
+        elif marker in _ALONE:
+            at += 2
+        else:
+            at += 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+    return None
+
+
+def huffman_coded(jpeg: bytes) -> bytes:
+    """The same JPEG with Huffman codes if its own are arithmetic, else itself. The coefficients stay, so do the pixels.
+
+    Pillow decodes arithmetic codes only in files of up to 64 KiB, because it reads in parts, and libjpeg's
+    arithmetic decoder cannot wait for the next one.
+
+    Raises:
+        ValueError: with libjpeg's words, if it does not decode without a warning.
+        MissingExtra: without FFCV.
+    """
+    if not jpeg.startswith(b"\xff\xd8") or frame_type(jpeg) not in _ARITHMETIC_FRAMES:
+        return jpeg
+    library = libffcv.library()
+    target, size = ctypes.c_void_p(), ctypes.c_ulong()
+    with closing(Handle("tjInitTransform")) as handle:
+        try:
+            code = library.tjTransform(
+                ctypes.c_void_p(handle.address), jpeg, ctypes.c_ulong(len(jpeg)),
+                1, ctypes.byref(target), ctypes.byref(size), ctypes.byref(_Transform()), 0,
+            )  # fmt: skip
+            if code:
+                raise ValueError(_error(handle))
+            return ctypes.string_at(target, size.value)
+        finally:
+            library.tjFree(target)

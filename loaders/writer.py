@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import DataError
-from ..files import atomic_file
+from ..files import atomic_files
 from .columns import Columns, Sample
 from .layout import HEADER, MAX_PAGE, MODE_JPEG, VERSION, Field, metadata_dtype, tables_start
-from .manifest import manifest_path, write_manifest
+from .manifest import SEAL_BYTES, manifest_path, seal, write_manifest
 
 PAGE_SIZE = 1 << 23
 """8 MiB, FFCV's own default; doubled until the largest sample fits on a page."""
@@ -32,12 +32,13 @@ class Skipped:
 
 @dataclass
 class Written:
-    """What was written: the manifest's head, how many images in which way and mode, and what was left out."""
+    """What was written: the manifest's head, how many images in which way and mode, what was left out, the bytes."""
 
     manifest: dict[str, Any] = field(default_factory=dict)
     how: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
     skipped: list[Skipped] = field(default_factory=list)
+    size: int = 0
 
 
 class Pages:
@@ -82,10 +83,11 @@ def write_beton(
         DrivetrainError: if a file cannot be written.
     """
     written, columns = Written(), Columns(fields)
-    pages = Pages(tables_start(len(fields)) + most * metadata_dtype(fields).itemsize)
-    with atomic_file(out) as file:
+    pages = Pages(tables_start(len(fields)) + most * metadata_dtype(fields).itemsize + SEAL_BYTES)
+    with atomic_files(manifest_path(out), out) as (beside, file):
         _write_samples(file, samples, most, pages, columns, written)
         _check_classes(columns, len(about["classes"]))
+        tables, digest = _write_tables(file, columns, pages)
         written.manifest = {
             "format": "beton 2",
             "samples": len(columns),
@@ -93,13 +95,11 @@ def write_beton(
             "page_size": pages.size,
             "stored": dict(written.how.most_common()),
             **about,
-            "tables_crc32": _write_tables(file, columns, pages),
+            "tables_crc32": tables,
+            "seal": digest.hex(),
         }
-        # All that can fail comes before the two renames: an older pair is replaced whole or stays.
-        file.flush()
-        os.fsync(file.fileno())
-        with atomic_file(manifest_path(out)) as beside:
-            write_manifest(beside, written.manifest, columns.checksums)
+        write_manifest(beside, written.manifest, columns.checksums)
+        written.size = file.seek(0, os.SEEK_END)
     return written
 
 
@@ -139,17 +139,24 @@ def _check_classes(columns: Columns, classes: int) -> None:
             raise DataError(f"Sample {at} has the class {labels[at]}; {remedy}.")
 
 
-def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> int:
-    """Writes allocation table, fields, metadata and, last, the header; gives the CRC-32 of them all."""
+def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> tuple[int, bytes]:
+    """Writes allocation table, fields, metadata, seal and, last, the header; gives the tables' CRC-32 and the seal."""
     count = len(columns.fields)
     fields = np.stack([field.descriptor() for field in columns.fields])
     header = np.array([(VERSION, count, pages.size, len(columns), pages.end)], dtype=HEADER)
     table, metadata = columns.allocations(), columns.metadata()
-    parts = [(pages.end, table), (HEADER.itemsize, fields), (tables_start(count), metadata), (0, header)]
     crc = 0
-    for _, part in sorted(parts, key=lambda part: part[0]):
+    for part in (header, fields, metadata, table):
         crc = zlib.crc32(part.view(np.uint8).data, crc)
-    for position, part in parts:
+    digest = seal(crc, columns.checksums)
+    start = tables_start(count)
+    for position, part in (
+        (pages.end, table),
+        (HEADER.itemsize, fields),
+        (start, metadata),
+        (start + metadata.nbytes, np.frombuffer(digest, dtype=np.uint8)),
+        (0, header),
+    ):
         file.seek(position)
         file.write(part.view(np.uint8).data)
-    return crc
+    return crc, digest

@@ -1,7 +1,8 @@
-"""Converts slowly on purpose, each time in a process forked for it, so that tests can kill it in the middle.
+"""Converts slowly on purpose, each time in processes forked for it, so that tests can kill them in the middle.
 
-One line of stdin, `OUT STDERR LIMIT`, starts a conversion to OUT with stderr in a file and a limit on the size
-of files (0: none). Answers: its process id at once, its exit status when it ended.
+One line of stdin, `OUT STDERR LIMIT RENAMES COUNT`, starts conversions to OUT with stderr in a file, a limit on the
+size of files (0: none), and after so many renames a SIGKILL (-1: none); so many at a time, of different pictures.
+Answers: their process ids at once, their exit statuses when all have ended.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 from drivetrain.errors import DrivetrainError
@@ -18,23 +20,43 @@ from drivetrain.loaders import convert
 
 
 class Slow:
-    """60 small pictures, 20 ms each."""
+    """60 small pictures, 20 ms each; labels and layout are the same for any `shade`."""
+
+    def __init__(self, shade: int) -> None:
+        self.shade = shade
 
     def __len__(self) -> int:
         return 60
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         time.sleep(0.02)
-        return np.full((64, 64, 3), index, np.uint8), index
+        return np.full((64, 64, 3), index + self.shade, np.uint8), index
 
 
-def child(out: str, stderr: str, limit: int) -> int:
+def die_after(renames: int) -> None:
+    """Kills this process when a conversion has renamed so many of its files, and is about to rename the next."""
+    rename, done = Path.replace, 0
+
+    def replace(path: Path, target: Path) -> Path:
+        nonlocal done
+        if done == renames:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done += 1
+        return rename(path, target)
+
+    Path.replace = replace
+
+
+def child(out: str, stderr: str, limit: int, renames: int, number: int) -> int:
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if renames >= 0:
+        die_after(renames)
     try:
-        convert(Slow(), out, workers=2)
+        classes = [f"{number}-{label}" for label in range(60)]
+        convert(Slow(number), out, workers=2, classes=classes)
     except DrivetrainError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -43,11 +65,17 @@ def child(out: str, stderr: str, limit: int) -> int:
     return 0
 
 
+def start(out: str, stderr: str, limit: int, renames: int, number: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(child(out, stderr, limit, renames, number))
+    return pid
+
+
 if __name__ == "__main__":
     for line in sys.stdin:
-        out, stderr, limit = line.split()
-        pid = os.fork()
-        if pid == 0:
-            os._exit(child(out, stderr, int(limit)))
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        out, stderr, *numbers = line.split()
+        limit, renames, count = map(int, numbers)
+        pids = [start(out, stderr, limit, renames, number) for number in range(count)]
+        print(*pids, flush=True)
+        print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)

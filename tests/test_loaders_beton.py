@@ -12,7 +12,7 @@ import pytest
 from drivetrain.errors import BetonError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.layout import ALLOCATION, FIELD, HEADER, MIN_PAGE, Field, metadata_dtype
-from drivetrain.loaders.manifest import manifest_path
+from drivetrain.loaders.manifest import SEAL_BYTES, manifest_path
 from loader_pictures import raw_beton, raw_pictures
 
 COUNT, SIDE = 9, 12
@@ -276,6 +276,51 @@ def test_manifest_notices_a_label_that_changed(sound: Path, copy: Path) -> None:
     shutil.copy(manifest_path(sound), manifest_path(copy))
     patch_rows(copy, lambda rows: rows["f1"].__setitem__(4, 3))
     refused(copy, "checksum of the tables")
+
+
+def test_manifest_of_a_file_of_equal_tables(tmp_path: Path) -> None:
+    """Raw images of one size and the same labels: the tables are equal to the last byte."""
+    images, labels = raw_pictures(COUNT)
+    for name, pixels in (("a", images), ("b", 255 - images)):
+        convert((pixels, labels), tmp_path / f"{name}.beton", progress=False)
+    shutil.copy(manifest_path(tmp_path / "a.beton"), manifest_path(tmp_path / "b.beton"))
+    refused(tmp_path / "b.beton", "does not belong to b.beton.*seal.*Convert the data again")
+    one = images.copy()
+    one[COUNT // 2 + 1, 3, 3, 1] ^= 1  # a single bit of a single picture
+    convert((one, labels), tmp_path / "b.beton", progress=False)
+    shutil.copy(manifest_path(tmp_path / "a.beton"), manifest_path(tmp_path / "b.beton"))
+    refused(tmp_path / "b.beton", "does not belong to b.beton.*seal")
+    for suffix in ("", ".json"):  # the same pair under another name
+        shutil.copy(tmp_path / f"a.beton{suffix}", tmp_path / f"b.beton{suffix}")
+    assert open_beton(tmp_path / "b.beton").manifest == open_beton(tmp_path / "a.beton").manifest
+
+
+def test_manifest_beside_a_file_without_a_seal(sound: Path, copy: Path) -> None:
+    """As FFCV writes it, with the same tables."""
+    shutil.copy(manifest_path(sound), manifest_path(copy))
+    with copy.open("r+b") as file:
+        file.seek(copy.read_bytes().index(bytes.fromhex(open_beton(sound).manifest["seal"])))
+        file.write(bytes(SEAL_BYTES))
+    refused(copy, "its seal, a digest of all samples' checksums, differs")
+    manifest_path(copy).unlink()
+    assert len(open_beton(copy)) == COUNT
+
+
+def test_manifest_that_was_changed(sound: Path, copy: Path) -> None:
+    manifest = json.loads(manifest_path(sound).read_text())
+    checksums = [manifest["crc32"][0] ^ 1, *manifest["crc32"][1:]]
+    for change, words in (
+        ({"crc32": checksums}, "its seal.*differs"),
+        ({"seal": manifest["seal"][::-1]}, "its seal.*differs"),
+        ({"seal": "no digits"}, "is not a manifest"),
+        ({"seal": 7}, "is not a manifest"),
+        ({"tables_crc32": -1}, "is not a manifest"),
+        ({"seal": ""}, "earlier version of Drivetrain.*Convert the data again; or delete it"),
+    ):
+        manifest_path(copy).write_text(json.dumps(manifest | change))
+        refused(copy, words)
+    manifest_path(copy).write_text(json.dumps(manifest | {"source": "told by hand"}))
+    assert open_beton(copy).manifest["source"] == "told by hand"
 
 
 def test_manifest_with_fewer_classes_than_labels(sound: Path, copy: Path) -> None:

@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from drivetrain.errors import BetonError, DataError, DrivetrainError
-from drivetrain.files import atomic_file
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.encode import Encoding
 from drivetrain.loaders.manifest import manifest_path
@@ -38,20 +38,23 @@ class Server:
             start_new_session=True,
         )
 
-    def start(self, out: Path, limit: int = 0) -> int:
+    def start(self, out: Path, limit: int = 0, renames: int = -1) -> int:
         """The process id of a conversion that has begun: its partial file is there."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{out} {out}.stderr {limit}\n")
-        self.process.stdin.flush()
-        pid = self._number()
-        partial = out.with_name(f".{out.name}.{pid}.partial")
-        while not partial.exists() and Path(f"/proc/{pid}").exists():
+        (pid,) = self._begin(out, limit, renames, 1)
+        partials = f".{out.name}.{pid}-*.partial"
+        while not list(out.parent.glob(partials)) and Path(f"/proc/{pid}").exists():
             time.sleep(0.002)
         return pid
 
     def status(self) -> int:
         """Waits until it ends."""
-        return self._number()
+        (status,) = self._numbers()
+        return status
+
+    def convert_at_once(self, out: Path, count: int) -> list[int]:
+        """The exit statuses of so many conversions."""
+        self._begin(out, 0, -1, count)
+        return self._numbers()
 
     def processes(self) -> list[int]:
         """The server and whatever is left of those it started: all of its session."""
@@ -63,9 +66,15 @@ class Server:
                     found.append(int(stat.parent.name))
         return found
 
-    def _number(self) -> int:
+    def _begin(self, out: Path, *numbers: int) -> list[int]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{out} {out}.stderr {' '.join(map(str, numbers))}\n")
+        self.process.stdin.flush()
+        return self._numbers()
+
+    def _numbers(self) -> list[int]:
         assert self.process.stdout is not None
-        return int(self.process.stdout.readline())
+        return [int(number) for number in self.process.stdout.readline().split()]
 
     def close(self) -> None:
         self.process.kill()
@@ -144,6 +153,66 @@ def test_sigkill_at_random_moments_leaves_no_file_that_looks_finished(
     assert killed >= 5
 
 
+@pytest.mark.parametrize("older", [False, True], ids=["new", "older"])
+def test_sigkill_between_the_renames_never_pairs_new_names_with_old_pixels(
+    server: Server, tmp_path: Path, older: bool
+) -> None:
+    """The older file has the same layout, labels and tables: only the pixels and the names are others."""
+    out, found = tmp_path / "out.beton", []
+    for renames in range(3):
+        if older:
+            images = np.repeat(np.arange(195, 255, dtype=np.uint8), 64 * 64 * 3).reshape(60, 64, 64, 3)
+            names = [f"old-{label}" for label in range(60)]
+            convert((images, np.arange(60)), out, classes=names, write_mode="raw", progress=False)
+        server.start(out, renames=renames)
+        assert server.status() == (0 if renames == 2 else -signal.SIGKILL)
+        if whole_or_refused(out):
+            beton = open_beton(out)
+            found.append((beton.classes[7], int(beton.data[int(beton.pointers[7])])))
+        elif older:
+            with pytest.raises(BetonError, match=r"does not belong to out\.beton, .* damaged: its seal"):
+                open_beton(out)
+        partials = [path.name for path in tmp_path.glob(".*.partial")]
+        assert len(partials) == 2 - renames, "those that the next conversion finds, and removes"
+    assert found == ([("old-7", 202)] if older else []) + [("0-7", 7)]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"out.beton", "out.beton.json", "out.beton.stderr"}
+
+
+def test_conversions_to_one_name_at_a_time_in_several_processes(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "out.beton"
+    assert server.convert_at_once(out, 4) == [0] * 4
+    assert whole_or_refused(out) == 60
+    beton = open_beton(out)
+    writer = int(beton.classes[0][0])
+    assert [int(beton.data[int(start)]) for start in beton.pointers] == list(range(writer, writer + 60))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"out.beton", "out.beton.json", "out.beton.stderr"}
+
+
+def test_conversions_to_one_name_at_a_time_in_several_threads(tmp_path: Path) -> None:
+    """Each replaces both files; whoever opens them meanwhile, and at the end, finds two that belong together."""
+    out, opened = raw_beton(tmp_path / "out.beton", 5), set()
+
+    def write(shade: int) -> None:
+        for turn in range(8):
+            images = np.full((10 + shade + turn % 2, 8, 8, 3), shade, np.uint8)
+            classes = [f"{shade}-{label}" for label in range(len(images))]
+            convert((images, np.arange(len(images))), out, classes=classes, workers=1, progress=False)
+
+    with ThreadPoolExecutor(4) as pool:
+        writers = [pool.submit(write, shade) for shade in range(4)]
+        while not all(writer.done() for writer in writers):
+            beton = open_beton(out)
+            if beton.classes:
+                assert beton.classes[0] == f"{beton.data[int(beton.pointers[0])]}-0"
+            opened.add(tuple(beton.classes))
+    assert [writer.exception() for writer in writers] == [None] * 4
+    assert len(opened) > 2
+    assert whole_or_refused(out) >= 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.beton", "out.beton.json"]
+
+
 def whole_or_refused(out: Path) -> int:
     """The number of samples, each as its checksum says; 0 if the file is not there, or refused with the remedy."""
     if not out.exists():
@@ -219,20 +288,3 @@ def test_memory_is_bounded() -> None:
         ahead.append(source.given - number)
     assert len(ahead) == 200
     assert max(ahead) <= 8 * 2 + 1
-
-
-def test_atomic_file(tmp_path: Path) -> None:
-    with atomic_file(tmp_path / "a") as file:
-        file.write(b"whole")
-        assert not (tmp_path / "a").exists()
-    assert (tmp_path / "a").read_bytes() == b"whole"
-    with pytest.raises(ZeroDivisionError), atomic_file(tmp_path / "a") as file:
-        file.write(bytes([1 // (file.write(b"half") - 4)]))
-    assert (tmp_path / "a").read_bytes() == b"whole"
-    with pytest.raises(DrivetrainError, match="No such file"), atomic_file(tmp_path / "no" / "b"):
-        pass
-    with pytest.raises(DrivetrainError, match="Not a directory"), atomic_file(tmp_path / "a" / "b"):
-        pass
-    with pytest.raises(DrivetrainError, match="too long"), atomic_file(tmp_path / ("x" * 250)):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]

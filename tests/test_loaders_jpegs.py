@@ -1,0 +1,162 @@
+"""JPEG files out of the ordinary: damaged EXIF data, arithmetic codes, several pictures in one file."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton, turbojpeg, verify
+from drivetrain.loaders.columns import Sample
+from drivetrain.loaders.encode import Encoded, Encoding, encode_image
+from drivetrain.loaders.layout import MODE_JPEG, Field
+from drivetrain.loaders.writer import write_beton
+from loader_pictures import jpeg_bytes, picture
+from PIL import Image
+
+PICTURE = picture(3, 48, 64)
+UPRIGHT = "passed through"
+TURNED = "turned upright after its EXIF data"
+
+ARITHMETIC = base64.b64decode(
+    "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAA0JCgsKCA0LCgsODg0PEyAVExISEyccHhcgLikxMC4pLSwzOko+MzZGNywtQFdBRkxO"
+    "UlNSMj5aYVpQYEpRUk//2wBDAQ4ODhMREyYVFSZPNS01T09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09P"
+    "T09PT09PT0//yQARCAAwAEADASIAAhEBAxEB/8wACgAQEAUBEBEF/9oADAMBAAIRAxEAPwD+zakwmXCXm4h93PM/fJyefwT8q/OU"
+    "N6xpT80zABbo4LQd1kVL87ZSWcwL9nV4Ug6R6ooBMCVt6LbIOKVTqHZFWZ78nlKVZYdCH8gjQnXkVQUN+hLoT4lrfgeafDifz9iS"
+    "hz/bHSoueustghubSxZeUeOGZQ64vS29UmoWtN3Uh76JtUk/raOVjkf22wpQ3155mt+oZ9bW8mMacB+fjm3y3oFpz+NmKEnGlnfe"
+    "HeXzvPZTEO7zVYOT2Z7ZfKwza6LjEM8I9DM3afg9SRF1M4VgD/jmXiiCYeNL3oUhw4o06fr92giKrNr+HeRVGh28i06a8hU6+Nay"
+    "DoGkk+I2qfJvpHKwrxJqntk1q5Hdig2P7AjNw8gWWddGFQYRqL5Mvui7Unk1A5K5Tdws8yoVQC9WeYX3Iaf/AO0ACZjU5aIsbqFu"
+    "3BNrC+Pp5oPwFeJKbYJgvAYTV5hj4eq+AfD/2Q=="
+)
+"""`jpegtran -arithmetic` of `jpeg_bytes(PICTURE, quality=60)`."""
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+
+
+def with_segment(jpeg: bytes, marker: int, content: bytes) -> bytes:
+    return jpeg[:2] + segment(marker, content) + jpeg[2:]
+
+
+def orientation(value: bytes, kind: int = 3, count: int = 1) -> bytes:
+    """EXIF data with this one tag."""
+    tag = struct.pack("<HHHI", 1, 0x0112, kind, count) + value.ljust(4, b"\0")
+    return b"Exif\0\0II*\0\x08\0\0\0" + tag + bytes(4)
+
+
+@pytest.mark.parametrize(
+    "exif",
+    [
+        b"Exif\0\0garbage in place of a TIFF header",
+        b"Exif\0\0",
+        b"Exif\0\0II",
+        orientation(b"\6")[:12],
+        orientation(b"\0"),
+        orientation(b"\x09"),
+        orientation(b"6\0", kind=2, count=2),
+        orientation(b"x\0", kind=2, count=2),
+        orientation(b"\6", kind=99),
+    ],
+    ids=["no TIFF", "empty", "cut in the header", "cut", "0", "9", "'6'", "'x'", "unknown type"],
+)
+def test_exif_data_that_means_nothing_leaves_the_picture_as_it_is(exif: bytes) -> None:
+    """The density in the JFIF header keeps Pillow from reading the EXIF data when it opens the file."""
+    jpeg = with_segment(jpeg_bytes(PICTURE, dpi=(72, 72)), 0xE1, exif)
+    assert encode_image(jpeg, Encoding()).how == UPRIGHT
+    assert encode_image(jpeg, Encoding()).payload == jpeg
+    small = encode_image(jpeg, Encoding(max_resolution=32))
+    assert (small.how, small.width, small.height) == ("scaled down", 32, 24)
+    assert encode_image(Image.open(io.BytesIO(jpeg)), Encoding()).how == "stored"
+    buffer = io.BytesIO()
+    Image.fromarray(PICTURE).save(buffer, "PNG", exif=exif)
+    png = encode_image(buffer.getvalue(), Encoding())
+    assert (png.how, png.payload) == ("stored", PICTURE.tobytes())
+
+
+def test_huge_exif_data_is_read() -> None:
+    """It fills a segment, and goes on in the next."""
+    jpeg = with_segment(jpeg_bytes(PICTURE), 0xE1, b"Exif\0\0" + bytes(65_000))
+    jpeg = with_segment(jpeg, 0xE1, orientation(b"\6") + bytes(65_000))
+    encoded = encode_image(jpeg, Encoding())
+    assert (encoded.how, encoded.width, encoded.height) == (TURNED, 48, 64)
+
+
+def long_arithmetic() -> bytes:
+    """Of more than 64 KiB, the first part that Pillow reads, which ends within the coded picture."""
+    middle = (ARITHMETIC.index(b"\xff\xda") + len(ARITHMETIC)) // 2
+    jpeg = with_segment(ARITHMETIC, 0xFE, bytes((1 << 16) - middle - 4))
+    assert jpeg.index(b"\xff\xda") < 1 << 16 < len(jpeg)
+    return jpeg
+
+
+@pytest.mark.parametrize("check", ["decode", "structure"])
+@pytest.mark.parametrize("jpeg", [ARITHMETIC, long_arithmetic()], ids=["short", "long"])
+def test_arithmetic_codes_become_huffman_codes_without_loss(jpeg: bytes, check: str) -> None:
+    encoded = encode_image(jpeg, Encoding(check=check))
+    assert encoded.how == "recoded without loss (arithmetic coding)"
+    assert (encoded.mode, encoded.width, encoded.height) == (MODE_JPEG, 64, 48)
+    assert turbojpeg.frame_type(jpeg) == 0xC9
+    assert turbojpeg.frame_type(encoded.payload) in turbojpeg.PLAIN_FRAMES
+    assert turbojpeg.decodes(encoded.payload, 64, 48)
+    original = Image.open(io.BytesIO(jpeg_bytes(PICTURE, quality=60))).convert("RGB")
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(encoded.payload)).convert("RGB")), original)
+    raw = encode_image(jpeg, Encoding(write_mode="raw"))
+    assert raw.payload == original.tobytes()
+
+
+@pytest.mark.parametrize("at", [-100, -300, 400])
+def test_damaged_arithmetic_codes_are_one_error(at: int) -> None:
+    with pytest.raises(ValueError, match=r"cannot be decoded: (Premature end|Corrupt JPEG)"):
+        encode_image(ARITHMETIC[:at], Encoding())
+
+
+def test_a_file_with_arithmetic_codes_is_read_by_both_loaders(tmp_path: Path) -> None:
+    """Others may write such files; `verify` finds them sound, and so they are."""
+    path, fields = tmp_path / "a.beton", [Field("image", "rgb_image"), Field("label", "int")]
+    images = [long_arithmetic(), jpeg_bytes(PICTURE, quality=60)]
+    samples = [Sample(Encoded(MODE_JPEG, 64, 48, image, ""), (0,)) for image in images]
+    write_beton(path, samples, len(samples), fields, {"classes": []})
+    assert verify(path, progress=False).sound
+    assert open_beton(path).image(0).tobytes() == open_beton(path).image(1).tobytes()
+    options = {"batch_size": 2, "image_size": 32, "train": False, "workers": 1}
+    with FFCVLoader(path, **options) as ours, TorchLoader(path, **options | {"workers": 0}) as theirs:
+        for (one, other), _ in (*ours, *theirs):
+            assert one.equal(other)
+
+
+def test_pictures_after_the_first_are_left_alone() -> None:
+    """As cameras and telephones add them (MPO)."""
+    buffer = io.BytesIO()
+    second = Image.fromarray(PICTURE[:24, :24])
+    Image.fromarray(PICTURE).save(buffer, "MPO", save_all=True, append_images=[second])
+    encoded = encode_image(buffer.getvalue(), Encoding())
+    assert (encoded.how, encoded.width, encoded.height) == (UPRIGHT, 64, 48)
+    assert encoded.payload == buffer.getvalue()
+
+
+def test_frames_that_the_decoder_does_not_know_are_not_passed_through() -> None:
+    """The check of the structure alone, which decodes nothing, sees by the header that they are lossless JPEGs."""
+    jpeg = jpeg_bytes(PICTURE).replace(b"\xff\xc0", b"\xff\xc3", 1)
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        encode_image(jpeg, Encoding(check="structure"))
+
+
+@pytest.mark.parametrize(
+    ("jpeg", "frame"),
+    [
+        (jpeg_bytes(PICTURE), 0xC0),
+        (jpeg_bytes(PICTURE, progressive=True), 0xC2),
+        (with_segment(jpeg_bytes(PICTURE), 0xE1, b"\xff\xc9" * 10), 0xC0),
+        (b"\xff\xd8\xff\xff\xff\x01\xff\xc1\0\x02", 0xC1),
+        (jpeg_bytes(PICTURE)[:12], None),
+        (b"\xff\xd8\xff\xe1\0\0" * 3, None),
+        (b"", None),
+    ],
+    ids=["baseline", "progressive", "markers in a segment", "fill bytes", "cut", "no length", "empty"],
+)
+def test_frame_type(jpeg: bytes, frame: int | None) -> None:
+    assert turbojpeg.frame_type(jpeg) == frame
