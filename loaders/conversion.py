@@ -93,7 +93,8 @@ def convert(
             arrays `(images (N, H, W, 3) uint8, labels (N,) or (N, K))`; or an indexed data set of
             `(image, label, …)` or of dicts.
         out: the `.beton` file to write, replaced if it is there; its manifest goes beside it, with
-            `.json` after the name. The same bytes for any number of workers.
+            `.json` after the name, and the two prove that they belong together. The same bytes for any number of
+            workers. Of several conversions to one name at a time, the last to finish wins.
         fields: further fields by name, or name to kind: int, float, ndarray, bytes, json or None; by
             name alone, or with None, the first sample's value decides. Of dicts: their keys; of tuples: what follows
             (image, label); of shards: the members' extensions, e.g. `["json", "npy"]`.
@@ -101,7 +102,7 @@ def convert(
         min_resolution: shortest side in pixels to scale larger images down to; instead of
             `max_resolution`. None keeps all.
         quality: JPEG quality, 1–100, for images that must be encoded; JPEG files that need no change
-            are copied byte for byte. 90 is FFCV's default.
+            are copied byte for byte; those with arithmetic codes get Huffman codes, without loss. 90 is FFCV's default.
         write_mode: `"auto"`: JPEG files as JPEGs, other images raw up to 64 × 64 pixels, else as
             JPEGs. The others as in FFCV: `"jpg"`, `"raw"` (pixels), `"smart"` (JPEG above
             `smart_threshold`), `"proportion"` (JPEG with `compress_probability`).
