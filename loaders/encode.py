@@ -26,7 +26,7 @@ CHECKS = ("decode", "structure")
 """Of a JPEG that passes through: all of its data, or its beginning and its end."""
 
 _ORIENTATION, _END_OF_IMAGE = 0x0112, b"\xff\xd9"
-_TURNS = {
+_TURNS: dict[Any, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
