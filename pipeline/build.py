@@ -67,31 +67,70 @@ def build(pipeline: Pipeline) -> Built:
         PlanError, DataError, StrategyError: before any training.
     """
     pipeline.plan()
-    data = pipeline.data
-    assert data is not None  # the plan has checked
     how = pipeline.distribution
-    train = make_loader(pipeline, data, data.train, train=True)
-    val = None if data.val is None else make_loader(pipeline, data, data.val, train=False)
-    classes = count_classes(train, val, data)
-    model, reports = build_model(pipeline)
-    for transform in pipeline.transforms:
-        transform.begin(model, len(train))  # an epoch, until the training says how long it is
-    with seeded(pipeline.seed):
-        check_output(model, classes, data, how.precision)
+    train, val = make_loaders(pipeline)
+    parts = make_parts(pipeline, train, val)
     engine = strategies.get(how.strategy, **how.options).prepare(
-        model,
+        parts.model,
         optimizer_factory(pipeline),
         **how.step_options,
     )
     for loader in (train, val):
         if loader is not None:
             loader.device = engine.device
-    methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, classes)
-    loss = training_loss(pipeline)
-    check_loss(
-        loss, classes, engine.device, soft=any(isinstance(t, MixUp | CutMix) for t in pipeline.transforms)
-    )
-    return Built(engine, train, val, loss, methods, reports)
+    methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, parts.classes)
+    return Built(engine, train, val, parts.loss(engine.device), methods, parts.reports)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a training is made of whoever runs its loop, ours or Lightning's: held to the data and to each other.
+
+    Attributes:
+        model: after surgery, on the CPU.
+        reports: what each surgery changed.
+        classes: of the data.
+    """
+
+    pipeline: Pipeline
+    model: nn.Module
+    reports: tuple[Report, ...]
+    classes: int
+
+    def loss(self, device: torch.device) -> Loss:
+        """The loss to train with, tried on the device of the training's logits.
+
+        Raises:
+            PlanError: if it cannot take the targets, or gives no single number.
+        """
+        loss, transforms = training_loss(self.pipeline), self.pipeline.transforms
+        check_loss(loss, self.classes, device, soft=any(isinstance(t, MixUp | CutMix) for t in transforms))
+        return loss
+
+
+def make_parts(pipeline: Pipeline, train: EpochLoader, val: EpochLoader | None) -> Parts:
+    """Builds the model, and holds data, model and loss to each other.
+
+    Raises:
+        PlanError: if they do not go together.
+    """
+    data = pipeline.data
+    assert data is not None  # the plan has checked
+    classes = count_classes(train, val, data)
+    model, reports = build_model(pipeline)
+    for transform in pipeline.transforms:
+        transform.begin(model, len(train))  # an epoch, until the training says how long it is
+    with seeded(pipeline.seed):
+        check_output(model, classes, data, pipeline.distribution.precision)
+    return Parts(pipeline, model, reports, classes)
+
+
+def make_loaders(pipeline: Pipeline) -> tuple[EpochLoader, EpochLoader | None]:
+    """The loaders of this rank's share, of the training data and of the validation data, if there are any."""
+    data = pipeline.data
+    assert data is not None  # the plan has checked
+    train = make_loader(pipeline, data, data.train, train=True)
+    return train, None if data.val is None else make_loader(pipeline, data, data.val, train=False)
 
 
 def make_loader(

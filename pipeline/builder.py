@@ -22,6 +22,7 @@ from .models import model_factory
 from .optimizers import Optimization
 from .plan import Plan, make_plan, sort_transforms
 from .retention import Checkpoints
+from .rules import check_hook
 from .stages import ONE_DEVICE, Data, Distribution, source_name
 
 if TYPE_CHECKING:
@@ -188,13 +189,15 @@ class Pipeline:
         """Adds transforms, in any order; the plan sorts them.
 
         Raises:
-            PlanError: if one is no transform, or is there twice.
+            PlanError: if one is no transform, is there twice, or does not define what its kind is called by.
         """
         given: tuple[object, ...] = transforms
         for transform in given:
             if not isinstance(transform, Transform):
                 hint = f" Did you mean {transform.__name__}()?" if isinstance(transform, type) else ""
                 raise PlanError(f"transform() takes transforms such as BlurPool(), not {transform!r}.{hint}")
+        for transform in transforms:
+            check_hook(transform)
         sort_transforms((*self.transforms, *transforms))
         return self._with(transforms=(*self.transforms, *transforms))
 
@@ -275,8 +278,20 @@ class Pipeline:
         )
 
     def plan(self) -> Plan:
-        """Every step in order with its reason. Conflicts are errors here, before any work."""
-        return make_plan(self)
+        """Every step in order with its reason. Conflicts are errors here, before any work.
+
+        The data's files are opened as far as their headers; data sets by name are not fetched.
+
+        Raises:
+            PlanError, StrategyError: naming the parts that do not go together, and the remedy.
+            DataError: for a file that is missing, cannot be read, or is no finished `.beton` file.
+        """
+        from .checks import check_sources
+
+        plan = make_plan(self)
+        assert self.data is not None  # make_plan has checked
+        check_sources(self.data, self.distribution.devices)
+        return plan
 
     def build(self) -> Built:
         """Loaders, model and engine of this process, ready for a loop of your own."""

@@ -122,6 +122,7 @@ for _command in (cli_data.convert, cli_data.inspect, cli_data.verify):
 
 @app.command(cls=_Command)
 def train(
+    context: typer.Context,
     recipe: Annotated[
         str, typer.Argument(help="Name of a recipe (see: drivetrain recipes), or a .yaml or .json file.")
     ],
@@ -146,22 +147,24 @@ def train(
     With --out, plan.txt and recipe.yaml are written first, history.json, model.safetensors and a checkpoint
     after every epoch, curves.png at the end; with --ledger, also ledger.json and ledger.png. Ctrl-C stops, and
     keeps the epochs that were finished; --resume goes on. Paths in a recipe's file are relative to the working
-    directory, not to the file. Under torchrun: torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8.
+    directory, not to the file; a model of your own (model: module:factory) is imported from there or from
+    beside the file. Under torchrun: torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8.
     """
-    from .builder import Pipeline
-    from .fit import leads
+    from .builder import CHECKPOINTS, Pipeline
+    from .fit import fit, leads
     from .result import TrainingInterrupted
 
     if ledger:
         from .ledger import check_asked
 
         check_asked(ledger_seconds)  # first: a training would be over by then
+    _find_modules(context, recipe)
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
-    plan = pipeline.plan()
-    if leads():
-        print(plan)
     try:
-        result = pipeline.fit(out=out, resume="auto" if resume else None, logger=logger)
+        result = fit(
+            pipeline, epochs=None, out=out, progress=True, resume="auto" if resume else None,
+            checkpoints=CHECKPOINTS, logger=logger, show_plan=True,
+        )  # fmt: skip
     except TrainingInterrupted as interrupt:
         interrupt.add_note(_what_is_left(interrupt, out))
         raise
@@ -180,6 +183,7 @@ def train(
 
 @app.command(cls=_Command)
 def export(
+    context: typer.Context,
     place: Annotated[
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Folder of a run, or of one checkpoint.")
     ],
@@ -191,6 +195,14 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="The checkpoint of the highest accuracy, not the newest.")
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="The model before surgery, where it is your own. Its module is imported, which runs its code; "
+            "a checkpoint alone imports none.",
+        ),
+    ] = None,
 ) -> None:
     """Writes the weights of a checkpoint as a plain state dict, which loads without Drivetrain.
 
@@ -201,7 +213,9 @@ def export(
 
     if names not in ("plain", "trained"):
         raise CheckpointError(f"--names {names} is not known; use plain or trained.")
-    print(f"{out}: {run(place, out, names=cast(Literal['plain', 'trained'], names), best=best).path.name}")
+    _find_modules(context)
+    taken = run(place, out, names=cast(Literal["plain", "trained"], names), best=best, model=model)
+    print(f"{out}: {taken.path.name}")
 
 
 @app.command(cls=_Command)
@@ -254,6 +268,7 @@ def ledger(
         raise PlanError("--epochs is of the trainings that --accuracy asks for. Give both, or neither.")
     from .builder import Pipeline
 
+    _find_modules(context, recipe)
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
     _measure(pipeline, seconds, out, accuracy=accuracy, epochs=epochs)
 
@@ -297,9 +312,17 @@ def _given(context: typer.Context) -> list[str]:
     ]
 
 
+def _find_modules(context: typer.Context, recipe: str | None = None) -> None:
+    """Until the command ends, modules beside a recipe's file and in the working directory can be imported."""
+    from .importing import modules_beside
+
+    context.with_resource(modules_beside(recipe))
+
+
 def _measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: Any) -> None:
     from .fit import make_folder
 
+    pipeline.plan()  # before a folder is made
     folder = None if out is None else make_folder(out)  # first: a ledger that cannot be written is time lost
     measured = pipeline.ledger(seconds=seconds, **accuracy)
     print(measured)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,15 +108,11 @@ def _identity(loader: EpochLoader) -> int:
 
 
 def description(pipeline: Pipeline) -> dict[str, Any] | None:
-    """The model and what changed it, as JSON values to rebuild it from; None if it is known to no name.
+    """The model and what changed it, as JSON values to rebuild it from; None if JSON cannot hold them.
 
-    A name that would have to be imported counts as none: whoever opens a checkpoint runs no code that it names.
+    The model is None if it has no name: a built module, or a function that cannot be imported.
     """
-    if isinstance(pipeline.model, nn.Module):
-        return None
-    name = name_of_factory(pipeline.model)
-    if name is None or ":" in name:
-        return None
+    name = None if isinstance(pipeline.model, nn.Module) else name_of_factory(pipeline.model)
     try:
         changes = [t for t in pipeline.transforms if t.kind in transforms.CHANGES_MODEL]
         found = {
@@ -129,16 +126,31 @@ def description(pipeline: Pipeline) -> dict[str, Any] | None:
         return None
 
 
-def described(found: dict[str, Any]) -> tuple[Pipeline, tuple[Transform, ...]]:
+def described(
+    found: dict[str, Any], model: str | Callable[..., nn.Module] | nn.Module | None = None
+) -> tuple[Pipeline, tuple[Transform, ...]]:
     """A pipeline with the model of a `description`, and its transforms in order.
 
+    Args:
+        found: the description.
+        model: in place of the one it names: a name, a factory, which is called with the described options, or a
+            module. A checkpoint alone imports nothing, because to import a module is to run its code.
+
     Raises:
-        CheckpointError: for a model that no checkpoint of ours names.
+        CheckpointError: for a model without a name, or one that would have to be imported, unless `model` is given.
     """
-    if ":" in found["model"]:
+    named = found["model"]
+    if model is None and (named is None or ":" in named):
+        known = "came as a built module, or from a function that has no name to import it by"
+        if named is not None:
+            known = f"is {named!r}, which would have to be imported: to open a checkpoint runs no code"
         raise CheckpointError(
-            f"The checkpoint names the model {found['model']!r}, which would have to be imported; use names='trained'."
+            f"The checkpoint does not know how to build its model, which {known}. Name it: "
+            f"model={named or 'module:factory'!r} "
+            f"(--model {named or 'MODULE:FACTORY'}); or use names='trained' (--names trained), or "
+            "FitResult.plain_state()."
         )
     made = tuple(transforms.get(**entry) for entry in found["transforms"])
-    pipeline = Pipeline(found["model"], seed=found["seed"], **found["model_options"]).transform(*made)
-    return pipeline, sort_transforms(made)
+    chosen = named if model is None else model
+    options = {} if isinstance(model, nn.Module) else found["model_options"]
+    return Pipeline(chosen, seed=found["seed"], **options).transform(*made), sort_transforms(made)

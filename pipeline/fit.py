@@ -20,7 +20,7 @@ from .builder import LOG_EVERY, Pipeline
 from .loggers import Choice
 from .loggers import check as check_loggers
 from .nonfinite import OnNonFinite, check_choice
-from .plan import sort_transforms
+from .plan import make_plan, sort_transforms
 from .progress import in_cell, say
 from .records import Job, Outcome
 from .result import FitResult, TrainingInterrupted
@@ -42,21 +42,26 @@ def fit(
     on_nonfinite: OnNonFinite = "raise",
     logger: Choice = None,
     log_every: int = LOG_EVERY,
+    show_plan: bool = False,
 ) -> FitResult:
-    """See `Pipeline.fit`."""
+    """See `Pipeline.fit`. With `show_plan` it prints the plan, once nothing that is known before training stands
+    against it."""
     epochs = pipeline.epochs if epochs is None else epochs
     if epochs is None:
         raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
     resume = _checked(resume, checkpoints, out)
     check_choice(on_nonfinite)
-    pipeline.plan()
+    plan = pipeline.plan()
     check_epochs(pipeline, epochs)
-    folder = None if out is None else make_folder(Path(out))
+    folder = None if out is None else Path(out)
     loggers = check_loggers(logger, log_every, folder, travels=not _is_rank(pipeline))
+    if folder is not None:  # last: what is refused leaves no folder
+        make_folder(folder)
     texts, note = descriptions(pipeline, epochs) if folder is not None else ({}, "")
     job = Job(
-        epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell()
-    )
+        epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell(),
+        plan=f"{plan!r}" if show_plan else "",
+    )  # fmt: skip
     with claimed(folder) if folder is not None and leads() else nullcontext():
         pipeline = with_files(pipeline, progress)
         for text in (note, "" if folder is None else replaced(folder, resume)):
@@ -183,6 +188,8 @@ def train_rank(pipeline: Pipeline, job: Job) -> Outcome:
     outcome = Outcome()
     try:
         with seeded(pipeline.seed), global_randomness_kept(), build(pipeline) as built:
+            if job.plan and leads():
+                print(job.plan, flush=True)
             Run(pipeline, built, job, outcome).train()
     except KeyboardInterrupt:
         raise TrainingInterrupted(outcome) from None
@@ -199,4 +206,5 @@ def _finish(pipeline: Pipeline, outcome: Outcome | None) -> FitResult | None:
     if outcome.state:
         model.load_state_dict(outcome.state)
     ordered = sort_transforms(pipeline.transforms)
-    return FitResult(model.eval(), outcome.history, reports, pipeline.plan(), ordered)
+    # Of the plan the rules alone: what became of the files meanwhile does not matter.
+    return FitResult(model.eval(), outcome.history, reports, make_plan(pipeline), ordered)

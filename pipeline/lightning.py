@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -24,9 +23,16 @@ from ..loaders.epochs import EpochLoader
 from ..strategies.sharding import give_channels_last_inputs, make_contiguous
 from ..transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
 from ..transforms.no_weight_decay import note_shape
-from .build import build_model, make_loader, optimizer_factory, seeded, training_loss
+from .build import (
+    Parts,
+    make_loader,
+    make_loaders,
+    make_parts,
+    optimizer_factory,
+    seeded,
+    training_loss,
+)
 from .builder import Pipeline
-from .checks import check_output, count_classes
 from .fit import with_files
 from .lightning_strategies import check_trainer, share, trainer_arguments
 from .methods import Methods, in_parts
@@ -68,20 +74,27 @@ def hand_over(pipeline: Pipeline, epochs: int | None, given: dict[str, Any]) -> 
             "give Lightning's own: Trainer(strategy=FSDPStrategy(activation_checkpointing_policy=…)), module.compile()."
         )
     pipeline = with_files(pipeline, progress=False)
-    data = pipeline.data
-    assert data is not None  # the plan has checked
-    with make_loader(pipeline, data, data.train, train=True) as train:
-        steps, classes = len(train), count_classes(train, None, data)
-    with _one_thread():
-        model, reports = build_model(pipeline)
-        with seeded(pipeline.seed):
-            check_output(model, classes, data, how.precision)
+    with ExitStack() as stack:
+        loaders = make_loaders(pipeline)
+        for loader in loaders:
+            if loader is not None:
+                stack.enter_context(loader)
+        stack.enter_context(_one_thread())
+        parts, steps = make_parts(pipeline, *loaders), len(loaders[0])
+        parts.loss(_device(arguments))
     trainer = {
         "max_epochs": epochs, "precision": PRECISION[how.precision], "accumulate_grad_batches": how.accumulate,
         "gradient_clip_val": how.clip_norm, "gradient_clip_algorithm": "norm", "use_distributed_sampler": False,
         "num_sanity_val_steps": 0, "logger": False, "enable_checkpointing": False, **arguments,
     }  # fmt: skip
-    return HandOver(Module(pipeline, model, classes, epochs, steps), Data(pipeline), trainer, reports)
+    return HandOver(Module(parts, epochs, steps), Data(pipeline), trainer, parts.reports)
+
+
+def _device(arguments: dict[str, Any]) -> torch.device:
+    """Where the loss is tried: on a GPU only if this process uses one already, because to start it would keep
+    Lightning from forking. A loss that holds values on a GPU has started it."""
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda" if started and arguments.get("accelerator") != "cpu" else "cpu")
 
 
 @contextmanager
@@ -113,22 +126,21 @@ class Module(pl.LightningModule):
     follows from the pipeline's seed, as in `fit`.
 
     Args:
-        pipeline: what is trained.
-        model: after surgery, images `(B, 3, H, W)` to logits `(B, C)`.
-        classes: C.
+        parts: the pipeline, and its model after surgery, images `(B, 3, H, W)` to logits `(B, C)`.
         epochs: of the whole training.
         steps: optimizer steps of an epoch.
     """
 
-    def __init__(self, pipeline: Pipeline, model: nn.Module, classes: int, epochs: int, steps: int) -> None:
+    def __init__(self, parts: Parts, epochs: int, steps: int) -> None:
         super().__init__()
-        self.model = model
+        pipeline = parts.pipeline
+        self.model = parts.model
         self._pipeline, self._epochs, self._steps = pipeline, epochs, epochs * steps
         self._loss = training_loss(pipeline)
-        self._methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, classes)
+        self._methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, parts.classes)
         self._sums = torch.zeros(3)
         self._random = ExitStack()
-        for parameter in model.parameters():
+        for parameter in self.model.parameters():
             note_shape(parameter)  # FSDP1 flattens them before the optimizer is made
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ PICTURE = 30.0  # seconds between two pictures of the curves
 @dataclass(frozen=True)
 class Job:
     """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists; `texts` go into it, by name;
-    `in_cell` says whether it was called in a notebook."""
+    `in_cell` is whether it was called in a notebook; rank 0 prints `plan` once everything is built and checked."""
 
     epochs: int
     folder: Path | None
@@ -38,6 +38,7 @@ class Job:
     log_every: int = LOG_EVERY
     texts: dict[str, str] = field(default_factory=dict)
     in_cell: bool = False
+    plan: str = ""
 
 
 @dataclass

@@ -8,12 +8,25 @@ from typing import TYPE_CHECKING, TypeVar
 from .. import strategies
 from ..checks import check_whole
 from ..errors import PlanError
-from ..transforms import GradientClipping, GyroDropout, ProgressiveResizing, SeqLengthWarmup, Transform
+from ..transforms import (
+    SAM,
+    GradientClipping,
+    GyroDropout,
+    LayerFreezing,
+    ProgressiveResizing,
+    SeqLengthWarmup,
+    TestTimeFlip,
+    Transform,
+)
+from ..transforms.base import missing_hook
 
 if TYPE_CHECKING:
     from .builder import Pipeline
 
 T = TypeVar("T", bound=Transform)
+
+CALLED_BY_CLASS = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip)
+"""Transforms whose own methods the loop calls; see `methods.py`."""
 
 FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
 """Strategies whose family is not the first word of their name. Both of DDP's here divide the optimizer's state
@@ -58,6 +71,25 @@ def check_epochs(pipeline: Pipeline, epochs: int) -> None:
             f"{resizing} has one size per epoch, and of {epochs} none would be at full size. Train for more epochs, "
             f"or set finetune to at least {0.5 / epochs:g}."
         )
+
+
+def check_hook(transform: Transform) -> None:
+    """Refuses a transform that does not define what its kind is called by, and so would do nothing.
+
+    Raises:
+        PlanError: naming its class, its kind, and the method.
+    """
+    if isinstance(transform, CALLED_BY_CLASS):
+        return
+    lacking = missing_hook(type(transform))
+    if not lacking and transform.kind in ("schedule", "evaluation"):
+        base = "LayerFreezing" if transform.kind == "schedule" else "TestTimeFlip"
+        lacking = (
+            f"{_name(transform)} is a transform of kind {transform.kind!r}, of which the loop calls {base} only. "
+            f"Derive it from that, or use another kind."
+        )
+    if lacking:
+        raise PlanError(lacking)
 
 
 def _unsafe_strategies(pipeline: Pipeline) -> None:

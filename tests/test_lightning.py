@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drivetrain import PlanError
+from drivetrain import DrivetrainError, Pipeline, PlanError
 from drivetrain.pipeline.stages import Distribution
-from drivetrain.transforms import EMA, SAM, BlurPool, ChannelsLast, LabelSmoothing, MixUp, NoWeightDecay
-from pipeline_data import Toy, batch_norm_model, plain_model
+from drivetrain.transforms import (
+    EMA,
+    SAM,
+    BlurPool,
+    ChannelsLast,
+    GyroDropout,
+    LabelSmoothing,
+    MixUp,
+    NoWeightDecay,
+)
+from pipeline_data import Toy, batch_norm_model, plain_model, write_toy
+from test_pipeline_own_loss import Own, by_image, hard
 from torch import nn
 
 # Lightning's own: too few workers (our loaders have threads of their own), and its use of torch.
@@ -155,3 +168,43 @@ def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:
         pl.Trainer(**arguments, callbacks=[changing]).fit(module, data)
     assert module.trainer.global_step == 4  # of the first epoch
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("drivetrain")]
+
+
+def test_what_build_refuses_is_refused_here_too(toy: Toy, tmp_path: Path) -> None:
+    """By the same checks, with the same words."""
+    plain = toy.pipeline(plain_model)
+
+    def validated_with(name: str, classes: Any, samples: int = 40) -> Any:
+        path = str(write_toy(tmp_path / name, samples, 0, classes))
+        return Pipeline(plain_model).load(toy.train, path, batch_size=8, image_size=16, workers=1)
+
+    refused = {
+        "order": validated_with("order.beton", "abdc"),
+        "number": validated_with("number.beton", "abcde"),
+        "labels": validated_with("labels.beton", None).load(
+            str(write_toy(tmp_path / "two.beton", 2, 0, None)), str(tmp_path / "labels.beton"),
+            batch_size=2, image_size=16, workers=1,
+        ),
+        "missing": plain.load(toy.train, "no.beton", batch_size=8, image_size=16),
+        "loss": plain.transform(Own(by_image)),
+        "mixed targets": plain.transform(Own(hard), MixUp()),
+        "output": toy.pipeline(lambda: plain_model(5)),
+    }  # fmt: skip
+    for name, pipeline in refused.items():
+        with pytest.raises(DrivetrainError) as ours:
+            pipeline.build()
+        with pytest.raises(type(ours.value), match=re.escape(str(ours.value))):
+            pipeline.to_lightning(epochs=1, **QUIET)
+        assert name
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("drivetrain")]
+
+
+def test_a_surgery_that_counts_the_run_is_handed_over(toy: Toy) -> None:
+    """The check of the output needs it begun, as the training does."""
+
+    def dropping() -> nn.Module:
+        return nn.Sequential(plain_model(), nn.Dropout(0.5), nn.Linear(4, 4))
+
+    module, found = trained(toy.pipeline(dropping).transform(GyroDropout()), 1)
+    assert module.trainer.global_step == 4
+    assert math.isfinite(found[0]["loss"])

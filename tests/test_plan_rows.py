@@ -46,6 +46,7 @@ from drivetrain.transforms import (
     LayerFreezing,
     MixUp,
     SelectiveBackprop,
+    Session,
     SqueezeExcite,
     StochasticDepth,
     Transform,
@@ -286,6 +287,9 @@ class AloneOnly(Transform):
     kind: ClassVar[Any] = "loop"
     source: ClassVar[str] = "none"
     unsafe_with: ClassVar[tuple[str, ...]] = ("ddp", "fsdp")
+
+    def session(self, model: nn.Module) -> Session:  # noqa: ARG002
+        return Session()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_grad_op", "hsdp"])

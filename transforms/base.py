@@ -6,17 +6,19 @@ rules need. Every transform also works alone, in anybody's loop.
 
 from __future__ import annotations
 
+import difflib
 import html
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
 
+from ..errors import PlanError, suggest
 from ..markup import html_table
 
 Kind = Literal[
@@ -140,6 +142,8 @@ class Transform:
 
     def apply(self, model: nn.Module) -> Report:  # noqa: ARG002
         """Changes `model` in place and reports what changed."""
+        if self.kind in CHANGES_MODEL:
+            raise PlanError(missing_hook(type(self)))
         raise TypeError(f"{type(self).__name__} does not change the model; it is a {self.kind} transform")
 
     def begin(self, model: nn.Module, total_steps: int) -> None:
@@ -191,6 +195,36 @@ class Transform:
     def session(self, model: nn.Module) -> Session:  # noqa: ARG002
         """Begins to follow a training of `model`, once it is on its device, sharded and loaded."""
         return Session()
+
+
+HOOKS: dict[Kind, str] = {
+    "image": "loader_settings",
+    "surgery": "apply",
+    "memory_format": "apply",
+    "optimizer": "optimizer",
+    "batch": "batch",
+    "loss": "loss",
+    "loop": "session",
+}
+"""What a class of each kind must define. What a schedule or an evaluation does, the loop knows of each by its class."""
+
+
+def missing_hook(cls: type[Transform]) -> str:
+    """What a class does not define and must, with the remedy; "" where nothing is missing."""
+    kind: object = getattr(cls, "kind", None)
+    if kind not in get_args(Kind):
+        return f"{cls.__name__} has kind={kind!r}; it must declare one.{suggest(str(kind), get_args(Kind))}"
+    hook = HOOKS.get(cls.kind)
+    if hook is None or getattr(cls, hook) is not getattr(Transform, hook):
+        return ""
+    own = [name for base in cls.__mro__ if base not in Transform.__mro__ for name in vars(base)]
+    near = difflib.get_close_matches(hook, own, n=1)
+    hint = f" It defines {near[0]!r}: rename that." if near else ""
+    what = "the property" if isinstance(getattr(Transform, hook), property) else "the method"
+    return (
+        f"{cls.__name__} is a transform of kind {cls.kind!r} and must define {what} {hook!r} (see "
+        f"drivetrain.transforms.Transform.{hook}), or it would do nothing.{hint}"
+    )
 
 
 class NothingChanged(UserWarning):
