@@ -20,6 +20,7 @@ from ..files import wait_for_renames
 from . import turbojpeg
 from .layout import MODE_RAW, tables_start
 from .manifest import manifest_path, read_manifest
+from .open_file import OpenFile
 from .tables import (
     Column,
     check_numbers,
@@ -41,7 +42,9 @@ class Beton:
 
     Attributes:
         path: the file.
-        data: the whole file, memory-mapped, `(bytes,)` uint8, read-only.
+        file: the file, open; samples are read from it.
+        data: the whole file, memory-mapped, `(bytes,)` uint8, read-only. Reading it ends the process if the file
+            has been truncated since.
         modes: `(N,)` uint8, 0 for JPEG and 1 for raw pixels.
         widths, heights: `(N,)` in pixels.
         pointers, sizes: `(N,)` position and length in bytes of each image in `data`.
@@ -54,6 +57,7 @@ class Beton:
     """
 
     path: Path
+    file: OpenFile
     data: NDArray[np.uint8]
     modes: NDArray[np.uint8]
     widths: NDArray[np.uint16]
@@ -104,8 +108,8 @@ class Beton:
         if not field.allocated:
             return column.values[indices]
         if field.kind == "ndarray":
-            windows = np.lib.stride_tricks.sliding_window_view(self.data, field.nbytes)
-            return windows[column.pointers[indices]].view(field.dtype).reshape(-1, *field.shape)
+            stored = self.file.read_many(column.pointers[indices], field.nbytes)
+            return stored.view(field.dtype).reshape(-1, *field.shape)
         values = [self._stored(column, index) for index in np.asarray(indices).tolist()]
         if field.kind != "json":
             return values
@@ -115,8 +119,7 @@ class Beton:
         """A value's bytes in the file."""
         if not column.field.allocated:
             return bytes(column.values[index].tobytes())
-        start = int(column.pointers[index])
-        return self.data[start : start + int(column.sizes[index])].tobytes()
+        return self.file.read(int(column.pointers[index]), int(column.sizes[index]))
 
     def _json(self, name: str, index: int, value: bytes) -> Any:
         try:
@@ -143,8 +146,7 @@ class Beton:
 
     def stored(self, index: int) -> bytes:
         """A sample's image as it is stored: a JPEG file's bytes, or its pixels row by row."""
-        start = int(self.pointers[index])
-        return self.data[start : start + int(self.sizes[index])].tobytes()
+        return self.file.read(int(self.pointers[index]), int(self.sizes[index]))
 
     def image(self, index: int) -> Image.Image:
         """A sample's image, decoded by Pillow.
@@ -233,7 +235,9 @@ def _identities(path: Path) -> list[tuple[int, int] | None]:
 def _open(path: Path) -> Beton:
     header = read_header(path)
     fields = read_fields(path, header)
-    data = np.memmap(path, dtype=np.uint8, mode="r")
+    file = OpenFile(path)
+    with open(file.descriptor, "rb", closefd=False) as opened:  # the same file, also if it is replaced now
+        data = np.memmap(opened, dtype=np.uint8, mode="r")
     rows = read_metadata(path, data, header, fields)
     first = tables_start(len(fields)) + rows.nbytes
     table = read_allocations(path, data, header, first, len(rows))
@@ -246,6 +250,7 @@ def _open(path: Path) -> Beton:
     image = next(column for column in columns.values() if column.field.kind == "rgb_image")
     return Beton(
         path=path,
+        file=file,
         data=np.asarray(data),
         modes=image.values["mode"].copy(),  # contiguous, as the compiled loader wants it
         widths=image.values["width"].copy(),

@@ -15,6 +15,7 @@ from .. import machine
 from ..errors import BetonError, DataError
 from . import augmentation, draws, kernels, pixels, turbojpeg
 from .beton import Beton
+from .layout import MODE_JPEG
 from .operations import Operations
 from .settings import Settings
 
@@ -24,9 +25,14 @@ _METHODS = {"bilinear": kernels.BILINEAR, "area": kernels.AREA}
 
 @dataclass
 class _Workspace:
-    """What one thread works in: a decoder's handle, and memory for the largest image and a part's pixels."""
+    """What one thread works in: a decoder's handle, and memory for the largest image and a part's pixels.
+
+    `readable` is the memory of `jpeg`, read-only.
+    """
 
     handle: turbojpeg.Handle
+    jpeg: NDArray[np.int8]
+    readable: NDArray[np.uint8]
     scratch: NDArray[np.int8]
     sums: NDArray[np.uint16]
     rows: NDArray[np.uint8]
@@ -67,6 +73,7 @@ class Decoder:
         self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
         self._widest = int(self._widths.max())
         self._largest = int((self._heights * self._widths).max()) * 3  # bytes of pixels
+        self._longest = int(beton.sizes[beton.modes == MODE_JPEG].max(initial=1))  # bytes of a JPEG
         self._modes = beton.modes.astype(np.int32)
         self._line, self._table = _normalisation(settings)
         self._fill = np.array([round(level * 255) for level in settings.mean], dtype=np.int64)
@@ -79,7 +86,13 @@ class Decoder:
         """Memory that each thread needs besides the batches, in bytes."""
         side, widest = self._settings.image_size, self._widest
         policy = 0 if self._augment is None else side * side * 18  # two pictures, and a sum in float32
-        return self._largest + widest * (3 * side + 6 + 4 * side) + side * side * (4 + 3 * self.part) + policy
+        return (
+            self._longest
+            + self._largest
+            + widest * (3 * side + 6 + 4 * side)
+            + side * side * (4 + 3 * self.part)
+            + policy
+        )
 
     def choose(self, indices: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
         """The batch of the samples `indices` `(n,)` in that epoch, to be loaded into `images`."""
@@ -139,10 +152,11 @@ class Decoder:
     ) -> None:
         beton, status = self._beton, np.empty(len(indices), dtype=np.int32)
         kernels.load_samples(
-            *self._functions, workspace.handle.address, beton.data,
+            *self._functions, workspace.handle.address, beton.file.descriptor,
             self._modes, beton.widths, beton.heights, beton.pointers, beton.sizes,
             indices, choices.boxes[part], choices.flips[part], self._method,
-            workspace.scratch, workspace.sums, workspace.rows, workspace.columns, workspace.small,
+            workspace.jpeg, workspace.readable, workspace.scratch,
+            workspace.sums, workspace.rows, workspace.columns, workspace.small,
             images, status,
         )  # fmt: skip
         if status.any():
@@ -150,6 +164,9 @@ class Decoder:
             raise beton.sample_error(int(indices[at]), self._reason(int(indices[at]), int(status[at])))
 
     def _reason(self, index: int, status: int) -> str:
+        if status == kernels.UNREADABLE:
+            self._beton.stored(index)  # which raises the reason
+            return "it could not be read"
         if status == kernels.WRONG_SIZE:
             return "its JPEG header gives another size than the file's metadata"
         width, height = int(self._widths[index]), int(self._heights[index])
@@ -158,8 +175,13 @@ class Decoder:
 
     def _make_workspace(self) -> _Workspace:
         side, widest = self._settings.image_size, self._widest
+        jpeg = np.empty(self._longest, dtype=np.int8)
+        readable = jpeg.view(np.uint8)
+        readable.flags.writeable = False
         return _Workspace(
             handle=turbojpeg.Handle(),
+            jpeg=jpeg,
+            readable=readable,
             scratch=np.empty(self._largest, dtype=np.int8),
             sums=np.empty(max(3 * widest, 4 * side), dtype=np.uint16),
             rows=np.empty((side, 3 * widest), dtype=np.uint8),

@@ -101,6 +101,8 @@ class EpochLoader(ABC):
         return self._last.padded
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.beton is not None:
+            self.beton.file.require_size()
         self._epoch, start = self._next_epoch, self._resume_at
         self._next_epoch, self._resume_at = self._epoch + 1, 0
         self._position = start

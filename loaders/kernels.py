@@ -19,19 +19,22 @@ from numba import types
 
 from .compiling import CFunction, jit
 
-OK, UNDECODABLE, WRONG_SIZE = 0, 1, 2
+OK, UNDECODABLE, WRONG_SIZE, UNREADABLE = 0, 1, 2, 3
 BILINEAR, AREA, SHIFT = 0, 1, 2
 
 # Every argument of the C functions as int64: the callee reads the low bits of its register or stack slot.
 _DECOMPRESS = types.int32(*[types.int64] * 9)
 _RESIZE = types.void(*[types.int64] * 11)
+_PREAD = types.int64(*[types.int64] * 4)
 _FASTDCT = 2048  # FFCV's choice: 3 % less time, and up to 2 levels from what Pillow decodes
 _READONLY = types.Array(nb.uint8, 1, "C", readonly=True)
 
 
-def functions() -> tuple[CFunction, CFunction]:
-    """libjpeg-turbo's decoder and FFCV's area resize, the first two arguments of `load_samples`."""
-    return CFunction("tjDecompress2", _DECOMPRESS), CFunction("resize", _RESIZE)
+def functions() -> tuple[CFunction, CFunction, CFunction]:
+    """libjpeg-turbo's decoder, FFCV's area resize and the system's pread, the first arguments of `load_samples`."""
+    return (
+        CFunction("tjDecompress2", _DECOMPRESS), CFunction("resize", _RESIZE), CFunction("pread", _PREAD),
+    )  # fmt: skip
 
 
 @jit("UniTuple(int64, 2)(Array(uint8, 1, 'C', readonly=True))")
@@ -66,15 +69,28 @@ def denominator(height: Any, width: Any, side: Any) -> Any:
 
 
 @nb.njit(nogil=True)
+def _read(pread: Any, file: Any, start: Any, size: Any, target: Any) -> Any:
+    """Puts `size` bytes of the file, from `start` on, at the start of `target`; whether they are there."""
+    done = 0
+    while done < size:
+        got = pread(file, nb.int64(target.ctypes.data) + done, size - done, start + done)
+        if got <= 0:  # the file ends here, or cannot be read
+            return False
+        done += got
+    return True
+
+
+@nb.njit(nogil=True)
 def _fetch(
-    decompress: Any, handle: Any, stored: Any, mode: Any,
-    height: Any, width: Any, share: Any, flags: Any, scratch: Any,
+    decompress: Any, pread: Any, handle: Any, file: Any, start: Any, size: Any, mode: Any,
+    height: Any, width: Any, share: Any, flags: Any, jpeg: Any, readable: Any, scratch: Any,
 ) -> Any:  # fmt: skip
     """Puts a sample's pixels, at 1/`share` of their size, at the start of `scratch` `(bytes,)`; its status."""
     if mode != 0:
-        for k in range(len(stored)):
-            scratch[k] = np.int8(stored[k])
-        return OK
+        return OK if _read(pread, file, start, size, scratch) else UNREADABLE
+    if not _read(pread, file, start, size, jpeg):
+        return UNREADABLE
+    stored = readable[:size]
     found = jpeg_size(stored)
     if found[0] != height or found[1] != width:
         return WRONG_SIZE
@@ -213,26 +229,28 @@ def _copy(image: Any, top: Any, left: Any, target: Any) -> None:
 
 
 _SIGNATURE = types.void(
-    types.FunctionType(_DECOMPRESS), types.FunctionType(_RESIZE), nb.int64, _READONLY,
+    types.FunctionType(_DECOMPRESS), types.FunctionType(_RESIZE), types.FunctionType(_PREAD), nb.int64, nb.int64,
     nb.int32[::1], nb.uint16[::1], nb.uint16[::1], nb.uint64[::1], nb.uint64[::1],
     nb.int64[::1], nb.int64[:, ::1], nb.boolean[::1], nb.int64,
-    nb.int8[::1], nb.uint16[::1], nb.uint8[:, ::1], nb.uint32[:, ::1], nb.uint32[:, ::1],
+    nb.int8[::1], _READONLY, nb.int8[::1], nb.uint16[::1], nb.uint8[:, ::1], nb.uint32[:, ::1], nb.uint32[:, ::1],
     nb.uint8[:, :, :, ::1], nb.int32[::1],
 )  # fmt: skip
 
 
 @jit(_SIGNATURE)
 def load_samples(
-    decompress: Any, area: Any, handle: Any, data: Any,
+    decompress: Any, area: Any, pread: Any, handle: Any, file: Any,
     modes: Any, widths: Any, heights: Any, pointers: Any, sizes: Any,
     indices: Any, boxes: Any, flips: Any, method: Any,
-    scratch: Any, sums: Any, rows: Any, columns: Any, small: Any,
+    jpeg: Any, readable: Any, scratch: Any, sums: Any, rows: Any, columns: Any, small: Any,
     pixels: Any, status: Any,
 ) -> None:  # fmt: skip
     """Loads the samples `indices` `(n,)` into `pixels` `(n, side, side, 3)` and sets their `status` `(n,)`.
 
+    `file` is the descriptor of the `.beton`, read by `pread`: memory that maps a file ends the process where the file
+    has become shorter. `jpeg` receives a JPEG; `readable` is the same memory, read-only.
     `boxes` and `flips` are as in `augmentation.Choices`; `method` is BILINEAR, AREA (FFCV's), or SHIFT (for
-    the padded crop). `scratch`, `sums`, `rows`, `columns` and `small` are this thread's memory to work in.
+    the padded crop). `jpeg`, `scratch`, `sums`, `rows`, `columns` and `small` are this thread's memory to work in.
     """
     side = pixels.shape[1]
     for i in range(len(indices)):
@@ -240,9 +258,11 @@ def load_samples(
         top, left, h, w = boxes[i, 0], boxes[i, 1], boxes[i, 2], boxes[i, 3]
         height, width = nb.int64(heights[index]), nb.int64(widths[index])
         share = denominator(h, w, side) if method == BILINEAR and modes[index] == 0 else 1
-        stored = data[pointers[index] : pointers[index] + sizes[index]]
         flags = _FASTDCT if method == AREA else 0
-        status[i] = _fetch(decompress, handle, stored, modes[index], height, width, share, flags, scratch)
+        status[i] = _fetch(
+            decompress, pread, handle, file, nb.int64(pointers[index]), nb.int64(sizes[index]), modes[index],
+            height, width, share, flags, jpeg, readable, scratch,
+        )  # fmt: skip
         if status[i] != OK:
             continue
         height, width = (height + share - 1) // share, (width + share - 1) // share

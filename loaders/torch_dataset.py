@@ -13,6 +13,7 @@ from torchvision.transforms import v2
 
 from ..errors import DataError
 from .beton import Beton, open_beton
+from .open_file import Identity
 from .policies import torchvision_policy
 from .settings import Settings, odd_size
 from .sources import FolderSource
@@ -30,6 +31,7 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
     def __init__(self, path: str | Path, transform: Any = None, verify: bool = False) -> None:
         super().__init__(str(path), transform=transform)
         self._beton: Beton | None = None
+        self._identity: Identity | None = None
         self._verify = verify
         self.classes = self.beton.classes
 
@@ -37,10 +39,15 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
     def beton(self) -> Beton:
         if self._beton is None:
             self._beton = open_beton(self.root)
+            if self._identity is not None:
+                self._beton.file.require_identity(self._identity)
+            self._identity = self._beton.file.identity
         return self._beton
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_beton": None}  # each worker process maps the file itself
+        return self.__dict__ | {
+            "_beton": None
+        }  # each worker process opens the file itself, which must be the same
 
     def __len__(self) -> int:
         return len(self.beton)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +166,18 @@ def resized(image: np.ndarray, box: tuple[int, int, int, int], side: int, flip: 
     data = image.reshape(-1)
     data.flags.writeable = False
     pixels, status = np.empty((1, side, side, 3), np.uint8), np.empty(1, np.int32)
+    file = os.memfd_create("image")
+    os.write(file, data.tobytes())
     load_samples(
-        *functions(), 0, data,
+        *functions(), 0, file,
         np.array([1], np.int32), np.array([width], np.uint16), np.array([height], np.uint16),
         np.array([0], np.uint64), np.array([data.size], np.uint64),
         np.array([0]), np.array([box]), np.array([flip]), BILINEAR,
-        np.empty(data.size, np.int8), np.empty(4 * max(width, side), np.uint16),
+        np.empty(1, np.int8), data[:1], np.empty(data.size, np.int8), np.empty(4 * max(width, side), np.uint16),
         np.empty((side, 3 * width), np.uint8), np.empty((width, side), np.uint32), np.empty((side, side), np.uint32),
         pixels, status,
     )  # fmt: skip
+    os.close(file)
     assert status[0] == 0
     return pixels[0].astype(int)
 

@@ -1,0 +1,143 @@
+"""A `.beton` that another program truncates or replaces while it is open: an error, never the process's end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drivetrain.errors import BetonError
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton, verify
+from drivetrain.loaders.open_file import OpenFile
+from loader_pictures import jpeg_beton, raw_pictures, run_python
+
+TRUNCATE = """
+import os, sys
+from drivetrain.errors import BetonError
+from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
+
+def refused(function):
+    try:
+        function()
+    except BetonError as error:
+        print(str(error))
+    else:
+        raise AssertionError("no error")
+
+def one(kind, path, between, **options):
+    data = open(path, "rb").read()
+    last = int(open_beton(path).pointers.max()) + 10
+    for length in (last, 100, 0):
+        loader = kind(path, batch_size=3, image_size=12, order="sequential", batches_ahead=1, **options)
+        if between:
+            list(loader)
+            os.truncate(path, length)
+            refused(lambda: next(iter(loader)))
+        else:
+            batches = iter(loader)
+            next(batches)
+            os.truncate(path, length)
+            refused(lambda: list(batches))
+        refused(lambda: loader.beton.image(len(loader.beton) - 1))
+        refused(lambda: loader.beton.read("image", [len(loader.beton) - 1]))
+        refused(lambda: loader.beton.checksum(len(loader.beton) - 1))
+        loader.close()
+        open(path, "wb").write(data)
+
+for path in sys.argv[1:]:
+    for between in (True, False):
+        one(FFCVLoader, path, between, workers=2)
+        one(FFCVLoader, path, between, workers=1, verify=True)
+        one(TorchLoader, path, between, workers=0)
+"""
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jpeg_beton(tmp_path_factory.mktemp("truncated") / "photos.beton")
+
+
+@pytest.fixture(scope="module")
+def raws(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("truncated") / "raws.beton"
+    images, _ = raw_pictures(18)
+    convert(
+        (images, np.eye(18, 5, dtype=np.float32)), path, progress=False
+    )  # vector labels, which lie on pages too
+    return path
+
+
+def test_truncated_between_epochs_and_within_one(photos: Path, raws: Path, tmp_path: Path) -> None:
+    """In a process of its own, which SIGBUS would end."""
+    copies = []
+    for path in (photos, raws):
+        copies.append(shutil.copy(path, tmp_path / path.name))
+        shutil.copy(f"{path}.json", f"{copies[-1]}.json")
+    run = run_python(TRUNCATE, *copies, timeout=200)
+    assert run.returncode == 0, (run.returncode, run.stdout, run.stderr)
+    lines = run.stdout.splitlines()
+    assert len(lines) == 2 * 2 * 3 * 3 * 4
+    assert all("bytes when it was opened and has" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("grown", [True, False])
+def test_a_file_of_another_length_is_refused_when_an_epoch_begins(
+    photos: Path, tmp_path: Path, grown: bool
+) -> None:
+    path = Path(shutil.copy(photos, tmp_path / "copy.beton"))
+    size = path.stat().st_size
+    with FFCVLoader(path, batch_size=3, image_size=12, workers=1) as loader:
+        list(loader)
+        os.truncate(path, size + 1 if grown else size - 24)
+        with pytest.raises(BetonError, match=f"had {size} bytes when it was opened and has .* now"):
+            iter(loader)
+        assert loader.state_dict()["epoch"] == 0
+        os.truncate(path, size)
+
+
+def test_a_file_that_is_replaced_stays_readable(photos: Path, raws: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(photos, tmp_path / "copy.beton"))
+    with FFCVLoader(path, batch_size=3, image_size=12, workers=1, train=False) as loader:
+        first = [labels.tolist() for _, labels in loader]
+        shutil.copy(raws, tmp_path / "other.beton").replace(path)
+        assert [labels.tolist() for _, labels in loader] == first
+        path.unlink()
+        assert [labels.tolist() for _, labels in loader] == first
+
+
+def test_a_worker_process_does_not_take_another_file(photos: Path, tmp_path: Path) -> None:
+    """Each opens the file by its name, which another file may have by then."""
+    path = Path(shutil.copy(photos, tmp_path / "copy.beton"))
+    with TorchLoader(path, batch_size=3, image_size=12, workers=1) as loader:
+        shutil.copy(photos, tmp_path / "other.beton").replace(path)
+        with pytest.raises(BetonError, match="is not the file any more that the loader opened"):
+            list(loader)
+
+
+def test_verify_and_labels_of_a_file_that_became_shorter(raws: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(raws, tmp_path / "copy.beton"))
+    beton = open_beton(path)
+    os.truncate(path, int(beton.pointers[3]))
+    with pytest.raises(BetonError, match="bytes when it was opened"):
+        _ = beton.labels
+    with pytest.raises(BetonError, match="truncated"):
+        verify(path, progress=False)
+
+
+def test_reading_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(100)))
+    file = OpenFile(path)
+    assert file.read(3, 4) == bytes([3, 4, 5, 6])
+    assert file.read(100, 0) == b""
+    starts: Any = np.array([90, 0], dtype=np.uint64)
+    assert file.read_many(starts, 10).tolist() == [list(range(90, 100)), list(range(10))]
+    with pytest.raises(BetonError, match="ended at byte 100 while it was read"):
+        file.read(95, 6)
+    descriptor = file.descriptor
+    del file
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
