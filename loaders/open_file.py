@@ -66,7 +66,7 @@ class OpenFile:
         Raises:
             BetonError: if the file is too short by now, or cannot be read.
         """
-        return self.read_many(np.array([start]), size)[0].tobytes()
+        return bytes(self.read_many(np.array([start]), size)[0].tobytes())
 
     def read_many(self, starts: NDArray[np.integer], size: int) -> NDArray[np.uint8]:
         """Return the `size` bytes from each of `starts` `(n,)` on, `(n, size)`.
