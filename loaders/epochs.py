@@ -29,7 +29,7 @@ class EpochLoader(ABC):
     """
 
     settings: Settings
-    device: torch.device
+    _device: torch.device
     beton: Beton | None
     """The file; None where the source is none."""
 
@@ -56,6 +56,11 @@ class EpochLoader(ABC):
         """Gives back threads and processes. The loader may be iterated again; it then starts new ones."""
         self._running += 1
         self._release()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batches go. Given to the constructor, because memory and pinning depend on it."""
+        return self._device
 
     @property
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from ..errors import DataError, require
 from . import libffcv
 from .beton import Beton, open_beton
 from .buffers import Buffers
+from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .settings import check_ahead, check_device, check_workers, make_settings
 
@@ -44,7 +45,8 @@ class FFCVLoader(EpochLoader):
         order: `"random"`, `"sequential"`, or `"quasi_random"`, which mixes about 16 batches at a time, so that
             a file larger than the memory is read in long stretches; None: random in training.
         indices: the samples to use, as numbers or as a mask of booleans; None: all.
-        device: where the batches go; on a GPU they are copied from pinned memory without waiting.
+        device: where the batches go. A GPU gets bytes from pinned memory and normalises them, on a stream of its
+            own, one batch ahead; nothing waits for it but the stream that is current when a batch is given out.
         batches_ahead: batches in preparation while one is in use. 3, FFCV's default.
         operations: further FFCV operations (`ffcv.transforms`), applied to the uint8 images of each sample
             after colours and before the cut-out square; their random numbers are seeded for each sample.
@@ -110,14 +112,14 @@ class FFCVLoader(EpochLoader):
     ) -> None:
         order = order or ("random" if train else "sequential")
         settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
-        self.workers, self.device = check_workers(workers), check_device(device)
+        self.workers, self._device = check_workers(workers), check_device(device)
         self._ahead, self._operations = check_ahead(batches_ahead), tuple(operations)
         self.beton: Beton = open_beton(path)
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
         # Those in preparation, the one in use, and two to spare.
         self._buffers = Buffers(keep=self._ahead + 3)
-        self._copied: tuple[torch.device, torch.Tensor, torch.Tensor] | None = None
+        self._feed = self._make_feed()
         self._decoder = self._make_decoder()
 
     def _make_decoder(self) -> Decoder:
@@ -127,12 +129,14 @@ class FFCVLoader(EpochLoader):
         from .decoding import Decoder, check_memory
 
         decoder = Decoder(self.beton, self.settings, self._operations)
-        floats = self.settings.dtype.itemsize if self.device.type == "cpu" else 1
+        each = 1 if self._feed is not None else self.settings.dtype.itemsize
         share = (
             -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
             + self._last.joined
         )
-        batch = share * self.settings.image_size**2 * 3 * floats
+        batch = share * self.settings.image_size**2 * 3 * each
+        if self._feed is not None:
+            batch = 1 << (batch - 1).bit_length()  # torch rounds pinned memory up
         self.memory = check_memory(decoder, self._ahead + 3, batch, self.workers)
         return decoder
 
@@ -146,14 +150,27 @@ class FFCVLoader(EpochLoader):
             self.settings = before
             raise
 
+    def _make_feed(self) -> DeviceFeed | None:
+        if self.device.type == "cpu":
+            return None
+        own = self.settings
+        return DeviceFeed(self.device, own.mean, own.std, None if own.dtype == torch.uint8 else own.dtype)
+
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        shares = self._shares(epoch)[start:]
         ahead: deque[_Pending] = deque()
+        batches = self._loaded(epoch, start, ahead)
+        if self._feed is None:
+            return batches
+        return self._feed.deliver(batches, lambda: bool(ahead) and ahead[0].done())
+
+    def _loaded(self, epoch: int, start: int, ahead: deque[_Pending]) -> Generator[Batch, None, None]:
+        """The batches on the host; `ahead` has those in preparation."""
+        shares = self._shares(epoch)[start:]
         try:
             for number in range(len(shares)):
                 while len(ahead) <= self._ahead and number + len(ahead) < len(shares):
                     ahead.append(self._submit(shares[number + len(ahead)], epoch))
-                yield self._deliver(ahead.popleft().result(), shares[number])
+                yield self._batch(ahead.popleft().result(), shares[number])
         finally:
             for pending in ahead:
                 pending.cancel()
@@ -162,10 +179,10 @@ class FFCVLoader(EpochLoader):
         """Starts loading a batch, in parts so small that no worker idles at its end."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
-        side, pinned = self.settings.image_size, self.device.type == "cuda"
+        side = self.settings.image_size
         shape = len(indices), side, side, 3
-        if pinned:  # torch keeps a cache of pinned memory itself
-            images = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        if self._feed is not None:
+            images = self._feed.pinned(shape, torch.uint8)
         else:
             images = self._buffers.empty(shape, self.settings.dtype)
         job, decoder = self._decoder.choose(indices, epoch, images), self._decoder
@@ -175,28 +192,9 @@ class FFCVLoader(EpochLoader):
         ]
         return _Pending(parts, images)
 
-    def _deliver(self, images: torch.Tensor, indices: NDArray[np.int64]) -> Batch:
-        images = images.permute(0, 3, 1, 2)
-        labels, *further = self._values(indices, (self.beton.label_name, *self.settings.fields))
-        if self.device.type == "cpu":
-            return images, labels, *further
-        images = images.to(self.device, non_blocking=True)
-        if self.settings.dtype != torch.uint8:
-            mean, std = self._statistics()
-            images = images.float().sub_(mean).div_(std).to(self.settings.dtype)
-        return images, *(self._to_device(values) for values in (labels, *further))
-
-    def _to_device(self, values: Any) -> Any:
-        if not isinstance(values, torch.Tensor):
-            return values
-        return values.pin_memory().to(self.device, non_blocking=True)
-
-    def _statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and deviation of pixels 0–255 on the device, `(1, 3, 1, 1)`; copied there once."""
-        if self._copied is None or self._copied[0] != self.device:
-            both = torch.tensor([self.settings.mean, self.settings.std], device=self.device).mul_(255)
-            self._copied = self.device, both[0].view(1, 3, 1, 1), both[1].view(1, 3, 1, 1)
-        return self._copied[1:]
+    def _batch(self, images: torch.Tensor, indices: NDArray[np.int64]) -> Batch:
+        values = self._values(indices, (self.beton.label_name, *self.settings.fields))
+        return images.permute(0, 3, 1, 2), *values
 
     @property
     def classes(self) -> list[str]:
@@ -227,6 +225,10 @@ class _Pending:
         for part in self._parts:
             part.result()
         return self._images
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return all(part.done() for part in self._parts)
 
     def cancel(self) -> None:
         for part in self._parts:

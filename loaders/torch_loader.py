@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from torchvision.datasets.vision import StandardTransform
 
 from ..errors import DataError, DrivetrainError
+from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .torch_dataset import BetonDataset, make_transform, open_dataset
@@ -63,7 +64,8 @@ class TorchLoader(EpochLoader):
         self.dataset = open_dataset(source, make_transform(checked), checked.verify)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
         super().__init__(checked, indices, len(self.dataset), beton)
-        self.device = check_device(device)
+        self._device = check_device(device)
+        self._feed = None if self._device.type == "cpu" else DeviceFeed(self._device)
         self._sampler = _Sampler()
         self._generator = torch.Generator()  # DataLoader draws from it; the global one is left alone
         self._loader: DataLoader[Any] | None = None
@@ -96,26 +98,29 @@ class TorchLoader(EpochLoader):
             self.dataset.transforms = StandardTransform(self.dataset.transform)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        batches = self._loaded(epoch, start)
+        return batches if self._feed is None else self._feed.deliver(batches)
+
+    def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        """The batches on the host."""
         shares = self._shares(epoch)[start:]
         self._sampler.batches = [[(epoch, index) for index in share.tolist()] for share in shares]
         if self._loader is None:
             self._loader = self._make_loader()
-        with _main_module_hidden(self.dataset), _interrupts_kept_from_new_processes():
+        # DataLoader's thread that pins memory takes CUDA's current device.
+        current = nullcontext() if self._feed is None else self._feed.streams.current_device()
+        with _main_module_hidden(self.dataset), _interrupts_kept_from_new_processes(), current:
             batches = iter(self._loader)
         for batch, share in zip(batches, shares, strict=False):
             if isinstance(batch, DrivetrainError):
                 raise batch
             images, labels = batch
             labels = labels.float() if labels.is_floating_point() else labels
-            yield self._deliver(images, labels, share)
+            yield self._batch(images, labels, share)
 
-    def _deliver(self, images: torch.Tensor, labels: torch.Tensor, share: NDArray[np.int64]) -> Batch:
+    def _batch(self, images: torch.Tensor, labels: torch.Tensor, share: NDArray[np.int64]) -> Batch:
         fields = self.settings.fields
-        further = self._values(share, fields) if fields else []
-        return tuple(
-            values.to(self.device, non_blocking=True) if isinstance(values, torch.Tensor) else values
-            for values in (images, labels, *further)
-        )
+        return images, labels, *(self._values(share, fields) if fields else [])
 
     def _make_loader(self) -> DataLoader[Any]:
         parallel: dict[str, Any] = {}
@@ -133,7 +138,7 @@ class TorchLoader(EpochLoader):
             batch_sampler=self._sampler,
             collate_fn=_collated,
             generator=self._generator,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=self._feed is not None,
             **parallel,
         )
 

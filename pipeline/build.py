@@ -17,15 +17,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import loaders, strategies
-from ..errors import PlanError
+from ..errors import PlanError, StrategyError
 from ..loaders.epochs import EpochLoader
 from ..strategies import Engine, OptimizerFactory
+from ..strategies.devices import rank_device
 from ..transforms import CHANGES_MODEL, CutMix, Loss, MixUp, Report
 from .builder import Pipeline
 from .checks import check_loss, check_output, count_classes
 from .methods import Methods
 from .plan import sort_transforms, train_settings
-from .stages import Data
+from .stages import Data, Distribution
 
 
 @dataclass
@@ -68,16 +69,19 @@ def build(pipeline: Pipeline) -> Built:
     """
     pipeline.plan()
     how = pipeline.distribution
-    train, val = make_loaders(pipeline)
+    device = expected_device(how)
+    train, val = make_loaders(pipeline, device)
     parts = make_parts(pipeline, train, val)
     engine = strategies.get(how.strategy, **how.options).prepare(
         parts.model,
         optimizer_factory(pipeline),
         **how.step_options,
     )
-    for loader in (train, val):
-        if loader is not None:
-            loader.device = engine.device
+    if engine.device != device:
+        for loader in (train, val):
+            if loader is not None:
+                loader.close()
+        train, val = make_loaders(pipeline, engine.device)
     methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, parts.classes)
     return Built(engine, train, val, parts.loss(engine.device), methods, parts.reports)
 
@@ -125,16 +129,35 @@ def make_parts(pipeline: Pipeline, train: EpochLoader, val: EpochLoader | None) 
     return Parts(pipeline, model, reports, classes)
 
 
-def make_loaders(pipeline: Pipeline) -> tuple[EpochLoader, EpochLoader | None]:
+def expected_device(how: Distribution) -> torch.device:
+    """Return the device that this rank's strategy is expected to train on; the engine has the last word.
+
+    A loader is made for a device, because what it keeps in memory depends on it, and before the model is prepared.
+    """
+    try:
+        return rank_device(how.device)
+    except StrategyError:  # the strategy's own error, if it has one, comes with `prepare`
+        return torch.device("cpu")
+
+
+def make_loaders(pipeline: Pipeline, device: torch.device) -> tuple[EpochLoader, EpochLoader | None]:
     """The loaders of this rank's share, of the training data and of the validation data, if there are any."""
     data = pipeline.data
     assert data is not None  # the plan has checked
-    train = make_loader(pipeline, data, data.train, train=True)
-    return train, None if data.val is None else make_loader(pipeline, data, data.val, train=False)
+    train = make_loader(pipeline, data, data.train, train=True, device=device)
+    if data.val is None:
+        return train, None
+    return train, make_loader(pipeline, data, data.val, train=False, device=device)
 
 
 def make_loader(
-    pipeline: Pipeline, data: Data, source: str, *, train: bool, ranks: tuple[int, int] | None = None
+    pipeline: Pipeline,
+    data: Data,
+    source: str,
+    *,
+    train: bool,
+    device: torch.device,
+    ranks: tuple[int, int] | None = None,
 ) -> EpochLoader:
     """A loader of this rank's share; `ranks` is its number and theirs, None: those of the process group."""
     if ranks is None:
@@ -148,6 +171,7 @@ def make_loader(
         train=train,
         seed=pipeline.seed,
         workers=data.workers,
+        device=device,
         drop_last=train,  # a partial batch would weigh its samples more, and differently on each rank
         rank=ranks[0],
         world_size=ranks[1],

@@ -45,8 +45,7 @@ class Loaders:
         for known, loader in self._found:
             if known == key:
                 return loader
-        loader = self._stack.enter_context(make_loader(pipeline, data, data.train, train=True))
-        loader.device = device
+        loader = self._stack.enter_context(make_loader(pipeline, data, data.train, train=True, device=device))
         self._found.append((key, loader))
         return loader
 

@@ -75,7 +75,7 @@ def hand_over(pipeline: Pipeline, epochs: int | None, given: dict[str, Any]) -> 
         )
     pipeline = with_files(pipeline, progress=False)
     with ExitStack() as stack:
-        loaders = make_loaders(pipeline)
+        loaders = make_loaders(pipeline, _device(arguments))
         for loader in loaders:
             if loader is not None:
                 stack.enter_context(loader)
@@ -91,8 +91,8 @@ def hand_over(pipeline: Pipeline, epochs: int | None, given: dict[str, Any]) -> 
 
 
 def _device(arguments: dict[str, Any]) -> torch.device:
-    """Where the loss is tried: on a GPU only if this process uses one already, because to start it would keep
-    Lightning from forking. A loss that holds values on a GPU has started it."""
+    """Where the loss is tried, and what loaders are made for: a GPU only if this process uses one already, because to
+    start it would keep Lightning from forking. A loss that holds values on a GPU has started it."""
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.device("cuda" if started and arguments.get("accelerator") != "cpu" else "cpu")
 
@@ -270,9 +270,9 @@ class Data(pl.LightningDataModule):
                 f"batch_size={data.batch_size} is global and must divide into {ranks[1]} ranks of Lightning's × "
                 f"accumulate={parts} parts."
             )
-        loader = make_loader(self._pipeline, data, source, train=train, ranks=ranks)
-        if trainer.strategy.root_device.type == "cuda":  # to others Lightning moves the batches
-            loader.device = trainer.strategy.root_device
+        root = trainer.strategy.root_device
+        device = root if root.type == "cuda" else torch.device("cpu")  # to others Lightning moves the batches
+        loader = make_loader(self._pipeline, data, source, train=train, device=device, ranks=ranks)
         self._loaders.append(loader)
         return Microbatches(loader, parts)
 

@@ -1,0 +1,183 @@
+"""Batches for a CUDA device: copied and normalised on a stream of their own, one batch ahead.
+
+Who waits for whom: the copying stream waits for nothing. The stream that computes waits for a batch's event before it
+uses the batch. The host waits for neither, except where an epoch is left early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import DataError
+from ..transfer import to_device
+from .epochs import Batch
+
+
+class CudaStreams:
+    """What `DeviceFeed` needs of CUDA: a stream for copies to `device`, its events, and pinned memory.
+
+    The process's current device and current streams are the same after each call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def current_device(self) -> AbstractContextManager[Any]:
+        """Inside it the device is CUDA's current one."""
+        return torch.cuda.device(self.device)
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """Inside it the device is the current one, and operations go to the copying stream."""
+        return torch.cuda.stream(self._stream)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return pinned memory of the host; torch uses it again once it is free and its copies are done."""
+        with self.current_device():
+            return torch.empty(shape, dtype=dtype, pin_memory=prod(shape) > 0)
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Queue a copy of the host's `tensor`; return the tensor on the device."""
+        return to_device(tensor, self.device)
+
+    def record(self) -> Any:
+        """Return an event after all that the copying stream has queued."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def hand_over(self, event: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the caller's current stream wait for `event` before it uses `tensors`, which copying allocated.
+
+        Their memory is not used again for copies before what that stream has queued by then is done.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def finish(self, event: Any) -> None:
+        """Wait on the host until `event` has passed."""
+        event.synchronize()
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A batch on its way: its tensors are complete after `event`."""
+
+    batch: Batch
+    event: Any
+
+
+class DeviceFeed:
+    """Gives batches of the host as batches of a CUDA device. CUDA starts with the first one.
+
+    Args:
+        device: where the batches go; without an index, CUDA's current device at the first batch.
+        mean: of each channel, for pixels scaled to 0–1.
+        std: likewise.
+        dtype: what uint8 images are normalised to; None: they stay uint8.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._device, self._mean, self._std, self._dtype = device, mean, std, dtype
+
+    @cached_property
+    def streams(self) -> CudaStreams:
+        """The device's streams."""
+        return CudaStreams(self._device)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the host from which copies need no waiting, with undefined values.
+
+        Raises:
+            DataError: if there is no such memory left.
+        """
+        try:
+            return self.streams.pinned(shape, dtype)
+        except RuntimeError as error:
+            size = prod(shape) * dtype.itemsize / 1e6
+            raise DataError(
+                f"A batch of {size:,.0f} MB cannot be pinned in memory for {self._device}: {error}. Use a smaller "
+                "batch_size or image_size, or batches_ahead=1."
+            ) from error
+
+    def deliver(
+        self, batches: Generator[Batch, None, None], ready: Callable[[], bool] = lambda: True
+    ) -> Iterator[Batch]:
+        """Yield the batches on the device, in order; an exception of `batches` comes after the batches before it.
+
+        Args:
+            batches: of the host, images first; closed at the end. Tensors are copied, other values passed on.
+            ready: whether the next one can be had without waiting. Its copy then starts before the one before it is
+                given out.
+        """
+        sent: deque[_Sent | Exception] = deque()
+        try:
+            while True:
+                if not sent:
+                    self._take(batches, sent)
+                if not sent:
+                    return
+                if isinstance(sent[0], _Sent) and ready():
+                    self._take(batches, sent)
+                # Not by a local variable, which would hold the batch's memory while it is in use.
+                yield self._hand_over(sent.popleft())
+        finally:
+            batches.close()
+            for one in sent:
+                if isinstance(one, _Sent):
+                    self.streams.finish(one.event)
+
+    def _take(self, batches: Iterator[Batch], sent: deque[_Sent | Exception]) -> None:
+        try:
+            batch = next(batches, None)
+        except Exception as error:  # whatever a worker raised, for its place in the order
+            sent.append(error)
+            return
+        if batch is not None:
+            sent.append(self._send(batch))
+
+    def _send(self, batch: Batch) -> _Sent:
+        with self.streams.copying():
+            images, *further = (
+                self.streams.send(value) if isinstance(value, torch.Tensor) else value for value in batch
+            )
+            return _Sent((self._normalised(images), *further), self.streams.record())
+
+    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
+        """One kernel: it reads bytes, computes in float32, and writes `dtype`."""
+        if self._dtype is None:
+            return images
+        factor, summand = self._line
+        return torch.addcmul(summand, images, factor, out=torch.empty_like(images, dtype=self._dtype))
+
+    @cached_property
+    def _line(self) -> torch.Tensor:
+        """(2, 1, 3, 1, 1) on the device: what pixels 0–255 are multiplied by, and what is added."""
+        mean, std = (torch.tensor(numbers, dtype=torch.float64) for numbers in (self._mean, self._std))
+        line = torch.stack([1 / (255 * std), -mean / std]).float()
+        return self.streams.send(line.view(2, 1, 3, 1, 1))
+
+    def _hand_over(self, sent: _Sent | Exception) -> Batch:
+        if isinstance(sent, Exception):
+            raise sent
+        self.streams.hand_over(sent.event, [value for value in sent.batch if isinstance(value, torch.Tensor)])
+        return sent.batch
+
+
+__all__ = ["CudaStreams", "DeviceFeed"]
