@@ -23,6 +23,7 @@ _HOME = {
     "RecipeError": "errors",
     "CheckpointError": "errors",
     "NonFiniteError": "errors",
+    "LedgerError": "errors",
     "MissingExtra": "errors",
 }
 
@@ -33,6 +34,7 @@ __all__ = [
     "Checkpoints",
     "DataError",
     "DrivetrainError",
+    "LedgerError",
     "MissingExtra",
     "NonFiniteError",
     "Pipeline",
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
         CheckpointError,
         DataError,
         DrivetrainError,
+        LedgerError,
         MissingExtra,
         NonFiniteError,
         PlanError,

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 class DrivetrainError(Exception):
@@ -42,6 +43,18 @@ class CheckpointError(DrivetrainError, ValueError):
 
 class NonFiniteError(DrivetrainError, ArithmeticError):
     """A loss or a gradient that is no finite number, which would spoil the weights."""
+
+
+class LedgerError(DrivetrainError, RuntimeError):
+    """A ledger that could not be measured: plain PyTorch failed, or the time is too short for the least of one.
+
+    Attributes:
+        ledger: what was measured by then, a `pipeline.Ledger`; None if that is not one round.
+    """
+
+    def __init__(self, message: str, ledger: Any = None) -> None:
+        super().__init__(message)
+        self.ledger = ledger
 
 
 class MissingExtra(DrivetrainError, ImportError):

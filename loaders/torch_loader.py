@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from multiprocessing import resource_tracker
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from torchvision.datasets.vision import StandardTransform
 
@@ -25,6 +27,10 @@ from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .torch_dataset import BetonDataset, make_transform, open_dataset
+
+_END_PATIENCE = (
+    0.2  # seconds that the workers have to end by themselves; they hold nothing that could be lost
+)
 
 
 class TorchLoader(EpochLoader):
@@ -146,7 +152,33 @@ class TorchLoader(EpochLoader):
         loader, self._loader = self._loader, None
         iterator = getattr(loader, "_iterator", None)
         if iterator is not None:  # left to the garbage collector, they would live as long as any reference
-            iterator._shutdown_workers()
+            _end_workers(iterator)
+
+
+def _end_workers(iterator: Any) -> None:
+    """Ends the workers of a DataLoader's iterator, at the latest in a moment.
+
+    A worker looks for the end between two batches only. One that decodes large photos, or still imports, would
+    be waited for up to 5 s, one after the other.
+    """
+    if getattr(
+        iterator, "_worker_pids_set", False
+    ):  # else torch would report a worker that is ended as a failure
+        _remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    timer = threading.Timer(_END_PATIENCE, _terminate, [getattr(iterator, "_workers", [])])
+    timer.daemon = True
+    timer.start()
+    try:
+        iterator._shutdown_workers()
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _terminate(workers: list[Any]) -> None:
+    for worker in workers:
+        worker.terminate()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ _HOME = {
     "FitResult": "result",
     "History": "result",
     "Ledger": "ledger_result",
+    "LedgerInterrupted": "ledger_result",
     "Logger": "loggers",
     "LoggerWarning": "loggers",
     "Pipeline": "builder",
@@ -38,6 +39,7 @@ __all__ = [
     "FitResult",
     "History",
     "Ledger",
+    "LedgerInterrupted",
     "Logger",
     "LoggerWarning",
     "Pipeline",
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from .builder import Pipeline
     from .exporting import export
     from .ledger_compare import compare
-    from .ledger_result import Ledger
+    from .ledger_result import Ledger, LedgerInterrupted
     from .loggers import Logger, LoggerWarning
     from .loop import evaluate, train_epoch
     from .plan import Plan, Step

@@ -395,24 +395,37 @@ class Pipeline:
         target: float | None = None,
         progress: bool = True,
     ) -> Ledger:
-        """Measures what each stage brings: alone, added in turn, and last; and what binds the whole.
+        """Measure what each stage brings: alone, added in turn, and last; and which part is the bottleneck.
 
         Plain PyTorch is 1.00. It reads the same samples, from the same file. What `fit` has beside the steps (bar,
         the CSV log every 50 steps, the guard against losses that are not finite) is off, and has a row of its own.
 
+        `seconds` includes everything but the fetching of a named data set and the trainings of `accuracy`: building,
+        warm-up, compiling, rounds and peak memory. Plain PyTorch and the full pipeline, one turn each, are the least
+        that is a ledger. What fits besides is decided by how long these take: turns of fewer batches, fewer rounds,
+        fewer variants. What is left out is in `facts["left_out"]`, with the reason. When the time is over, no further
+        batch begins, and one that runs is interrupted; in another thread than the main one it is waited for. So a
+        ledger takes longer by at most one batch, or the building of one model.
+
+        A variant that fails (it diverges, lacks memory, loses a rank) is a row with the reason; see
+        `facts["failed"]`. The others are measured without it.
+
         Args:
-            seconds: the time to spend, start of the workers included. At least three rounds are measured,
-                however long they take.
+            seconds: the time to spend.
             within: ends earlier when every interval is as narrow as this to each side (0.02: ± 2 %).
             accuracy: then also trains each variant (the stages in turn, only one stage, all but one), with
-                accuracy and time; on top of `seconds`.
+                accuracy and time. These trainings are not part of `seconds`, and take as long as so many calls of
+                `fit`; the bar shows which of them runs, and the time left.
             epochs: to train each of them; None: the recipe's. Only with `accuracy`.
             target: top-1 accuracy, 0 to 1, to give the time to; None: what plain PyTorch reaches. Likewise.
-            progress: show a bar.
+            progress: show a bar of the time that is used.
 
         Raises:
             PlanError, DataError, StrategyError: as `fit`.
+            LedgerError: if plain PyTorch fails, or `seconds` is too short for the least (the message has how many
+                would do). Its `ledger` has the rounds that were complete, or None.
             DrivetrainError: if two variants did not train on the same samples.
+            LedgerInterrupted: on Ctrl-C, a KeyboardInterrupt. Its `ledger` has what was measured by then, or None.
         """
         from .ledger import measure
 

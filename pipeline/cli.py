@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -13,11 +14,12 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from ..errors import CheckpointError, DrivetrainError, PlanError
+from ..errors import CheckpointError, DrivetrainError, LedgerError, PlanError
 from . import cli_data
 
 if TYPE_CHECKING:
     from .builder import Pipeline
+    from .ledger_result import Ledger
     from .result import TrainingInterrupted
 
 
@@ -113,7 +115,9 @@ Overrides = Annotated[
         "as JSON where they are JSON. The keys: drivetrain recipes --keys.",
     ),
 ]
-Seconds = Annotated[float, typer.Option(help="Time for the ledger's measurement, in seconds.")]
+Seconds = Annotated[
+    float, typer.Option(help="Time for the ledger, in seconds: building, warm-up and all rounds.")
+]
 
 
 for _command in (cli_data.convert, cli_data.inspect, cli_data.verify):
@@ -233,7 +237,8 @@ def ledger(
     accuracy: Annotated[
         bool,
         typer.Option(
-            "--accuracy", help="Also train each variant, once, for its accuracy; on top of --seconds."
+            "--accuracy",
+            help="Also train each variant, once, for its accuracy. This time is not part of --seconds.",
         ),
     ] = False,
     epochs: Annotated[
@@ -248,7 +253,8 @@ def ledger(
 
     Plain PyTorch is 1.00; each stage is added in turn, measured alone, and left out of the whole. All
     variants run interleaved in one process, until the confidence intervals are within 2 % or the time is
-    spent. With --out, ledger.json and ledger.png are written there.
+    spent; what does not fit into the time is left out. With --out, ledger.json and ledger.png are written there,
+    also after Ctrl-C with what was measured by then.
     """
     if compare is not None:
         others = [name for name in _given(context) if name != "--compare"]
@@ -321,14 +327,46 @@ def _find_modules(context: typer.Context, recipe: str | None = None) -> None:
 
 def _measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: Any) -> None:
     from .fit import make_folder
+    from .ledger_result import LedgerInterrupted
 
     pipeline.plan()  # before a folder is made
     folder = None if out is None else make_folder(out)  # first: a ledger that cannot be written is time lost
-    measured = pipeline.ledger(seconds=seconds, **accuracy)
-    print(measured)
     if folder is not None:
-        measured.save(folder / "ledger.json")
-        measured.save(folder / "ledger.png")
+        with suppress(ImportError):  # now, and not after Ctrl-C, when each second counts
+            importlib.import_module("matplotlib.figure")
+    try:
+        measured = pipeline.ledger(seconds=seconds, **accuracy)
+    except LedgerInterrupted as interrupt:
+        interrupt.add_note(_what_is_measured(interrupt.ledger, folder))
+        raise
+    except LedgerError as error:
+        _show(error.ledger, folder)
+        raise
+    _show(measured, folder)
+
+
+def _what_is_measured(measured: Ledger | None, folder: Path | None) -> str:
+    """Shows what an interrupted ledger has; in words, where it is."""
+    if measured is None:
+        return "Plain PyTorch and the full pipeline did not have a turn each: there is no ledger yet."
+    _show(measured, folder)
+    rounds = f"{len(measured.rounds)} round{'s' * (len(measured.rounds) != 1)}"
+    where = "" if folder is None else f" is in {folder / 'ledger.json'}"
+    return f"The ledger of {rounds}{where or ' is above'}."
+
+
+def _show(measured: Ledger | None, folder: Path | None) -> None:
+    """Prints a ledger and writes it; the file with all figures first."""
+    from .interrupts import interrupts_held
+
+    if measured is None:
+        return
+    with interrupts_held():  # a second Ctrl-C loses nothing
+        if folder is not None:
+            measured.save(folder / "ledger.json")
+        print(measured)
+        if folder is not None:
+            measured.save(folder / "ledger.png")
 
 
 def _overrides(pairs: list[str] | None, data: str | None, val: str | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ..checks import is_number
 from ..errors import PlanError
 from .builder import Pipeline
 from .fit import fit
+from .ledger_crew import described
 from .ledger_variants import Variant
 from .result import Epoch
 from .rules import check_epochs
@@ -36,40 +37,38 @@ def check_accuracy(pipeline: Pipeline, epochs: int | None, target: float | None)
     return epochs
 
 
-def train_each(
-    variants: Sequence[Variant], epochs: int, target: float | None, progress: bool
-) -> dict[str, Any]:
-    """Trains each variant once; the rows by name.
+def train_each(variants: Sequence[Variant], found: dict[str, Any], progress: bool) -> None:
+    """Train each variant once, and add its row as soon as it is known.
 
     Args:
         variants: plain PyTorch first.
-        epochs: of each.
-        target: top-1 accuracy, 0 to 1; None: what plain PyTorch reaches in the end.
+        found: `{"epochs", "target", "rows"}`: the epochs of each; the top-1 accuracy, 0 to 1, or None, which becomes
+            what plain PyTorch reaches in the end; and the rows, which are added by name as `{"accuracy", "seconds",
+            "seconds_to_target"}`. Seconds are of whole epochs, evaluation, starting of workers and compiling
+            included; None where the target was not reached. A training that fails has `{"failed": reason}` in
+            addition, and None for the others.
         progress: show a bar.
-
-    Returns:
-        `{"epochs", "target", "rows": {name: {"accuracy", "seconds", "seconds_to_target"}}}`. Seconds are of
-        whole epochs, evaluation, starting of workers and compiling included; None where the target was
-        not reached.
     """
-    histories = {}
-    with tqdm(variants, desc="ledger: accuracy", disable=not progress, leave=False) as bar:
-        for variant in bar:
-            bar.set_description(f"ledger: accuracy of {variant.name}")
-            result = fit(variant.pipeline, epochs=epochs, out=None, progress=False)
-            histories[variant.name] = result.history.epochs
-    if target is None:
-        target = histories[variants[0].name][-1].accuracy
-        assert target is not None  # there is validation data
-    rows = {
-        name: {
-            "accuracy": history[-1].accuracy,
-            "seconds": sum(epoch.seconds for epoch in history),
-            "seconds_to_target": seconds_to(target, history),
-        }
-        for name, history in histories.items()
+    with tqdm(total=len(variants), unit="training", disable=not progress, leave=False) as bar:
+        for number, variant in enumerate(variants, 1):
+            bar.set_description(f"ledger: accuracy, training {number}/{len(variants)}: {variant.name}")
+            found["rows"][variant.name] = _row(variant, found)
+            bar.update()
+
+
+def _row(variant: Variant, found: dict[str, Any]) -> dict[str, Any]:
+    try:
+        epochs = fit(variant.pipeline, epochs=found["epochs"], out=None, progress=False).history.epochs
+    except Exception as error:  # it diverged, or lacked memory: the others are trained all the same
+        return {"accuracy": None, "seconds": None, "seconds_to_target": None, "failed": described(error)}
+    if found["target"] is None and not found["rows"]:
+        found["target"] = epochs[-1].accuracy
+    target = found["target"]
+    return {
+        "accuracy": epochs[-1].accuracy,
+        "seconds": sum(epoch.seconds for epoch in epochs),
+        "seconds_to_target": None if target is None else seconds_to(target, epochs),
     }
-    return {"epochs": epochs, "target": target, "rows": rows}
 
 
 def seconds_to(target: float, history: Sequence[Epoch]) -> float | None:

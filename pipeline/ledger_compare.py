@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .ledger_result import Ledger
 from .ledger_rounds import EXTRAS, SPLIT
 from .ledger_statistics import Ratio, ratio_of_means
-from .ledger_table import Cells, html_table, rendered
+from .ledger_table import UNRESOLVED, Cells, html_table, rendered
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Compared:
 
     @property
     def overlap(self) -> bool | None:
-        """Whether the intervals of the two ratios over plain PyTorch have a value in common."""
-        if self.first is None or self.second is None:
+        """Whether the intervals of the two ratios over plain PyTorch have a value in common; None: not known."""
+        if self.first is None or self.second is None or not (self.first.resolved and self.second.resolved):
             return None
         return self.first.low <= self.second.high and self.second.low <= self.first.high
 
@@ -45,12 +45,14 @@ class Comparison:
         rows: variants that both have.
         missing: variants that only one has, with the name of that ledger.
         differences: of recipe, hardware, versions and revision, one sentence each.
+        failed: variants that failed, were left out or have a ratio that is not resolved, one sentence each.
     """
 
     names: tuple[str, str]
     rows: list[Compared]
     missing: dict[str, str]
     differences: list[str]
+    failed: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return "\n".join([rendered(self._cells()), *self._sentences()])
@@ -78,12 +80,15 @@ class Comparison:
 
     def _sentences(self) -> list[str]:
         found = [f"first: {self.names[0]}; second: {self.names[1]}."]
+        found += self.failed
         found += [f"Only in {where}: {name}." for name, where in self.missing.items()]
         return found + (self.differences or ["Recipe, hardware, versions and revision are the same."])
 
 
 def _interval(one: Ratio | None) -> str:
-    return "" if one is None else f"{one.value:.2f}  ({one.low:.2f} to {one.high:.2f})"
+    if one is None:
+        return ""
+    return f"{one.value:.2f}  ({one.low:.2f} to {one.high:.2f})" if one.resolved else UNRESOLVED
 
 
 def compare(first: str | Path, second: str | Path) -> Comparison:
@@ -105,7 +110,17 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
     ]  # fmt: skip
     missing = {name: names[0] for name in speeds[0] if name not in speeds[1]}
     missing |= {name: names[1] for name in speeds[1] if name not in speeds[0]}
-    return Comparison(names, rows, missing, differences(*(ledger.facts for ledger in ledgers)))
+    failed = [
+        f"{file}: {name} {why}."
+        for file, ledger in zip(names, ledgers, strict=True)
+        for name in {**ledger.facts.get("failed", {}), **ledger.facts.get("left_out", {})}
+        if (why := ledger.why_not(name).rstrip("."))
+    ]
+    if any(not one.resolved for row in rows for one in (row.first, row.second, row.speed) if one is not None):
+        failed.append(
+            "Not resolved: an interval that reaches further than a factor of two; measure for longer."
+        )
+    return Comparison(names, rows, missing, differences(*(ledger.facts for ledger in ledgers)), failed)
 
 
 def _speeds(ledger: Ledger) -> dict[str, list[float]]:

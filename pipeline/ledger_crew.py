@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -11,11 +13,13 @@ from typing import Any, cast
 
 import torch
 
+from ..errors import DrivetrainError, StrategyError
 from ..loaders.epochs import EpochLoader
 from ..strategies import Engine, launch
 from ..transforms import LayerFreezing
 from .build import build, make_loader, seeded
 from .builder import Pipeline
+from .ledger_budget import OutOfTime
 from .ledger_rounds import Turn
 from .ledger_schedule import phases
 from .ledger_turns import Bench, Labels, WeighedEngine, digest, take_turn
@@ -23,6 +27,8 @@ from .ledger_variants import Kind, Variant
 from .plan import train_settings
 
 MIN_BATCHES = 4  # in a turn; fewer, and filling the loader's queue would count
+
+REASON_LENGTH = 300  # characters; CUDA's message for lack of memory has twice as many
 
 Costs = dict[str, Any]
 """Of a variant on one rank: `held_bytes`, `peak_bytes`, `compile_seconds`; None where not measured."""
@@ -53,61 +59,141 @@ class Loaders:
 class Taker:
     """The variants of one pipeline, which take their turns one after the other.
 
+    Args:
+        group: the variants; the training itself comes first.
+        loaders: those of this process.
+        batches: to warm up with.
+        deadline: when to stop, on `perf_counter`'s clock.
+
     Attributes:
-        names: of the variants.
+        names: of the variants that still take turns.
+        opening: seconds that building and warming up took; 0 on ranks, which do so in each turn.
         seconds: that the last turns took, start of ranks included.
         costs: what training costs besides time; the largest over all ranks.
+
+    Raises:
+        OutOfTime: at the deadline. What was built is closed, as after any error.
     """
 
-    def __init__(self, group: Sequence[Variant], loaders: Loaders, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        group: Sequence[Variant],
+        loaders: Loaders,
+        batches: int = MIN_BATCHES,
+        deadline: float = math.inf,
+    ) -> None:
+        start = perf_counter()
         self._pipeline = group[0].pipeline
         self._kinds = {variant.name: variant.kind for variant in group}
-        self.names = list(self._kinds)
-        self.seconds = 0.0
+        self._stack = ExitStack()
+        self.opening, self.seconds = 0.0, 0.0
         self.costs: Costs = {}
         self._bench: Bench | None = None
-        if not self.on_ranks:
-            self._bench, self.costs = open_bench(self._pipeline, loaders, stack)
+        self._warm_up = batches
+        if self.on_ranks:
+            return
+        with ExitStack() as stack:
+            self._bench, self.costs = open_bench(self._pipeline, loaders, stack, batches, deadline)
+            self._stack = stack.pop_all()
+        self.opening = perf_counter() - start
+
+    @property
+    def names(self) -> list[str]:
+        """See the class."""
+        return list(self._kinds)
 
     @property
     def on_ranks(self) -> bool:
         """Whether it starts processes for each round."""
         return self._pipeline.distribution.devices > 1
 
-    def take(self, epoch: int, batches: int, backwards: bool) -> dict[str, Turn]:
-        """A turn of each variant: the epoch decides the samples; every second round goes backwards."""
+    def drop(self, names: Iterable[str]) -> None:
+        """These take no more turns."""
+        for name in names:
+            del self._kinds[name]
+
+    def close(self) -> None:
+        """Gives back the model, its optimizer and its loaders."""
+        self._bench, self._kinds = None, {}
+        self._stack.close()
+
+    def take(
+        self, epoch: int, batches: int, names: Sequence[str], deadline: float = math.inf
+    ) -> tuple[dict[str, Turn], dict[str, str]]:
+        """A turn of each of these variants, in this order; the epoch decides the samples.
+
+        Returns:
+            The turns by name, and the reasons by name of those that failed. If the training itself failed, its
+            model may be in any state, and the entire group has failed.
+
+        Raises:
+            OutOfTime: at the deadline; ranks that run then are ended.
+        """
         start = perf_counter()
-        names = self.names[:: -1 if backwards else 1]
         kinds = {name: self._kinds[name] for name in names}
-        if self._bench is not None:
-            ranks = [_take(self._bench, kinds, epoch, batches)]
-        else:
-            devices = self._pipeline.distribution.devices
-            answers = launch(
-                _turns_on_rank,
-                self._pipeline,
-                kinds,
-                epoch,
-                batches,
-                devices=devices,
-                device=self._pipeline.distribution.device,
-            )
-            ranks = [turns for turns, _ in answers]
-            self.costs = largest([costs for _, costs in answers])
+        found = self._take_on_ranks if self._bench is None else self._take_here
+        turns, failed = found(kinds, epoch, batches, deadline)
         self.seconds = perf_counter() - start
-        return {name: _merged([rank[name] for rank in ranks]) for name in names}
+        if any(self._kinds[name] == "train" for name in failed):
+            why = next(reason for name, reason in failed.items() if self._kinds[name] == "train")
+            return {}, {name: failed.get(name, why) for name in self._kinds}
+        return turns, failed
+
+    def _take_here(
+        self, kinds: dict[str, Kind], epoch: int, batches: int, deadline: float
+    ) -> tuple[dict[str, Turn], dict[str, str]]:
+        assert self._bench is not None
+        turns, failed = {}, {}
+        for name, kind in kinds.items():
+            try:
+                turns[name] = _merged([take_turn(self._bench, kind, epoch, batches, deadline)])
+            except OutOfTime:
+                raise
+            except Exception as error:  # of the user's model, of memory, of a transform: the others go on
+                failed[name] = described(error)
+        return turns, failed
+
+    def _take_on_ranks(
+        self, kinds: dict[str, Kind], epoch: int, batches: int, deadline: float
+    ) -> tuple[dict[str, Turn], dict[str, str]]:
+        left = deadline - perf_counter()
+        if left <= 0:
+            raise OutOfTime
+        how = self._pipeline.distribution
+        try:
+            answers = launch(
+                _turns_on_rank, self._pipeline, kinds, epoch, batches, self._warm_up,
+                devices=how.devices, device=how.device, timeout=None if left == math.inf else left, patience=0.0,
+            )  # fmt: skip
+        except Exception as error:  # a rank raised, died or was too late
+            if perf_counter() >= deadline:
+                raise OutOfTime from None
+            reason = described(error)
+            return {}, dict.fromkeys(kinds, reason)
+        self.costs = largest([costs for _, costs in answers])
+        ranks = [turns for turns, _ in answers]
+        return {name: _merged([rank[name] for rank in ranks]) for name in kinds}, {}
+
+
+def described(error: BaseException) -> str:
+    """An error as the reason in a row: its kind and the first line; of a rank's, which rank it was."""
+    cause = error.__cause__ if isinstance(error, StrategyError) else None
+    text = str(error).strip().partition("\n")[0]
+    if cause is not None and isinstance(cause, DrivetrainError):  # the rank's own words
+        error, text = cause, str(cause).strip().partition("\n")[0]
+    kind = type(error).__name__
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+        kind = f"out of memory ({kind})"
+    return textwrap.shorten(f"{kind}: {text}" if text else kind, REASON_LENGTH, placeholder=" …")
 
 
 def _turns_on_rank(
-    pipeline: Pipeline, kinds: dict[str, Kind], epoch: int, batches: int
+    pipeline: Pipeline, kinds: dict[str, Kind], epoch: int, batches: int, warm_up: int
 ) -> tuple[Found, Costs]:
     with seeded(pipeline.seed), ExitStack() as stack:
-        bench, costs = open_bench(pipeline, Loaders(stack), stack)  # the ranks are new: warm them up, too
-        return _take(bench, kinds, epoch, batches), costs
-
-
-def _take(bench: Bench, kinds: dict[str, Kind], epoch: int, batches: int) -> Found:
-    return {name: take_turn(bench, kind, epoch, batches) for name, kind in kinds.items()}
+        # The ranks are new: warm them up, too.
+        bench, costs = open_bench(pipeline, Loaders(stack), stack, warm_up)
+        return {name: take_turn(bench, kind, epoch, batches) for name, kind in kinds.items()}, costs
 
 
 def _merged(ranks: Sequence[tuple[Turn, Labels]]) -> Turn:
@@ -116,8 +202,18 @@ def _merged(ranks: Sequence[tuple[Turn, Labels]]) -> Turn:
     return dataclasses.replace(slowest, samples=digest([labels for _, labels in ranks]))
 
 
-def open_bench(pipeline: Pipeline, loaders: Loaders, stack: ExitStack) -> tuple[Bench, Costs]:
-    """Builds a pipeline on this rank, warms it up by training, and says what that took."""
+def open_bench(
+    pipeline: Pipeline,
+    loaders: Loaders,
+    stack: ExitStack,
+    batches: int = MIN_BATCHES,
+    deadline: float = math.inf,
+) -> tuple[Bench, Costs]:
+    """Builds a pipeline on this rank, warms it up by training, and returns what that took.
+
+    Raises:
+        OutOfTime: at the deadline, on `perf_counter`'s clock.
+    """
     assert pipeline.data is not None  # the plan has checked
     before = _allocated()
     with seeded(pipeline.seed):
@@ -130,16 +226,17 @@ def open_bench(pipeline: Pipeline, loaders: Loaders, stack: ExitStack) -> tuple[
         next((t for t in pipeline.transforms if isinstance(t, LayerFreezing)), None),
     )
     if pipeline.distribution.compile:
-        take_turn(bench, "loader", 0, MIN_BATCHES)  # its workers start now, and not in the first turn
+        take_turn(bench, "loader", 0, batches, deadline)  # its workers start now, and not in the first turn
     weighed = WeighedEngine(engine)
     built.engine = cast(Engine, weighed)
-    first, _ = take_turn(bench, "train", 0, MIN_BATCHES)
+    first, _ = take_turn(bench, "train", 0, batches, deadline)
     if weighed.steps < 2:  # in the first step there is no optimizer state yet
-        take_turn(bench, "train", 0, MIN_BATCHES)
+        take_turn(bench, "train", 0, batches, deadline)
     built.engine = engine
     compiling = None
     if pipeline.distribution.compile:
-        compiling = max(first.seconds - take_turn(bench, "train", 0, MIN_BATCHES)[0].seconds, 0.0)
+        later, _ = take_turn(bench, "train", 0, batches, deadline)
+        compiling = max(first.seconds - later.seconds, 0.0)
     held = None if weighed.held is None else asdict(weighed.held)
     return bench, {
         "held_bytes": held,

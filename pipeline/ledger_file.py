@@ -14,9 +14,11 @@ from .ledger_result import Ledger
 from .ledger_rounds import PLAIN, Turn
 from .ledger_statistics import LEVEL
 
-DERIVED = ("rows", "stages", "ceilings", "waiting", "split", "extras", "extras_share", "compound", "bound")
+DERIVED = (
+    "rows", "stages", "ceilings", "waiting", "split", "extras", "extras_share", "compound", "bound", "caveats",
+)  # fmt: skip
 """What `Ledger.to_dict` computes from the rounds; it is not a fact of its own."""
-TABLES = ("asked", "costs", "left_out", "pairs", "provenance")
+TABLES = ("asked", "costs", "failed", "left_out", "provenance")
 """The facts that have names and values."""
 
 
@@ -33,6 +35,7 @@ def read(path: str | Path) -> Ledger:
         ledger = Ledger(rounds, found, found.pop("level", LEVEL))
         for name in DERIVED:
             found.pop(name, None)
+        found.pop("pairs", None)  # of ledgers before they were dropped
         _check_facts(ledger)
         ledger.to_dict()  # whatever else is missing is missed here
         str(ledger)
@@ -77,5 +80,15 @@ def _check_facts(ledger: Ledger) -> None:
     for name, value in tables:
         if not isinstance(value, dict):
             raise ValueError(f"{name!r} is no table of names and values")
+    for name in ("failed", "left_out"):
+        if not all(isinstance(reason, str) for reason in (facts.get(name) or {}).values()):
+            raise ValueError(f"{name!r} has a reason that is not a text")
+    for name in ("in_turn", "notes"):
+        value = facts.get(name) or []
+        if not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            raise ValueError(f"{name!r} is not a list of texts")
+    rows = facts.get("in_turn")
+    if rows is not None and rows[:1] != [PLAIN]:
+        raise ValueError(f"'in_turn' does not begin with {PLAIN!r}")
     if not all(isinstance(step, dict) and {"what", "why"} <= step.keys() for step in facts.get("plan") or []):
         raise ValueError("'plan' has a step without 'what' or 'why'")

@@ -13,21 +13,37 @@ PEAK_SECONDS, PEAK_RESERVE = 100, 20
 """A ledger of fewer seconds leaves it out; of more, it keeps so many: starting two processes takes its time."""
 
 
-def peak_bytes(pipeline: Pipeline) -> int | None:
+def peak_bytes(pipeline: Pipeline, batches: int, seconds: float) -> int | None:
     """Bytes of memory that a rank had at most while it trained for some batches; the largest over all ranks.
 
     Of the whole process: interpreter, torch, and what is mapped of the data file included, the loader's
     processes not. None where the system does not say (Linux does).
+
+    Args:
+        pipeline: what to train.
+        batches: to train on, twice.
+        seconds: that it may take.
+
+    Raises:
+        StrategyError: if it takes longer, or a process dies.
     """
     how = pipeline.distribution
-    found = launch(_peak_of_rank, pipeline, devices=how.devices, device=how.device)
+    found = launch(
+        _peak_of_rank,
+        pipeline,
+        batches,
+        devices=how.devices,
+        device=how.device,
+        timeout=seconds,
+        patience=0.0,
+    )
     known = [peak for peak in found if peak is not None]
     return max(known, default=None)
 
 
-def _peak_of_rank(pipeline: Pipeline) -> int | None:
+def _peak_of_rank(pipeline: Pipeline, batches: int) -> int | None:
     with ExitStack() as stack:
-        open_bench(pipeline, Loaders(stack), stack)
+        open_bench(pipeline, Loaders(stack), stack, batches)
         return resident_peak()
 
 

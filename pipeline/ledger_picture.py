@@ -8,7 +8,9 @@ from typing import Any
 
 from ..errors import require
 from .ledger_result import Ledger, Row
-from .ledger_rounds import CEILINGS, COPY, LOADER, MODEL, PLAIN
+from .ledger_rounds import COPY, LOADER, MODEL, PLAIN
+from .ledger_statistics import Figure, speed_text
+from .ledger_table import ratio_text
 
 INK, BAR, PALE = "#222222", "#2f6f9f", "#b8c4cc"
 CEILING = {MODEL: "#b5452c", LOADER: "#3f8f4f", COPY: "#8a5fa8"}
@@ -55,43 +57,48 @@ def picture(ledger: Ledger) -> Any:
 def _throughput(axes: Any, ledger: Ledger) -> None:
     """A bar per row, and the ceilings as lines."""
     rows = ledger.rows
-    places = range(len(rows))
-    speeds = [row.images_per_s for row in rows]
+    drawn = [(place, row, row.images_per_s) for place, row in enumerate(rows) if row.images_per_s]
     axes.barh(
-        places,
-        [speed.median for speed in speeds],
+        [place for place, _, _ in drawn],
+        [speed.value for _, _, speed in drawn],
         xerr=[
-            [speed.median - speed.low for speed in speeds],
-            [speed.high - speed.median for speed in speeds],
+            [speed.value - speed.low for _, _, speed in drawn],
+            [speed.high - speed.value for _, _, speed in drawn],
         ],
-        color=[PALE if row.name == PLAIN else BAR for row in rows],
+        color=[PALE if row.name == PLAIN else BAR for _, row, _ in drawn],
         ecolor=INK,
         capsize=3,
         height=0.62,
     )
-    axes.set_yticks(places, [row.name for row in rows])
-    longest = max(speed.high for speed in speeds)
-    tops = {name: ledger.ceilings[name].median for name in CEILINGS if name in ledger.ceilings}
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    longest = max(speed.high for _, _, speed in drawn)
+    tops = {name: one.value for name, one in ledger.ceilings.items()}
     reach = 1.1 * max(longest, *(top for top in tops.values() if top < 1.5 * longest), 0)
-    for place, row in zip(places, rows, strict=True):
-        _label(axes, place, row, inside=row.images_per_s.low > 0.45 * reach)
+    for place, row, speed in drawn:
+        _label(axes, place, ledger, row, speed, inside=speed.low > 0.45 * reach)
+    for place, row in enumerate(rows):
+        if row.images_per_s is None:
+            note = textwrap.shorten(row.note or "left out", 70, placeholder=" …")
+            axes.text(0, place, f"  {note}", va="center", color=INK, fontsize=9, style="italic")
     for number, (name, top) in enumerate(sorted(tops.items(), key=lambda item: item[1])):
         _ceiling(axes, name, top, reach, height=-0.62 - 0.34 * number)
     axes.set_ylim(len(rows) - 0.5, -0.62 - 0.34 * len(tops))
     axes.set_xlim(0, reach)
-    axes.set_xlabel("training throughput, images/s (median, quartiles)")
+    axes.set_xlabel("training throughput, images/s (trimmed mean, quartiles)")
     _title(axes, f"{ledger.facts.get('recipe') or 'your pipeline'}: each stage added in turn")
 
 
-def _label(axes: Any, place: int, row: Row, *, inside: bool) -> None:
+def _label(axes: Any, place: int, ledger: Ledger, row: Row, speed: Figure, *, inside: bool) -> None:
     """The figures of a bar: within it where they fit, else behind it."""
-    text = f"{row.images_per_s.median:,.0f} images/s    {row.ratio.value:.2f} ×"
     plain = row.name == PLAIN
+    resolved = row.ratio is not None and row.ratio.resolved
+    over = f"{row.ratio.value:.2f} ×" if row.ratio and resolved else ratio_text(ledger, row.ratio, row.name)
+    text = f"{speed_text(speed.value)} images/s    {over}"
     if inside:
         color = INK if plain else "white"
-        axes.text(row.images_per_s.low, place, f"{text}  ", ha="right", va="center", color=color, fontsize=9)
+        axes.text(speed.low, place, f"{text}  ", ha="right", va="center", color=color, fontsize=9)
     else:
-        axes.text(row.images_per_s.high, place, f"  {text}", va="center", color=INK, fontsize=9, bbox=BEHIND)
+        axes.text(speed.high, place, f"  {text}", va="center", color=INK, fontsize=9, bbox=BEHIND)
 
 
 def _ceiling(axes: Any, name: str, value: float, reach: float, *, height: float) -> None:
@@ -99,14 +106,17 @@ def _ceiling(axes: Any, name: str, value: float, reach: float, *, height: float)
     color = CEILING[name]
     if value <= reach:
         axes.axvline(value, color=color, linestyle="--", linewidth=1.2)
-        text, at = f"{name}: {value:,.0f} ", value
+        text, at = f"{name}: {speed_text(value)} ", value
     else:
-        text, at = f"{name}: {value:,.0f} →", reach
+        text, at = f"{name}: {speed_text(value)} →", reach
     axes.text(at, height, text, ha="right", va="center", color=color, fontsize=8, bbox=BEHIND)
 
 
 def _gains(axes: Any, ledger: Ledger) -> None:
-    """For each stage its gain alone, in turn and last, with intervals; right of 1 is faster."""
+    """For each stage its gain alone, in turn and last, with intervals; right of 1 is faster.
+
+    A gain that is not resolved has no point: its interval would be wider than the picture.
+    """
     stages = ledger.stages
     for number, (place, color) in enumerate(PLACES.items()):
         found = [
@@ -114,6 +124,7 @@ def _gains(axes: Any, ledger: Ledger) -> None:
             for at, stage in enumerate(stages)
             if (gain := dict(zip(PLACES, (stage.alone, stage.in_turn, stage.last), strict=True))[place])
             is not None
+            and gain.resolved
         ]
         axes.errorbar(
             [gain.value for _, gain in found],
@@ -153,8 +164,8 @@ def _title(axes: Any, text: str) -> None:
 
 
 def caption(ledger: Ledger) -> str:
-    """What is said below the picture: the findings, and how the figures were made."""
-    made = f"{len(ledger.rounds)} interleaved rounds"
+    """The text below the picture: every caveat of the table, the findings, and how the figures were made."""
+    made = f"{len(ledger.rounds)} interleaved round{'s' * (len(ledger.rounds) != 1)}"
     machine = ledger.facts.get("provenance")
     if machine:
         hardware, versions = machine["hardware"], machine["versions"]
@@ -163,5 +174,5 @@ def caption(ledger: Ledger) -> str:
             f" on {where}; torch {versions['torch']}, Drivetrain {versions['drivetrain']}, "
             f"{machine['date'][:10]}: {machine['command']}"
         )
-    said = [line for line in (ledger.bound, ledger.compound, made) if line]
+    said = [line for line in (*ledger.caveats, ledger.compound, ledger.bound, made) if line]
     return "\n".join(line for one in said for line in textwrap.wrap(one, 124))

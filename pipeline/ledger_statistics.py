@@ -1,13 +1,14 @@
-"""The ledger's statistics: medians with quartiles, and ratios with confidence intervals."""
+"""The ledger's statistics: speeds with quartiles, and ratios with confidence intervals, which cannot contradict."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 LEVEL = 0.95
 """Of the confidence intervals."""
@@ -15,11 +16,16 @@ TRIM = 0.2
 """Share of the rounds that is left out at each end; of five rounds, one. The usual choice."""
 
 
+MOST = 700.0  # the logarithm of a float's upper end, about
+RESOLVED = 1.0
+"""A ratio whose interval reaches further than ± 100 % (a factor of two to each side) is not shown as a number."""
+
+
 @dataclass(frozen=True)
 class Figure:
-    """A measured figure: the median of `n` rounds, and the quartiles around it."""
+    """A measured figure: its typical `value` over `n` rounds, and the quartiles of the rounds around it."""
 
-    median: float
+    value: float
     low: float
     high: float
     n: int
@@ -27,7 +33,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The trimmed geometric mean of `n` ratios, one per round, and its confidence interval, `low` to `high`."""
+    """A ratio from `n` rounds, taken within each round, and its confidence interval, `low` to `high`."""
 
     value: float
     low: float
@@ -39,15 +45,71 @@ class Ratio:
         """Half the interval's width, as a share of the value: 0.02 for ± 2 %."""
         return math.sqrt(self.high / self.low) - 1 if self.low > 0 else math.inf
 
+    @property
+    def resolved(self) -> bool:
+        """Whether the interval is narrow enough for the value to mean something: a factor of two to each side."""
+        return self.spread <= RESOLVED
+
     def holds(self, value: float) -> bool:
         """Whether `value` lies in the interval."""
         return self.low <= value <= self.high
 
 
-def figure(values: Sequence[float]) -> Figure:
-    """Median and quartiles of a figure's rounds."""
-    low, median, high = np.percentile(values, [25, 50, 75]).tolist()
-    return Figure(median, low, high, len(values))
+def quartiles(values: Sequence[float], value: float) -> Figure:
+    """A figure with the quartiles of its rounds, which are moved to `value` where they do not include it."""
+    low, high = np.percentile(values, [25, 75]).tolist()
+    return Figure(value, min(low, value), max(high, value), len(values))
+
+
+class Levels:
+    """The typical speed of each variant, all on one scale, fitted to rounds in which every variant had a turn.
+
+    The logarithm of a turn's speed is taken as the sum of its variant's level, of the round's own effect (the
+    machine's drift, which all variants of a round share) and of noise. A variant's level is the trimmed mean of its
+    turns with the rounds' effects taken out. A ratio of two variants is the ratio of their levels. So the faster of
+    two speeds is always the one whose ratio is above 1, and gains multiply: medians of speeds and ratios of rounds,
+    each estimated alone, may differ in sign. Up to four rounds nothing is trimmed, and all of it is geometric means.
+
+    Args:
+        rounds: speeds by variant, positive; each round has all of them.
+    """
+
+    def __init__(self, rounds: Sequence[Mapping[str, float]]) -> None:
+        names = list(rounds[0])
+        logs = np.log(np.array([[speeds[name] for name in names] for speeds in rounds], np.float64))
+        drift = np.zeros(len(rounds))
+        for _ in range(3):  # Tukey's median polish: one odd turn moves neither its round nor its variant
+            centres = np.median(logs - drift[:, None], axis=0)
+            drift = np.median(logs - centres, axis=1)
+        still = (logs - drift[:, None]).T
+        middle = trimmed_mean(drift)
+        self._speeds = {name: [speeds[name] for speeds in rounds] for name in names}
+        self._logs = dict(zip(names, logs.T, strict=True))
+        self._levels = {name: trimmed_mean(turns) + middle for name, turns in zip(names, still, strict=True)}
+
+    def speed(self, name: str) -> Figure:
+        """A variant's level, with the quartiles of its turns as they were measured."""
+        return quartiles(self._speeds[name], math.exp(self._levels[name]))
+
+    def ratio(self, over: str, under: str, level: float = LEVEL) -> Ratio:
+        """The speed of one variant over that of another; see `product`."""
+        powers = dict.fromkeys((over, under), 0)
+        powers[over] += 1
+        powers[under] -= 1
+        return self.product(powers, level)
+
+    def product(self, powers: Mapping[str, int], level: float = LEVEL) -> Ratio:
+        """The product of the variants' levels, each to its power, which sum to 0.
+
+        The interval is that of `ratio`, from the same product within each round, where the drift cancels.
+        """
+        rounds = len(next(iter(self._logs.values())))
+        if not any(powers.values()):
+            return Ratio(1.0, 1.0, 1.0, rounds)
+        within = sum(power * self._logs[name] for name, power in powers.items())
+        value = sum(power * self._levels[name] for name, power in powers.items())
+        _, square, freedom = _trimmed_logs(np.asarray(within))
+        return _interval(value, _half(square, freedom, level), rounds)
 
 
 def ratio(ratios: Sequence[float], level: float = LEVEL) -> Ratio:
@@ -64,8 +126,12 @@ def ratio(ratios: Sequence[float], level: float = LEVEL) -> Ratio:
             logarithms normally distributed.
     """
     mean, square, freedom = _trimmed(ratios)
-    half = t_quantile(level, freedom) * math.sqrt(square) if freedom else math.inf
-    return _interval(mean, half, len(ratios))
+    return _interval(mean, _half(square, freedom, level), len(ratios))
+
+
+def _half(square: float, freedom: int, level: float) -> float:
+    """Half the width of an interval of logarithms, from the standard error squared."""
+    return t_quantile(level, freedom) * math.sqrt(square) if freedom else math.inf
 
 
 def ratio_of_means(over: Sequence[float], under: Sequence[float], level: float = LEVEL) -> Ratio:
@@ -85,9 +151,22 @@ def ratio_of_means(over: Sequence[float], under: Sequence[float], level: float =
 
 def _trimmed(values: Sequence[float]) -> tuple[float, float, int]:
     """Of the values' logarithms: trimmed mean, its standard error squared, and degrees of freedom."""
-    logs = np.sort(np.log(np.asarray(values, np.float64)))
-    cut = int(TRIM * len(logs))
-    kept = logs[cut : len(logs) - cut]
+    return _trimmed_logs(np.log(np.asarray(values, np.float64)))
+
+
+def _kept(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The values in order, without the outer ones."""
+    cut = int(TRIM * len(values))
+    return np.sort(values)[cut : len(values) - cut]
+
+
+def trimmed_mean(values: NDArray[np.float64]) -> float:
+    """The mean without the outer values; of up to four values, of all."""
+    return float(_kept(values).mean())
+
+
+def _trimmed_logs(logs: NDArray[np.float64]) -> tuple[float, float, int]:
+    kept = _kept(logs)
     freedom = len(kept) - 1
     if not freedom:
         return float(kept.mean()), math.inf, 0
@@ -97,9 +176,9 @@ def _trimmed(values: Sequence[float]) -> tuple[float, float, int]:
 
 
 def _interval(log: float, half: float, n: int) -> Ratio:
-    return Ratio(
-        math.exp(log), math.exp(log - half), math.exp(log + half) if half < math.inf else math.inf, n
-    )
+    # Two rounds that differ a lot give an end that no float holds.
+    high = math.exp(log + half) if log + half < MOST else math.inf
+    return Ratio(math.exp(log), math.exp(log - half), high, n)
 
 
 @lru_cache
@@ -114,3 +193,8 @@ def t_quantile(level: float, freedom: int) -> float:
     steps = np.cumsum((density[1:] + density[:-1]) / 2)
     share = np.concatenate([[0], steps]) / steps[-1]
     return float(np.sqrt(freedom) * np.tan(np.interp(level, share, angle)))
+
+
+def speed_text(value: float) -> str:
+    """Images/s to three digits or more, so that two speeds that differ look different."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

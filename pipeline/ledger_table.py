@@ -13,10 +13,7 @@ from rich.table import Table
 from ..transforms.table import drawn
 from .ledger_result import Ledger
 from .ledger_rounds import EXTRAS, PLAIN
-from .ledger_statistics import Figure, Ratio
-
-NOISY = 0.3
-"""Above this spread the findings are a guess: a stage that seems to bring 1.3 × may bring nothing."""
+from .ledger_statistics import Figure, Ratio, speed_text
 
 
 @dataclass(frozen=True)
@@ -86,55 +83,89 @@ def tables(ledger: Ledger) -> list[Cells]:
 
 def _rows(ledger: Ledger) -> Cells:
     costs = ledger.facts.get("costs", {})
+    names = [row.name for row in ledger.rows]
     rows = [
-        (row.name, _figure(row.images_per_s), "1.00" if row.name == PLAIN else _ratio(row.ratio),
-         "" if row.name == PLAIN else f"× {row.gain.value:.2f}", _memory(costs.get(row.name, {})))
-        for row in ledger.rows
-    ]  # fmt: skip
+        (
+            row.name,
+            _figure(row.images_per_s) if row.images_per_s else row.note.partition(":")[0],
+            "1.00" if row.name == PLAIN else ratio_text(ledger, row.ratio, row.name),
+            "" if row.name == PLAIN else _gain(ledger, row.gain, row.name, before),
+            _memory(costs.get(row.name, {})),
+        )
+        for before, row in zip([PLAIN, *names], ledger.rows, strict=False)
+    ]
     whole = len(rows)
     if ledger.extras:
-        gain = f"× {1 / ledger.extras.value:.2f}"
-        rows.append((EXTRAS, _figure(ledger.speed(EXTRAS)), _ratio(ledger.ratio(EXTRAS, PLAIN)), gain, ""))
+        gain = f"× {1 / ledger.extras.value:.2f}" if ledger.extras.resolved else UNRESOLVED
+        over = ratio_text(ledger, ledger.ratio(EXTRAS, PLAIN), EXTRAS)
+        rows.append((EXTRAS, _figure(ledger.speed(EXTRAS)), over, gain, ""))
     rows += [(f"ceiling: {name}", _figure(one), "", "", "") for name, one in ledger.ceilings.items()]
     return Cells(
         f"Ledger: {ledger.facts.get('recipe') or 'your pipeline'}",
         ("", "images/s", "over plain", "this stage", "MiB held"),
         rows,
-        f"images/s: median and quartiles of {len(ledger.rounds)} interleaved rounds; ratios: trimmed mean and "
-        f"{ledger.level:.0%} interval; MiB held: weights, gradients, optimizer of a rank",
+        f"images/s: trimmed mean, and quartiles, of {len(ledger.rounds)} interleaved round"
+        f"{'s' * (len(ledger.rounds) != 1)}; ratios: of these means, with the {ledger.level:.0%} interval from within "
+        "the rounds; MiB held: weights, gradients, optimizer of a rank",
         whole,
     )
 
 
+def _gain(ledger: Ledger, gain: Ratio | None, name: str, before: str) -> str:
+    """The ratio to the row before, without its interval, which the second table has."""
+    if gain is not None and gain.resolved:
+        return f"× {gain.value:.2f}"
+    return ratio_text(ledger, gain, name, before)
+
+
 def _stages(ledger: Ledger) -> Cells:
+    rows, names = [], [row.name for row in ledger.rows]
+    for before, gain in zip(names, ledger.stages, strict=False):
+        own = f"+ {gain.stage}"
+        rows.append(
+            (
+                gain.stage,
+                ratio_text(ledger, gain.alone, ledger.name_of_only(gain.stage)),
+                ratio_text(ledger, gain.in_turn, own, before),
+                ratio_text(ledger, gain.last, ledger.name_of_without(gain.stage), ledger.whole),
+            )
+        )
     return Cells(
         "What each stage brings",
         ("stage", "alone, over plain", "added in turn", "added last"),
-        [
-            (gain.stage, *(_ratio(one) for one in (gain.alone, gain.in_turn, gain.last)))
-            for gain in ledger.stages
-        ],
+        rows,
         "added last: the whole, over the whole without it",
     )
 
 
 def _accuracies(found: dict[str, Any]) -> Cells:
-    def seconds(value: float | None) -> str:
-        return "not reached" if value is None else f"{value:,.1f} s"
+    def line(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+        if row.get("failed"):
+            return name, "failed", "", ""
+        return name, f"{row['accuracy']:.2%}", _seconds(row["seconds"]), _time_to(found, row)
 
+    title = f"Trained for {found['epochs']} epoch(s), once each, from one seed"
+    target = found["target"]
     return Cells(
-        f"Trained for {found['epochs']} epoch(s), once each, from one seed",
-        ("", "top-1", "time", f"time to {found['target']:.2%}"),
-        [
-            (name, f"{row['accuracy']:.2%}", seconds(row["seconds"]), seconds(row["seconds_to_target"]))
-            for name, row in found["rows"].items()
-        ],
+        title,
+        ("", "top-1", "time", "time to target" if target is None else f"time to {target:.2%}"),
+        [line(name, row) for name, row in found["rows"].items()],
         "times of whole epochs, evaluation included",
     )
 
 
+def _time_to(found: dict[str, Any], row: dict[str, Any]) -> str:
+    if found["target"] is None:  # plain PyTorch's accuracy, and its training failed
+        return ""
+    return "not reached" if row["seconds_to_target"] is None else _seconds(row["seconds_to_target"])
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s"
+
+
 def sentences(ledger: Ledger) -> list[str]:
-    """What is said below the tables; the bound comes last."""
+    """What is printed below the tables; the bound comes last."""
     facts = ledger.facts
     found = []
     if ledger.split:
@@ -146,20 +177,7 @@ def sentences(ledger: Ledger) -> list[str]:
             f"{ledger.extras_share:.2%} of the time."
         )
     found += _costs(facts.get("costs", {}))
-    if "stopped" in facts:
-        found.append(
-            f"It ended because {facts['stopped']}; the widest interval is ± {ledger.spread:.1%} after "
-            f"{len(ledger.rounds)} rounds."
-        )
-    reasons: dict[str, list[str]] = {}
-    for name, reason in facts.get("left_out", {}).items():
-        reasons.setdefault(reason, []).append(name)
-    found += [f"Left out: {', '.join(names)}: {reason}." for reason, names in reasons.items()]
-    if ledger.spread > NOISY:
-        found.append(
-            "What follows is not sure, with intervals as wide as these: give more seconds, on a quiet machine."
-        )
-    return [*found, *filter(None, [ledger.compound]), ledger.bound]
+    return [*found, *ledger.caveats, *filter(None, [ledger.compound]), ledger.bound]
 
 
 def _costs(costs: dict[str, Any]) -> list[str]:
@@ -180,8 +198,17 @@ def _memory(cost: dict[str, Any]) -> str:
 
 
 def _figure(one: Figure) -> str:
-    return f"{one.median:,.0f}  ({one.low:,.0f} to {one.high:,.0f})"
+    return f"{speed_text(one.value)}  ({speed_text(one.low)} to {speed_text(one.high)})"
 
 
-def _ratio(one: Ratio | None) -> str:
-    return "left out" if one is None else f"{one.value:.2f}  ({one.low:.2f} to {one.high:.2f})"
+UNRESOLVED = "not resolved"
+"""In the place of a ratio whose interval leaves it open; a caveat gives the reason."""
+
+
+def ratio_text(ledger: Ledger, one: Ratio | None, name: str, other: str = PLAIN) -> str:
+    """A ratio with its interval; or why there is none: `name` or `other`, which it is of, was not measured."""
+    if one is not None:
+        return f"{one.value:.2f}  ({one.low:.2f} to {one.high:.2f})" if one.resolved else UNRESOLVED
+    if ledger.measured(name):
+        return f"needs {other}"
+    return ledger.why_not(name).partition(":")[0] or "left out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from ..strategies.memory import HeldBytes, held_bytes
 from ..transforms import LayerFreezing
 from .build import Built
 from .builder import LOG_EVERY
+from .ledger_budget import until
 from .ledger_rounds import Turn, mean_turn
 from .ledger_schedule import Phase
 from .ledger_variants import Kind
@@ -51,16 +53,21 @@ class Bench:
     freezing: LayerFreezing | None
 
 
-def take_turn(bench: Bench, kind: Kind, epoch: int, batches: int) -> tuple[Turn, Labels]:
+def take_turn(
+    bench: Bench, kind: Kind, epoch: int, batches: int, deadline: float = math.inf
+) -> tuple[Turn, Labels]:
     """A turn over `batches` global batches, and this rank's labels in it.
 
     Where the pipeline's schedule changes the image size or the frozen layers, the turn is taken at each of
     the schedule's phases, on the same samples, and each counts by the share it has in a training.
+
+    Raises:
+        OutOfTime: before the first batch that would begin after the deadline (on `perf_counter`'s clock).
     """
     found = []
     for phase in bench.phases:
         with _frozen(bench, phase):
-            found.append(_one_turn(bench, bench.loader(phase.image_size), kind, epoch, batches))
+            found.append(_one_turn(bench, bench.loader(phase.image_size), kind, epoch, batches, deadline))
     return mean_turn([turn for turn, _ in found], [phase.share for phase in bench.phases]), found[0][1]
 
 
@@ -79,7 +86,9 @@ def _frozen(bench: Bench, phase: Phase) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _one_turn(bench: Bench, loader: EpochLoader, kind: Kind, epoch: int, batches: int) -> tuple[Turn, Labels]:
+def _one_turn(
+    bench: Bench, loader: EpochLoader, kind: Kind, epoch: int, batches: int, deadline: float
+) -> tuple[Turn, Labels]:
     engine, methods = bench.built.engine, bench.built.methods
     batch_size = loader.settings.batch_size
     batches = min(batches, loader.samples // batch_size)
@@ -89,6 +98,7 @@ def _one_turn(bench: Bench, loader: EpochLoader, kind: Kind, epoch: int, batches
     seen: list[Any] = []
     source: Any = list(loader) * batches if kind in ("model", "copy") else _recorded(loader, seen)
     copies = _Copies(loader, source[0]) if kind == "copy" else None
+    source = until(deadline, source)
     timed = TimedEngine(engine) if kind == "split" else None
     parts = timed.seconds if timed else None
     methods.begin(engine, batches)  # takes the averages' first copies; a training does so once

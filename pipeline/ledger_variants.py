@@ -146,8 +146,3 @@ def possible(found: Iterable[Variant]) -> list[Variant]:
             variant.pipeline.plan()
             kept.append(variant)
     return kept
-
-
-def pair(pipeline: Pipeline, first: str, second: str) -> Pipeline:
-    """Plain PyTorch with only two stages, by their names."""
-    return _with_stages(plain(pipeline), [s for s in stages(pipeline) if s.name in (first, second)])

@@ -29,6 +29,7 @@ def launch(
     devices: int,
     timeout: float | None = None,
     device: str | None = None,
+    patience: float = _INTERRUPT_PATIENCE,
 ) -> list[Result]:
     """Calls `function(*args)` on `devices` ranks in one process group, and returns their results.
 
@@ -40,7 +41,7 @@ def launch(
     Under torchrun, or in a process group that exists already, this process *is* a rank: the function is
     called here, and its exceptions come as they are.
 
-    Ctrl-C is passed on to the ranks, which have 3 s to answer. If rank 0 answers with a
+    Ctrl-C is passed on to the ranks, which have `patience` seconds to answer. If rank 0 answers with a
     KeyboardInterrupt of its own (a subclass that carries what was finished), that object is raised.
     A rank in a collective notices Ctrl-C only when the collective returns.
 
@@ -50,6 +51,8 @@ def launch(
             because training may take days. Not used when this process is a rank.
         device: what the ranks compute on: `"cpu"`, for which gloo alone is started and no GPU is touched; `"cuda"`; or
             None, the default, for CUDA where there is any. Not used in a process group that exists already.
+        patience: seconds that the ranks have to answer after Ctrl-C, 3 by default; 0 where there is nothing to
+            wait for.
 
     Returns:
         One result for each rank, in order; under torchrun only this rank's, as a list of one.
@@ -72,7 +75,7 @@ def launch(
             ranks.wait_for_exit()
             reports = [rank.report for rank in ranks.all]
         except KeyboardInterrupt as interrupt:
-            raise (_wait_after_interrupt(ranks) or interrupt) from None
+            raise (_wait_after_interrupt(ranks, patience) or interrupt) from None
     return [_load_result(number, report) for number, report in enumerate(reports) if report]
 
 
@@ -161,11 +164,13 @@ def _first_cause(ranks: Ranks) -> StrategyError:
     return error
 
 
-def _wait_after_interrupt(ranks: Ranks) -> KeyboardInterrupt | None:
+def _wait_after_interrupt(ranks: Ranks, patience: float) -> KeyboardInterrupt | None:
     """Passes Ctrl-C on and waits a moment; returns rank 0's own KeyboardInterrupt if it sent one."""
+    if not patience:
+        return None
     ranks.interrupt()
     first = ranks.all[0]
-    deadline = time.monotonic() + _INTERRUPT_PATIENCE
+    deadline = time.monotonic() + patience
     # An answer that is arriving (large weights) is worth waiting for.
     while time.monotonic() < max(deadline, first.heard + 1.0):
         ranks.pump()

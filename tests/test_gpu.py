@@ -42,4 +42,4 @@ def test_bf16_trains_on_the_gpu(toy: Toy) -> None:
 def test_the_ledger_runs_on_the_gpu(toy: Toy) -> None:
     ledger = toy.pipeline(batch_norm_model, batch_size=16).ledger(seconds=5, progress=False)
     assert ledger.facts["provenance"]["hardware"]["gpus"]
-    assert ledger.rows[0].ratio.median == 1.0
+    assert ledger.rows[0].ratio.value == 1.0

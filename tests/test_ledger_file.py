@@ -52,6 +52,9 @@ def turn(**wrong: Any) -> Callable[[dict[str, Any]], object]:
         (lambda content: content.update(accuracy={}), "KeyError: 'epochs'"),
         (lambda content: content.update(provenance={"hardware": [1]}), "'hardware' is no table"),
         (lambda content: content.update(provenance={"hardware": {}}), "KeyError: 'versions'"),
+        (lambda content: content.update(failed={"+ b": 5}), "'failed' has a reason that is not a text"),
+        (lambda content: content.update(in_turn="x"), "'in_turn' is not a list of texts"),
+        (lambda content: content.update(in_turn=["+ a"]), "'in_turn' does not begin with 'plain PyTorch'"),
         (lambda content: content.update(plan=["train"]), "'plan' has a step without"),
     ],
 )
@@ -99,7 +102,7 @@ def test_what_differs_between_two_machines_is_told() -> None:
 
 def test_every_figure_in_the_file_has_its_n_and_spread(good: dict[str, Any]) -> None:
     for row in good["rows"]:
-        assert row["images_per_s"].keys() == {"median", "low", "high", "n"}
+        assert row["images_per_s"].keys() == {"value", "low", "high", "n"}
         assert row["ratio"].keys() == {"value", "low", "high", "n"}
         assert (row["images_per_s"]["n"], row["ratio"]["n"]) == (2, 2)
     assert {stage["in_turn"]["n"] for stage in good["stages"]} == {2}
