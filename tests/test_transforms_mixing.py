@@ -131,6 +131,12 @@ def test_a_batch_of_one_stays(mixer: Transform) -> None:
     assert targets.tolist() == [[1, 0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("mixer", MIXERS, ids=repr)
+def test_a_batch_of_nothing_stays(mixer: Transform) -> None:
+    images, targets = mixer.batch(IMAGES[:0], LABELS[:0], context())
+    assert (images.shape, targets.shape) == ((0, *IMAGES.shape[1:]), (0, 5))
+
+
 @pytest.mark.parametrize("mixer", [MixUp(), CutMix()], ids=repr)
 @pytest.mark.parametrize(("targets", "classes", "message"), [
     (torch.tensor([0, -100, 3, 3, 2, 1]), 5, r"target -100 is not a class from 0 to 4.*drop such rows"),

@@ -58,7 +58,7 @@ def soft_targets(owner: object, targets: torch.Tensor, classes: int | None) -> t
             f"{name}: the number of classes cannot be known from class indices; "
             "give BatchContext(classes=…) or soft targets (B, C)."
         )
-    if targets.device.type == "cpu":
+    if targets.device.type == "cpu" and len(targets):
         least, most = torch.stack(targets.aminmax()).tolist()
         if least < 0 or most >= classes:
             wrong = least if least < 0 else most
