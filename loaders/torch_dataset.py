@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torchvision.datasets import ImageFolder, VisionDataset
+from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
 
 from ..errors import DataError
@@ -17,6 +20,7 @@ from .open_file import Identity
 from .policies import torchvision_policy
 from .settings import Settings, odd_size
 from .sources import FolderSource
+from .turbojpeg import huffman_coded
 
 
 class BetonDataset(VisionDataset):  # type: ignore[misc]
@@ -75,6 +79,17 @@ class PictureFolder(ImageFolder):  # type: ignore[misc]
         return source.listed()
 
 
+def open_picture(path: str) -> Any:
+    """A file's image as torchvision opens it; also a large JPEG with arithmetic codes, which Pillow does not read."""
+    try:
+        return default_loader(path)
+    except OSError:
+        data = Path(path).read_bytes()
+        if (plain := huffman_coded(data)) is data:
+            raise
+        return Image.open(io.BytesIO(plain)).convert("RGB")
+
+
 def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
     """An ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform.
 
@@ -90,7 +105,7 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
         source.transform = transform
         return source
     if Path(source).is_dir():
-        return PictureFolder(str(source), transform=transform)
+        return PictureFolder(str(source), transform=transform, loader=open_picture)
     return BetonDataset(source, transform, verify)
 
 

@@ -6,11 +6,13 @@ FFCV's own `imdecode` makes two handles per thread and frees none, so that each 
 from __future__ import annotations
 
 import ctypes
+import io
 import weakref
 from contextlib import closing
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from . import libffcv
 
@@ -123,10 +125,13 @@ def huffman_coded(jpeg: bytes) -> bytes:
 
     Raises:
         ValueError: with libjpeg's words, if it does not decode without a warning.
+        Image.DecompressionBombError: as Pillow, for pixels beyond any picture's.
         MissingExtra: without FFCV.
     """
     if not jpeg.startswith(b"\xff\xd8") or frame_type(jpeg) not in _ARITHMETIC_FRAMES:
         return jpeg
+    with Image.open(io.BytesIO(jpeg)):  # refuses what would take gigabytes
+        pass
     library = libffcv.library()
     target, size = ctypes.c_void_p(), ctypes.c_ulong()
     with closing(Handle("tjInitTransform")) as handle:

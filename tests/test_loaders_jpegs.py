@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import resource
 import struct
 from pathlib import Path
 
@@ -114,6 +115,16 @@ def test_damaged_arithmetic_codes_are_one_error(at: int) -> None:
         encode_image(ARITHMETIC[:at], Encoding())
 
 
+def test_arithmetic_codes_of_a_huge_picture_are_refused_by_the_header() -> None:
+    """Its coefficients would take 24 GB."""
+    at = ARITHMETIC.index(b"\xff\xc9") + 5
+    huge = ARITHMETIC[:at] + struct.pack(">HH", 65_000, 65_000) + ARITHMETIC[at + 4 :]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="decompression bomb"):
+        encode_image(huge, Encoding())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
+
+
 def test_a_file_with_arithmetic_codes_is_read_by_both_loaders(tmp_path: Path) -> None:
     """Others may write such files; `verify` finds them sound, and so they are."""
     path, fields = tmp_path / "a.beton", [Field("image", "rgb_image"), Field("label", "int")]
@@ -126,6 +137,15 @@ def test_a_file_with_arithmetic_codes_is_read_by_both_loaders(tmp_path: Path) ->
     with FFCVLoader(path, **options) as ours, TorchLoader(path, **options | {"workers": 0}) as theirs:
         for (one, other), _ in (*ours, *theirs):
             assert one.equal(other)
+
+
+def test_a_folder_with_arithmetic_codes_is_read(tmp_path: Path) -> None:
+    (tmp_path / "class").mkdir()
+    for name, image in (("a", long_arithmetic()), ("b", jpeg_bytes(PICTURE, quality=60))):
+        (tmp_path / "class" / f"{name}.jpg").write_bytes(image)
+    with TorchLoader(tmp_path, batch_size=2, image_size=32, train=False, workers=0) as loader:
+        (((one, other), _),) = loader
+    assert one.equal(other)
 
 
 def test_pictures_after_the_first_are_left_alone() -> None:
