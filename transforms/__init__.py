@@ -25,6 +25,8 @@ from .base import Report as Report
 from .base import Session as Session
 from .base import State as State
 from .base import Transform as Transform
+from .base import declares_length as declares_length
+from .base import follows_length as follows_length
 from .table import Catalogue as Catalogue
 from .table import make_catalogue
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import html
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,6 +27,8 @@ Kind = Literal[
 ]
 CHANGES_MODEL: tuple[Kind, ...] = ("surgery", "memory_format")
 """The kinds that change the model, by `apply`, before it is wrapped."""
+LENGTH_HOOKS = ("begin", "batch", "session")
+"""The methods of a transform that get the length of the training, or the share of it that is done."""
 State = dict[str, torch.Tensor]
 """A state dict: parameters and persistent buffers by name."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -136,6 +139,19 @@ class Transform:
     """Whether some step leaves a parameter without a gradient, so that DDP needs find_unused_parameters."""
 
     @property
+    def depends_on_length(self) -> bool:
+        """Whether a step of the training is another one if the training is longer: a checkpoint then cannot be
+        resumed with another number of epochs.
+
+        A class that overrides `begin`, `batch` or `session`, which get the length or the share that is done, declares
+        it: a property, since settings may decide, or a class variable. Where it does not, the answer is yes. A
+        subclass that overrides a method declares it again: see `declares_length`.
+        """
+        return self.kind == "schedule" or any(
+            getattr(type(self), hook) is not getattr(Transform, hook) for hook in LENGTH_HOOKS
+        )
+
+    @property
     def loader_settings(self) -> dict[str, Any]:
         """Settings of the training loader, which does the work on each image."""
         return {}
@@ -227,6 +243,25 @@ def missing_hook(cls: type[Transform]) -> str:
     )
 
 
+def declares_length(transform: Transform) -> bool:
+    """Whether its class declares `depends_on_length`, and no subclass has changed a method since."""
+    for cls in type(transform).__mro__:
+        if "depends_on_length" in vars(cls):
+            return cls is not Transform
+        own = (value for name, value in vars(cls).items() if not name.startswith("__"))
+        if any(isinstance(v, property | classmethod | staticmethod) or inspect.isroutine(v) for v in own):
+            return False
+    return False
+
+
+def follows_length(transform: Transform) -> bool:
+    """Whether a longer training would change its steps: as its class declares, else what is safe."""
+    if declares_length(transform):
+        return bool(transform.depends_on_length)
+    safe: Any = vars(Transform)["depends_on_length"]
+    return bool(safe.fget(transform))
+
+
 class NothingChanged(UserWarning):
     """A surgery found nothing to do; the message lists what it looks for and what the model has."""
 
@@ -263,5 +298,7 @@ __all__ = [
     "Session",
     "State",
     "Transform",
+    "declares_length",
+    "follows_length",
     "warn_nothing_changed",
 ]

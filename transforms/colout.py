@@ -41,6 +41,11 @@ class ColOut(Transform):
         check_fraction(self, "row")
         check_fraction(self, "column")
 
+    @property
+    def depends_on_length(self) -> bool:
+        """No: each step draws from its own random numbers alone."""
+        return False
+
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,6 +43,11 @@ class CutOut(Transform):
         check_count(self, "holes", 1)
         check_range(self, "length", "(0, 1]")
 
+    @property
+    def depends_on_length(self) -> bool:
+        """No: each step draws from its own random numbers alone."""
+        return False
+
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
     ) -> tuple[torch.Tensor, torch.Tensor]:

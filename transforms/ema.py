@@ -59,6 +59,11 @@ class EMA(Transform):
         check_count(self, "update_every", 1)
 
     @property
+    def depends_on_length(self) -> bool:
+        """No: it counts steps."""
+        return False
+
+    @property
     def share(self) -> float:
         """What the newest weights count in an update: 1 - smoothing."""
         if self.smoothing is not None:

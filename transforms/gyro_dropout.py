@@ -130,6 +130,11 @@ class GyroDropout(Transform):
         for field in ("sigma", "tau") if self.total_steps is None else ("sigma", "tau", "total_steps"):
             check_count(self, field, least=1)
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Unless `total_steps` says how long the training is."""
+        return self.total_steps is None
+
     def apply(self, model: nn.Module) -> Report:
         """Changes `model` in place. Layers that were changed before stay, with a note."""
         return operate("GyroDropout", model, _judge, self._change, "Dropout with p above 0")

@@ -55,6 +55,11 @@ class LayerFreezing(Transform):
         check_fraction(self, "freeze_start")
         check_fraction(self, "freeze_level", one=True)
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Unless no layer is ever frozen."""
+        return self.freeze_level > 0
+
     def level(self, progress: float) -> float:
         """The share of the layers that are frozen, in [0, 1], when a share `progress` of training is done.
 

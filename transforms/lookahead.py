@@ -47,6 +47,11 @@ class Lookahead(Transform):
         check_range(self, "decay", "(0, 1)")
         check_range(self, "power", "[0, inf)")
 
+    @property
+    def depends_on_length(self) -> bool:
+        """With `power`, which follows the share of the training that is done."""
+        return self.power > 0
+
     def stays(self, progress: float) -> float:
         """The share of the old slow weights that stays, at this share of the training (0 to 1)."""
         return float(self.decay * progress**self.power)

@@ -41,6 +41,11 @@ class MixUp(Transform):
     def __post_init__(self) -> None:
         check_range(self, "alpha", "(0, inf)")
 
+    @property
+    def depends_on_length(self) -> bool:
+        """No: each step draws from its own random numbers alone."""
+        return False
+
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
     ) -> tuple[torch.Tensor, torch.Tensor]:

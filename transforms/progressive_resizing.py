@@ -55,6 +55,11 @@ class ProgressiveResizing(Transform):
                 "than the whole training; give two shares of at most 1 together."
             )
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Unless `finetune` is the whole training."""
+        return self.finetune < 1
+
     def size(self, image_size: int, progress: float) -> int:
         """The side to train at, in pixels.
 

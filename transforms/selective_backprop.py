@@ -79,6 +79,11 @@ class SelectiveBackprop(Transform):
                 "0 for no such step, or leave SelectiveBackprop out."
             )
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Unless it selects from the start to the end."""
+        return self.start > 0 or self.end < 1
+
     def selects(self, progress: float, step: int) -> bool:
         """Whether a batch is cut down at this progress (0 to 1), with `step` optimizer steps done."""
         whole = self.interrupt > 0 and (step + 1) % self.interrupt == 0

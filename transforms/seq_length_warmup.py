@@ -54,6 +54,11 @@ class SeqLengthWarmup(Transform):
                 "the largest length is below the smallest; exchange the two."
             )
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Unless the length never changes."""
+        return self.duration > 0 and self.min_seq_length < self.max_seq_length
+
     def length(self, progress: float) -> int:
         """Tokens per sequence at this share of the training, 0 to 1."""
         if progress >= self.duration:

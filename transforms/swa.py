@@ -61,6 +61,11 @@ class SWA(Transform):
                 f"SWA(start={self.start}, end={self.end}): nothing lies between; give an end above the start."
             )
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Yes: it begins and ends at shares of the training."""
+        return True
+
     def session(self, model: nn.Module) -> Session:
         """Begins to follow `model`, which is on its device, sharded and loaded."""
         return SWASession(self, model)
