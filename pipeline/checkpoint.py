@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 
 from ..errors import CheckpointError
 from ..files import atomic_file, sync
+from .checkpoint_fields import REMEDY, check_state
 
 FORMAT = 1
 STATE = "state.json"
@@ -38,12 +39,6 @@ SHARED = ("model", "optimizer", "methods")
 OWN = "rank"
 
 _SHARD = r"-\d{5}-of-\d{5}"
-_FILE = re.compile(rf"(model|optimizer|methods|rank)({_SHARD})?\.safetensors(\.index\.json)?")
-_TYPES: dict[str, type] = {
-    "format": int, "run": str, "epoch": int, "step_in_epoch": int, "step": int, "strategy": str, "facts": dict,
-    "optimizer": dict, "schedule": dict, "methods": dict, "loader": dict, "sums": dict, "history": dict,
-    "files": dict, "ranks": list,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,8 @@ def finish(folder: Path, target: Path, state: Mapping[str, Any], ranks: int) -> 
             _write_index(folder, kind, files)
         digests = {name: {key: about[key] for key in ("bytes", "sha256")} for name, about in files.items()}
         whole = {"format": FORMAT, **state, "files": digests, "ranks": [note["own"] for note in notes]}
+        # Else nothing could read it, and the ones before would be removed for it.
+        check_state(target, json.loads(_canonical(whole)))
         with atomic_file(folder / STATE) as file:
             file.write(_canonical({**whole, "sha256": _digest(whole)}))
         for rank in range(ranks):
@@ -243,19 +240,29 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    remedy = "Use another checkpoint, or start anew with resume=None."
     try:
         state = json.loads((path / STATE).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint: {STATE}: {error}. {remedy}") from None
+        raise CheckpointError(f"{path} is not a complete checkpoint: {STATE}: {error}. {REMEDY}") from None
     if not isinstance(state, dict) or state.pop("sha256", None) != _digest(state):
-        raise CheckpointError(f"{path} is damaged: {STATE} is not as it was written. {remedy}")
+        raise CheckpointError(f"{path} is damaged: {STATE} is not as it was written. {REMEDY}")
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} has the format {state.get('format')!r}; this version reads {FORMAT}.")
-    for key, kind in _TYPES.items():
-        if not isinstance(state.get(key), kind):
-            raise CheckpointError(f"{path} is damaged: its {key} is no {kind.__name__}. {remedy}")
-    odd = [name for name in state["files"] if not _FILE.fullmatch(name)]
-    if odd:  # a name could lead out of the folder
-        raise CheckpointError(f"{path} is damaged: {odd[0]!r} is no file of a checkpoint. {remedy}")
+    check_state(path, state)
+    names = _file_names(state)
+    for name in sorted(set(state["files"]) - names):  # it could lead out of the folder
+        raise CheckpointError(f"{path} is damaged: {name!r} is no file of a checkpoint. {REMEDY}")
+    for name in sorted(names - set(state["files"])):  # what it holds would not be restored
+        raise CheckpointError(f"{path} is damaged: {name!r} is not among its files. {REMEDY}")
     return state
+
+
+def _file_names(state: Mapping[str, Any]) -> set[str]:
+    """The files that a checkpoint of so many ranks has; each kind is in one, or in a shard for each rank."""
+    ranks = len(state["ranks"])
+    names = {_file_name(OWN, rank, ranks) for rank in range(ranks)}
+    writers = 1 if "model.safetensors" in state["files"] else ranks
+    for kind in SHARED:
+        names |= {_file_name(kind, rank, writers) for rank in range(writers)}
+        names |= {f"{kind}.safetensors.index.json"} if writers > 1 else set()
+    return names

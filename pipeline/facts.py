@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,14 @@ from torch import nn
 from .. import transforms
 from ..errors import CheckpointError
 from ..loaders.epochs import EpochLoader
-from ..transforms import Transform
+from ..strategies.optimizer_state import IMPLEMENTATION
+from ..transforms import Transform, declares_length, follows_length
 from .build import Built
 from .builder import Pipeline
+from .checkpoint_fields import REMEDY
+from .identity import identity
 from .models import name_of_factory
 from .plan import sort_transforms
-
-BY_PROGRESS = ("SWA", "ProgressiveResizing", "LayerFreezing", "SelectiveBackprop")
-"""Transforms that do something at a share of the whole training, which another number of epochs would move."""
 
 
 def run_facts(pipeline: Pipeline, built: Built, epochs: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def run_facts(pipeline: Pipeline, built: Built, epochs: int) -> dict[str, Any]:
         "image_size": data.image_size,
         "loader": data.loader,
         "load settings": dict(data.settings),
-        "transforms": [repr(transform) for transform in sort_transforms(pipeline.transforms)],
+        "transforms": [identity(transform) for transform in sort_transforms(pipeline.transforms)],
         "optimizer": optimization.optimizer if by_name else "a factory",
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
         "schedule": optimization.schedule,
@@ -50,11 +50,17 @@ def run_facts(pipeline: Pipeline, built: Built, epochs: int) -> dict[str, Any]:
         "clip_norm": how.clip_norm,
         "epochs": epochs,
     }
-    return dict(json.loads(json.dumps(facts, default=repr)))
+    return dict(json.loads(json.dumps(facts, default=identity)))
 
 
-def check_same(saved: dict[str, Any], own: dict[str, Any], where: object) -> None:
-    """Compares the facts of a checkpoint with those of the run that is to go on from it.
+def check_same(saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()) -> None:
+    """Compares the facts of a checkpoint with those of the run that resumes from it.
+
+    Args:
+        saved: of the checkpoint.
+        own: of the run.
+        where: the checkpoint, for messages.
+        tied: what follows the length of the run, as `tied_to_length` gives it; if nothing does, the epochs may differ.
 
     Raises:
         CheckpointError: naming the first difference.
@@ -63,29 +69,63 @@ def check_same(saved: dict[str, Any], own: dict[str, Any], where: object) -> Non
         there = saved.get(key)
         if key == "parameter groups":
             there, value = _in_both(there, value)
-        if there == value or (key == "epochs" and _may_differ(saved, own)):
+        if there == value or (key == "epochs" and not tied):
             continue
         why = ""
         if key == "epochs":
-            why = (
-                " The learning rate, or a method, follows the share of the training that is done; only with "
-                "schedule='constant', no warm-up and no method of that kind may the epochs change."
-            )
+            why = f" The learning rate, or a method, follows the share of the training that is done: {'; '.join(tied)}."
         raise CheckpointError(
             f"The checkpoint {where} is of a run with {key} = {there!r}, and this one has {value!r}.{why} Resume "
-            f"with the same, or start anew with resume=None in another folder."
+            f"with the same, or start from scratch with resume=None in another folder."
         )
 
 
-def _may_differ(saved: dict[str, Any], own: dict[str, Any]) -> bool:
-    """Whether a run may have another number of epochs than the one that it continues."""
-    steady = own["schedule"] == "constant" and own["warmup"] == 0
-    return steady and not any(t.startswith(BY_PROGRESS) for t in (*own["transforms"], *saved["transforms"]))
+def check_hyperparameters(groups: list[dict[str, Any]], own: dict[str, Any], where: object) -> None:
+    """Compares the saved parameter groups of an optimizer with those of the run as built, the learning rate aside,
+    which the schedule sets. An optimizer of a factory may change its own: there the kinds of the values must agree.
+
+    Raises:
+        CheckpointError: naming the first difference.
+    """
+    for number, (saved, built) in enumerate(zip(groups, own["parameter groups"], strict=False)):
+        for key in sorted((set(saved) & set(built)) - {"lr"}):
+            fits = _alike(saved[key], built[key])
+            if not fits or (own["optimizer"] != "a factory" and saved[key] != built[key]):
+                raise CheckpointError(
+                    f"The checkpoint {where} is damaged: its optimizer.groups[{number}].{key} is {saved[key]!r:.60}, "
+                    f"and this run's is {built[key]!r:.60}. {REMEDY}"
+                )
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two JSON values are of one kind, and none is NaN."""
+    if left is None or right is None:
+        return True
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_alike, left, right))
+    plain = [isinstance(each, int | float) and not isinstance(each, bool) for each in (left, right)]
+    return left == left and (all(plain) or type(left) is type(right))
+
+
+def tied_to_length(pipeline: Pipeline) -> list[str]:
+    """What another number of epochs would change in steps that are done already."""
+    shape, tied = pipeline.optimization, []
+    if shape.schedule != "constant" or shape.warmup:
+        tied.append(f"the learning rate (schedule={shape.schedule!r}, warmup={shape.warmup})")
+    for transform in sort_transforms(pipeline.transforms):
+        if follows_length(transform):
+            name = type(transform).__name__
+            hint = (
+                f" (for all that {name} declares: if it does not use the length, let its class define the property "
+                f"depends_on_length, returning False)"
+            )
+            tied.append(f"{identity(transform)}{'' if declares_length(transform) else hint}")
+    return tied
 
 
 def _in_both(saved: Any, own: list[dict[str, Any]]) -> tuple[Any, Any]:
     """The hyperparameters that both optimizers have: a strategy may bring an optimizer with more of them."""
-    if not isinstance(saved, list) or len(saved) != len(own):
+    if not isinstance(saved, list) or len(saved) != len(own) or not all(isinstance(g, dict) for g in saved):
         return saved, own
     keys = [sorted(set(left) & set(right)) for left, right in zip(saved, own, strict=True)]
     return tuple(
@@ -96,7 +136,7 @@ def _in_both(saved: Any, own: list[dict[str, Any]]) -> tuple[Any, Any]:
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group; not those that only choose between implementations."""
-    chosen = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+    chosen = ("params", *IMPLEMENTATION, "initial_lr")
     plain = {key: value for key, value in group.items() if key not in chosen}
     return {key: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in plain.items()}
 

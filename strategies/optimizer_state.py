@@ -11,6 +11,8 @@ from torch import nn
 
 from ..errors import StrategyError
 
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""What a parameter group says of how torch computes, not what: it is chosen where the optimizer is built."""
 Keep = Callable[[str], bool]
 """Which tensors of an export this rank wants, by parameter name. All ranks take part in gathering each."""
 Entry = Mapping[str, torch.Tensor | float | int | bool]
@@ -47,7 +49,7 @@ def export_groups(
 def import_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], groups: list[dict[str, Any]]
 ) -> None:
-    """Gives the groups of `optimizer` the hyperparameters of `groups`.
+    """Gives the groups of `optimizer` the hyperparameters of `groups`; its implementations stay its own.
 
     Raises:
         StrategyError: if their parameters are not the same.
@@ -62,7 +64,7 @@ def import_groups(
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
-            if key != "params":
+            if key not in ("params", *IMPLEMENTATION):
                 group[key] = _like(group.get(key), value)
 
 

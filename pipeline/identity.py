@@ -1,0 +1,201 @@
+"""A value as text that is the same in every process: by which a checkpoint knows the settings of its run.
+
+`repr` gives functions, and objects of classes without a `__repr__`, by their address, which each process has anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{4,}\b", re.IGNORECASE)
+_DEEPEST = 20  # levels of containers and objects; what lies deeper is named by its class alone
+_ATTRIBUTES = object()  # among what holds a value: the attributes of an object without a repr of its own
+_SAMPLED = 1 << 24  # bytes of an array from which on its beginning and end are taken for all of it
+
+
+def identity(value: object) -> str:
+    """The value as text, without addresses.
+
+    - Numbers, strings, containers and dataclasses: as their `repr`, each element by its own identity. Fields with
+      `repr=False` are left out.
+    - Classes and functions: module and qualified name, whatever their code, so that a repaired function is the same
+      one. A lambda, or a function made inside another, has no name of its own: a digest of its bytecode, defaults and
+      enclosed values follows, which another version of Python may give otherwise.
+    - Methods and `functools.partial`: the function and what it is bound to.
+    - Tensors and arrays: type, shape and a digest of their bytes; modules of torch: their `repr` and state.
+    - Other objects: their own `__repr__` if it names no address, else their class and public attributes; objects of
+      that kind in these, by their class alone.
+    """
+    return _text(value, ())
+
+
+def _text(value: Any, inside: tuple[object, ...]) -> str:
+    """`inside`: what holds the value, outermost first."""
+    if any(value is each for each in inside) or len(inside) > _DEEPEST:
+        return f"<{_name(type(value))}>"
+    text = _of_plain(value)
+    return _of_holder(value, (*inside, value)) if text is None else text
+
+
+def _of_plain(value: Any) -> str | None:
+    """A value that holds no others; None for one that does."""
+    if isinstance(value, enum.Enum):
+        return f"{_name(type(value))}.{value.name}"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    if isinstance(value, PurePath):
+        return repr(str(value))
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value)
+    if isinstance(value, np.ndarray):
+        return f"array(shape={value.shape}, dtype={value.dtype}, {_of_array(value)})"
+    return None
+
+
+def _of_holder(value: Any, inside: tuple[object, ...]) -> str:
+    for kind in (_of_container, _of_callable):
+        text = kind(value, inside)
+        if text is not None:
+            return text
+    return _of_object(value, inside)
+
+
+def _of_container(value: Any, inside: tuple[object, ...]) -> str | None:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(k, inside)}: {_text(v, inside)}" for k, v in value.items()) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(_text(each, inside) for each in value)) + "}"
+    if type(value) in (list, tuple):
+        return _of_sequence(value, inside)
+    return None
+
+
+def _of_callable(value: Any, inside: tuple[object, ...]) -> str | None:
+    if isinstance(value, functools.partial):
+        given = [_text(each, inside) for each in (value.func, *value.args)]
+        given += [f"{name}={_text(each, inside)}" for name, each in sorted(value.keywords.items())]
+        return f"partial({', '.join(given)})"
+    if isinstance(value, MethodType):
+        return f"{_text(value.__self__, inside)}.{value.__func__.__name__}"
+    if isinstance(value, FunctionType):
+        return _of_function(value, inside)
+    return _name(value) if isinstance(value, type) or inspect.isroutine(value) else None
+
+
+def _of_object(value: Any, inside: tuple[object, ...]) -> str:
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value) if f.repr}
+        return _called(type(value).__qualname__, fields, inside)
+    shown = _shown(value)
+    if isinstance(value, nn.Module):
+        state = value.state_dict()
+        return f"{shown or _name(type(value))}{_text(dict(state), inside) if state else ''}"
+    if shown is not None:
+        return shown
+    if any(each is _ATTRIBUTES for each in inside):
+        return f"<{_name(type(value))}>"
+    public = {name: v for name, v in sorted(_attributes(value).items()) if not name.startswith("_")}
+    return _called(_name(type(value)), public, (*inside, _ATTRIBUTES))
+
+
+def _called(name: str, values: Mapping[str, Any], inside: tuple[object, ...]) -> str:
+    return f"{name}({', '.join(f'{key}={_text(value, inside)}' for key, value in values.items())})"
+
+
+def _of_sequence(value: list[Any] | tuple[Any, ...], inside: tuple[object, ...]) -> str:
+    parts = ", ".join(_text(each, inside) for each in value)
+    if isinstance(value, list):
+        return f"[{parts}]"
+    return f"({parts},)" if len(value) == 1 else f"({parts})"
+
+
+def _of_tensor(value: torch.Tensor) -> str:
+    kind = f"tensor(shape={tuple(value.shape)}, dtype={value.dtype}"
+    try:
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    except (RuntimeError, TypeError, NotImplementedError):  # on the meta device, sparse, or a subclass
+        return f"{kind})"
+    return f"{kind}, {_of_array(data)})"
+
+
+def _of_function(function: FunctionType, inside: tuple[object, ...]) -> str:
+    name = _name(function)
+    if "<" not in function.__qualname__:  # neither <lambda> nor <locals>
+        return name
+    enclosed = [_text(each, inside) for each in _enclosed(function)]
+    defaults = _text([function.__defaults__, function.__kwdefaults__], inside)
+    return f"{name} {_digest(repr((_of_code(function.__code__), defaults, enclosed)).encode())}"
+
+
+def _enclosed(function: FunctionType) -> list[Any]:
+    """The values of the variables around the function that it uses."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            found.append("<empty>")
+    return found
+
+
+def _of_code(code: CodeType) -> tuple[Any, ...]:
+    """What the code does, without the file and the lines it stands in."""
+    constants = [_of_code(c) if isinstance(c, CodeType) else _text(c, ()) for c in code.co_consts]
+    return code.co_code, constants, code.co_names, code.co_varnames, code.co_flags
+
+
+def _name(value: Any) -> str:
+    """Module and qualified name of a class or a function."""
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
+    module = getattr(value, "__module__", None)
+    return f"{module}.{name}" if module else str(name)
+
+
+def _of_array(array: NDArray[Any]) -> str:
+    """A digest of its bytes; of a large one, which may be a file that is mapped, of both ends."""
+    flat = array.reshape(-1)
+    if array.nbytes > _SAMPLED:
+        rows = max(1, _SAMPLED // array.itemsize // 16)
+        flat = np.concatenate([flat[:rows], flat[-rows:]])
+    return _digest(flat.tobytes())
+
+
+def _shown(value: object) -> str | None:
+    """What the object's own `__repr__` gives, unless that names an address or fails."""
+    if type(value).__repr__ is object.__repr__:
+        return None
+    try:
+        text = repr(value)
+    except Exception:
+        return None
+    return None if _ADDRESS.search(text) else text
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
