@@ -316,8 +316,9 @@ class Pipeline:
         A run that is resumed goes on as if it had not been interrupted: bit for bit with the same strategy and
         number of ranks, with others to the rounding of sums. What is compared, and refused where it differs:
         model, optimizer, schedule, seed, data, batch size, transforms, precision, clipping, and the epochs
-        unless the learning rate and the methods do not depend on them. Epochs that were finished keep their
-        lines in the history. A run that was finished gives its result.
+        unless the learning rate and the transforms (`Transform.depends_on_length`) do not depend on them. Functions
+        among the settings are compared by module and qualified name, lambdas also by their code. Epochs that
+        were finished keep their lines in the history. A run that was finished gives its result.
 
         Args:
             epochs: passes over the training data; None: the recipe's.
@@ -327,6 +328,7 @@ class Pipeline:
             progress: show a bar and a line per epoch.
             resume: `"auto"`, or True: from the newest complete checkpoint in `out`, or from the start where there is
                 none; a path: from this checkpoint, or the newest of this run's folder; None, or False: from the start.
+                A path to a checkpoint in `out` that is not the newest one there is refused: the newer would be lost.
                 An earlier run in `out` is then replaced, and a line says so: its results go when this one begins,
                 its checkpoints once the first new one is complete.
             checkpoints: when they are made, and which are kept; None: none are. Without `out` there are none.

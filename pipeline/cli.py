@@ -54,10 +54,10 @@ class _Command(TyperCommand):
 
 def _what_is_left(interrupt: TrainingInterrupted, out: Path | None) -> str:
     """What an interrupted training has kept, and how it goes on."""
-    if interrupt.result is None:
+    if not interrupt.epochs:
         return "No epoch was finished."
     goes_on = "" if out is None else " The same command with --resume goes on from there."
-    return f"Epoch {len(interrupt.result.history.epochs)} was the last to be finished.{goes_on}"
+    return f"Epoch {interrupt.epochs} was the last to be finished.{goes_on}"
 
 
 @contextmanager

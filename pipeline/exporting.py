@@ -74,9 +74,9 @@ def evaluated_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
             for averages in kept.values():
                 if not isinstance(averages, dict | int | bool):
                     # Averages of half precision are kept in float32.
-                    state |= {
-                        name: averages[name].to(state[name].dtype) for name in averages if name in state
-                    }
+                    for name in averages:  # one at a time: there is one copy of the weights
+                        if name in state:
+                            state[name] = averages[name].to(state[name].dtype)
         return state
 
 

@@ -104,11 +104,11 @@ def _fit(pipeline: Pipeline, job: Job) -> FitResult:
     try:
         outcome = _run(pipeline, job)
     except KeyboardInterrupt as interrupt:
-        interrupted = TrainingInterrupted(None, _finish(pipeline, getattr(interrupt, "outcome", None)))
+        outcome = getattr(interrupt, "outcome", None) or Outcome()
+        result = _finish(pipeline, outcome) if outcome.state else None
+        interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs))
     else:
-        result = _finish(pipeline, outcome)
-        assert result is not None
-        return result
+        return _finish(pipeline, outcome)
     finally:
         if folder is not None and (interrupted is None or "matplotlib.figure" in sys.modules):
             _tell(draw_curves(folder), progress)  # after Ctrl-C only if that takes no second
@@ -196,10 +196,8 @@ def train_rank(pipeline: Pipeline, job: Job) -> Outcome:
     return outcome
 
 
-def _finish(pipeline: Pipeline, outcome: Outcome | None) -> FitResult | None:
-    """The trained model, built anew in this process from the weights that came back."""
-    if outcome is None or not outcome.history.epochs:
-        return None
+def _finish(pipeline: Pipeline, outcome: Outcome) -> FitResult:
+    """The trained model, built again in this process from the weights that came back."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingChanged)  # the rank has warned already
         model, reports = build_model(pipeline)

@@ -9,6 +9,7 @@ import csv
 import io
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -155,7 +156,8 @@ class CSVLogger:
         text = io.StringIO()
         writer = csv.DictWriter(text, self.COLUMNS)
         writer.writeheader()
-        writer.writerows(row for row in self._earlier() if int(row["step"]) <= step)
+        with suppress(OSError, csv.Error):  # what is not a table of ours has no lines to keep
+            writer.writerows(row for row in self._earlier() if int(row["step"]) <= step)
         with atomic_file(self._path) as file:
             file.write(text.getvalue().encode())
 
@@ -167,13 +169,17 @@ class CSVLogger:
         with self._path.open(newline="", errors="replace") as file:
             for row in csv.DictReader(file):
                 # A last line that was cut off by the end of its process is not whole.
-                if set(row) == set(self.COLUMNS) and None not in row.values() and row["step"].isdecimal():
+                if set(row) == set(self.COLUMNS) and None not in row.values() and _is_step(row["step"]):
                     yield row
 
     def log(self, values: Values, step: int) -> None:
         """Adds a line."""
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self.COLUMNS).writerow({"step": step, **values})
+
+
+def _is_step(text: str) -> bool:
+    return text.isdecimal() and len(text) < 19
 
 
 class TensorBoardLogger:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from ..strategies.group import under_torchrun
 from .builder import LOG_EVERY
 from .interrupts import interrupts_held
 from .loggers import Loggers
@@ -18,9 +21,11 @@ from .nonfinite import OnNonFinite
 from .progress import say
 from .result import Epoch, History, save_weights
 from .retention import Checkpoints
-from .run_folder import HISTORY, MODEL, clear_results, draw_curves, write
+from .run_folder import HISTORY, MODEL, clear_results, draw_curves, read_history, write
 
 PICTURE = 30.0  # seconds between two pictures of the curves
+Weights = Callable[[], dict[str, torch.Tensor]]
+"""Gathers the weights that are evaluated, by plain names; empty on a rank that does not keep them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a rank sends back: weights on the CPU by plain names (after the last whole epoch) and history."""
+    """What a rank sends back: the history of the finished epochs, and the weights after the last of them, on the CPU
+    by plain names. Only those ranks have weights whose caller gets them: rank 0; under torchrun, when the training
+    has ended, all."""
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     history: History = field(default_factory=History)
@@ -85,18 +92,33 @@ class Records:
             write(self._folder, self._job.texts)
         self.metrics = Metrics(Loggers(self._job.loggers, self._folder, step), self._job.log_every)
 
-    def keep(self, history: History, state: dict[str, torch.Tensor]) -> None:
-        """Weights and history are of the same epoch, in memory and on disk."""
+    def keep(self, history: History, weights: Weights) -> None:
+        """Weights and history are of the same epoch, in memory and on disk. Every rank must call it."""
         with interrupts_held():
+            self._outcome.state = {}  # released before the next ones are gathered: there is one copy at a time
+            state = weights()
             if self._folder is not None and history.epochs:
                 save_weights(state, self._folder / MODEL)
                 history.save(self._folder / HISTORY)
             self.history = self._outcome.history = history
-            self._outcome.state = state if self._lead or under_torchrun() else {}
+            self._outcome.state = state
 
-    def add(self, epoch: Epoch, state: dict[str, torch.Tensor]) -> None:
-        """Keeps one more epoch, and its weights by plain names."""
-        self.keep(History([*self.history.epochs, epoch], self.history.facts), state)
+    def add(self, epoch: Epoch, weights: Weights) -> None:
+        """Keeps one more epoch, and its weights."""
+        self.keep(History([*self.history.epochs, epoch], self.history.facts), weights)
+
+    def resume(self, history: History) -> None:
+        """Keeps the epochs that were finished before, in the middle of the next one.
+
+        Their weights are not in the checkpoint, but in the run's folder, if that has those of the same epochs.
+        """
+        self.history = self._outcome.history = history
+        if self._folder is None or not history.epochs:
+            return
+        saved = read_history(self._folder)
+        if saved is not None and saved.epochs == history.epochs:
+            with suppress(OSError, SafetensorError):  # what is not whole is no result
+                self._outcome.state = load_file(self._folder / MODEL)
 
     def draw_if_due(self) -> None:
         """Draws the curves so far, but seldom: a picture takes a fifth of a second."""

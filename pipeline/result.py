@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import nn
 
+from ..errors import DrivetrainError
 from ..files import atomic_file
 from ..transforms import Report, Transform
 from .plan import Plan
@@ -166,20 +166,62 @@ def plain_state(
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Ctrl-C during training. `result` is a `FitResult` of the epochs that were finished, or None."""
+    """Ctrl-C during training.
 
-    def __init__(self, outcome: Any = None, result: FitResult | None = None) -> None:
+    Attributes:
+        epochs: how many were finished, those of a run that was resumed included.
+        result: a `FitResult` of them; None if there are none, or the weights after the last one are not in this
+            process: it resumed in the middle of an epoch without the folder of the run, or is not rank 0.
+    """
+
+    def __init__(self, outcome: Any = None, result: FitResult | None = None, epochs: int = 0) -> None:
         finished = "before its first epoch was finished"
         if result is not None:
-            finished = f"after epoch {len(result.history.epochs)}, up to which this exception's result goes"
+            finished = f"after epoch {epochs}, up to which this exception's result goes"
+        elif epochs:
+            finished = f"after epoch {epochs}, whose weights are not in this process: there is no result here"
         super().__init__(f"training was interrupted {finished}")
-        self.outcome, self.result = outcome, result
+        self.outcome, self.result, self.epochs = outcome, result, epochs
 
     def __reduce__(self) -> Any:
-        return type(self), (self.outcome, self.result)
+        return type(self), (self.outcome, self.result, self.epochs)
+
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64",
+}  # fmt: skip
+"""Of the types in a safetensors file."""
 
 
 def save_weights(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
-    """Writes a state dict as safetensors; the file is whole or not there."""
+    """Writes a state dict of CPU tensors as safetensors; the file is whole or not there.
+
+    Tensor by tensor, as safetensors' own `save` takes the memory of all of them once more, and its `save_file`
+    puts another file in the place of the one that `atomic_file` holds.
+
+    Raises:
+        DrivetrainError: for a type that such a file cannot hold, or if it cannot be written.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    # Larger elements first, so that each tensor is aligned.
+    ordered = sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    for name, value in ordered:
+        if value.dtype not in _NAMES:
+            raise DrivetrainError(f"{path} cannot hold {name!r}: safetensors has no {value.dtype}.")
+        begin, end = end, end + value.numel() * value.element_size()
+        header[name] = {
+            "dtype": _NAMES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
     with atomic_file(Path(path)) as file:
-        file.write(save(dict(state)))
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, value in ordered:
+            if value.numel():
+                file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

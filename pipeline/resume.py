@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,55 +27,98 @@ from .sums import Sums
 
 @dataclass
 class Choice:
-    """Where a run begins: with which checkpoint (None: anew), under which name it writes its own, and whether
-    that is the name of the run that the folder holds already."""
+    """Where a run begins: with which checkpoint (None: from scratch), under which name it writes its own, and
+    whether that is the name of the run that the folder holds already."""
 
     checkpoint: Checkpoint | None
     run: str
     goes_on: bool
 
 
-def choose(engine: Engine, resume: str | Path | None, store: Store | None, saves: bool) -> Choice:
-    """Rank 0 looks, and verifies what it finds; all ranks get the same answer.
+def choose(engine: Engine, resume: str | Path | None, store: Store | None) -> Choice:
+    """Rank 0 looks, and verifies what it finds; all ranks get the same answer. Changes nothing.
 
     Args:
         engine: to tell them.
         resume: as in `Pipeline.fit`.
         store: of the run, where `resume="auto"` looks; None without a folder.
+
+    Raises:
+        CheckpointError: on all ranks, if `resume` is a path without a whole checkpoint, or of one in `store` that
+            has newer ones, or the folder cannot be read.
+    """
+    answer = _on_rank_0(engine, lambda: _look(resume, store))
+    path = answer["path"]
+    return Choice(None if path is None else Checkpoint(Path(path)), answer["run"], answer["goes_on"])
+
+
+def begin(engine: Engine, choice: Choice, store: Store | None, saves: bool) -> None:
+    """Gives the folder to the run, once nothing but the training is left to fail.
+
+    Args:
+        engine: to tell the other ranks of an error.
+        choice: of this run.
+        store: of the run; None without a folder.
         saves: whether the run will write to it.
 
     Raises:
-        CheckpointError: on all ranks, if `resume` is a path without a whole checkpoint, or the folder cannot
-            be read.
+        CheckpointError: on all ranks, if the folder cannot be written.
     """
+    origin = None if choice.goes_on or choice.checkpoint is None else choice.checkpoint.path
+
+    def claim() -> dict[str, Any]:
+        if store is not None and (
+            saves or store.run is not None
+        ):  # which would be taken for that of this run
+            store.begin(choice.run, origin)
+        return {}
+
+    _on_rank_0(engine, claim)
+
+
+def _on_rank_0(engine: Engine, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What it gives there, as JSON values, on every rank; its error, too."""
     answer: dict[str, Any] = {}
     if engine.rank == 0:
         try:
-            answer = _look(resume, store, saves)
+            answer = work()
         except DrivetrainError as error:
             answer = {"error": str(error)}
     answer = json.loads(_told(engine, json.dumps(answer)))
     if "error" in answer:
         raise CheckpointError(answer["error"])
-    path = answer["path"]
-    return Choice(None if path is None else Checkpoint(Path(path)), answer["run"], answer["goes_on"])
+    return answer
 
 
-def _look(resume: str | Path | None, store: Store | None, saves: bool) -> dict[str, Any]:
-    found = None
+def _look(resume: str | Path | None, store: Store | None) -> dict[str, Any]:
+    found, goes_on = None, False
     if resume == "auto":
         assert store is not None  # fit has checked
         found = store.newest()
+        goes_on = found is not None and store.run == found.state["run"]
     elif resume is not None:
         found = find(Path(resume))
-    path = None if found is None else found.path
-    run = uuid.uuid4().hex
-    goes_on = found is not None and store is not None and resume == "auto" and store.run == found.state["run"]
-    if goes_on and found is not None:
-        run = found.state["run"]
-    if store is not None and (saves or store.run is not None):  # which would be taken for that of this run
-        store.begin(run, None if goes_on else path)
-    return {"path": None if path is None else str(path), "run": run, "goes_on": goes_on}
+        if store is not None and store.holds(found.path):
+            _refuse_to_lose(store, found)
+            goes_on = True
+    if found is None:
+        return {"path": None, "run": uuid.uuid4().hex, "goes_on": False}
+    run = found.state["run"] if goes_on else uuid.uuid4().hex
+    return {"path": str(found.path), "run": run, "goes_on": goes_on}
+
+
+def _refuse_to_lose(store: Store, found: Checkpoint) -> None:
+    """Raises CheckpointError if a run that resumes from `found` would replace other work in the same folder."""
+    ahead = store.beyond(found)
+    if not ahead:
+        return
+    newest, names = ahead[0], ", ".join(checkpoint.path.name for checkpoint in ahead)
+    other = "" if newest.state["run"] == found.state["run"] else ", of another run"
+    raise CheckpointError(
+        f"{found.path} is not the newest checkpoint in {store.folder}: {names} would be replaced (the newest is after "
+        f"{newest.state['epoch']} epochs and {newest.state['step_in_epoch']} steps{other}). Continue the newest with "
+        f"resume='auto' (--resume), give this run a folder of its own (out=…, --out), or move {names} away first."
+    )
 
 
 def _told(engine: Engine, text: str) -> str:
@@ -175,10 +218,18 @@ def restoring(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except DrivetrainError as error:
         raise CheckpointError(f"The checkpoint {checkpoint.path} is of another run: {error}") from error
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        RuntimeError,
+        AttributeError,
+        MemoryError,
+    ) as error:
         raise CheckpointError(
             f"The checkpoint {checkpoint.path} does not hold what it must ({type(error).__name__}: {error}). Use "
-            f"another, or start anew with resume=None."
+            f"another, or start from scratch with resume=None."
         ) from error
 
 

@@ -87,9 +87,32 @@ class Store:
             shutil.rmtree(path, ignore_errors=True)
         about = {"run": run, "continues": None if origin is None else str(origin.resolve())}
         if about != self._about():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.folder} cannot be the folder of the checkpoints: {error.strerror}. Remove it, or give "
+                    f"another folder: out=… (--out)."
+                ) from None
             with atomic_file(self.folder / RUN) as file:
                 file.write(json.dumps(about).encode())
+
+    def holds(self, place: Path) -> bool:
+        """Whether `place` is a checkpoint in this folder, by its name."""
+        return place.resolve().parent == self.folder.resolve() and _STEP.fullmatch(place.name) is not None
+
+    def beyond(self, checkpoint: Checkpoint) -> list[Checkpoint]:
+        """Those that are whole and that the run of `checkpoint` would lose by resuming from it: later ones of the
+        same run, and any of another. The newest first."""
+        found = []
+        for other in self.of_run(None):
+            ahead = (
+                other.state["step"] > checkpoint.state["step"]
+                or other.state["run"] != checkpoint.state["run"]
+            )
+            if ahead and other.path.name != checkpoint.path.name and _whole(other.path) is not None:
+                found.append(other)
+        return found
 
     def clear(self) -> None:
         """Removes every checkpoint."""
@@ -143,10 +166,17 @@ class Store:
             about = json.loads((self.folder / RUN).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.folder / RUN} cannot be read ({error}); remove it.") from None
         if not isinstance(about, dict):
             raise CheckpointError(f"{self.folder / RUN} names no run; remove it.")
+        for key in ("run", "continues"):
+            value = about.get(key)
+            if not isinstance(value, str) and (key == "run" or value is not None):
+                raise CheckpointError(
+                    f"{self.folder / RUN} has {key}={value!r:.80}, which is not "
+                    f"{'the name of a run' if key == 'run' else 'the path of a checkpoint, or null'}; remove the file."
+                )
         return about
 
 

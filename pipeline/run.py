@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
@@ -16,8 +18,9 @@ from . import resume as resuming
 from .build import Built
 from .builder import Pipeline
 from .checkpoint import Checkpoint
+from .checkpoint_fields import check_length
 from .exporting import evaluated_state
-from .facts import check_same, description, run_facts
+from .facts import check_hyperparameters, check_same, description, run_facts, tied_to_length
 from .loop import EpochStats, evaluate, train_epoch
 from .nonfinite import LossGuard
 from .optimizers import Schedule
@@ -56,7 +59,7 @@ class Run:
         if built.engine.note:
             facts["strategy"] = built.engine.note
         self._records = Records(job, outcome, self._lead, facts)
-        self._name, self._replaces = "", False
+        self._name = ""
         self._saver: Saver | None = None
 
     def train(self) -> None:
@@ -64,12 +67,12 @@ class Run:
         if self._engine.note:
             self._records.say(self._engine.note)
         options = self._job.checkpoints
-        choice = resuming.choose(self._engine, self._job.resume, self._store, saves=options is not None)
-        self._name, self._replaces = choice.run, not choice.goes_on
+        choice = resuming.choose(self._engine, self._job.resume, self._store)
+        self._name = choice.run
         if self._store is not None and options is not None:
             self._saver = Saver(self._engine, self._store, options, choice.run)
         try:
-            epoch = self._begin(choice.checkpoint)
+            epoch = self._begin(choice)
             self._records.begin(self._methods.clock.step)
             for number in range(epoch + 1, self._job.epochs + 1):
                 self._epoch(number)
@@ -83,12 +86,12 @@ class Run:
         finally:
             self._records.close()
 
-    def _begin(self, checkpoint: Checkpoint | None) -> int:
-        """Starts anew, or puts everything back; returns the epochs that are finished."""
+    def _begin(self, choice: resuming.Choice) -> int:
+        """Starts from scratch, or restores everything; returns the epochs that are finished."""
+        checkpoint = choice.checkpoint
         if checkpoint is None:
             self._methods.begin(self._engine, self._job.epochs * self._length)
-            if self._replaces:
-                self._records.clear()
+            self._take_folder(choice)
             if self._store is not None and self._lead and self._job.checkpoints is None:
                 self._store.clear()  # else those of an earlier run go when the first of this one is complete
             if note := self._methods.note():
@@ -97,12 +100,14 @@ class Run:
                 self._records.say("There is no checkpoint yet: the training starts from the beginning.")
             return 0
         state, step = checkpoint.state, checkpoint.state["step"]
-        check_same(state["facts"], self._facts, checkpoint.path)
+        check_same(state["facts"], self._facts, checkpoint.path, tied_to_length(self._pipeline))
         if state["epoch"] + (state["step_in_epoch"] > 0) > self._job.epochs:
             raise CheckpointError(
                 f"The checkpoint {checkpoint.path} is after {state['epoch']} epochs and {state['step_in_epoch']} "
                 f"steps; epochs={self._job.epochs} must not be fewer."
             )
+        check_length(checkpoint.path, state, self._length)
+        check_hyperparameters(state["optimizer"]["groups"], self._facts, checkpoint.path)
         resuming.load_engine(checkpoint, self._engine)
         self._methods.begin(self._engine, self._job.epochs * self._length)
         resuming.load_methods(checkpoint, self._built)
@@ -112,27 +117,40 @@ class Run:
         with resuming.restoring(checkpoint):
             self._methods.begin_epoch(self._engine, self._built.train, self._image_size)
             self._built.train.load_state_dict(state["loader"])
-            self._methods.clock.step, self._schedule.step = step, int(state["schedule"]["step"])
-        self._go_on(checkpoint)
+            self._methods.clock.step, self._schedule.step = step, state["schedule"]["step"]
+        history = self._history(checkpoint)
+        self._take_folder(choice)
+        self._go_on(checkpoint, history)
         resuming.load_randomness(checkpoint, self._engine, self._pipeline.seed)
         return int(state["epoch"])
 
-    def _go_on(self, checkpoint: Checkpoint) -> None:
-        """The history goes on; a run that has finished epochs has its result already."""
-        if self._replaces:
+    def _take_folder(self, choice: resuming.Choice) -> None:
+        """Makes the folder that of this run; until here, an error leaves what is in it as it was."""
+        resuming.begin(self._engine, choice, self._store, saves=self._job.checkpoints is not None)
+        if not choice.goes_on:
             self._records.clear()
+
+    @staticmethod
+    def _history(checkpoint: Checkpoint) -> History:
+        """That of the checkpoint, with a note on where it was resumed."""
         state, before = checkpoint.state, resuming.load_history(checkpoint)
         here = {"step": state["step"], "strategy": state["strategy"], "ranks": len(state["ranks"])}
         since = [*before.facts.get("resumed", []), {**here, "provenance": provenance()}]
-        self._records.history = History(before.epochs, {**before.facts, "resumed": since})
+        return History(before.epochs, {**before.facts, "resumed": since})
+
+    def _go_on(self, checkpoint: Checkpoint, history: History) -> None:
+        """Keeps the history; a run that has finished epochs has its result already."""
+        state = checkpoint.state
         self._records.say(
             f"Resumed from {checkpoint.path}: step {state['step_in_epoch']} of epoch {state['epoch'] + 1}."
             if state["epoch"] < self._job.epochs
             else f"Resumed from {checkpoint.path}: the training was finished."
         )
         if not state["step_in_epoch"]:
-            weights = evaluated_state(checkpoint) if self._lead or under_torchrun() else {}
-            self._records.keep(self._records.history, weights)
+            keeps = self._keeps(state["epoch"])
+            self._records.keep(history, lambda: evaluated_state(checkpoint) if keeps else {})
+        else:
+            self._records.resume(history)
 
     def _epoch(self, number: int) -> None:
         built, methods, records, start = self._built, self._methods, self._records, perf_counter()
@@ -155,35 +173,40 @@ class Run:
                 self._engine, built.train, built.loss, self._schedule.advance, after_step, methods, self._sums,
                 self._guard,
             )  # fmt: skip
-            val_loss, accuracy, state = self._evaluate()
-            self._check(number, stats, val_loss)
-            epoch = Epoch(
-                epoch=number,
-                loss=stats.loss,
-                val_loss=val_loss,
-                accuracy=accuracy,
-                images_per_s=stats.images / stats.seconds,
-                waiting=stats.waited / stats.seconds,
-                seconds=earlier + perf_counter() - start,
-                lr=self._schedule.lr,
-                skipped=stats.skipped + stats.overflowed,
-            )
-            records.add(epoch, state)
+            with self._evaluating():
+                val_loss, accuracy = evaluate(self._engine, built.val, methods) if built.val else (None, None)
+                self._check(number, stats, val_loss)
+                epoch = Epoch(
+                    epoch=number,
+                    loss=stats.loss,
+                    val_loss=val_loss,
+                    accuracy=accuracy,
+                    images_per_s=stats.images / stats.seconds,
+                    waiting=stats.waited / stats.seconds,
+                    seconds=earlier + perf_counter() - start,
+                    lr=self._schedule.lr,
+                    skipped=stats.skipped + stats.overflowed,
+                )
+                keeps = self._keeps(number)
+                records.add(epoch, lambda: self._engine.export_state(lambda _: keeps))
             bar.line(f"{epoch}{self._time_left(epoch)}")
             records.metrics.after_epoch(self._methods.clock.step, epoch)
             records.draw_if_due()
         self._sums = self._no_sums()
         self._save(number, 0)
 
-    def _evaluate(self) -> tuple[float | None, float | None, dict[str, torch.Tensor]]:
-        """Validation loss and accuracy, and the weights that have them, by plain names."""
-        engine, val = self._engine, self._built.val
-        engine.sync_buffers()
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside it the model has the weights that are evaluated and kept, the same on every rank."""
+        self._engine.sync_buffers()
         with self._methods.evaluating():
-            engine.sync_buffers()  # averages of buffers (EMA, SWA) are each rank's own, too
-            loss, accuracy = evaluate(engine, val, self._methods) if val else (None, None)
-            # On every rank: each holds a part of sharded weights.
-            return loss, accuracy, engine.export_state()
+            self._engine.sync_buffers()  # averages of buffers (EMA, SWA) are each rank's own, too
+            yield
+
+    def _keeps(self, epoch: int) -> bool:
+        """Whether this rank keeps the whole weights after an epoch, which all ranks gather together: rank 0; under
+        torchrun, where each rank gives its caller the result, after the last epoch all of them."""
+        return self._lead or (under_torchrun() and epoch >= self._job.epochs)
 
     def _time_left(self, epoch: Epoch) -> str:
         """Of the whole training, if the epochs to come take as long as this one."""

@@ -6,14 +6,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
 
-from ..errors import DrivetrainError, MissingExtra, RecipeError
+from ..errors import DrivetrainError, RecipeError
 from ..files import atomic_file
 from .builder import Pipeline
 from .loggers import METRICS
@@ -52,18 +51,20 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def replaced(folder: Path, resume: str | Path | None) -> str:
-    """A note on the earlier run that a new one replaces, or "" if there is none, or it goes on."""
+    """A note on the earlier run that a new one replaces, or "" if there is none, or it is resumed."""
     store = Store(folder / "checkpoints")
     if resume == "auto" and store.run is not None:
         return ""
-    if resume not in (None, "auto") and Path(resume).resolve().is_relative_to(folder.resolve()):
+    if resume not in (None, "auto") and (
+        Path(resume).resolve() == folder.resolve() or store.holds(Path(resume))
+    ):
         return ""
     goes_on = " (resume='auto', --resume, goes on from it)" if store.checkpoints() else ""
     try:
         epochs = len(json.loads((folder / HISTORY).read_bytes())["epochs"])
     except FileNotFoundError:
         return f"{folder} held an unfinished run; it is replaced{goes_on}." if goes_on else ""
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"{folder} held a run; it is replaced{goes_on}."
     return f"{folder} held a run of {epochs} epoch{'s' * (epochs != 1)}; it is replaced{goes_on}."
 
@@ -71,7 +72,7 @@ def replaced(folder: Path, resume: str | Path | None) -> str:
 def clear_results(folder: Path) -> None:
     """Removes what an earlier run has reached, so that it never stands beside the recipe of another."""
     for name in (MODEL, HISTORY, CURVES, METRICS):
-        (folder / name).unlink(missing_ok=True)
+        _remove(folder / name)
 
 
 def descriptions(pipeline: Pipeline, epochs: int) -> tuple[dict[str, str], str]:
@@ -89,30 +90,58 @@ def descriptions(pipeline: Pipeline, epochs: int) -> tuple[dict[str, str], str]:
 def write(folder: Path, texts: dict[str, str]) -> None:
     """Writes each text under its name. What an earlier run left under these names, and has not, goes."""
     for name in {PLAN, RECIPE} - set(texts):
-        (folder / name).unlink(missing_ok=True)
+        _remove(folder / name)
     for name, text in texts.items():
         with atomic_file(folder / name) as file:
             file.write(text.encode())
 
 
+def _remove(path: Path) -> None:
+    """Removes a file that an earlier run has left, if it is there.
+
+    Raises:
+        DrivetrainError: if it cannot be removed, such as a folder of that name.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise DrivetrainError(
+            f"{path} is in the way of the results of this run, and cannot be removed: {error.strerror or error}. Move "
+            f"it, or give another folder: out=… (--out)."
+        ) from None
+
+
+def read_history(folder: Path) -> History | None:
+    """The history in the folder; None if there is none, or the file is not one of ours."""
+    try:
+        saved = json.loads((folder / HISTORY).read_bytes())
+        return History([Epoch(**epoch) for epoch in saved.pop("epochs")], saved)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
 def draw_curves(folder: Path) -> str:
     """Draws `curves.png` of the history that is in the folder; of several ranks under torchrun, by the first.
 
-    Returns:
-        A note if there is no picture because matplotlib is not there, else "".
-    """
-    if os.environ.get("RANK", "0") != "0" or not (folder / HISTORY).exists():
-        return ""
-    saved = json.loads((folder / HISTORY).read_text())
-    history = History([Epoch(**epoch) for epoch in saved.pop("epochs")], saved)
-    from .curves import draw
+    It never raises: the training's result, or its error, is worth more than its picture.
 
+    Returns:
+        A note on why there is no picture, or "": there is one, or nothing to draw.
+    """
+    if os.environ.get("RANK", "0") != "0" or not os.path.lexists(folder / HISTORY):
+        return ""
     try:
+        history = read_history(folder)
+        if history is None:
+            return f"There is no {CURVES}: {folder / HISTORY} is not the history of a run."
+        if not history.epochs:
+            return ""
+        from .curves import draw
+
         picture = draw(history)
         with atomic_file(folder / CURVES) as file:
             file.write(picture)
-    except MissingExtra as error:
-        return f"There is no {CURVES}: {error}"
-    except DrivetrainError as error:  # the training is done; its result is worth more than its picture
-        warnings.warn(f"There is no {CURVES}: {error}", stacklevel=2)
+    except Exception as error:
+        what = "" if isinstance(error, DrivetrainError) else f"{type(error).__name__}: "
+        return f"There is no {CURVES}: {what}{error}"
     return ""

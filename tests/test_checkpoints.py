@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from drivetrain.transforms import (
     EMA,
     SAM,
     SWA,
+    BatchContext,
     ChannelsLast,
     CutMix,
     GyroDropout,
@@ -30,6 +33,7 @@ from drivetrain.transforms import (
     NoWeightDecay,
     ProgressiveResizing,
     SelectiveBackprop,
+    Transform,
 )
 from pipeline_data import (
     BATCH,
@@ -276,6 +280,60 @@ def test_more_epochs_only_where_nothing_depends_on_their_number(toy: Toy, tmp_pa
             CheckpointError, match=r"epochs = 2, and this one has 3. The learning rate, or a method"
         ):
             fit(one, 3, out=tmp_path / name, resume="auto")
+
+
+@dataclass(frozen=True)
+class Fading(Transform):
+    """Looks at the progress, and declares nothing."""
+
+    weigh: Callable[[float], float] = abs
+
+    kind: ClassVar = "batch"
+    source: ClassVar[str] = "this test"
+
+    def batch(self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext) -> Any:
+        return images * (1 - self.weigh(context.progress)), targets
+
+
+class Steady(Fading):
+    @property
+    def depends_on_length(self) -> bool:
+        return False
+
+
+def test_no_method_that_follows_the_length_takes_other_epochs(toy: Toy, tmp_path: Path) -> None:
+    """Each by what it declares, also one of a user's own, which is told how to declare."""
+    pipeline = toy.pipeline(gyro)
+    for name, one in {
+        "lookahead": pipeline.transform(Lookahead(2, power=3.0)),
+        "gyro": pipeline.transform(GyroDropout(sigma=4, tau=1)), "own": pipeline.transform(Fading()),
+    }.items():  # fmt: skip
+        fit(one, 1, out=tmp_path / name)
+        with pytest.raises(
+            CheckpointError, match="follows the share of the training that is done: "
+        ) as caught:
+            fit(one, 2, out=tmp_path / name, resume="auto")
+        assert ("define the property depends_on_length" in str(caught.value)) == (name == "own")
+        assert "0x" not in str(caught.value)
+    for name, one in {
+        "steady": pipeline.transform(Steady()), "lookahead 0": pipeline.transform(Lookahead(2)),
+        "gyro fixed": pipeline.transform(GyroDropout(sigma=4, tau=1, total_steps=2 * STEPS)),
+    }.items():  # fmt: skip
+        fit(one, 1, out=tmp_path / name)
+        resumed = fit(one, 2, out=tmp_path / name, resume="auto")
+        if name != "steady":  # whose declaration is not true
+            assert_same(resumed, fit(one, 2))
+
+
+def test_functions_are_the_same_at_another_address(toy: Toy, tmp_path: Path) -> None:
+    """As in a new process. One that computes otherwise is another run."""
+    pipeline = toy.pipeline(plain_model)
+    first, again = (Fading(lambda progress: progress / 2) for _ in range(2))
+    assert repr(first) != repr(again)
+    fit(pipeline.transform(first), 1, out=tmp_path)
+    assert fit(pipeline.transform(again), 1, out=tmp_path, resume="auto").history.facts["resumed"]
+    with pytest.raises(CheckpointError, match=r"transforms = \['Fading\(weigh=test_checkpoints\..*<lambda>"):
+        fit(pipeline.transform(Fading(lambda progress: progress / 3)), 1, out=tmp_path, resume="auto")
 
 
 def test_places_without_a_checkpoint(toy: Toy, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import CheckpointError, Pipeline
-from drivetrain.pipeline import Checkpoints, TrainingInterrupted
+from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted
 from drivetrain.pipeline.retention import Store
 from drivetrain.pipeline.snapshot import shares
 from drivetrain.strategies import launch
@@ -64,21 +64,102 @@ def test_a_run_that_starts_anew_keeps_the_earlier_one_until_it_has_its_own(toy: 
     assert steps_in(tmp_path)[-1] == 4 * STEPS
 
 
-def test_going_back_to_an_older_one_leaves_the_newer_behind(toy: Toy, tmp_path: Path) -> None:
-    """`auto` then goes on from where the run went back to, although there are checkpoints of more steps."""
-    pipeline, how = toy.pipeline(batch_norm_model), Checkpoints(keep=10)
-    whole = fit(pipeline, out=tmp_path, checkpoints=how)
-    older = tmp_path / "checkpoints" / "step-00000008"
-    run = json.loads((older / "state.json").read_text())["run"]
-    Store(tmp_path.resolve() / "checkpoints").begin("another", older)  # what resume=older does at first
-    resumed = fit(pipeline, out=tmp_path, resume="auto", checkpoints=how)
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class FailsAt(Sleepy):
+    """At a step of the training."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(0)
+        self.left = step
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.left -= self.training and len(images) == BATCH
+        if self.left < 0:
+            raise ZeroDivisionError
+        return super().forward(images)
+
+
+def test_an_older_one_of_the_same_folder_loses_no_newer_one(toy: Toy, tmp_path: Path) -> None:
+    """It is refused, and nothing has changed; the newest one, by its path, continues the run as `auto` does."""
+    pipeline, how = toy.pipeline(lambda: Sleepy(0)), Checkpoints(keep=10)
+    run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    whole = fit(pipeline, out=run, checkpoints=how)
+    before = everything_in(run)
+    for out, place in ((run, folder / "step-00000008"), (run / ".." / "run", folder / "step-00000004")):
+        with pytest.raises(
+            CheckpointError, match=r"not the newest.*step-00000016.*epochs.*resume='auto'.*--out"
+        ):
+            fit(pipeline, out=out, resume=place, checkpoints=how)
+        assert everything_in(run) == before
+    # In a folder of its own, it is the same run from there.
+    branch = fit(pipeline, out=tmp_path / "branch", resume=folder / "step-00000008", checkpoints=how)
+    assert numbers(branch) == numbers(whole)
+    assert everything_in(run) == before
+    assert steps_in(tmp_path / "branch") == [12, 16]
+    # Moved away, the newer ones are no longer in danger.
+    for step in (12, 16):
+        (folder / f"step-{step:08d}").rename(tmp_path / f"step-{step:08d}")
+    with pytest.raises(ZeroDivisionError):
+        fit(toy.pipeline(lambda: FailsAt(2)), out=run, resume=folder / "step-00000008", checkpoints=how)
+    assert steps_in(run) == [4, 8]  # a crash before the first save, after which `auto` knows its run
+    again = fit(pipeline, out=run, resume="auto", checkpoints=how)
+    assert again.history.facts["resumed"][-1]["step"] == 8
+    assert numbers(again) == numbers(whole)
+    assert steps_in(run) == [4, 8, 12, 16]
+    after = steps_in(run)
+    assert numbers(fit(pipeline, out=run, resume=folder / "step-00000016", checkpoints=how)) == numbers(whole)
+    assert steps_in(run) == after
+
+
+def test_a_newer_one_that_is_damaged_is_no_reason_to_refuse(toy: Toy, tmp_path: Path) -> None:
+    pipeline, folder = toy.pipeline(plain_model), tmp_path / "checkpoints"
+    whole = fit(pipeline, 3, out=tmp_path, checkpoints=Checkpoints(keep=3))
+    (folder / "step-00000012" / "model.safetensors").write_bytes(b"")
+    with pytest.warns(CheckpointWarning, match="step-00000012"):
+        resumed = fit(
+            pipeline, 3, out=tmp_path, resume=folder / "step-00000008", checkpoints=Checkpoints(keep=3)
+        )
+    assert numbers(resumed) == numbers(whole)
+    assert steps_in(tmp_path) == [4, 8, 12]
+
+
+def test_a_crash_before_the_first_checkpoint_of_a_branch(toy: Toy, tmp_path: Path) -> None:
+    """`auto` then begins where the branch began, and the run that it came from has all of its checkpoints."""
+    pipeline, trunk, out = toy.pipeline(lambda: Sleepy(0)), tmp_path / "trunk", tmp_path / "branch"
+    whole = fit(pipeline, out=trunk, checkpoints=Checkpoints(keep=9))
+    before = everything_in(trunk)
+    with pytest.raises(ZeroDivisionError):
+        fit(toy.pipeline(lambda: FailsAt(1)), out=out, resume=trunk / "checkpoints" / "step-00000008")
+    assert steps_in(out) == []
+    resumed = fit(pipeline, out=out, resume="auto")
     assert resumed.history.facts["resumed"][0]["step"] == 8
     assert numbers(resumed) == numbers(whole)
-    states = [
-        json.loads((path / "state.json").read_text()) for path in (tmp_path / "checkpoints").glob("step-*")
-    ]
-    assert {state["run"] for state in states}.isdisjoint({run})
-    assert steps_in(tmp_path) == [12, 16]
+    assert everything_in(trunk) == before
+
+
+def test_a_run_that_is_refused_leaves_the_folder_to_the_one_before(toy: Toy, tmp_path: Path) -> None:
+    """`auto` still finds it: another run takes the folder when nothing but its training is left to fail."""
+    pipeline = toy.pipeline(plain_model)
+    fit(pipeline, 2, out=tmp_path / "other")
+    whole = fit(pipeline._with(seed=1), 2, out=tmp_path / "run")
+    before = everything_in(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="seed = 0, and this one has 1"):
+        fit(pipeline._with(seed=1), 3, out=tmp_path / "run", resume=tmp_path / "other")
+    assert everything_in(tmp_path / "run") == before
+    assert numbers(fit(pipeline._with(seed=1), 2, out=tmp_path / "run", resume="auto")) == numbers(whole)
+
+
+@pytest.mark.parametrize("about", [
+    {"run": 5, "continues": None}, {"run": "a", "continues": 5}, {"run": None}, {}, [], "run", {"run": ["a"]},
+])  # fmt: skip
+def test_a_damaged_name_of_the_run_is_named(about: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    for use in (lambda store: store.run, lambda store: store.newest()):
+        with pytest.raises(CheckpointError, match=r"run\.json (has (run|continues)=.*|names no run); remove"):
+            use(Store(tmp_path))
 
 
 def test_a_failure_in_the_background_is_raised(toy: Toy, tmp_path: Path, monkeypatch: Any) -> None:

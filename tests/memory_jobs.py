@@ -1,0 +1,96 @@
+"""A training on ranks that watches its memory: how much the weights take at the ends of epochs, on each rank."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from drivetrain import Pipeline
+from drivetrain.strategies.engine import LocalEngine
+from torch import nn
+
+WIDTH, DEPTH = 1024, 10
+BYTES = DEPTH * (WIDTH + 1) * WIDTH * 4
+"""Of the blocks' parameters: about 42 MB."""
+
+
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+
+class Wide(nn.Module):
+    def __init__(self, classes: int = 4) -> None:
+        super().__init__()
+        self.pool, self.first = nn.AdaptiveAvgPool2d(8), nn.Linear(3 * 64, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.last = nn.Linear(WIDTH, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.pool(images).flatten(1))
+        for block in self.blocks:
+            x = x + 0.1 * block(x)
+        result: torch.Tensor = self.last(x)
+        return result
+
+
+@contextmanager
+def growth(into: list[int]) -> Iterator[None]:
+    """Adds the bytes by which the process was larger inside the block, at its largest, than at its beginning."""
+    ctypes.CDLL(None).malloc_trim(0)  # else what was freed before hides what comes
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = _status("VmRSS")
+    yield
+    into.append(_status("VmHWM") - before)
+
+
+def _status(name: str) -> int:
+    """In bytes."""
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def watched(pipeline: Pipeline, epochs: int, torchrun: bool, **arguments: Any) -> dict[str, Any]:
+    """Trains on this rank. Of each export of the weights: its bytes, and those of earlier ones that are still held."""
+    exports: list[tuple[int, int]] = []
+    given: list[Any] = []
+    grown: list[int] = []
+    original = LocalEngine.export_state
+
+    def export_state(engine: LocalEngine, keep: Any = None) -> dict[str, torch.Tensor]:
+        held = sum(one().untyped_storage().nbytes() for one in given if one() is not None)
+        with growth(grown):
+            found = original(engine, keep)
+        given.extend(weakref.ref(value) for value in found.values())
+        exports.append((sum(value.untyped_storage().nbytes() for value in found.values()), held))
+        return found
+
+    if torchrun:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there: nothing connects
+    LocalEngine.export_state = export_state  # type: ignore[method-assign]
+    try:
+        result = pipeline.fit(epochs=epochs, progress=False, **arguments)
+    finally:
+        LocalEngine.export_state = original  # type: ignore[method-assign]
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+    weights = {name: float(value.double().sum()) for name, value in result.model.state_dict().items()}
+    return {"rank": dist.get_rank(), "exports": exports, "growth": grown, "weights": weights}
+
+
+def everything(pipeline: Pipeline, out: Path) -> dict[str, Any]:
+    """One start of the ranks for all trainings."""
+    torch.set_num_threads(1)
+    return {
+        "plain": watched(pipeline, 3, False, out=out / "plain", checkpoints=None),
+        "torchrun": watched(pipeline, 2, True, out=out / "torchrun", checkpoints=None),
+        "checkpoints": watched(pipeline, 1, False, out=out / "checkpoints"),
+        "resumed": watched(pipeline, 2, True, resume=out / "checkpoints"),
+    }

@@ -1,0 +1,88 @@
+"""Whole weights at the ends of epochs: on the ranks that keep them, and there once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import DrivetrainError
+from drivetrain.pipeline.result import save_weights
+from drivetrain.strategies import launch
+from memory_jobs import BYTES, WIDTH, Wide, everything, growth
+from pipeline_data import Toy
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("memory")
+
+
+@pytest.fixture(scope="module")
+def ranks(toy: Toy, root: Path) -> list[dict[str, Any]]:
+    pipeline = toy.pipeline(Wide).optimize("sgd", lr=0.001, schedule="constant")
+    pipeline = pipeline.distribute("fsdp", devices=2, device="cpu", wrap=["Block"])
+    return launch(everything, pipeline, root, devices=2, timeout=300)
+
+
+def test_only_the_rank_that_keeps_them_gathers_them_and_once(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["plain"]["exports"] for rank in ranks)
+    assert len(first) == len(second) == 3
+    assert all(given >= BYTES and held == 0 for given, held in first)  # those of the epoch before are gone
+    assert second == [(0, 0)] * 3
+
+
+def test_the_rank_that_keeps_none_does_not_grow_by_a_copy(ranks: list[dict[str, Any]]) -> None:
+    """As the system counts its memory, in which buffers of the communication are, too."""
+    first, second = (rank["plain"]["growth"] for rank in ranks)
+    assert min(first) > BYTES, first  # what is measured here would show it
+    assert max(second) < 0.85 * BYTES, second
+
+
+def test_writing_the_weights_takes_no_copy_of_them(tmp_path: Path) -> None:
+    state, grown = {str(n): torch.randn(WIDTH, WIDTH) for n in range(10)}, list[int]()
+    save_weights(state, tmp_path / "warm.safetensors")
+    with growth(grown):
+        save_weights(state, tmp_path / "model.safetensors")
+    assert grown[0] < 0.4 * BYTES
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), state, rtol=0, atol=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "warm.safetensors"]
+    odd = {
+        "half": torch.randn(3, 5).half(), "brain": torch.randn(7).bfloat16(), "flag": torch.tensor([True, False]),
+        "number": torch.tensor(5), "empty": torch.zeros(0, 3), "byte": torch.arange(3, dtype=torch.uint8),
+        "double": torch.randn(2, 2).double(), "turned": torch.randn(4, 3).t(), "ä ::\"": torch.zeros(1),
+    }  # fmt: skip
+    save_weights(odd, tmp_path / "odd.safetensors")
+    assert {name: value.dtype for name, value in load_file(tmp_path / "odd.safetensors").items()} == {
+        name: value.dtype for name, value in odd.items()
+    }
+    torch.testing.assert_close(load_file(tmp_path / "odd.safetensors"), odd, rtol=0, atol=0)
+    save_weights({}, tmp_path / "none.safetensors")
+    assert load_file(tmp_path / "none.safetensors") == {}
+    with pytest.raises(DrivetrainError, match="'complex': safetensors has no"):
+        save_weights({"complex": torch.zeros(1, dtype=torch.complex64)}, tmp_path / "complex.safetensors")
+    with pytest.raises(DrivetrainError, match=r"gone/model\.safetensors could not be written"):
+        save_weights(state, tmp_path / "gone" / "model.safetensors")
+
+
+def test_under_torchrun_every_rank_has_the_result_and_gathers_it_at_the_end(
+    ranks: list[dict[str, Any]], root: Path
+) -> None:
+    first, second = (rank["torchrun"] for rank in ranks)
+    assert second["exports"][0] == (0, 0)
+    assert second["exports"][1][0] >= BYTES
+    assert first["weights"] == second["weights"]
+    saved = load_file(root / "torchrun" / "model.safetensors")
+    assert first["weights"] == {name: float(value.double().sum()) for name, value in saved.items()}
+
+
+def test_a_checkpoint_is_of_shares_and_resuming_gathers_nothing_early(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        shares = [given for given, _ in rank["checkpoints"]["exports"]]
+        # Of each epoch: the weights that are kept, then this rank's share of the checkpoint.
+        assert 0.3 * BYTES < shares[1] < 0.8 * BYTES
+        assert rank["resumed"]["exports"][-1][0] >= BYTES
+    first, second = (rank["resumed"] for rank in ranks)
+    assert first["weights"] == second["weights"]
