@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..checks import check_whole, plain
 from ..errors import DataError, suggest
 from .beton import Beton, count_classes
+from .exhaustion import exhaustion, is_exhaustion
 from .order import LastBatch, check_batch_size, epoch_batches, last_batch, rank_slice, require_pages
 from .settings import Settings, check_indices, odd_size
 
@@ -30,6 +31,8 @@ class EpochLoader(ABC):
 
     settings: Settings
     _device: torch.device
+    workers: int
+    _ahead: int
     beton: Beton | None
     """The file; None where the source is none."""
 
@@ -115,7 +118,8 @@ class EpochLoader(ABC):
         return self._counted(self._epoch, start, self._running)
 
     def _counted(self, epoch: int, start: int, iteration: int) -> Iterator[Batch]:
-        for batch in self._batches(epoch, start):
+        batches = self._batches(epoch, start)
+        while (batch := self._next(batches)) is not None:
             self._position += 1
             yield batch
             if self._running != iteration:
@@ -123,6 +127,30 @@ class EpochLoader(ABC):
                     f"The loader was closed, or iterated anew, during this loop over epoch {epoch}. Use one "
                     "loop at a time, or two loaders."
                 )
+
+    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+        """The next batch; None after the last one.
+
+        Raises:
+            DataError: also where the system refuses memory, threads or processes; the loader gives back its own.
+        """
+        try:
+            return next(batches, None)
+        except Exception as error:
+            if not is_exhaustion(error):
+                raise
+            self.close()
+            raise exhaustion(error, self._wanted()) from error
+
+    def _wanted(self) -> str:
+        """What loading takes, in words."""
+        own = self.settings
+        share = -(-own.batch_size // own.world_size)
+        batch = share * own.image_size**2 * 3 * own.dtype.itemsize
+        return (
+            f"workers={self.workers}, and with batches_ahead={self._ahead} {self._ahead + 1} batches of "
+            f"{batch:,} bytes, {share} images of {own.image_size} × {own.image_size} pixels each"
+        )
 
     def _shares(self, epoch: int) -> list[NDArray[np.int64]]:
         """This rank's sample indices of each batch of an epoch."""

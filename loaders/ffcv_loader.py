@@ -18,6 +18,7 @@ from .beton import Beton, open_beton
 from .buffers import Buffers
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
+from .exhaustion import exhaustion, is_exhaustion
 from .settings import check_ahead, check_device, check_workers, make_settings
 
 if TYPE_CHECKING:
@@ -120,7 +121,16 @@ class FFCVLoader(EpochLoader):
         # Those in preparation, the one in use, and two to spare.
         self._buffers = Buffers(keep=self._ahead + 3)
         self._feed = self._make_feed()
-        self._decoder = self._make_decoder()
+        self._decoder = self._try_decoder()
+
+    def _try_decoder(self) -> Decoder:
+        """A decoder; a DataError where the system has too little memory for its tables."""
+        try:
+            return self._make_decoder()
+        except Exception as error:
+            if not is_exhaustion(error):
+                raise
+            raise exhaustion(error, self._wanted()) from error
 
     def _make_decoder(self) -> Decoder:
         require("numba", "ffcv", "load .beton files")
@@ -145,7 +155,7 @@ class FFCVLoader(EpochLoader):
         before = self.settings
         super().set_image_size(image_size)
         try:
-            self._decoder = self._make_decoder()
+            self._decoder = self._try_decoder()
         except DataError:
             self.settings = before
             raise

@@ -19,6 +19,7 @@ from ..errors import BetonError, DataError, require_suffix
 from ..files import atomic_file
 from . import libffcv, turbojpeg
 from .beton import Beton, open_beton
+from .exhaustion import exhaustion, is_exhaustion
 from .layout import MODE_JPEG
 from .settings import check_workers
 
@@ -186,13 +187,22 @@ def verify(path: str | Path, *, workers: int | None = None, progress: bool = Tru
     threads = check_workers(workers)
     beton = open_beton(path)
     libffcv.library()  # its absence is an error here, not in a thread
+    try:
+        bad = _bad_samples(beton, threads, progress)
+    except Exception as error:
+        if not is_exhaustion(error):
+            raise
+        raise exhaustion(error, f"{threads} threads", "Use fewer workers.") from error
+    return Verification(str(path), len(beton), bad, beton.checksums is not None)
+
+
+def _bad_samples(beton: Beton, threads: int, progress: bool) -> list[tuple[int, str]]:
     with ThreadPoolExecutor(threads) as pool:
         reasons = tqdm(
             pool.map(lambda number: _fault(beton, number), range(len(beton)), chunksize=64),
             total=len(beton), desc="Verifying", unit="img", disable=not progress, leave=False,
         )  # fmt: skip
-        bad = [(number, reason) for number, reason in enumerate(reasons) if reason is not None]
-    return Verification(str(path), len(beton), bad, beton.checksums is not None)
+        return [(number, reason) for number, reason in enumerate(reasons) if reason is not None]
 
 
 def _fault(beton: Beton, number: int) -> str | None:

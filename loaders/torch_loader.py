@@ -25,6 +25,7 @@ from torchvision.datasets.vision import StandardTransform
 from ..errors import DataError, DrivetrainError
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
+from .exhaustion import exhaustion, is_exhaustion
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .torch_dataset import BetonDataset, make_transform, open_dataset
 
@@ -140,7 +141,7 @@ class TorchLoader(EpochLoader):
                 "prefetch_factor": ahead,
             }
         return DataLoader(
-            _Keyed(self.dataset, self.settings),
+            _Keyed(self.dataset, self.settings, self._wanted()),
             batch_sampler=self._sampler,
             collate_fn=_collated,
             generator=self._generator,
@@ -222,7 +223,8 @@ class _Keyed(Dataset[Any]):
     Costs 3 µs a sample in a worker process, 2 % of loading a CIFAR-10 image: this is the baseline.
     """
 
-    def __init__(self, dataset: Any, settings: Settings) -> None:
+    def __init__(self, dataset: Any, settings: Settings, wanted: str) -> None:
+        self._wanted = wanted
         self._dataset, self._seed = dataset, int(settings.seed)
         self._alternates = settings.alternates
 
@@ -244,6 +246,8 @@ class _Keyed(Dataset[Any]):
         except DrivetrainError as error:
             return error
         except Exception as error:  # whatever the data set's own code raises
+            if is_exhaustion(error):
+                return exhaustion(error, self._wanted)
             failure = DataError(
                 f"Sample {index} of {type(self._dataset).__name__} could not be loaded: {_told(error)}. "
                 "Leave it out with indices=, or mend it."
@@ -267,6 +271,8 @@ def _collated(samples: list[Any]) -> Any:
     try:
         return default_collate(samples)
     except Exception as error:  # of several kinds, for what the data set gave
+        if is_exhaustion(error):
+            return exhaustion(error, f"memory for a batch of {len(samples)} samples")
         return DataError(
             f"The samples of a batch do not go together: {_told(error)}. Each must be an image and a label, a "
             "number or an array, of one shape throughout."

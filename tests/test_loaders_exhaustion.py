@@ -1,0 +1,114 @@
+"""Memory, threads and processes that the system refuses while data is loaded: one DataError that names the remedy."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from drivetrain.loaders.exhaustion import exhaustion, is_exhaustion
+from loader_pictures import jpeg_beton, run_python
+
+STARVED = r"""
+import multiprocessing.popen_spawn_posix, multiprocessing.queues, os, resource, sys
+import torch
+from drivetrain.errors import DataError
+from drivetrain.loaders import FFCVLoader, TorchLoader, verify
+
+path, MB = sys.argv[1], 1 << 20
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+
+def memory(extra):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (hard if extra is None else used + extra, hard))
+
+def starved(name, function):
+    try:
+        function()
+    except DataError as error:
+        print(name, type(error.__cause__).__name__, error, sep="|")
+    except BaseException as error:
+        print(name, "UNTYPED", type(error).__name__, error, sep="|")
+    else:
+        print(name, "NO ERROR", sep="|")
+
+def make(kind, side, batch, workers):
+    return kind(path, batch_size=batch, image_size=side, workers=workers, batches_ahead=1)
+
+def usable(loader):
+    assert sum(len(labels) for _, labels in loader) == 18
+    loader.close()
+
+small, large = make(FFCVLoader, 32, 3, 2), make(FFCVLoader, 1024, 18, 2)
+wide = make(TorchLoader, 2048, 18, 0)
+usable(small)                       # everything is compiled and imported
+next(iter(make(TorchLoader, 32, 3, 0)))
+verify(path, workers=2, progress=False)
+memory(100 * MB)                    # a batch takes 226
+starved("batch", lambda: list(large))
+starved("set_image_size", lambda: large.set_image_size(12_000_000))
+starved("collate", lambda: list(wide))
+memory(None)
+usable(small)
+usable(large)
+
+from multiprocessing import resource_tracker
+resource_tracker.ensure_running()
+if os.geteuid() == 0:               # the number of root's threads is not limited; nobody reads no more modules
+    os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+starved("threads", lambda: list(small))
+starved("processes", lambda: list(make(TorchLoader, 32, 3, 1)))
+starved("verify", lambda: verify(path, workers=2, progress=False))
+"""
+
+
+def test_what_the_system_refuses_is_a_data_error(tmp_path: Path) -> None:
+    path = jpeg_beton(tmp_path / "photos.beton")
+    tmp_path.chmod(0o755)
+    for folder in tmp_path.parents[:3]:  # another user reads the file
+        folder.chmod(folder.stat().st_mode | 0o011)
+    run = run_python(STARVED, path, timeout=250)
+    assert run.returncode == 0, (run.returncode, run.stdout, run.stderr)
+    found = {line.split("|")[0]: line.split("|")[1:] for line in run.stdout.splitlines()}
+    assert set(found) == {"batch", "set_image_size", "collate", "threads", "processes", "verify"}, run.stdout
+    for name, (cause, message) in found.items():
+        assert cause != "UNTYPED", (name, message)
+    assert "226,492,416 bytes, 18 images of 1024 × 1024 pixels" in found["batch"][1]
+    assert found["threads"][0] == "RuntimeError"
+    assert "can't start new thread" in found["threads"][1]
+    assert "workers=2" in found["threads"][1]
+    assert "workers=1" in found["processes"][1]
+    assert "Needed are 2 threads. Use fewer workers." in found["verify"][1]
+    for name in ("batch", "threads", "processes"):
+        assert found[name][1].endswith(
+            "Use a smaller batch_size or image_size, batches_ahead=1, or fewer workers."
+        )
+
+
+def test_which_errors_are_the_systems_refusals() -> None:
+    refused = [
+        MemoryError(),
+        OSError(errno.EAGAIN, "x"),
+        OSError(errno.EMFILE, "x"),
+        RuntimeError("can't start new thread"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:129] err == 0. DefaultCPUAllocator: can't allocate memory"
+        ),
+    ]
+    others = [
+        RuntimeError("shapes differ"),
+        ValueError("MemoryError"),
+        OSError(errno.ENOENT, "x"),
+        KeyError("x"),
+    ]
+    assert all(map(is_exhaustion, refused))
+    assert not any(map(is_exhaustion, others))
+    assert str(exhaustion(MemoryError(), "2 threads")).startswith(
+        "The system has too little memory, or too few threads or processes, to load the data (MemoryError). Needed"
+    )
+
+
+@pytest.mark.parametrize("words", ["a\nb", "", "…" * 1000])
+def test_its_message_is_short(words: str) -> None:
+    assert len(str(exhaustion(RuntimeError(words), "x"))) < 500
