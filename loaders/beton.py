@@ -233,6 +233,13 @@ def _identities(path: Path) -> list[tuple[int, int] | None]:
 
 
 def _open(path: Path) -> Beton:
+    try:
+        return _validated(path)
+    except OSError as error:
+        raise BetonError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _validated(path: Path) -> Beton:
     header = read_header(path)
     fields = read_fields(path, header)
     file = OpenFile(path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,17 +65,22 @@ starved("verify", lambda: verify(path, workers=2, progress=False))
 """
 
 
-def test_what_the_system_refuses_is_a_data_error(tmp_path: Path) -> None:
-    path = jpeg_beton(tmp_path / "photos.beton")
-    tmp_path.chmod(0o755)
-    for folder in tmp_path.parents[:3]:  # another user reads the file
-        folder.chmod(folder.stat().st_mode | 0o011)
-    run = run_python(STARVED, path, timeout=250)
+@pytest.fixture
+def photos() -> Iterator[Path]:
+    """In a folder that another user can read."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = jpeg_beton(Path(folder) / "photos.beton")
+        for one, mode in ((path, 0o644), (Path(f"{path}.json"), 0o644), (Path(folder), 0o755)):
+            one.chmod(mode)
+        yield path
+
+
+def test_what_the_system_refuses_is_a_data_error(photos: Path) -> None:
+    run = run_python(STARVED, photos, timeout=250)
     assert run.returncode == 0, (run.returncode, run.stdout, run.stderr)
+    assert "UNTYPED" not in run.stdout, run.stdout
     found = {line.split("|")[0]: line.split("|")[1:] for line in run.stdout.splitlines()}
     assert set(found) == {"batch", "set_image_size", "collate", "threads", "processes", "verify"}, run.stdout
-    for name, (cause, message) in found.items():
-        assert cause != "UNTYPED", (name, message)
     assert "226,492,416 bytes, 18 images of 1024 × 1024 pixels" in found["batch"][1]
     assert found["threads"][0] == "RuntimeError"
     assert "can't start new thread" in found["threads"][1]

@@ -141,3 +141,12 @@ def test_reading_a_file(tmp_path: Path) -> None:
     del file
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_file_that_may_not_be_read(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:  # the tests may run as root, whom no file's mode refuses
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(BetonError, match=r"photos\.beton cannot be read: Permission denied"):
+        open_beton(photos)
