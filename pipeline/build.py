@@ -88,7 +88,7 @@ def build(pipeline: Pipeline) -> Built:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a training is made of whoever runs its loop, ours or Lightning's: held to the data and to each other.
+    """The model and the loss of a training, in our loop or in Lightning's, checked against the data.
 
     Attributes:
         model: after surgery, on the CPU.

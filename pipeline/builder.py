@@ -22,7 +22,7 @@ from .models import model_factory
 from .optimizers import Optimization
 from .plan import Plan, make_plan, sort_transforms
 from .retention import Checkpoints
-from .rules import check_hook
+from .rules import check_epochs, check_hook
 from .stages import ONE_DEVICE, Data, Distribution, source_name
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Pipeline:
         """Adds transforms, in any order; the plan sorts them.
 
         Raises:
-            PlanError: if one is no transform, is there twice, or does not define what its kind is called by.
+            PlanError: if one is not a transform, is there twice, or does not define the method of its kind.
         """
         given: tuple[object, ...] = transforms
         for transform in given:
@@ -280,15 +280,18 @@ class Pipeline:
     def plan(self) -> Plan:
         """Every step in order with its reason. Conflicts are errors here, before any work.
 
-        The data's files are opened as far as their headers; data sets by name are not fetched.
+        The data's files are opened as far as their headers; data sets by name are not fetched. Where the pipeline has
+        a number of epochs, as that of a recipe, it is checked, too.
 
         Raises:
             PlanError, StrategyError: naming the parts that do not go together, and the remedy.
-            DataError: for a file that is missing, cannot be read, or is no finished `.beton` file.
+            DataError: for a file that is missing, cannot be read, or is not a finished `.beton` file.
         """
         from .checks import check_sources
 
         plan = make_plan(self)
+        if self.epochs is not None:
+            check_epochs(self, self.epochs)
         assert self.data is not None  # make_plan has checked
         check_sources(self.data, self.distribution.devices)
         return plan

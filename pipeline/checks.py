@@ -26,7 +26,7 @@ def check_sources(data: Data, devices: int) -> None:
     """Looks at the files of a pipeline as far as their headers; data sets by name are not fetched.
 
     Raises:
-        DataError: for a file that is missing, cannot be read, or is no finished `.beton` file, for a folder where a
+        DataError: for a file that is missing, cannot be read, or is not a finished `.beton` file, for a folder where a
             file is needed, and for fewer training samples than a batch has.
     """
     from ..loaders.datasets import NAMES, resolve

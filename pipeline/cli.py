@@ -151,8 +151,8 @@ def train(
     With --out, plan.txt and recipe.yaml are written first, history.json, model.safetensors and a checkpoint
     after every epoch, curves.png at the end; with --ledger, also ledger.json and ledger.png. Ctrl-C stops, and
     keeps the epochs that were finished; --resume goes on. Paths in a recipe's file are relative to the working
-    directory, not to the file; a model of your own (model: module:factory) is imported from there or from
-    beside the file. Under torchrun: torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8.
+    directory, not to the file; a custom model (model: module:factory) is imported from there or from
+    the file's folder. Under torchrun: torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8.
     """
     from .builder import CHECKPOINTS, Pipeline
     from .fit import fit, leads
@@ -319,10 +319,10 @@ def _given(context: typer.Context) -> list[str]:
 
 
 def _find_modules(context: typer.Context, recipe: str | None = None) -> None:
-    """Until the command ends, modules beside a recipe's file and in the working directory can be imported."""
-    from .importing import modules_beside
+    """Until the command ends, modules in the folder of a recipe's file and in the working directory can be imported."""
+    from .importing import modules_of
 
-    context.with_resource(modules_beside(recipe))
+    context.with_resource(modules_of(recipe))
 
 
 def _measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: Any) -> None:

@@ -88,7 +88,7 @@ def _plain(
     found = checkpoint.state.get("description")
     if not isinstance(found, dict):
         raise CheckpointError(
-            f"{checkpoint.path} does not know how to build its model: its options, or a surgery of your own, cannot be "
+            f"{checkpoint.path} does not know how to build its model: its options, or a custom surgery, cannot be "
             f"written as JSON. Use names='trained' (--names trained), or FitResult.plain_state()."
         )
     if isinstance(given, str):

@@ -26,7 +26,6 @@ from .records import Job, Outcome
 from .result import FitResult, TrainingInterrupted
 from .resume import global_randomness_kept
 from .retention import Checkpoints
-from .rules import check_epochs
 from .run import Run
 from .run_folder import claimed, descriptions, draw_curves, replaced
 
@@ -44,15 +43,14 @@ def fit(
     log_every: int = LOG_EVERY,
     show_plan: bool = False,
 ) -> FitResult:
-    """See `Pipeline.fit`. With `show_plan` it prints the plan, once nothing that is known before training stands
-    against it."""
+    """See `Pipeline.fit`. With `show_plan` it prints the plan, after every check that can be made before training."""
     epochs = pipeline.epochs if epochs is None else epochs
     if epochs is None:
         raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
     resume = _checked(resume, checkpoints, out)
     check_choice(on_nonfinite)
+    pipeline = pipeline._with(epochs=epochs)  # whose number of epochs the plan checks
     plan = pipeline.plan()
-    check_epochs(pipeline, epochs)
     folder = None if out is None else Path(out)
     loggers = check_loggers(logger, log_every, folder, travels=not _is_rank(pipeline))
     if folder is not None:  # last: what is refused leaves no folder

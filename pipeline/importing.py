@@ -12,10 +12,10 @@ from .recipe_files import is_file_name
 
 
 @contextmanager
-def modules_beside(recipe: str | None = None) -> Iterator[None]:
+def modules_of(recipe: str | None = None) -> Iterator[None]:
     """Within the block modules in the folder of a recipe's file, and in the working directory, can be imported.
 
-    They stand before installed packages and after the standard library, so that no file of theirs takes the place of
+    They come before installed packages and after the standard library, so that none of them takes the place of
     a module that Python itself needs. Ranks and loader processes that are started inside the block get the same path.
     """
     folders = [Path(recipe).parent] if recipe is not None and is_file_name(recipe) else []

@@ -60,6 +60,8 @@ def measure(
 ) -> Ledger:
     """Measure the ledger of a pipeline; see `Pipeline.ledger`."""
     check_asked(seconds, within)
+    if accuracy and epochs is not None:
+        pipeline = pipeline._with(epochs=epochs)  # whose number of epochs the plan checks
     plan = pipeline.plan()
     if accuracy:
         epochs = check_accuracy(pipeline, epochs, target)

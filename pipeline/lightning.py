@@ -37,7 +37,6 @@ from .fit import with_files
 from .lightning_strategies import check_trainer, share, trainer_arguments
 from .methods import Methods, in_parts
 from .plan import sort_transforms
-from .rules import check_epochs
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -64,8 +63,8 @@ def hand_over(pipeline: Pipeline, epochs: int | None, given: dict[str, Any]) -> 
     if epochs is None:
         raise PlanError("The pipeline does not say how long to train; give to_lightning(epochs=…).")
     how = pipeline.distribution
+    pipeline = pipeline._with(epochs=epochs)  # whose number of epochs the plan checks
     pipeline.plan()
-    check_epochs(pipeline, epochs)
     _check_methods(pipeline.transforms)
     arguments = trainer_arguments(how, given)
     if how.compile or how.activation_checkpointing:

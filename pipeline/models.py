@@ -85,7 +85,8 @@ def _imported(name: str) -> Factory:
     except (ImportError, AttributeError, ValueError) as error:
         raise RecipeError(
             f"The model {name!r} cannot be imported: {error}. Write package.module:factory, of a module that "
-            "this Python can import. The command line also looks in the working directory and beside the recipe's file."
+            "this Python can import. The command line also looks in the working directory and in the folder of the "
+            "recipe's file."
         ) from error
     if not (inspect.isfunction(found) or (inspect.isclass(found) and issubclass(found, nn.Module))):
         raise RecipeError(

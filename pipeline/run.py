@@ -266,8 +266,9 @@ class Run:
             self._saver.wait_a_moment()
         last = None if self._store is None else self._store.last(self._name)
         good = "There is no checkpoint before it." if last is None else f"The last good checkpoint is {last}."
+        optimization = self._pipeline.optimization.at(self._built.train.settings.batch_size)
         return (
-            f"{good} Lower the learning rate ({self._pipeline.optimization.describe()}), add a warm-up, set "
+            f"{good} Lower the learning rate ({optimization.describe()}), add a warm-up, set "
             f"clip_norm, or skip such steps with fit(on_nonfinite='skip')."
         )
 

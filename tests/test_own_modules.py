@@ -14,7 +14,7 @@ import pytest
 import torch
 from drivetrain import CheckpointError, PlanError, RecipeError
 from drivetrain.pipeline import export
-from drivetrain.pipeline.importing import modules_beside
+from drivetrain.pipeline.importing import modules_of
 from drivetrain.transforms import ChannelsLast, Factorize, LabelSmoothing, Loss, TestTimeFlip, Transform
 from pipeline_data import CLASSES, Toy, batch_norm_model, plain_model
 from safetensors.torch import load_file
@@ -94,12 +94,12 @@ def test_the_path_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """And inside, own modules stand before installed packages and after the standard library's."""
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
-    with modules_beside(str(tmp_path / "sub" / "mine.yaml")):
+    with modules_of(str(tmp_path / "sub" / "mine.yaml")):
         here, beside = sys.path.index(str(tmp_path)), sys.path.index(str(tmp_path / "sub"))
         packages = next(n for n, path in enumerate(sys.path) if path.endswith("site-packages"))
         assert sys.path.index(os.path.dirname(os.__file__)) < beside < here < packages  # noqa: PTH120
     assert sys.path == before
-    with modules_beside("baseline"):
+    with modules_of("baseline"):
         assert set(sys.path) - set(before) == {str(tmp_path)}
     assert sys.path == before
 

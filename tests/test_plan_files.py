@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from drivetrain import DataError, Pipeline
+from drivetrain import DataError, Pipeline, PlanError
 from drivetrain.pipeline.cli import main
 from drivetrain.pipeline.plan import make_plan
+from drivetrain.transforms import ProgressiveResizing
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Toy, plain_model, write_toy
 from test_cli import End, toy_values
 
@@ -56,6 +57,20 @@ def test_a_plan_fetches_and_makes_nothing(
     assert of("cifar10:train", "cifar10:test").plan().steps
     assert of(tmp_path, loader="torch").plan().steps  # a folder, which the baseline reads as it is
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_checks_the_epochs_that_the_pipeline_has(toy: Toy) -> None:
+    resizing = toy.pipeline(plain_model).transform(ProgressiveResizing())
+    assert resizing.plan().steps  # fit(epochs=…) may be anything yet
+    short = resizing._with(epochs=1)
+    for refused in (short.plan, short.build, lambda: short.fit(progress=False), short.ledger):
+        with pytest.raises(PlanError, match="of 1 none would be at full size"):
+            refused()
+    with pytest.raises(PlanError, match="of 1 none would be at full size"):
+        resizing.fit(epochs=1, progress=False)
+    with pytest.raises(PlanError, match="epochs=0 must be a positive integer"):
+        resizing._with(epochs=0).plan()
+    assert len(short.fit(epochs=3, progress=False).history.epochs) == 3  # another number is another matter
 
 
 def test_the_command_prints_no_plan_of_what_is_refused(

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from drivetrain import Pipeline, PlanError, RecipeError
+from drivetrain import NonFiniteError, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline.build import optimizer_factory
 from drivetrain.pipeline.plan import Step, make_plan
 from drivetrain.pipeline.recipes import complete, parse_overrides
@@ -123,6 +123,9 @@ def test_in_the_builder(toy: Toy) -> None:
     )
     assert result.history.epochs[0].lr == pytest.approx(0.025)
     assert math.isfinite(result.history.epochs[0].loss)
+    wild = pipeline.optimize("sgd", lr=4e30, base_batch_size=128, scale_lr=True)
+    with pytest.raises(NonFiniteError, match=r"Lower the learning rate \(sgd \(lr=1e\+30\)"):
+        wild.fit(epochs=1, progress=False)
 
 
 def test_what_cannot_be_scaled(toy: Toy) -> None:
