@@ -26,8 +26,8 @@ def take(engine: Engine, methods: Methods, sums: Sums) -> tuple[Part, dict[str, 
     are the run's as a whole. Every rank must call it.
 
     Buffers that each rank keeps for itself (BatchNorm's running statistics, and averages of them) are saved as
-    their mean over the ranks, which is what any number of ranks goes on from, and also as each rank's own,
-    with which the same number goes on bit for bit.
+    those of all ranks together (`Engine.pool_buffers`), from which any number of ranks resumes, and also as each
+    rank's own, with which the same number resumes bit for bit.
     """
     keep, writers = _division(engine)
     own = _own_buffers(engine) | _randomness(engine) | {"loss": sums.total.detach().cpu().clone()}
@@ -106,11 +106,11 @@ def _methods(
                 continue
             prefix = f"{method}.{key}{AVERAGE}"
             values[method][key] = {"tensors": prefix}
+            buffers = {name: tensor for name, tensor in value.items() if name not in parameters}
+            pooled = engine.pool_buffers(buffers) if engine.world_size > 1 else {}
+            own |= {prefix + name: copied(buffers[name]) for name in pooled}
             for name, tensor in value.items():
-                gathered = engine.gather(tensor)
-                if name not in parameters and tensor.is_floating_point() and engine.world_size > 1:
-                    own[prefix + name] = copied(gathered)
-                    gathered = engine.reduce(gathered)
+                gathered = pooled[name] if name in pooled else engine.gather(tensor)
                 if keep(name):
                     whole[prefix + name] = copied(gathered)
     return whole, own, values

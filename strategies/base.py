@@ -99,7 +99,24 @@ class Engine(Protocol):
         ...
 
     def sync_buffers(self) -> None:
-        """Makes floating-point buffers (BatchNorm's statistics) their mean over all ranks."""
+        """Gives each rank the floating-point buffers of all ranks together: their means, and of BatchNorm's variances
+        the variance of all ranks' samples; see `statistics.pool_buffers`.
+
+        Between two calls BatchNorm's statistics are each rank's own, of its shard of the batches, as in training it
+        normalises with those. Call it before an evaluation and before the weights are taken; `Pipeline.fit` does, at
+        the end of each epoch and for each checkpoint. The training itself is not that of one device where a model has
+        BatchNorm: its batches are smaller.
+
+        Integer buffers (`num_batches_tracked`) stay as they are: they count the same steps on each rank, unless the
+        ranks skip different branches (StochasticDepth).
+        """
+        ...
+
+    def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `sync_buffers` would make of `values`, by the names of the model's buffers; every rank must call it.
+
+        For copies and averages of buffers. Others than floating-point ones are left out.
+        """
         ...
 
     def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:

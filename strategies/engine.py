@@ -15,6 +15,7 @@ from ..errors import StrategyError
 from .memory import Held, tensors_in
 from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups
 from .options import HALF, Options
+from .statistics import pool_buffers
 
 
 class LocalEngine:
@@ -121,7 +122,16 @@ class LocalEngine:
         return total / self.world_size if op == "mean" else total
 
     def sync_buffers(self) -> None:
-        """Makes floating-point buffers (BatchNorm's statistics) their mean over all ranks."""
+        """Gives each rank the floating-point buffers (BatchNorm's statistics) of all; see `base.Engine`."""
+        if self.world_size == 1:
+            return
+        buffers = dict(self.plain_model.named_buffers())
+        for name, value in self.pool_buffers(buffers).items():
+            buffers[name].detach().copy_(value)
+
+    def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`values` of the model's floating-point buffers over all ranks; here they are those of this rank."""
+        return {name: value for name, value in values.items() if value.is_floating_point()}
 
     @torch.no_grad()
     def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
@@ -318,19 +328,9 @@ class RanksEngine(LocalEngine):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
-    def sync_buffers(self) -> None:
-        """Makes floating-point buffers (BatchNorm's statistics) their mean over all ranks.
-
-        Integer buffers (`num_batches_tracked`) stay as they are: they count the same steps on each rank, unless the
-        ranks skip different branches (StochasticDepth).
-        """
-        buffers = [b for b in self.plain_model.buffers() if b.is_floating_point()]
-        for dtype in dict.fromkeys(b.dtype for b in buffers):
-            same = [b for b in buffers if b.dtype == dtype]
-            # One message instead of two for each BatchNorm layer.
-            mean = self.reduce(torch.cat([b.detach().flatten() for b in same]))
-            for buffer, values in zip(same, torch.split(mean, [b.numel() for b in same]), strict=True):
-                buffer.detach().copy_(values.view_as(buffer))
+    def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`values` of the model's floating-point buffers over all ranks; see `base.Engine`."""
+        return pool_buffers(values, self.plain_model, self.reduce)
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)

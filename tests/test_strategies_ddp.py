@@ -66,11 +66,13 @@ def test_each_rank_keeps_its_own_statistics_until_they_are_synced(ranks: list[di
         assert difference(before, alone) == 0
 
 
-def test_sync_buffers_takes_the_mean_of_the_ranks(ranks: list[dict[str, Any]]) -> None:
+def test_sync_buffers_pools_the_ranks(ranks: list[dict[str, Any]]) -> None:
+    """The mean of the means; of the variances the mean, and the variance between the means."""
     (before_0, after_0, _), (before_1, after_1, _) = (rank["buffers"] for rank in ranks)
-    for name in ("1.running_mean", "1.running_var"):
+    between = ((before_0["1.running_mean"] - before_1["1.running_mean"]) / 2).square()
+    for name, more in (("1.running_mean", 0.0), ("1.running_var", between)):
         assert not torch.equal(before_0[name], before_1[name])
-        torch.testing.assert_close(after_0[name], (before_0[name] + before_1[name]) / 2)
+        torch.testing.assert_close(after_0[name], (before_0[name] + before_1[name]) / 2 + more)
         assert torch.equal(after_0[name], after_1[name])
     assert after_0["1.num_batches_tracked"] == 2
 

@@ -38,25 +38,25 @@ class Averages:
         """
         refuse_partitioned(model)
         self._averaged = averaged_names(model) if averaged is None else averaged
-        self._model = model
-        _reshard(model)
+        self._sharded = _sharded(model)
         self._owners = dict(_owners(model))
-        self._averages = {name: _copy(value) for name, value in self._values().items()}
+        values = self._values()
+        self._averages = {name: _copy(value) for name, value in values.items()}
+        kept = set(self._averaged)
+        self._moved = _groups({name: self._averages[name] for name in self._averaged})
+        self._copied = _groups({name: value for name, value in self._averages.items() if name not in kept})
+        self._all = _groups(values)
 
     @torch.no_grad()
     def add(self, share: float) -> None:
         """average = (1 - share) · average + share · value, and copies of what is not averaged."""
         values = self._values()
-        kept = set(self._averaged)
-        averages = [self._averages[name] for name in self._averaged]
-        news = [
-            values[name].to(average.dtype) for name, average in zip(self._averaged, averages, strict=True)
-        ]
-        if averages:
+        for names in self._moved:
+            averages = [self._averages[name] for name in names]
+            news = [values[name].to(average.dtype) for name, average in zip(names, averages, strict=True)]
             torch._foreach_lerp_(locals_of(averages), locals_of(news), share)
-        for name, value in values.items():
-            if name not in kept:
-                self._averages[name].copy_(value)
+        for names in self._copied:
+            _copy_all([self._averages[name] for name in names], [values[name] for name in names])
 
     def install(self) -> None:
         """Writes the averages into the model, in place."""
@@ -104,12 +104,15 @@ class Averages:
 
     @torch.no_grad()
     def _write(self, values: dict[str, torch.Tensor]) -> None:
-        for name, value in self._values().items():
-            value.copy_(values[name])
+        own = self._values()
+        for names in self._all:
+            _copy_all([own[name] for name in names], [values[name] for name in names])
 
     def _values(self) -> dict[str, torch.Tensor]:
         """The model's tensors. Looked up each time: `Module.to` puts new buffers in the old ones' place."""
-        _reshard(self._model)
+        for module in self._sharded:
+            # After an evaluation FSDP2 keeps the root's parameters whole, and would compute with that copy on.
+            module.reshard()
         return {name: getattr(module, leaf).detach() for name, (module, leaf) in self._owners.items()}
 
 
@@ -191,15 +194,26 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
     return value.clone()
 
 
-def _reshard(model: nn.Module) -> None:
-    """After an evaluation, FSDP2 keeps the root's parameters whole, and would compute with that copy on."""
+def _groups(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names in groups of one device and dtype, of which one kernel can take all."""
+    found: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault((tensor.device, tensor.dtype), []).append(name)
+    return list(found.values())
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Overwrite `targets`, of one device and dtype, by `sources`, shard by shard; one launch for many tensors."""
+    torch._foreach_copy_(locals_of(targets), locals_of(sources))
+
+
+def _sharded(model: nn.Module) -> list[Any]:
+    """Return the modules that FSDP2 gathers and frees."""
     if not torch.distributed.is_available():
-        return
+        return []
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 __all__ = ["AveragedSession", "Averages", "averaged_names", "refuse_partitioned"]

@@ -19,6 +19,8 @@ from .surgery import Verdict, obstacle, operate
 
 class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
     ghost_batch_size: int = 32
+    averages_variances = True
+    """Its running variance is a mean of the groups' variances, and among ranks a mean of theirs."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training and self.running_mean is not None:
