@@ -17,6 +17,7 @@ from ..checks import is_whole
 from ..errors import PlanError, require
 from ..strategies import OptimizerFactory, Strategy
 from ..transforms import Transform
+from .cuda_settings import MatmulPrecision
 from .frozen import FrozenDict
 from .models import model_factory
 from .optimizers import Optimization
@@ -244,6 +245,8 @@ class Pipeline:
         clip_norm: float | None = None,
         activation_checkpointing: strategies.Policy = False,
         compile: bool | str = False,
+        cudnn_benchmark: bool | None = None,
+        matmul_precision: MatmulPrecision | None = None,
         **options: Any,
     ) -> Self:
         """The strategy that trains the model, by name or as an object.
@@ -257,11 +260,18 @@ class Pipeline:
             activation_checkpointing: modules that forget their activations and compute them again in the
                 backward: True for the model's blocks, class names, or a function of name and module.
             compile: have `torch.compile` compile the model in place; a string is its mode.
+            cudnn_benchmark: on GPUs, have cuDNN measure its convolutions at the first batch of each size and take the
+                fastest. None: where images keep their size, and torch is not set to deterministic algorithms, because
+                the choice may be another in each run. Put back after the run.
+            matmul_precision: on GPUs, the precision of float32 matrix products: `"highest"` (float32), `"high"`
+                (TF32, several times as fast on GPUs that have it) or `"medium"`. None, the default, leaves it as it
+                is, in torch `"highest"`: another would change the numbers. Put back after the run. Convolutions are
+                not concerned: cuDNN computes those of float32 in TF32 unless torch is told otherwise.
             options: the strategy's own.
 
         Raises:
             StrategyError: for an unknown strategy, with the nearest name, or a value that means nothing.
-            PlanError: for `devices` that are no number of ranks.
+            PlanError: for `devices` that are no number of ranks, and settings of the GPU that mean nothing.
         """
         return self._with(
             distribution=Distribution(
@@ -274,6 +284,8 @@ class Pipeline:
                 compile,
                 options,
                 asked=True,
+                cudnn_benchmark=cudnn_benchmark,
+                matmul_precision=matmul_precision,
             )
         )
 

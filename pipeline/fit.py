@@ -17,6 +17,7 @@ from ..errors import DrivetrainError, PlanError, StrategyError
 from ..transforms import NothingChanged
 from .build import build, build_model, seeded, source_file
 from .builder import LOG_EVERY, Pipeline
+from .cuda_settings import cuda_settings
 from .loggers import Choice
 from .loggers import check as check_loggers
 from .nonfinite import OnNonFinite, check_choice
@@ -185,7 +186,12 @@ def train_rank(pipeline: Pipeline, job: Job) -> Outcome:
     """Trains on this rank; rank 0 shows progress, saves after each epoch, and returns the weights."""
     outcome = Outcome()
     try:
-        with seeded(pipeline.seed), global_randomness_kept(), build(pipeline) as built:
+        with (
+            seeded(pipeline.seed),
+            global_randomness_kept(),
+            cuda_settings(pipeline),
+            build(pipeline) as built,
+        ):
             if job.plan and leads():
                 print(job.plan, flush=True)
             Run(pipeline, built, job, outcome).train()

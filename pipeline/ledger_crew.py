@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from ..strategies import Engine, launch
 from ..transforms import LayerFreezing
 from .build import build, make_loader, seeded
 from .builder import Pipeline
+from .cuda_settings import cuda_settings
 from .ledger_budget import OutOfTime
 from .ledger_rounds import Turn
 from .ledger_schedule import phases
@@ -224,6 +226,7 @@ def open_bench(
         phases(pipeline.transforms, pipeline.data.image_size),
         lambda size: loaders.get(pipeline, size, engine.device),
         next((t for t in pipeline.transforms if isinstance(t, LayerFreezing)), None),
+        partial(cuda_settings, pipeline),
     )
     if pipeline.distribution.compile:
         take_turn(bench, "loader", 0, batches, deadline)  # its workers start now, and not in the first turn

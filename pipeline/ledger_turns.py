@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -51,6 +51,8 @@ class Bench:
     phases: Sequence[Phase]
     loader: Callable[[int], EpochLoader]
     freezing: LayerFreezing | None
+    settings: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What torch is set to while it runs; see `cuda_settings`."""
 
 
 def take_turn(
@@ -66,7 +68,7 @@ def take_turn(
     """
     found = []
     for phase in bench.phases:
-        with _frozen(bench, phase):
+        with bench.settings(), _frozen(bench, phase):
             found.append(_one_turn(bench, bench.loader(phase.image_size), kind, epoch, batches, deadline))
     return mean_turn([turn for turn, _ in found], [phase.share for phase in bench.phases]), found[0][1]
 

@@ -16,6 +16,7 @@ from ..errors import PlanError
 from ..markup import html_table
 from ..transforms import CHANGES_MODEL, Transform
 from ..transforms.table import drawn
+from .cuda_settings import PRECISIONS, choose_benchmark, uses_gpu
 from .rules import check_rules, family
 from .stages import Data, Distribution
 
@@ -142,6 +143,7 @@ def make_plan(pipeline: Pipeline) -> Plan:
     ]  # fmt: skip
     steps += [_transform_step(t, how.name) for t in ordered if t.kind in CHANGES_MODEL]
     steps += _wrapping_steps(how)
+    steps += _gpu_steps(pipeline)
     steps += [
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
         Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",
@@ -173,6 +175,24 @@ def _wrapping_steps(how: Distribution) -> list[Step]:
     if how.compile:
         what = "compile in place" + (f", mode {how.compile}" if isinstance(how.compile, str) else "")
         steps.append(Step(what, ".distribute()", "the final modules; inside the wrapper, so that names stay"))
+    return steps
+
+
+def _gpu_steps(pipeline: Pipeline) -> list[Step]:
+    """What is set in torch for the run, where a GPU trains."""
+    how = pipeline.distribution
+    if not uses_gpu(how):
+        return []
+    benchmark, why = choose_benchmark(pipeline)
+    steps = [
+        Step(f"cuDNN benchmark {'on' if benchmark else 'off'}",
+             "default" if how.cudnn_benchmark is None else ".distribute()", f"{why}; put back after the run")
+    ]  # fmt: skip
+    if how.matmul_precision is not None:
+        what = f"float32 matrix products: {how.matmul_precision}"
+        steps.append(
+            Step(what, ".distribute()", f"{PRECISIONS[how.matmul_precision]}; put back after the run")
+        )
     return steps
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import machine
+from .cuda_settings import matmul_precision
 from .progress import in_cell
 
 PACKAGES = ("drivetrain", "torch", "torchvision", "numpy", "pillow", "ffcv", "numba")
@@ -39,8 +40,19 @@ def provenance() -> dict[str, Any]:
             "memory_gib": round(machine.total_memory() / 2**30, 1),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
         },
+        **({"gpu_settings": _gpu_settings()} if cuda else {}),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+    }
+
+
+def _gpu_settings() -> dict[str, Any]:
+    """What torch is set to now that changes a GPU's speed or numbers, and the libraries it computes with."""
+    return {
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "matmul_precision": matmul_precision(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
     }
 
 

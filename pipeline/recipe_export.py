@@ -97,6 +97,8 @@ def _distribution(how: Distribution) -> dict[str, Any]:
         "clip_norm": how.clip_norm,
         "activation_checkpointing": policy if isinstance(policy, bool) else sorted(policy),
         "compile": how.compile,
+        "cudnn_benchmark": how.cudnn_benchmark,
+        "matmul_precision": how.matmul_precision,
     }
 
 

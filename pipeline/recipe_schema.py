@@ -43,6 +43,9 @@ KEYS = {
     "clip_norm": "largest norm of all gradients together; null: no clipping",
     "activation_checkpointing": "true: the model's blocks forget their activations; or a list of class names",
     "compile": "whether torch.compile compiles the model; or the name of its mode",
+    "cudnn_benchmark": "on GPUs: whether cuDNN measures its convolutions and takes the fastest; null: where images "
+    "keep their size",
+    "matmul_precision": "on GPUs: highest, high (TF32) or medium, of float32 matrix products; null: as torch has it",
     "epochs": "passes over the training data; null: fit(epochs=…) says it",
     "seed": "of weights, order and augmentation",
 }
@@ -74,6 +77,8 @@ DEFAULTS: dict[str, Any] = {
     "clip_norm": None,
     "activation_checkpointing": False,
     "compile": False,
+    "cudnn_benchmark": None,
+    "matmul_precision": None,
     "epochs": None,
     "seed": 0,
 }
@@ -164,6 +169,8 @@ _KINDS: dict[str, tuple[Callable[[object], bool], ...]] = {
     "clip_norm": (is_number, _none),
     "activation_checkpointing": (is_flag, _texts),
     "compile": (is_flag, _text),
+    "cudnn_benchmark": (is_flag, _none),
+    "matmul_precision": (_text, _none),
     "scale_lr": (is_flag,),
     "seed": (_whole,),
 }

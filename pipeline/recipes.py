@@ -110,7 +110,8 @@ def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
 
 _OPTIMIZED = ("schedule", "warmup", "base_batch_size", "scale_lr")
 _DISTRIBUTED = (
-    "devices", "precision", "accumulate", "clip_norm", "activation_checkpointing", "compile"
+    "devices", "precision", "accumulate", "clip_norm", "activation_checkpointing", "compile", "cudnn_benchmark",
+    "matmul_precision",
 )  # fmt: skip
 _LOADED = ("batch_size", "image_size", "eval_image_size", "loader", "workers")
 _KEYS_OF_THEIR_OWN = {

@@ -13,6 +13,7 @@ from ..checks import check_whole, make_plain
 from ..errors import PlanError, suggest
 from ..loaders.settings import Settings
 from ..strategies import Strategy
+from .cuda_settings import MatmulPrecision, check_settings
 from .frozen import FrozenDict
 
 LOADERS = ("ffcv", "torch")
@@ -95,6 +96,8 @@ class Distribution:
     compile: bool | str = False
     options: Mapping[str, Any] = field(default_factory=FrozenDict)
     asked: bool = False
+    cudnn_benchmark: bool | None = None
+    matmul_precision: MatmulPrecision | None = None
 
     def arguments(self) -> Arguments:
         """The arguments of `distribute()` that give this."""
@@ -110,6 +113,7 @@ class Distribution:
         strategies.get(self.strategy, **self.options)
         check_whole("devices", self.devices, PlanError, 1)
         strategies.Options.of(self.step_options)
+        check_settings(self.cudnn_benchmark, self.matmul_precision)
 
     @property
     def device(self) -> str | None:
