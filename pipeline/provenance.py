@@ -52,7 +52,7 @@ def _gpu_settings() -> dict[str, Any]:
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "matmul_precision": matmul_precision(),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
     }
 
 
