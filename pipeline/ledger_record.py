@@ -67,7 +67,7 @@ class Record:
         }
         if not self.rounds:
             facts["notes"] = [
-                "There was no time for a round in which the variants take turns: these are their first turns, one "
+                "No round in which the variants take turns is complete: these are their first turns, one "
                 "after the other, and a machine whose speed changed in between favours some of them."
             ]
         return Ledger(rounds, facts)

@@ -139,7 +139,7 @@ def test_the_least_is_one_turn_each(toy: Toy) -> None:
     assert len(ledger.rounds) == 1
     flat = " ".join(str(ledger).split())
     assert "not resolved" in flat
-    assert "There was no time for a round in which the variants take turns" in flat
+    assert "No round in which the variants take turns is complete" in flat
 
 
 def test_a_batch_that_would_begin_too_late_does_not() -> None:
