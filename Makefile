@@ -2,14 +2,17 @@
 # make test         set up what is missing, then lint, types and tests (make test-all: the long ones, too)
 # make install      the set-up alone        make lock   write requirements.txt anew
 # make check        ruff and mypy           make bench PHOTOS=FOLDER  loading speed on a folder of photographs
+# make gpu          on a machine with a GPU: its tests and measurements, in stages that continue where they stopped
+# make gpu-kit      all that such a machine needs without a network, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
 # make notebooks    run them, and keep their outputs in them (NOTEBOOKS=… for some)
 
 PYTHON ?= $(shell .ci/find-python)
 BIN := .venv/bin
 PACKAGES := loaders pipeline strategies transforms
+GPU_PYTHON ?= python3.12
 NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 
-.PHONY: quickstart install test test-all check lock bench notebooks clean
+.PHONY: quickstart install test test-all check lock bench gpu gpu-kit notebooks clean
 
 # glibc keeps the memory of a step for the next one, for every variant alike (README, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
@@ -48,8 +51,14 @@ lock:
 bench: install
 	$(BIN)/python benchmarks/loaders.py "$(PHOTOS)"
 
+gpu: install
+	$(BIN)/python .ci/gpu/run.py $(if $(PHOTOS),--photos "$(PHOTOS)")
+
+gpu-kit: install
+	$(BIN)/python .ci/gpu/kit.py --python "$(GPU_PYTHON)" $(if $(PHOTOS),--photos "$(PHOTOS)")
+
 notebooks: install
 	$(BIN)/python .ci/run_notebooks.py $(NOTEBOOKS)
 
 clean:
-	rm -rf .venv .build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .build build dist gpu-kit *.egg-info .mypy_cache .ruff_cache .pytest_cache

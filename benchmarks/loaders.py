@@ -1,11 +1,12 @@
 """Stage one's speed: loading, starting, converting and opening, against plain PyTorch and stock FFCV.
 
-    python benchmarks/loaders.py FOLDER [--rounds 7] [--workers 2] [--out benchmarks/results]
+    python benchmarks/loaders.py FOLDER [--rounds 7] [--workers 2] [--only loading …] [--out benchmarks/results]
 
 FOLDER is an ImageFolder tree of JPEGs. All loaders do RandomResizedCrop (0.25, 1) to 224, flip and
 normalisation, with the same number of workers; PyTorch reads the files, the others the `.beton` made of them.
 Prints tables of medians and quartiles and ratios taken round by round; writes JSON. The floor is what no
-loader that decodes whole JPEGs can beat: the entropy decoding of each on every core, and nothing else.
+loader that decodes whole JPEGs can beat: the entropy decoding of each on every core, and nothing else. Where there is
+a GPU, our loaders' batches are also timed on it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ from one_shot import BATCH, SIDE, our_loader, stock_loader
 from rich.table import Table
 
 MILLION = 1_000_000
+PARTS = ("starting", "converting", "opening", "loading")
 
 
 def epochs_of(loader: Any) -> Contender:
-    """images/s of one epoch."""
+    """images/s of one epoch; on a device, until its last batch is there."""
 
     def epoch() -> float:
         start = perf_counter()
-        return sum(len(images) for images, _ in loader) / (perf_counter() - start)
+        count = sum(len(images) for images, _ in loader)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return count / (perf_counter() - start)
 
     return epoch
 
@@ -80,6 +85,11 @@ def loading(folder: Path, path: Path, workers: int, rounds: int) -> tuple[Table,
         "floor: decoding alone": decoding(path, workers, 1),
         "floor: entropy decoding alone": decoding(path, workers, 8),
     }
+    if torch.cuda.is_available():
+        contenders["FFCVLoader, on the GPU"] = epochs_of(FFCVLoader(path, device="cuda", **options))
+        contenders["PyTorch ImageFolder, on the GPU"] = epochs_of(
+            TorchLoader(folder, device="cuda", **options)
+        )
     figures = measure(contenders, rounds)
     torch.set_num_threads(threads)  # stock FFCV sets it
     return compare("loading", "images/s", figures, "FFCVLoader")
@@ -182,6 +192,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     few = max(options.rounds // 2, 1)
@@ -189,12 +200,13 @@ def main() -> None:
         scratch = Path(directory)
         path = scratch / "photos.beton"
         print(convert(options.folder, path, workers=options.workers))
-        parts = {
-            "starting": starting(path, options.workers, few),
-            "converting": converting(options.folder, scratch, options.workers, few),
-            "opening": opening(scratch, few),
-            "loading": loading(options.folder, path, options.workers, options.rounds),
+        works = {
+            "starting": lambda: starting(path, options.workers, few),
+            "converting": lambda: converting(options.folder, scratch, options.workers, few),
+            "opening": lambda: opening(scratch, few),
+            "loading": lambda: loading(options.folder, path, options.workers, options.rounds),
         }
+        parts = {name: works[name]() for name in PARTS if name in options.only}
     tables = [table for table, _ in parts.values()]
     save(tables, {name: rows for name, (_, rows) in parts.items()}, options.out / "loaders.json")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import composer_reference
+import gpu_device
 import pytest
 from cifar10_files import FILE_BYTES, FakeNpm, closed_port
 from drivetrain.loaders import cifar10
@@ -82,3 +83,10 @@ def cached_cifar10(tmp_path: Path, small_cifar10: dict[str, str]) -> Path:
     names = "\n".join(cifar10.CLASSES)
     (folder / cifar10.META).write_text(f"{names}\n\n")  # the official file ends in an empty line
     return folder.parent
+
+
+@pytest.fixture
+def device() -> Iterator[gpu_device.Device]:
+    """The GPU, for tests marked `gpu`; they fail if nothing was computed on it."""
+    with gpu_device.at_work() as found:
+        yield found

@@ -1,0 +1,115 @@
+"""fp32, bf16 and fp16 on the GPU, with and without clipping; overflow of the loss scale; torch.compile."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import gpu_device
+import pytest
+import torch
+from drivetrain import strategies
+from gpu_device import Device
+from pipeline_data import Toy, batch_norm_model, numbers, plain_model
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+pytestmark = gpu_device.MARKS
+PRECISIONS = ("fp32", "bf16", "fp16")
+TOLERANCE = {"fp32": 1e-2, "bf16": 6e-2, "fp16": 3e-2}
+"""Relative, of the losses of two epochs against fp32 on the CPU."""
+
+
+def prepared(device: Device, model: nn.Module, **options: Any) -> Any:
+    return strategies.get("single", device=device.name).prepare(
+        model, lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), **options
+    )
+
+
+def stepped(engine: Any, device: Device, factor: float = 1.0) -> Any:
+    """One step on a fixed batch, its loss multiplied by `factor`; what `step` returned."""
+    images = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)).to(device.name)
+    with engine.forward_context():
+        logits = engine.model(images)
+    device.holds(logits)
+    engine.backward(cross_entropy(logits.float(), torch.arange(8, device=device.name) % 4) * factor)
+    return engine.step()
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.export_state().items()}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_each_precision_trains_as_fp32_on_the_cpu(
+    device: Device, toy: Toy, precision: Any, clip_norm: float | None
+) -> None:
+    given = {"precision": precision, "clip_norm": clip_norm}
+    found = (
+        toy.pipeline(plain_model)
+        .distribute("single", device=device.name, **given)
+        .fit(epochs=2, progress=False)
+    )
+    cpu = toy.pipeline(plain_model).distribute("single", device="cpu", clip_norm=clip_norm)
+    expected = cpu.fit(epochs=2, progress=False)
+    for (loss, val_loss, _), (cpu_loss, cpu_val_loss, _) in zip(
+        numbers(found), numbers(expected), strict=True
+    ):
+        assert loss == pytest.approx(cpu_loss, rel=TOLERANCE[precision])
+        assert val_loss == pytest.approx(cpu_val_loss, rel=TOLERANCE[precision])
+    assert next(found.model.parameters()).device.type == "cpu"  # what comes back can be used anywhere
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_forward_computes_in_that_type(device: Device, precision: Any) -> None:
+    engine = prepared(device, plain_model(), precision=precision)
+    with engine.forward_context():
+        logits = engine.model(torch.randn(2, 3, 16, 16, device=device.name))
+    device.holds(logits, *engine.plain_model.parameters())
+    assert logits.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert {parameter.dtype for parameter in engine.plain_model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_norm_is_that_of_the_true_gradients(
+    device: Device, precision: Any, clip_norm: float | None
+) -> None:
+    """Not of those that fp16's scale has multiplied."""
+    model = plain_model()
+    reference = prepared(Device("cpu", False), copy.deepcopy(model), clip_norm=clip_norm)
+    norm = stepped(prepared(device, model, precision=precision, clip_norm=clip_norm), device)
+    expected = stepped(reference, Device("cpu", False))
+    if clip_norm is None:
+        assert norm is expected is None
+    else:
+        assert float(norm) == pytest.approx(float(expected), rel=5e-2)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_an_overflow_of_fp16_skips_the_step_and_lowers_the_scale(
+    device: Device, clip_norm: float | None
+) -> None:
+    engine = prepared(device, plain_model(), precision="fp16", clip_norm=clip_norm)
+    stepped(engine, device)
+    before, scale = weights(engine), engine._scaler.get_scale()
+    assert stepped(engine, device, 1e30) is None  # it has no norm
+    assert engine.skipped
+    after = weights(engine)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert engine._scaler.get_scale() < scale
+    stepped(engine, device)
+    assert not engine.skipped
+    assert any(not torch.equal(value, before[name]) for name, value in weights(engine).items())
+
+
+@pytest.mark.timeout(1200)  # a rehearsal compiles C++
+def test_compiled_training_agrees_with_eager(device: Device, toy: Toy) -> None:
+    pipeline = toy.pipeline(batch_norm_model)
+    eager = pipeline.distribute("single", device=device.name).fit(epochs=2, progress=False)
+    torch._dynamo.reset()
+    compiled = pipeline.distribute("single", device=device.name, compile=True).fit(epochs=2, progress=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for one, other in zip(numbers(compiled), numbers(eager), strict=True):
+        assert one == pytest.approx(other, rel=1e-2)
