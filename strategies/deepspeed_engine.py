@@ -86,10 +86,15 @@ class DeepSpeedEngine(RanksEngine):
                 "step: the gradients are not finite, and DeepSpeed has left the step out. Lower the learning rate, "
                 "add a warm-up, or set clip_norm."
             )
-        return None if self._options.clip_norm is None else torch.as_tensor(self._zero._global_grad_norm)
+        return (
+            None
+            if self._options.clip_norm is None
+            else torch.as_tensor(self._zero._global_grad_norm).reshape(())
+        )
 
     def zero(self) -> None:
         """Throws away the gradients added since the last step."""
+        self._wait_for_reduction()
         self._zero.zero_grad()
         if self._stage < 3:
             # As DeepSpeed's step does where it overflows; its `zero_grad` leaves the partitions as they are.
@@ -98,6 +103,18 @@ class DeepSpeedEngine(RanksEngine):
                 kept.update(dict.fromkeys(kept))
             self._zero.micro_step_id = -1
         self._microbatches = 0
+
+    def _wait_for_reduction(self) -> None:
+        """Has what comes next on this device wait for DeepSpeed's reduction of the gradients; the host does not wait.
+
+        It runs on a stream of its own. Memory that is given back before it is done would be in use twice.
+        """
+        if self.device.type != "cuda":
+            return
+        for name in ("reduction_stream", "reduce_and_partition_stream"):  # of stages 1 and 2, and of stage 3
+            stream = getattr(self._zero, name, None)
+            if stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(stream)
 
     @torch.no_grad()
     def import_state(self, state: Mapping[str, torch.Tensor]) -> None:

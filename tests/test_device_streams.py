@@ -17,6 +17,7 @@ from drivetrain.pipeline.methods import Methods
 from drivetrain.pipeline.nonfinite import LossGuard
 from drivetrain.pipeline.progress import Progress
 from drivetrain.pipeline.sums import Sums
+from drivetrain.strategies.deepspeed_engine import DeepSpeedEngine
 from drivetrain.transforms import EMA, SWA, Lookahead, Transform
 from host_syncs import HostSyncs, pretend_cuda
 from pipeline_data import batch_norm_model
@@ -199,6 +200,27 @@ def test_a_step_reads_nothing_from_the_device(method: Transform | None) -> None:
         lines = [line for line in lines if "averaging.py" not in line or method != SWA(start=0.5, end=0.9)]
         assert len(lines) == reads, lines
         assert all("engine.py" in line for line in lines)
+
+
+@pytest.mark.parametrize(("stage", "name"), [(2, "reduction_stream"), (3, "reduce_and_partition_stream")])
+def test_deepspeeds_gradients_are_dropped_after_their_reduction(
+    monkeypatch: pytest.MonkeyPatch, stage: int, name: str
+) -> None:
+    """The stream of the engine's device waits for DeepSpeed's, then the gradients go."""
+    calls: list[Any] = []
+    zero = SimpleNamespace(
+        zero_grad=lambda: calls.append("zero_grad"), _release_preflattened_grad_buffers=lambda: None,
+        averaged_gradients={}, all_grad_tensors={}, micro_step_id=3, **{name: "DeepSpeed's stream"},
+    )  # fmt: skip
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda device: SimpleNamespace(wait_stream=lambda other: calls.append((device, other))),
+    )
+    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+    engine._zero, engine._stage, engine.device, engine._microbatches = zero, stage, SECOND, 1
+    engine.zero()
+    assert calls == [(SECOND, "DeepSpeed's stream"), "zero_grad"]
 
 
 def test_host_copy_is_the_only_one_of_its_kind() -> None:
