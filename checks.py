@@ -93,9 +93,11 @@ def plain(value: Any) -> Any:
         return type(value)(plain(each) for each in value)
     if isinstance(value, np.bool_):
         return bool(value)
-    if isinstance(value, Integral) and not isinstance(value, int):
+    if isinstance(value, int):  # also a subclass, such as an IntEnum
+        return value
+    if isinstance(value, Integral):
         return int(value)
-    if isinstance(value, Real) and not isinstance(value, int):
+    if isinstance(value, Real):
         return float(value)
     return value
 
