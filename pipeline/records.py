@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from .builder import LOG_EVERY
 from .interrupts import interrupts_held
@@ -19,7 +16,7 @@ from .loggers import Loggers
 from .metrics import Metrics
 from .nonfinite import OnNonFinite
 from .progress import say
-from .result import Epoch, History, save_weights
+from .result import Epoch, History, load_weights, save_weights
 from .retention import Checkpoints
 from .run_folder import HISTORY, MODEL, clear_results, draw_curves, read_history, write
 
@@ -98,7 +95,7 @@ class Records:
             self._outcome.state = {}  # released before the next ones are gathered: there is one copy at a time
             state = weights()
             if self._folder is not None and history.epochs:
-                save_weights(state, self._folder / MODEL)
+                save_weights(state, self._folder / MODEL, epochs=len(history.epochs))
                 history.save(self._folder / HISTORY)
             self.history = self._outcome.history = history
             self._outcome.state = state
@@ -117,8 +114,7 @@ class Records:
             return
         saved = read_history(self._folder)
         if saved is not None and saved.epochs == history.epochs:
-            with suppress(OSError, SafetensorError):  # what is not whole is no result
-                self._outcome.state = load_file(self._folder / MODEL)
+            self._outcome.state = load_weights(self._folder / MODEL, epochs=len(history.epochs))
 
     def draw_if_due(self) -> None:
         """Draws the curves so far, but seldom: a picture takes a fifth of a second."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..errors import DrivetrainError
@@ -165,6 +166,17 @@ def plain_state(
     return plain
 
 
+def load_weights(path: Path, *, epochs: int) -> dict[str, torch.Tensor]:
+    """Return the weights that `save_weights` wrote after so many epochs; empty if there are none of that epoch."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("epochs") != str(epochs):
+                return {}
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — it is not a dict
+    except (OSError, SafetensorError):  # what is not whole is not a result
+        return {}
+
+
 class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during training.
 
@@ -196,8 +208,11 @@ _NAMES = {
 """Of the types in a safetensors file."""
 
 
-def save_weights(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
+def save_weights(state: Mapping[str, torch.Tensor], path: str | Path, *, epochs: int | None = None) -> None:
     """Writes a state dict of CPU tensors as safetensors; the file is whole or not there.
+
+    `epochs`, in the file's metadata, names the entry of the history that the weights belong to: a process that is
+    killed between writing the two files leaves weights that are an epoch ahead.
 
     Tensor by tensor, as safetensors' own `save` takes the memory of all of them once more, and its `save_file`
     puts another file in the place of the one that `atomic_file` holds.
@@ -205,7 +220,7 @@ def save_weights(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
     Raises:
         DrivetrainError: for a type that such a file cannot hold, or if it cannot be written.
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if epochs is None else {"__metadata__": {"epochs": str(epochs)}}
     end = 0
     # Larger elements first, so that each tensor is aligned.
     ordered = sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0]))

@@ -11,6 +11,7 @@ import torch
 from drivetrain import CheckpointError, DataError, DrivetrainError
 from drivetrain.pipeline import Checkpoints, TrainingInterrupted
 from drivetrain.pipeline.cli import _what_is_left
+from drivetrain.pipeline.result import save_weights
 from drivetrain.pipeline.run_folder import draw_curves, read_history
 from pipeline_data import BATCH, TRAIN, Sleepy, Toy, numbers, plain_model
 from safetensors.torch import load_file
@@ -110,6 +111,11 @@ def test_ctrl_c_in_the_epoch_that_was_resumed_counts_those_before(toy: Toy, tmp_
     torch.testing.assert_close(again.result.model.state_dict(), kept, rtol=0, atol=0)
     assert "after epoch 2, up to which this exception's result goes" in str(again)
     assert _what_is_left(again, run).startswith("Epoch 2 was the last to be finished.")
+    # A process that was killed between the two files has left weights that are an epoch ahead of the history.
+    save_weights(kept, run / "model.safetensors", epochs=3)
+    ahead = interrupted(0, out=run, resume="auto")
+    assert (ahead.epochs, ahead.result) == (2, None)
+    save_weights(kept, run / "model.safetensors", epochs=2)
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     elsewhere = interrupted(0, resume=newest)
     assert (elsewhere.epochs, elsewhere.result) == (2, None)
