@@ -10,11 +10,24 @@ import pytest
 import torch
 from drivetrain import RECIPES, Pipeline
 from drivetrain.loaders import convert
+from drivetrain.pipeline.loop import train_epoch
 from drivetrain.pipeline.recipes import complete
 from drivetrain.strategies.registry import STRATEGIES
+from host_syncs import HostSyncs
 from pipeline_data import CLASSES, toy_arrays
 
 BATCH, SIDE = 8, 64
+BY_TRANSFORMS = {
+    tuple(entry["name"] for entry in recipe.get("transforms", ())): name for name, recipe in RECIPES.items()
+}.values()
+"""A recipe for each choice of transforms."""
+ON_THE_HOST = (
+    "at draws.py",  # draws from a generator of the host
+    "tolist at images.py",  # class indices are checked on the CPU only
+    "index at label_smoothing.py",  # rows that are ignored are left out on the CPU only
+    "index_put at engine.py",  # the backward of that
+)
+"""Reads of values that are on the host also with a GPU, or that only the CPU's branch makes."""
 TINY_VIT = {
     "num_classes": CLASSES,
     "image_size": SIDE,
@@ -75,6 +88,30 @@ def test_a_recipe_takes_two_steps(name: str, stand_in: dict[str, str]) -> None:
     for surgery in asked & {"BlurPool", "StochasticDepth"}:
         assert reports[surgery].changed, surgery
     assert {type(transform).__name__ for transform in pipeline.transforms} == asked
+
+
+@pytest.mark.parametrize("name", BY_TRANSFORMS)
+def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: dict[str, str]) -> None:
+    """Without the guard, which reads losses at once only where that costs nothing, on the CPU."""
+    overrides = shrunk(name, stand_in)
+    if RECIPES[name]["model"] not in ("vit", "vit_s16"):
+        overrides = {key: value for key, value in overrides.items() if not key.startswith("model_options")}
+        overrides |= {"model": "resnet18", "model_options": {"num_classes": CLASSES}}
+    built = Pipeline.from_recipe(name, **overrides).build()
+    found: list[str] = []
+    with built.train:
+        batches = [batch for _ in range(3) for batch in built.train]
+    built.methods.begin(built.engine, len(batches))
+    with HostSyncs() as syncs:
+        train_epoch(
+            built.engine,
+            batches,
+            built.loss,
+            methods=built.methods,
+            watch=lambda *_: found.extend(syncs.found),
+        )
+    assert built.methods.clock.step == len(batches)
+    assert [line for line in found if not any(place in line for place in ON_THE_HOST)] == []
 
 
 @pytest.mark.slow
