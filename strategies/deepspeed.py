@@ -15,8 +15,9 @@ from torch import nn
 from ..errors import StrategyError, require
 from .base import OptimizerFactory
 from .blocks import find_blocks
+from .deepspeed_adam import faster
 from .deepspeed_backend import reason_without_aio, working
-from .deepspeed_config import Zero, choose_zero, make_config, read_config
+from .deepspeed_config import Zero, choose_zero, make_config, read_config, takes_cpu_adam
 from .deepspeed_engine import DeepSpeedEngine
 from .engine import LocalEngine
 from .materialise import materialise, refuse_without_reset
@@ -40,12 +41,16 @@ class DeepSpeed:
     20/N with stage 3 (DeepSpeed steps a copy of the weights), and gradients in the backward: 4/N. Stage 3 keeps
     parameters below `stage3_param_persistence_threshold` (100,000 elements) whole, beside their part.
 
-    The optimizer is the factory's, also where it is offloaded; it must treat each element by itself, as SGD and Adam
-    do. Every parameter that it has must take part in every step: DeepSpeed steps one without a gradient by zero,
-    weight decay included, and stages 1 and 2 mix up gradients that come in another order on another rank, as where a
-    model chooses its layers by the data. Weights stay fp32; precision "bf16" is autocast around the forward, and
-    gradients are reduced in fp32. Channels-last weights become contiguous, and images channels-last instead, as in
-    `FSDP`.
+    The optimizer is the factory's; it must treat each element by itself, as SGD and Adam do. Every parameter that it
+    has must take part in every step: DeepSpeed steps one without a gradient by zero, weight decay included, and stages
+    1 and 2 mix up gradients that come in another order on another rank, as where a model chooses its layers by the
+    data. Weights stay fp32; precision "bf16" is autocast around the forward, and gradients are reduced in fp32.
+    Channels-last weights become contiguous, and images channels-last instead, as in `FSDP`.
+
+    Where the optimizer is offloaded to the CPU, DeepSpeed's compiled DeepSpeedCPUAdam takes the place of torch's Adam
+    and AdamW (see `deepspeed_adam`): it computes the same up to fp32's rounding. Its first use on a machine compiles
+    it, for five minutes at most. If that fails, torch's stays, and the engine's `note` gives the reason. The key
+    `zero_force_ds_cpu_optimizer: false` in `config` keeps torch's.
 
     A model on the meta device gets its values as in `FSDP`, with stage 3 block by block.
 
@@ -153,11 +158,16 @@ class DeepSpeed:
             )
             _exchange(optimizer, before, dict(model.named_parameters()))
             compile_in_place(model, options.compile)
+            note = ""
+            if takes_cpu_adam(config, read_config(self.config)):
+                optimizer, note = faster(optimizer, deepspeed, device)
             groups = [list(group["params"]) for group in optimizer.param_groups]
             wrapper, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
-        return DeepSpeedEngine(wrapper, deepspeed, groups, device, options, zero.stage)
+        engine = DeepSpeedEngine(wrapper, deepspeed, groups, device, options, zero.stage)
+        engine.note = note
+        return engine
 
     def _check_alone(self, zero: Zero) -> None:
         if zero.offload is not None or self.config is not None:

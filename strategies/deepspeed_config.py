@@ -153,11 +153,30 @@ def make_config(zero: Zero, options: Options, theirs: Config, name: str) -> dict
     whole["train_micro_batch_size_per_gpu"] = 1
     whole["zero_optimization"] = _joined(zero.section(), theirs.get("zero_optimization", {}))
     whole["zero_allow_untested_optimizer"] = True
-    whole.setdefault("zero_force_ds_cpu_optimizer", False)  # offloaded, the factory's optimizer steps, too
+    # Offloaded, any optimizer of the factory's may step; `takes_cpu_adam` is where DeepSpeed's replaces torch's.
+    whole.setdefault("zero_force_ds_cpu_optimizer", False)
     if options.precision == "bf16":
         # No modules: what is listed there would send its gradients in bf16.
         whole["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     return whole
+
+
+def takes_cpu_adam(whole: Config, theirs: Config) -> bool:
+    """Whether DeepSpeed's Adam for the CPU may take the place of torch's: the whole optimizer is on the CPU.
+
+    Args:
+        whole: what `make_config` gave.
+        theirs: the user's part of it, in which `zero_force_ds_cpu_optimizer: false` keeps torch's.
+    """
+    section = whole["zero_optimization"]
+    where = section.get("offload_optimizer") or {}
+    # These step parts of the optimizer elsewhere, or at another time, with state that no engine exports.
+    otherwise = section.get("zenflow") or where.get("super_offload") or where.get("ratio", 1) != 1
+    return (
+        where.get("device") == "cpu"
+        and not otherwise
+        and theirs.get("zero_force_ds_cpu_optimizer") is not False
+    )
 
 
 def _joined(ours: Config, theirs: Config) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ..errors import StrategyError
+from .deepspeed_adam import is_deepspeeds, like_deepspeed, like_torch, refuse_other_options, without_its_own
 from .engine import RanksEngine
 from .memory import Held, tensors_in
 from .optimizer_state import Entry, Keep, OptimizerState, import_groups
@@ -51,6 +53,7 @@ class DeepSpeedEngine(RanksEngine):
         self._wrapper = wrapper
         self._groups = groups
         self._stage = stage
+        self._deepspeeds = is_deepspeeds(self.optimizer, deepspeed)
 
     @property
     def plain_model(self) -> nn.Module:
@@ -125,7 +128,10 @@ class DeepSpeedEngine(RanksEngine):
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
         """The optimizer's state by plain parameter names; see `LocalEngine.export_optimizer`."""
         with self._plain_groups():
-            return super().export_optimizer(keep)
+            state = super().export_optimizer(keep)
+        if not self._deepspeeds:
+            return state
+        return replace(state, groups=[without_its_own(group) for group in state.groups])
 
     @torch.no_grad()
     def import_optimizer(self, state: OptimizerState) -> None:
@@ -135,6 +141,8 @@ class DeepSpeedEngine(RanksEngine):
             StrategyError: if it is that of other parameters, or differs between parameters that have one here.
         """
         names = self._names()
+        if self._deepspeeds:
+            refuse_other_options(self.optimizer, state.groups)
         with self._plain_groups():
             import_groups(self.optimizer, names, state.groups)
         self.optimizer.state.clear()
@@ -145,7 +153,10 @@ class DeepSpeedEngine(RanksEngine):
             entries = {names[p]: state.entries[names[p]] for p in parameters if names[p] in state.entries}
             if entries:
                 _refuse_uneven(entries, [names[p] for p in parameters])
-                self.optimizer.state[flat] = _blank(flat, next(iter(entries.values())))
+                blank = _blank(flat, next(iter(entries.values())))
+                if self._deepspeeds:
+                    blank = {key: like_deepspeed(key, value) for key, value in blank.items()}
+                self.optimizer.state[flat] = blank
         if self._stage < 3 and self.optimizer.state:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -200,6 +211,8 @@ class DeepSpeedEngine(RanksEngine):
     def _exported(self, parameter: nn.Parameter, name: str, key: str, value: object) -> torch.Tensor | float:
         if _is_per_element(value, self._flat(parameter)):
             value = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+        elif self._deepspeeds:
+            value = like_torch(key, value)
         return super()._exported(parameter, name, key, value)
 
     def _set_state(self, parameter: nn.Parameter, key: str, whole: torch.Tensor) -> None:
