@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,14 +30,21 @@ SECONDS = 300.0
 """The longest that a compilation may take; two files of C++, two minutes on one busy core."""
 _log = logging.getLogger(__name__)
 
-# The compiler's process: it ends with its own children as soon as the parent's end of the pipe closes.
+# The compiler's process: it ends with its descendants as soon as the parent's end of the pipe closes. Each of them is
+# named, ninja first, because ninja gives compilers process groups of their own. DeepSpeed needs psutil, too.
 PROGRAM = """
 import json, os, signal, sys, threading
+sys.path[:] = json.loads(sys.argv[1])
+import psutil
 def end_with_parent():
     os.read(0, 1)
-    os.killpg(0, signal.SIGKILL)
+    for process in psutil.Process().children(recursive=True):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+    os.kill(os.getpid(), signal.SIGKILL)
 threading.Thread(target=end_with_parent, daemon=True).start()
-sys.path[:] = json.loads(sys.argv[1])
 from deepspeed.ops.op_builder import CPUAdamBuilder
 CPUAdamBuilder().load(verbose=False)
 """
@@ -161,11 +167,12 @@ def _build(made: Path) -> None:
         except subprocess.TimeoutExpired as error:
             raise StrategyError(f"compiling it takes longer than {SECONDS:.0f} s") from error
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with the compiler
-                process.wait()
             if process.stdin is not None:
-                process.stdin.close()
+                process.stdin.close()  # which ends it, if it has not ended
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            process.wait()
         built = Path(work) / NAME / f"{NAME}.so"
         if code != 0 or not built.exists():
             raise StrategyError(f"it cannot be compiled here ({_cause(log)})")
@@ -176,6 +183,6 @@ def _build(made: Path) -> None:
 def _cause(log: Path) -> str:
     """The compiler's first error, else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "error: " in line.lower()]
-    compilers = [line for line in errors if not line.startswith(("RuntimeError", "subprocess."))]
+    found = [line for line in lines if "error: " in line.lower() or line.endswith(": not found")]
+    compilers = [line for line in found if not line.startswith(("RuntimeError", "subprocess."))]
     return ([*compilers, *lines[-1:], "no message"])[0].rstrip(".")[:200]
