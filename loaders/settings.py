@@ -90,7 +90,7 @@ class Settings:
             is_number(self.eval_ratio, "(0, 1]"),
             "a share of the shorter side, above 0 and up to 1",
         )
-        check("color_jitter", min(self.color_jitter) >= 0, "three strengths from 0 on")
+        check("color_jitter", min(self.color_jitter) >= 0, "three strengths, 0 or more")
         if self.policy is not None:
             complete(self.policy)
         check("cutout", 0 <= self.cutout <= self.image_size, "a side from 0 to image_size pixels")
@@ -119,8 +119,9 @@ class Settings:
             check(name, is_flag(getattr(self, name)), "True or False")
         alternating = isinstance(self.flip, str) and self.flip == "alternating"
         check("flip", is_flag(self.flip) or alternating, "True, False or 'alternating'")
-        for name, count in (("scale", 2), ("ratio", 2), ("mean", 3), ("std", 3), ("color_jitter", 3)):
+        for name, count in (("scale", 2), ("ratio", 2), ("mean", 3), ("std", 3)):
             check(name, are_numbers(getattr(self, name), count), f"{count} numbers, all of them finite")
+        check("color_jitter", are_numbers(self.color_jitter, 3), "three strengths, all of them finite")
         fields = self.fields
         listed = isinstance(fields, tuple | list) and all(isinstance(name, str) for name in fields)
         check("fields", listed, "a list of names")

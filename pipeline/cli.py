@@ -238,7 +238,7 @@ def ledger(
         bool,
         typer.Option(
             "--accuracy",
-            help="Also train each variant, once, for its accuracy. This time is not part of --seconds.",
+            help="Also train each variant, once, for its accuracy. This takes time of its own.",
         ),
     ] = False,
     epochs: Annotated[
