@@ -103,7 +103,7 @@ def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
     assert [row.name for row in ledger.rows] == turns[:6]
     further = [*(f"only {name}" for name in rows[1:]), *(f"without {name}" for name in rows[:-1])]
     assert [list(found) for found in ledger.rounds] == [turns + further] * len(ledger.rounds)
-    assert len(ledger.rounds) > TIGHT_ROUNDS
+    assert len(ledger.rounds) >= TIGHT_ROUNDS
     # The data set has 4 batches and no turn can have more; no sample was lost, none counted twice.
     assert {turn.images for found in ledger.rounds for turn in found.values()} == {TRAIN}
     assert ledger.facts["batches_per_turn"] == TRAIN // BATCH
@@ -130,13 +130,13 @@ def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
 
 
 def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    deliver = TorchLoader._deliver
+    deliver = TorchLoader._batch
 
     def slowly(self: TorchLoader, *batch: Any) -> Any:
         time.sleep(0.06)
         return deliver(self, *batch)
 
-    monkeypatch.setattr(TorchLoader, "_deliver", slowly)
+    monkeypatch.setattr(TorchLoader, "_batch", slowly)
     pipeline = toy.pipeline(plain_model, loader="torch", workers=0).transform(LabelSmoothing(0.1))
     ledger = pipeline.ledger(seconds=90, within=0.9, progress=False)
     assert ledger.bound.startswith("The loader binds: ")
