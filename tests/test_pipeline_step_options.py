@@ -91,7 +91,7 @@ def test_a_recipe_has_both(toy: Toy) -> None:
     pipeline = Pipeline.from_recipe(
         "baseline", train=str(toy.train), activation_checkpointing=["BasicBlock"], compile=True
     )
-    assert pipeline.distribution.activation_checkpointing == ["BasicBlock"]
+    assert pipeline.distribution.activation_checkpointing == ("BasicBlock",)
     assert pipeline.distribution.compile is True
 
 
