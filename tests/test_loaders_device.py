@@ -49,6 +49,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two CUDA devices, as far as loaders look, with `LateStreams`."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    # Lightning has torch ask for this number whether a GPU is there; a DataLoader would then pin its batches.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(device, "CudaStreams", LateStreams)
 
 
