@@ -62,7 +62,7 @@ def run(*command: str) -> End:
     """One command, by the installed program."""
     program = Path(sys.executable).with_name("drivetrain")
     done = subprocess.run(
-        [str(program), *command], capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT
+        [str(program), *command], capture_output=True, text=True, timeout=240, check=False, env=ENVIRONMENT
     )
     return End(done.returncode, done.stdout, done.stderr)
 
@@ -71,7 +71,7 @@ def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End
     """Several commands in one process, in which the `blocked` modules cannot be imported."""
     done = subprocess.run(
         [sys.executable, "-c", SEVERAL, json.dumps([commands, blocked])],
-        capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT,
+        capture_output=True, text=True, timeout=240, check=False, env=ENVIRONMENT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [End(*end) for end in json.loads(done.stdout.splitlines()[-1])]
