@@ -121,7 +121,11 @@ class Settings:
         check("flip", is_flag(self.flip) or alternating, "True, False or 'alternating'")
         for name, count in (("scale", 2), ("ratio", 2), ("mean", 3), ("std", 3)):
             check(name, are_numbers(getattr(self, name), count), f"{count} numbers, all of them finite")
-        check("color_jitter", are_numbers(self.color_jitter, 3), "3 numbers: three strengths, all of them finite")
+        check(
+            "color_jitter",
+            are_numbers(self.color_jitter, 3),
+            "3 numbers: three strengths, all of them finite",
+        )
         fields = self.fields
         listed = isinstance(fields, tuple | list) and all(isinstance(name, str) for name in fields)
         check("fields", listed, "a list of names")
