@@ -5,7 +5,7 @@
 A step is forward, backward and SGD on one batch of 16 images of 64 pixels (on a GPU: 256), under bf16 autocast for the
 norms in low precision. All contenders of one surgery take turns in one run; ratios are taken round by round.
 Composer's versions are left out where it is not installed. Compiled is by torch.compile (inductor), whose compile time
-is told apart; from the second run on that is what inductor's cache on disk leaves of it. All of it takes about 15
+is shown separately; from the second run on that is what inductor's cache on disk leaves of it. All of it takes about 15
 minutes on two cores.
 """
 

@@ -196,7 +196,7 @@ def check_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise DataError(f"device={device!r} is no device of torch; use 'cpu' or 'cuda'.") from None
+        raise DataError(f"device={device!r} is not a torch device; use 'cpu' or 'cuda'.") from None
     if found.type not in ("cpu", "cuda"):
         raise DataError(f"device={device!r} is not one that batches are copied to; use 'cpu' or 'cuda'.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():

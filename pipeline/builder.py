@@ -266,7 +266,7 @@ class Pipeline:
             matmul_precision: on GPUs, the precision of float32 matrix products: `"highest"` (float32), `"high"`
                 (TF32, several times as fast on GPUs that have it) or `"medium"`. None, the default, leaves it as it
                 is, in torch `"highest"`: another would change the numbers. Put back after the run. Convolutions are
-                not concerned: cuDNN computes those of float32 in TF32 unless torch is told otherwise.
+                not concerned: cuDNN computes those of float32 in TF32 by default, whatever this says.
             options: the strategy's own.
 
         Raises:

@@ -251,7 +251,9 @@ def _read_state(path: Path) -> dict[str, Any]:
     check_state(path, state)
     names = _file_names(state)
     for name in sorted(set(state["files"]) - names):  # it could lead out of the folder
-        raise CheckpointError(f"{path} is damaged: {name!r} is no file of a checkpoint. {REMEDY}")
+        raise CheckpointError(
+            f"{path} is damaged: it lists {name!r}, which is not a file that checkpoints have. {REMEDY}"
+        )
     for name in sorted(names - set(state["files"])):  # what it holds would not be restored
         raise CheckpointError(f"{path} is damaged: {name!r} is not among its files. {REMEDY}")
     return state

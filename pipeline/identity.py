@@ -1,6 +1,6 @@
 """A value as text that is the same in every process: by which a checkpoint knows the settings of its run.
 
-`repr` gives functions, and objects of classes without a `__repr__`, by their address, which each process has anew.
+`repr` gives functions, and objects of classes without a `__repr__`, by their address, which differs between processes.
 """
 
 from __future__ import annotations

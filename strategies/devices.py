@@ -46,7 +46,7 @@ def pick_device(device: str | None, local_rank: int | None = 0) -> torch.device:
     try:
         named = torch.device(device)
     except RuntimeError as error:
-        raise StrategyError(f"device={device!r} is no device of torch; use 'cpu' or 'cuda'.") from error
+        raise StrategyError(f"device={device!r} is not a torch device; use 'cpu' or 'cuda'.") from error
     if named.type not in ("cpu", "cuda"):
         raise StrategyError(f"device={device!r} is not supported; use 'cpu' or 'cuda'.")
     if named.type == "cpu":

@@ -26,7 +26,8 @@ def pool_buffers(values: Mapping[str, torch.Tensor], model: nn.Module, mean: Mea
     each batch's. A rank's variance is unbiased for its n values of a channel, n / (n - 1), and the whole would be for
     N · n: a share of less than 1 / n. And the second term is that of the *running* means: it has the differences
     between the ranks that last longer than 1 / momentum steps, as where ranks see different data, and little of those
-    that each shuffled batch draws anew. These are missing: of one batch's values a share of about 1 / n_independent.
+    that each shuffled batch draws independently. These are missing: a share of about 1 / n_independent of one batch's
+    values.
 
     Layers whose running variance is a mean of variances also in one process keep the mean: InstanceNorm, and those
     with a class variable `averages_variances` (GhostBatchNorm).

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import composer_reference
 import gpu_device
+import psutil
 import pytest
 from cifar10_files import FILE_BYTES, FakeNpm, closed_port
 from drivetrain.loaders import cifar10
@@ -47,6 +49,19 @@ def one_process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that a test starts; whatever is left of them and their children is killed."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate()
 
 
 @pytest.fixture

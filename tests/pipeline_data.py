@@ -79,6 +79,20 @@ class Sleepy(nn.Module):
         return result
 
 
+class FailsAt(Sleepy):
+    """Raises `error` instead of training step `step`, counted from 0."""
+
+    def __init__(self, step: int, error: type[BaseException]) -> None:
+        super().__init__(0)
+        self.left, self.error = step, error
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.left -= self.training and len(images) == BATCH
+        if self.left < 0:
+            raise self.error
+        return super().forward(images)
+
+
 def evaluated(model: nn.Module, path: str) -> tuple[float, float]:
     """Mean cross entropy and accuracy on a file, all of it in one batch."""
     with FFCVLoader(path, batch_size=VAL, image_size=SIDE, train=False, workers=1) as loader, torch.no_grad():

@@ -302,7 +302,7 @@ class Steady(Fading):
 
 
 def test_no_method_that_follows_the_length_takes_other_epochs(toy: Toy, tmp_path: Path) -> None:
-    """Each by what it declares, also one of a user's own, which is told how to declare."""
+    """Each is refused by what it declares; one of the user's that declares nothing learns how to."""
     pipeline = toy.pipeline(gyro)
     for name, one in {
         "lookahead": pipeline.transform(Lookahead(2, power=3.0)),

@@ -34,7 +34,7 @@ MUTATIONS = [
     1e308,
 ]  # fmt: skip
 FREE = {"drivetrain", "strategy", "description", "parameters", "run"}
-"""What says where a checkpoint is from, and is no part of the training."""
+"""What says where a checkpoint is from, not what the training does."""
 
 
 def with_dropout() -> nn.Module:

@@ -114,7 +114,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(saved: Path, tmp_path: P
     for name in ("../model.safetensors", "/etc/hostname", "model.pt", "model.safetensors/../x"):
         place = copy_of(saved, tmp_path)
         with_right_digests(place, files={name: {"bytes": 1, "sha256": ""}})
-        with pytest.raises(CheckpointError, match="is no file of a checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a file that checkpoints have"):
             Checkpoint(place)
 
 

@@ -14,7 +14,7 @@ from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrup
 from drivetrain.pipeline.retention import Store
 from drivetrain.pipeline.snapshot import shares
 from drivetrain.strategies import launch
-from pipeline_data import BATCH, TRAIN, Sleepy, Toy, batch_norm_model, numbers, plain_model
+from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, batch_norm_model, numbers, plain_model
 
 STEPS = TRAIN // BATCH
 
@@ -68,20 +68,6 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-class FailsAt(Sleepy):
-    """At a step of the training."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(0)
-        self.left = step
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.left -= self.training and len(images) == BATCH
-        if self.left < 0:
-            raise ZeroDivisionError
-        return super().forward(images)
-
-
 def test_an_older_one_of_the_same_folder_loses_no_newer_one(toy: Toy, tmp_path: Path) -> None:
     """It is refused, and nothing has changed; the newest one, by its path, continues the run as `auto` does."""
     pipeline, how = toy.pipeline(lambda: Sleepy(0)), Checkpoints(keep=10)
@@ -103,7 +89,12 @@ def test_an_older_one_of_the_same_folder_loses_no_newer_one(toy: Toy, tmp_path: 
     for step in (12, 16):
         (folder / f"step-{step:08d}").rename(tmp_path / f"step-{step:08d}")
     with pytest.raises(ZeroDivisionError):
-        fit(toy.pipeline(lambda: FailsAt(2)), out=run, resume=folder / "step-00000008", checkpoints=how)
+        fit(
+            toy.pipeline(lambda: FailsAt(2, ZeroDivisionError)),
+            out=run,
+            resume=folder / "step-00000008",
+            checkpoints=how,
+        )
     assert steps_in(run) == [4, 8]  # a crash before the first save, after which `auto` knows its run
     again = fit(pipeline, out=run, resume="auto", checkpoints=how)
     assert again.history.facts["resumed"][-1]["step"] == 8
@@ -132,7 +123,11 @@ def test_a_crash_before_the_first_checkpoint_of_a_branch(toy: Toy, tmp_path: Pat
     whole = fit(pipeline, out=trunk, checkpoints=Checkpoints(keep=9))
     before = everything_in(trunk)
     with pytest.raises(ZeroDivisionError):
-        fit(toy.pipeline(lambda: FailsAt(1)), out=out, resume=trunk / "checkpoints" / "step-00000008")
+        fit(
+            toy.pipeline(lambda: FailsAt(1, ZeroDivisionError)),
+            out=out,
+            resume=trunk / "checkpoints" / "step-00000008",
+        )
     assert steps_in(out) == []
     resumed = fit(pipeline, out=out, resume="auto")
     assert resumed.history.facts["resumed"][0]["step"] == 8

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -331,19 +330,6 @@ def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy) -> None:
     loader.close()
     assert time.monotonic() - start < 2
     assert not [c for c in psutil.Process().children() if "spawn_main" in str(c.cmdline())]
-
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that a test starts; whatever is left of them and their children is killed."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-            process.kill()
-        process.communicate()
 
 
 SCRIPT = """

@@ -68,7 +68,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"workers": 1.5}, "workers=1.5"),
     ({"batches_ahead": 0}, "batches_ahead=0"),
     ({"indices": []}, "indices must be a non-empty list"),
-    ({"device": "gpu"}, "device='gpu' is no device of torch"),
+    ({"device": "gpu"}, "device='gpu' is not a torch device"),
     ({"device": "cuda:77"}, "device='cuda:77' is not here: torch sees [0-9]+ CUDA"),
     ({"device": "meta"}, "device='meta' is not one"),
     ({"indices": [True] * 3}, "non-empty list"),

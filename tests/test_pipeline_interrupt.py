@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +49,6 @@ except TrainingInterrupted as interrupt:
     print("left", threads, children, flush=True)
     raise
 """
-
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that a test starts; whatever is left of them and their children is killed."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-            process.kill()
-        process.communicate()
 
 
 def start(started: list[subprocess.Popen[str]], command: list[str]) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ from drivetrain.pipeline import Checkpoints, TrainingInterrupted
 from drivetrain.pipeline.cli import _what_is_left
 from drivetrain.pipeline.result import save_weights
 from drivetrain.pipeline.run_folder import draw_curves, read_history
-from pipeline_data import BATCH, TRAIN, Sleepy, Toy, numbers, plain_model
+from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, numbers, plain_model
 from safetensors.torch import load_file
 
 STEPS = TRAIN // BATCH
@@ -77,20 +77,6 @@ def test_a_folder_in_the_place_of_a_file_is_named(toy: Toy, tmp_path: Path, name
     assert not (tmp_path / "history.json").is_file()
 
 
-class Stops(Sleepy):
-    """Is interrupted at a step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(0)
-        self.left = step
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.left -= self.training and len(images) == BATCH
-        if self.left < 0:
-            raise KeyboardInterrupt
-        return super().forward(images)
-
-
 def test_ctrl_c_in_the_epoch_that_was_resumed_counts_those_before(toy: Toy, tmp_path: Path) -> None:
     """With their result where the folder has it; an epoch that this process finishes is one more."""
     run, how = tmp_path / "run", Checkpoints(every_steps=1, keep=99, background=False)
@@ -98,7 +84,7 @@ def test_ctrl_c_in_the_epoch_that_was_resumed_counts_those_before(toy: Toy, tmp_
 
     def interrupted(step: int, **more: Any) -> TrainingInterrupted:
         with pytest.raises(TrainingInterrupted) as caught:
-            toy.pipeline(lambda: Stops(step)).fit(**arguments, **more)
+            toy.pipeline(lambda: FailsAt(step, KeyboardInterrupt)).fit(**arguments, **more)
         return caught.value
 
     first = interrupted(2 * STEPS + 2, out=run)

@@ -88,6 +88,14 @@ EVERYWHERE = {"c", "m", "dl", "rt", "pthread", "stdc++", "gcc_s", "z"}
 """Libraries that every Linux with Python has: lib….so."""
 
 
+def build_wheel(python: Path, name: str, out: Path) -> Path:
+    """Build the wheel of a pinned package with that Python, and return its path."""
+    options = "--quiet", "--no-deps", "--no-build-isolation"
+    run(python, "-m", "pip", "wheel", *options, "--wheel-dir", out, pinned(name))
+    (made,) = out.glob(f"{name.replace('-', '_')}-*.whl")
+    return made
+
+
 def native_wheel(python: Path, scratch: Path, out: Path) -> None:
     """Write FFCV's wheel, with the shared libraries that it needs inside.
 
@@ -95,19 +103,7 @@ def native_wheel(python: Path, scratch: Path, out: Path) -> None:
         KitError: if the wheel would need a library that the GPU machine may lack.
     """
     raw, stub = scratch / "raw", scratch / "stub"
-    run(
-        python,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        raw,
-        pinned("ffcv"),
-    )
-    (wheel,) = raw.glob("ffcv-*.whl")
+    wheel = build_wheel(python, "ffcv", raw)
     stub.mkdir()
     (stub / "glx.c").write_text(NO_OPENGL)
     run("cc", "-shared", "-fPIC", "-Wl,-soname,libGLX.so.0", "-o", stub / "libGLX.so.0", stub / "glx.c")
@@ -170,19 +166,7 @@ def pure_wheel(python: Path, name: str, out: Path) -> None:
     Raises:
         KitError: if it comes out with compiled code in it.
     """
-    run(
-        python,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        out,
-        pinned(name),
-    )
-    (made,) = out.glob(f"{name.replace('-', '_')}-*.whl")
+    made = build_wheel(python, name, out)
     if not made.name.endswith("-none-any.whl"):
         raise install.KitError(f"{made.name} is not pure Python, and was built for {python}.")
 
