@@ -34,22 +34,26 @@ def until(deadline: float, batches: Iterable[T]) -> Iterator[T]:
         yield batch
 
 
+class _Alarm(KeyboardInterrupt):
+    """What `alarm` raises, so that whatever ends properly on Ctrl-C does so here, and nothing takes it for an error."""
+
+
 @contextmanager
 def alarm(deadline: float) -> Iterator[None]:
     """Within the block OutOfTime is raised `GRACE` seconds after the deadline, as Ctrl-C raises KeyboardInterrupt.
 
     `until` looks at the time between two batches only. A batch may never come (workers that take a minute to start),
-    and a model may take long to build. This sends SIGINT to the main thread, so it works where Ctrl-C does: in the
-    main thread, with Python's own handler; elsewhere the block is left alone. One call into native code, such as a
-    backward, is not interrupted.
+    and a model may take long to build. This sends the main thread a signal of its own, so it works also where SIGINT is
+    ignored (a shell's background jobs) or another timer is set; in another thread the block is left alone. One call
+    into native code, such as a backward, is not interrupted.
 
     Raises:
         OutOfTime: see above.
         KeyboardInterrupt: if it was Ctrl-C.
     """
     main = threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not main or handler is not signal.default_int_handler:
+    number = _free_signal()
+    if threading.current_thread() is not main or number is None:
         yield
         return
     lock = threading.Lock()
@@ -60,10 +64,14 @@ def alarm(deadline: float) -> Iterator[None]:
         with lock:
             if not over and main.ident is not None:
                 sent.append(True)
-                signal.pthread_kill(main.ident, signal.SIGINT)
+                signal.pthread_kill(main.ident, number)
+
+    def come(*_: object) -> None:
+        raise _Alarm
 
     timer = threading.Timer(max(deadline + GRACE - perf_counter(), 0.0), send)
     timer.daemon = True
+    signal.signal(number, come)
     timer.start()
     came = False
     try:
@@ -73,14 +81,21 @@ def alarm(deadline: float) -> Iterator[None]:
             raise
         came = True
     finally:
-        with lock:
-            over.append(True)
-        timer.cancel()
-        if sent and not came:  # it is under way: let it arrive here, and not in the caller's code
-            with suppress(KeyboardInterrupt):
+        with suppress(_Alarm):
+            with lock:
+                over.append(True)
+            timer.cancel()
+            if sent and not came:  # it is under way: let it arrive here, and not in the caller's code
                 sleep(GRACE)
+        signal.signal(number, signal.SIG_DFL)
     if came:
         raise OutOfTime
+
+
+def _free_signal() -> int | None:
+    """Return a real-time signal that nothing in this process handles; None where the system has none (macOS)."""
+    numbers = range(getattr(signal, "SIGRTMIN", 0) + 1, getattr(signal, "SIGRTMAX", 0))
+    return next((number for number in numbers if signal.getsignal(number) is signal.SIG_DFL), None)
 
 
 class Budget:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -169,14 +170,21 @@ class Stuck(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("when", ["build", "forward"])
-def test_what_never_ends_is_interrupted(when: str, toy: Toy) -> None:
-    pipeline = toy.pipeline(lambda: Stuck(when), loader="torch", workers=0)
-    handler, start = signal.getsignal(signal.SIGINT), time.monotonic()
+def handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+@pytest.mark.parametrize("when", ["build", "forward", "forward in the background"])
+def test_what_never_ends_is_interrupted(when: str, toy: Toy, request: pytest.FixtureRequest) -> None:
+    pipeline = toy.pipeline(lambda: Stuck(when.partition(" ")[0]), loader="torch", workers=0)
+    if "background" in when:  # a shell starts such jobs with SIGINT ignored
+        request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before, start = handlers(), time.monotonic()
     with pytest.raises(LedgerError, match="plain PyTorch was still at its first turn"):
         pipeline.ledger(seconds=2, progress=False)
     assert time.monotonic() - start < 15
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert handlers() == before
 
 
 def test_the_alarm_is_over_with_its_block() -> None:
