@@ -20,7 +20,7 @@ _HOME = {
     "LedgerInterrupted": "ledger_result",
     "Logger": "loggers",
     "LoggerWarning": "loggers",
-    "Pipeline": "builder",
+    "Pipeline": "pipeline",
     "Plan": "plan",
     "Step": "plan",
     "TrainingInterrupted": "result",
@@ -54,12 +54,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .build import Built
-    from .builder import Pipeline
     from .exporting import export
     from .ledger_compare import compare
     from .ledger_result import Ledger, LedgerInterrupted
     from .loggers import Logger, LoggerWarning
     from .loop import evaluate, train_epoch
+    from .pipeline import Pipeline
     from .plan import Plan, Step
     from .recipes import RECIPES
     from .result import Epoch, FitResult, History, TrainingInterrupted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .. import loaders, strategies
+from .. import loaders
 from ..errors import PlanError, StrategyError
 from ..loaders.epochs import EpochLoader
 from ..strategies import Engine, OptimizerFactory
 from ..strategies.devices import rank_device
-from ..transforms import CHANGES_MODEL, CutMix, Loss, MixUp, Report
-from .builder import Pipeline
+from ..transforms import CHANGES_MODEL, CutMix, Loss, MixUp, Report, Transform
 from .checks import check_loss, check_output, count_classes
 from .methods import Methods
-from .plan import sort_transforms, train_settings
+from .pipeline_spec import PipelineSpec
+from .resolve import ResolvedPlan
 from .stages import Data, Distribution
 
 
@@ -61,28 +61,27 @@ class Built:
         self.close()
 
 
-def build(pipeline: Pipeline) -> Built:
-    """Builds everything for this process, which is a rank if a process group runs.
+def build(plan: ResolvedPlan) -> Built:
+    """Build everything for this process, which is a rank if a process group runs.
 
     Raises:
         PlanError, DataError, StrategyError: before any training.
     """
-    pipeline.plan()
-    how = pipeline.distribution
+    how = plan.distribution
     device = expected_device(how)
-    train, val = make_loaders(pipeline, device)
-    parts = make_parts(pipeline, train, val)
-    engine = strategies.get(how.strategy, **how.options).prepare(
+    train, val = make_loaders(plan, device)
+    parts = make_parts(plan, train, val)
+    engine = plan.strategy.prepare(
         parts.model,
-        optimizer_factory(pipeline),
+        optimizer_factory(plan),
         **how.step_options,
     )
     if engine.device != device:
         for loader in (train, val):
             if loader is not None:
                 loader.close()
-        train, val = make_loaders(pipeline, engine.device)
-    methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, parts.classes)
+        train, val = make_loaders(plan, engine.device)
+    methods = Methods(plan.transforms, plan.seed, parts.classes)
     return Built(engine, train, val, parts.loss(engine.device), methods, parts.reports)
 
 
@@ -96,7 +95,7 @@ class Parts:
         classes: of the data.
     """
 
-    pipeline: Pipeline
+    plan: ResolvedPlan
     model: nn.Module
     reports: tuple[Report, ...]
     classes: int
@@ -107,26 +106,25 @@ class Parts:
         Raises:
             PlanError: if it cannot take the targets, or gives no single number.
         """
-        loss, transforms = training_loss(self.pipeline), self.pipeline.transforms
+        loss, transforms = training_loss(self.plan), self.plan.transforms
         check_loss(loss, self.classes, device, soft=any(isinstance(t, MixUp | CutMix) for t in transforms))
         return loss
 
 
-def make_parts(pipeline: Pipeline, train: EpochLoader, val: EpochLoader | None) -> Parts:
+def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) -> Parts:
     """Builds the model, and holds data, model and loss to each other.
 
     Raises:
         PlanError: if they do not go together.
     """
-    data = pipeline.data
-    assert data is not None  # the plan has checked
+    data = plan.data
     classes = count_classes(train, val, data)
-    model, reports = build_model(pipeline)
-    for transform in pipeline.transforms:
+    model, reports = build_model(plan.spec, plan.transforms)
+    for transform in plan.transforms:
         transform.begin(model, len(train))  # an epoch, until the training says how long it is
-    with seeded(pipeline.seed):
-        check_output(model, classes, data, pipeline.distribution.precision)
-    return Parts(pipeline, model, reports, classes)
+    with seeded(plan.seed):
+        check_output(model, classes, data, plan.distribution.precision)
+    return Parts(plan, model, reports, classes)
 
 
 def expected_device(how: Distribution) -> torch.device:
@@ -140,19 +138,17 @@ def expected_device(how: Distribution) -> torch.device:
         return torch.device("cpu")
 
 
-def make_loaders(pipeline: Pipeline, device: torch.device) -> tuple[EpochLoader, EpochLoader | None]:
+def make_loaders(plan: ResolvedPlan, device: torch.device) -> tuple[EpochLoader, EpochLoader | None]:
     """The loaders of this rank's share, of the training data and of the validation data, if there are any."""
-    data = pipeline.data
-    assert data is not None  # the plan has checked
-    train = make_loader(pipeline, data, data.train, train=True, device=device)
+    data = plan.data
+    train = make_loader(plan, data.train, train=True, device=device)
     if data.val is None:
         return train, None
-    return train, make_loader(pipeline, data, data.val, train=False, device=device)
+    return train, make_loader(plan, data.val, train=False, device=device)
 
 
 def make_loader(
-    pipeline: Pipeline,
-    data: Data,
+    plan: ResolvedPlan,
     source: str,
     *,
     train: bool,
@@ -160,6 +156,7 @@ def make_loader(
     ranks: tuple[int, int] | None = None,
 ) -> EpochLoader:
     """A loader of this rank's share; `ranks` is its number and theirs, None: those of the process group."""
+    data = plan.data
     if ranks is None:
         in_group = dist.is_available() and dist.is_initialized()
         ranks = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
@@ -169,13 +166,13 @@ def make_loader(
         batch_size=data.batch_size,
         image_size=data.image_size if train else data.eval_size,
         train=train,
-        seed=pipeline.seed,
+        seed=plan.seed,
         workers=data.workers,
         device=device,
         drop_last=train,  # a partial batch would weigh its samples more, and differently on each rank
         rank=ranks[0],
         world_size=ranks[1],
-        **(train_settings(data, pipeline.transforms) if train else data.settings),
+        **(plan.train_settings if train else data.settings),
     )
     return loader
 
@@ -187,46 +184,50 @@ def source_file(data: Data, source: str, *, progress: bool = True) -> Path:
     return loaders.resolve(source, progress=progress)
 
 
-def build_model(pipeline: Pipeline) -> tuple[nn.Module, tuple[Report, ...]]:
-    """The model after surgery, on the CPU, and what each surgery changed. The global RNG is put back."""
-    with seeded(pipeline.seed):
-        model = _fresh_model(pipeline)
-        ordered = sort_transforms(pipeline.transforms)
-        reports = tuple(t.apply(model) for t in ordered if t.kind in CHANGES_MODEL)
+def build_model(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn.Module, tuple[Report, ...]]:
+    """The model after surgery, on the CPU, and what each surgery changed. The global RNG is put back.
+
+    Args:
+        spec: with the model and the seed.
+        transforms: in order; only those that change the model are applied.
+    """
+    with seeded(spec.seed):
+        model = _fresh_model(spec)
+        reports = tuple(t.apply(model) for t in transforms if t.kind in CHANGES_MODEL)
     return model, reports
 
 
-def _fresh_model(pipeline: Pipeline) -> nn.Module:
-    options = ", ".join(f"{name}={value!r:.40}" for name, value in pipeline.model_options.items())
-    if isinstance(pipeline.model, nn.Module):
+def _fresh_model(spec: PipelineSpec) -> nn.Module:
+    options = ", ".join(f"{name}={value!r:.40}" for name, value in spec.model_options.items())
+    if isinstance(spec.model, nn.Module):
         try:
-            return _not_compiled(copy.deepcopy(pipeline.model)).cpu()
+            return _not_compiled(copy.deepcopy(spec.model)).cpu()
         except (RuntimeError, TypeError) as error:
             raise PlanError(f"Your model cannot be copied: {error}. Give its factory instead.") from error
     try:
-        model: object = pipeline.model(**pipeline.model_options)
+        model: object = spec.model(**spec.model_options)
     except (TypeError, ValueError) as error:
-        remedy = _nearest_option(pipeline)
-        if pipeline.recipe is not None and options:
+        remedy = _nearest_option(spec)
+        if spec.recipe is not None and options:
             remedy += (
                 " The model_options of a recipe are for its own model; with another, replace them all, e.g. "
                 'model_options={"num_classes": 10}.'
             )
         told = str(error).rstrip(".")
-        raise PlanError(f"{pipeline.model_name}({options}) cannot be built: {told}.{remedy}") from error
+        raise PlanError(f"{spec.model_name}({options}) cannot be built: {told}.{remedy}") from error
     if not isinstance(model, nn.Module):
-        raise PlanError(f"The factory {pipeline.model_name} gave a {type(model).__name__}, not a module.")
+        raise PlanError(f"The factory {spec.model_name} gave a {type(model).__name__}, not a module.")
     return _not_compiled(model)
 
 
-def _nearest_option(pipeline: Pipeline) -> str:
+def _nearest_option(spec: PipelineSpec) -> str:
     """For a model that cannot be built: its options that its factory does not name, each with the nearest that it
     does."""
     try:
-        known = inspect.signature(pipeline.model).parameters
+        known = inspect.signature(spec.model).parameters
     except (TypeError, ValueError):  # a factory written in C
         return ""
-    wrong = [name for name in pipeline.model_options if name not in known]
+    wrong = [name for name in spec.model_options if name not in known]
     near = {name: difflib.get_close_matches(name, known, n=1) for name in wrong}
     return "".join(f" Did you mean {found[0]!r} by {name!r}?" for name, found in near.items() if found)
 
@@ -240,19 +241,18 @@ def _not_compiled(model: nn.Module) -> nn.Module:
     return model
 
 
-def optimizer_factory(pipeline: Pipeline) -> OptimizerFactory:
+def optimizer_factory(plan: ResolvedPlan) -> OptimizerFactory:
     """The factory of the optimizer, changed by the pipeline's optimizer transforms in the plan's order."""
-    assert pipeline.data is not None  # the plan has checked
-    factory: OptimizerFactory = pipeline.optimization.at(pipeline.data.batch_size).factory
-    for transform in sort_transforms(pipeline.transforms):
+    factory: OptimizerFactory = plan.optimization.factory
+    for transform in plan.transforms:
         factory = transform.optimizer(factory)
     return factory
 
 
-def training_loss(pipeline: Pipeline) -> Loss:
+def training_loss(plan: ResolvedPlan) -> Loss:
     """Cross entropy, changed by the pipeline's loss transforms in the plan's order."""
     loss: Loss = F.cross_entropy
-    for transform in sort_transforms(pipeline.transforms):
+    for transform in plan.transforms:
         if transform.kind == "loss":
             loss = transform.loss(loss)
     return loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,35 +11,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
-from ..errors import DataError, DrivetrainError, PlanError
+from ..errors import DrivetrainError, PlanError
 from ..loaders.epochs import EpochLoader
-from ..loaders.order import check_batch_size
-from ..loaders.tables import read_header
 from ..strategies import Precision
 from ..strategies.options import HALF
 from ..transforms import Loss
 from .stages import Data
-
-
-def check_sources(data: Data, devices: int) -> None:
-    """Looks at the files of a pipeline as far as their headers; data sets by name are not fetched.
-
-    Raises:
-        DataError: for a file that is missing, cannot be read, or is not a finished `.beton` file, for a folder where a
-            file is needed, and for fewer training samples than a batch has.
-    """
-    from ..loaders.datasets import NAMES, resolve
-
-    for source in (data.train, data.val):
-        if source is None or source in NAMES or (data.loader == "torch" and Path(source).is_dir()):
-            continue
-        path = resolve(source)
-        try:
-            samples = int(read_header(path)["num_samples"])
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-        if source == data.train:
-            check_batch_size(data.batch_size, samples, full=True, world_size=devices)
 
 
 def count_classes(train: EpochLoader, val: EpochLoader | None, data: Data) -> int:

@@ -18,8 +18,8 @@ from ..errors import CheckpointError, DrivetrainError, LedgerError, PlanError
 from . import cli_data
 
 if TYPE_CHECKING:
-    from .builder import Pipeline
     from .ledger_result import Ledger
+    from .pipeline import Pipeline
     from .result import TrainingInterrupted
 
 
@@ -154,8 +154,8 @@ def train(
     directory, not to the file; a custom model (model: module:factory) is imported from there or from
     the file's folder. Under torchrun: torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8.
     """
-    from .builder import CHECKPOINTS, Pipeline
     from .fit import fit, leads
+    from .pipeline import CHECKPOINTS, Pipeline
     from .result import TrainingInterrupted
 
     if ledger:
@@ -272,7 +272,7 @@ def ledger(
         )
     if epochs is not None and not accuracy:
         raise PlanError("--epochs is of the trainings that --accuracy asks for. Give both, or neither.")
-    from .builder import Pipeline
+    from .pipeline import Pipeline
 
     _find_modules(context, recipe)
     pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))

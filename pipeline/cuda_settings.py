@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
-from ..errors import PlanError, suggest
-from ..transforms import ProgressiveResizing
-
-if TYPE_CHECKING:
-    from .builder import Pipeline
-    from .stages import Distribution
-
-MatmulPrecision = Literal["highest", "high", "medium"]
-PRECISIONS: dict[str, str] = {
-    "highest": "full float32",
-    "high": "TF32: float32 with 10 bits after the point",
-    "medium": "bfloat16 where the hardware has it, else TF32",
-}
-"""Names of `torch.set_float32_matmul_precision`, and what they mean on a GPU."""
-
-
-def check_settings(cudnn_benchmark: object, matmul_precision: object) -> None:
-    """Raise PlanError for a value that means nothing."""
-    if cudnn_benchmark is not None and not isinstance(cudnn_benchmark, bool):
-        raise PlanError(
-            f"cudnn_benchmark={cudnn_benchmark!r} must be True, False, or None to let the plan choose."
-        )
-    if matmul_precision is not None and matmul_precision not in tuple(PRECISIONS):
-        raise PlanError(
-            f"matmul_precision={matmul_precision!r} is not known.{suggest(str(matmul_precision), PRECISIONS)}"
-        )
+from ..transforms import ProgressiveResizing, Transform
+from .stages import Distribution
 
 
 def uses_gpu(how: Distribution) -> bool:
@@ -42,35 +18,34 @@ def uses_gpu(how: Distribution) -> bool:
     return torch.cuda.is_available() if how.device is None else torch.device(how.device).type == "cuda"
 
 
-def choose_benchmark(pipeline: Pipeline) -> tuple[bool, str]:
+def choose_benchmark(how: Distribution, transforms: Sequence[Transform]) -> tuple[bool, str]:
     """Return whether cuDNN tries its algorithms at the first batch of each size, and the reason.
 
     It is worth it where images keep their size, which all batches of a pipeline do but for ProgressiveResizing's.
     A process that asks torch for deterministic algorithms gets no benchmark, for it may choose others each time.
     """
-    chosen = pipeline.distribution.cudnn_benchmark
+    chosen = how.cudnn_benchmark
     if chosen is not None:
         return chosen, "as set"
     if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
         return False, "torch is set to deterministic algorithms, and a benchmark may choose others each time"
-    if any(isinstance(transform, ProgressiveResizing) for transform in pipeline.transforms):
+    if any(isinstance(transform, ProgressiveResizing) for transform in transforms):
         return False, "ProgressiveResizing changes the size of the images, and each size would be measured"
     return True, "images keep their size, so that the fastest convolutions are measured once"
 
 
 @contextmanager
-def cuda_settings(pipeline: Pipeline) -> Iterator[None]:
+def cuda_settings(how: Distribution, transforms: Sequence[Transform]) -> Iterator[None]:
     """Inside it torch's switches are those of the pipeline; after it as before, also after an error.
 
     Without a GPU nothing is touched: the precision of float32 matmuls concerns some CPUs, too.
     """
-    how = pipeline.distribution
     if not uses_gpu(how):
         yield
         return
     with ExitStack() as stack:
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-        torch.backends.cudnn.benchmark, _ = choose_benchmark(pipeline)
+        torch.backends.cudnn.benchmark, _ = choose_benchmark(how, transforms)
         if how.matmul_precision is not None:
             for undo in _matmul_switches():
                 stack.callback(undo)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError, require_suffix
-from ..transforms import NothingChanged
+from ..transforms import NothingChanged, Transform
 from .build import build_model
-from .builder import Pipeline
 from .checkpoint import Checkpoint
 from .facts import described
 from .models import model_factory
+from .pipeline_spec import PipelineSpec
 from .result import plain_state, save_weights
 from .resume import restoring, with_averages
 from .retention import Store, best_of, find
@@ -94,21 +94,21 @@ def _plain(
     if isinstance(given, str):
         given = model_factory(given)
     with restoring(checkpoint):
-        pipeline, transforms = described(found, given)
+        spec, transforms = described(found, given)
     if given is None:
         with restoring(checkpoint):
-            model = _built(pipeline)
+            model = _built(spec, transforms)
     else:
-        model = _built(pipeline)
-        _check_fits(model, state, pipeline.model_name, checkpoint.path)
+        model = _built(spec, transforms)
+        _check_fits(model, state, spec.model_name, checkpoint.path)
     with restoring(checkpoint):
         return plain_state(state, model, transforms)
 
 
-def _built(pipeline: Pipeline) -> nn.Module:
+def _built(spec: PipelineSpec, transforms: Sequence[Transform]) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingChanged)  # the training has warned
-        return build_model(pipeline)[0]
+        return build_model(spec, transforms)[0]
 
 
 def _check_fits(model: nn.Module, state: dict[str, torch.Tensor], name: str, where: Path) -> None:

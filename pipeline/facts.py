@@ -16,32 +16,32 @@ from ..loaders.epochs import EpochLoader
 from ..strategies.optimizer_state import IMPLEMENTATION
 from ..transforms import Transform, declares_length, follows_length
 from .build import Built
-from .builder import Pipeline
 from .checkpoint_fields import REMEDY
 from .identity import identity
 from .models import name_of_factory
-from .plan import sort_transforms
+from .order import sort_transforms
+from .pipeline_spec import PipelineSpec
+from .resolve import ResolvedPlan
 
 
-def run_facts(pipeline: Pipeline, built: Built, epochs: int) -> dict[str, Any]:
+def run_facts(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
     """What must be the same for a run to go on as if it had not been interrupted.
 
     Left out is what does not change the numbers, or what checkpoints are there to change: strategy, devices,
     microbatches, workers, paths. Names and shapes of the model are compared when they are loaded.
     """
-    data, train, how = pipeline.data, built.train, pipeline.distribution
-    assert data is not None  # the plan has checked
-    optimization = pipeline.optimization
+    data, train, how = plan.data, built.train, plan.distribution
+    optimization = plan.optimization
     by_name = isinstance(optimization.optimizer, str)
     facts = {
-        "seed": pipeline.seed,
+        "seed": plan.seed,
         "training samples": len(train.indices),
         "training data (CRC-32)": _identity(train),
         "batch_size": data.batch_size,
         "image_size": data.image_size,
         "loader": data.loader,
         "load settings": dict(data.settings),
-        "transforms": [identity(transform) for transform in sort_transforms(pipeline.transforms)],
+        "transforms": [identity(transform) for transform in plan.transforms],
         "optimizer": optimization.optimizer if by_name else "a factory",
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
         "schedule": optimization.schedule,
@@ -107,12 +107,12 @@ def _alike(left: Any, right: Any) -> bool:
     return left == left and (all(plain) or type(left) is type(right))
 
 
-def tied_to_length(pipeline: Pipeline) -> list[str]:
+def tied_to_length(plan: ResolvedPlan) -> list[str]:
     """What another number of epochs would change in steps that are done already."""
-    shape, tied = pipeline.optimization, []
+    shape, tied = plan.optimization, []
     if shape.schedule != "constant" or shape.warmup:
         tied.append(f"the learning rate (schedule={shape.schedule!r}, warmup={shape.warmup})")
-    for transform in sort_transforms(pipeline.transforms):
+    for transform in plan.transforms:
         if follows_length(transform):
             name = type(transform).__name__
             hint = (
@@ -147,19 +147,19 @@ def _identity(loader: EpochLoader) -> int:
     return zlib.crc32((loader.labels if checksums is None else checksums).tobytes())
 
 
-def description(pipeline: Pipeline) -> dict[str, Any] | None:
+def description(plan: ResolvedPlan) -> dict[str, Any] | None:
     """The model and what changed it, as JSON values to rebuild it from; None if JSON cannot hold them.
 
     The model is None if it has no name: a built module, or a function that cannot be imported.
     """
-    name = None if isinstance(pipeline.model, nn.Module) else name_of_factory(pipeline.model)
+    name = None if isinstance(plan.model, nn.Module) else name_of_factory(plan.model)
     try:
-        changes = [t for t in pipeline.transforms if t.kind in transforms.CHANGES_MODEL]
+        changes = [t for t in plan.transforms if t.kind in transforms.CHANGES_MODEL]
         found = {
             "model": name,
-            "model_options": dict(pipeline.model_options),
+            "model_options": dict(plan.model_options),
             "transforms": [transforms.to_dict(transform) for transform in changes],
-            "seed": pipeline.seed,
+            "seed": plan.seed,
         }
         return dict(json.loads(json.dumps(found)))
     except (TypeError, ValueError):  # a value that is no JSON, or no model of that name
@@ -168,8 +168,8 @@ def description(pipeline: Pipeline) -> dict[str, Any] | None:
 
 def described(
     found: dict[str, Any], model: str | Callable[..., nn.Module] | nn.Module | None = None
-) -> tuple[Pipeline, tuple[Transform, ...]]:
-    """A pipeline with the model of a `description`, and its transforms in order.
+) -> tuple[PipelineSpec, tuple[Transform, ...]]:
+    """A pipeline's description with the model of a `description`, and its transforms in order.
 
     Args:
         found: the description.
@@ -193,4 +193,4 @@ def described(
     made = tuple(transforms.get(**entry) for entry in found["transforms"])
     chosen = named if model is None else model
     options = {} if isinstance(model, nn.Module) else found["model_options"]
-    return Pipeline(chosen, seed=found["seed"], **options).transform(*made), sort_transforms(made)
+    return PipelineSpec(chosen, seed=found["seed"], **options).transform(*made), sort_transforms(made)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import tempfile
@@ -16,14 +15,15 @@ from .. import strategies
 from ..errors import DrivetrainError, PlanError, StrategyError
 from ..transforms import NothingChanged
 from .build import build, build_model, seeded, source_file
-from .builder import LOG_EVERY, Pipeline
 from .cuda_settings import cuda_settings
-from .loggers import Choice
+from .loggers import LOG_EVERY, Choice
 from .loggers import check as check_loggers
 from .nonfinite import OnNonFinite, check_choice
-from .plan import make_plan, sort_transforms
+from .pipeline_spec import PipelineSpec
+from .plan import Plan
 from .progress import in_cell, say
 from .records import Job, Outcome
+from .resolve import ResolvedPlan, resolve
 from .result import FitResult, TrainingInterrupted
 from .resume import global_randomness_kept
 from .retention import Checkpoints
@@ -32,7 +32,7 @@ from .run_folder import claimed, descriptions, draw_curves, replaced
 
 
 def fit(
-    pipeline: Pipeline,
+    spec: PipelineSpec,
     *,
     epochs: int | None,
     out: str | Path | None,
@@ -45,27 +45,26 @@ def fit(
     show_plan: bool = False,
 ) -> FitResult:
     """See `Pipeline.fit`. With `show_plan` it prints the plan, after every check that can be made before training."""
-    epochs = pipeline.epochs if epochs is None else epochs
+    epochs = spec.epochs if epochs is None else epochs
     if epochs is None:
         raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
     resume = _checked(resume, checkpoints, out)
     check_choice(on_nonfinite)
-    pipeline = pipeline._with(epochs=epochs)  # whose number of epochs the plan checks
-    plan = pipeline.plan()
+    plan = resolve(spec.replace(epochs=epochs))
     folder = None if out is None else Path(out)
-    loggers = check_loggers(logger, log_every, folder, travels=not _is_rank(pipeline))
+    loggers = check_loggers(logger, log_every, folder, travels=not _is_rank(plan))
     if folder is not None:  # last: what is refused leaves no folder
         make_folder(folder)
-    texts, note = descriptions(pipeline, epochs) if folder is not None else ({}, "")
+    texts, note = descriptions(plan) if folder is not None else ({}, "")
     job = Job(
         epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell(),
-        plan=f"{plan!r}" if show_plan else "",
+        plan=f"{Plan(plan.steps)!r}" if show_plan else "",
     )  # fmt: skip
     with claimed(folder) if folder is not None and leads() else nullcontext():
-        pipeline = with_files(pipeline, progress)
+        plan = with_files(plan, progress)
         for text in (note, "" if folder is None else replaced(folder, resume)):
             _tell(text, progress)
-        return _fit(pipeline, job)
+        return _fit(plan, job)
 
 
 def _checked(
@@ -96,18 +95,18 @@ def _checked(
     return resume
 
 
-def _fit(pipeline: Pipeline, job: Job) -> FitResult:
+def _fit(plan: ResolvedPlan, job: Job) -> FitResult:
     """Trains, and draws the curves."""
     folder, progress = job.folder, job.progress
     interrupted: TrainingInterrupted | None = None
     try:
-        outcome = _run(pipeline, job)
+        outcome = _run(plan, job)
     except KeyboardInterrupt as interrupt:
         outcome = getattr(interrupt, "outcome", None) or Outcome()
-        result = _finish(pipeline, outcome) if outcome.state else None
+        result = _finish(plan, outcome) if outcome.state else None
         interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs))
     else:
-        return _finish(pipeline, outcome)
+        return _finish(plan, outcome)
     finally:
         if folder is not None and (interrupted is None or "matplotlib.figure" in sys.modules):
             _tell(draw_curves(folder), progress)  # after Ctrl-C only if that takes no second
@@ -127,42 +126,43 @@ def leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _run(pipeline: Pipeline, job: Job) -> Outcome:
+def _run(plan: ResolvedPlan, job: Job) -> Outcome:
     """Trains here or on ranks; an error of Drivetrain on a rank is raised as if it were here."""
-    if _is_alone(pipeline):
-        return train_rank(pipeline, job)
+    if _is_alone(plan):
+        return train_rank(plan, job)
     try:
-        how = pipeline.distribution
-        return strategies.launch(train_rank, pipeline, job, devices=how.devices, device=how.device)[0]
+        how = plan.distribution
+        return strategies.launch(train_rank, plan, job, devices=how.devices, device=how.device)[0]
     except StrategyError as error:
         if isinstance(error.__cause__, DrivetrainError):
             raise error.__cause__ from None
         raise
 
 
-def _is_alone(pipeline: Pipeline) -> bool:
+def _is_alone(plan: ResolvedPlan) -> bool:
     """Whether this process trains, and no other."""
-    how = pipeline.distribution
-    strategy = strategies.get(how.strategy, **how.options)
-    return how.devices == 1 and not getattr(strategy, "needs_group", False) and not _in_ranks()
+    return (
+        plan.distribution.devices == 1
+        and not getattr(plan.strategy, "needs_group", False)
+        and not _in_ranks()
+    )
 
 
-def _is_rank(pipeline: Pipeline) -> bool:
+def _is_rank(plan: ResolvedPlan) -> bool:
     """Whether this process trains, alone or with others, and none is started for it."""
-    return _is_alone(pipeline) or _in_ranks() or (dist.is_available() and dist.is_initialized())
+    return _is_alone(plan) or _in_ranks() or (dist.is_available() and dist.is_initialized())
 
 
 def _in_ranks() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def with_files(pipeline: Pipeline, progress: bool) -> Pipeline:
-    """The pipeline with named data sets replaced by their files, fetched and converted now if need be."""
-    data = pipeline.data
-    assert data is not None  # the plan has checked
+def with_files(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
+    """The plan with named data sets replaced by their files, fetched and converted now if need be."""
+    data = plan.data
     train = str(source_file(data, data.train, progress=progress))
     val = None if data.val is None else str(source_file(data, data.val, progress=progress))
-    return pipeline._with(data=dataclasses.replace(data, train=train, val=val))
+    return plan.with_sources(train, val)
 
 
 def make_folder(folder: Path) -> Path:
@@ -182,31 +182,29 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def train_rank(pipeline: Pipeline, job: Job) -> Outcome:
+def train_rank(plan: ResolvedPlan, job: Job) -> Outcome:
     """Trains on this rank; rank 0 shows progress, saves after each epoch, and returns the weights."""
     outcome = Outcome()
     try:
         with (
-            seeded(pipeline.seed),
+            seeded(plan.seed),
             global_randomness_kept(),
-            cuda_settings(pipeline),
-            build(pipeline) as built,
+            cuda_settings(plan.distribution, plan.transforms),
+            build(plan) as built,
         ):
             if job.plan and leads():
                 print(job.plan, flush=True)
-            Run(pipeline, built, job, outcome).train()
+            Run(plan, built, job, outcome).train()
     except KeyboardInterrupt:
         raise TrainingInterrupted(outcome) from None
     return outcome
 
 
-def _finish(pipeline: Pipeline, outcome: Outcome) -> FitResult:
+def _finish(plan: ResolvedPlan, outcome: Outcome) -> FitResult:
     """The trained model, built again in this process from the weights that came back."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingChanged)  # the rank has warned already
-        model, reports = build_model(pipeline)
+        model, reports = build_model(plan.spec, plan.transforms)
     if outcome.state:
         model.load_state_dict(outcome.state)
-    ordered = sort_transforms(pipeline.transforms)
-    # Of the plan the rules alone: what became of the files meanwhile does not matter.
-    return FitResult(model.eval(), outcome.history, reports, make_plan(pipeline), ordered)
+    return FitResult(model.eval(), outcome.history, reports, Plan(plan.steps), plan.transforms)

@@ -27,7 +27,6 @@ from ..checks import is_number
 from ..errors import DrivetrainError, LedgerError, PlanError
 from ..strategies.group import under_torchrun
 from .build import seeded
-from .builder import Pipeline
 from .fit import with_files
 from .ledger_accuracy import check_accuracy, train_each
 from .ledger_budget import Budget, OutOfTime, alarm, rounded_up
@@ -37,7 +36,10 @@ from .ledger_record import NO_TIME, Record
 from .ledger_result import Ledger, LedgerInterrupted
 from .ledger_rounds import PLAIN, Turn, same_samples
 from .ledger_variants import Variant, alone_and_without, in_turn, possible, variants
+from .pipeline_spec import PipelineSpec
+from .plan import Plan
 from .provenance import provenance
+from .resolve import ResolvedPlan, resolve
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30  # each stage in turn must leave time for so many
 # Intervals of fewer rounds may be narrow by chance; each further variant must leave time for as many.
@@ -49,7 +51,7 @@ WITHIN = 0.02
 
 
 def measure(
-    pipeline: Pipeline,
+    spec: PipelineSpec,
     *,
     seconds: float = 120.0,
     within: float = WITHIN,
@@ -61,29 +63,28 @@ def measure(
     """Measure the ledger of a pipeline; see `Pipeline.ledger`."""
     check_asked(seconds, within)
     if accuracy and epochs is not None:
-        pipeline = pipeline._with(epochs=epochs)  # whose number of epochs the plan checks
-    plan = pipeline.plan()
+        spec = spec.replace(epochs=epochs)
+    plan = resolve(spec)
     if accuracy:
-        epochs = check_accuracy(pipeline, epochs, target)
+        epochs = check_accuracy(plan, target)
     elif epochs is not None or target is not None:
         raise PlanError(
             "epochs and target are of the trainings that accuracy=True asks for. Give it, or neither."
         )
-    pipeline = with_files(pipeline, progress)
-    assert pipeline.data is not None  # the plan has checked
+    plan = with_files(plan, progress)
     facts: dict[str, Any] = {
-        "recipe": pipeline.recipe,
-        "plan": plan.to_dict()["steps"],
+        "recipe": plan.recipe,
+        "plan": Plan(plan.steps).to_dict()["steps"],
         "asked": {
-            "loader": pipeline.data.loader,
-            "precision": pipeline.distribution.precision,
-            "compile": bool(pipeline.distribution.compile),
+            "loader": plan.data.loader,
+            "precision": plan.distribution.precision,
+            "compile": bool(plan.distribution.compile),
         },
-        "batch_size": pipeline.data.batch_size,
+        "batch_size": plan.data.batch_size,
     }
-    found = _measured(pipeline, seconds, within, progress, facts)
+    found = _measured(plan, seconds, within, progress, facts)
     if accuracy and epochs is not None:
-        _train_each(found, pipeline, epochs, target, progress)
+        _train_each(found, plan, epochs, target, progress)
     return found
 
 
@@ -99,7 +100,7 @@ def check_asked(seconds: float, within: float = WITHIN) -> None:
 
 
 def _measured(
-    pipeline: Pipeline, seconds: float, within: float, progress: bool, facts: dict[str, Any]
+    plan: ResolvedPlan, seconds: float, within: float, progress: bool, facts: dict[str, Any]
 ) -> Ledger:
     """The ledger's figures.
 
@@ -108,14 +109,14 @@ def _measured(
         LedgerError: likewise, if there is none.
     """
     begin = perf_counter()
-    always = variants(pipeline, copies=_has_copies(pipeline))
-    rows = [variant.name for variant in in_turn(pipeline)]
-    record = Record([v.name for v in (*always, *alone_and_without(pipeline))], rows)
+    always = variants(plan, copies=_has_copies(plan))
+    rows = [variant.name for variant in in_turn(plan)]
+    record = Record([v.name for v in (*always, *alone_and_without(plan))], rows)
     interrupted, error = False, ""
     try:
         # Turns draw random numbers, as training does; the caller's stay as they are.
-        with seeded(pipeline.seed):
-            _Measurement(pipeline, record, begin, seconds, within, progress).run()
+        with seeded(plan.seed):
+            _Measurement(plan, record, begin, seconds, within, progress).run()
     except KeyboardInterrupt:
         interrupted = True
     except _NoLedger as failure:
@@ -136,7 +137,7 @@ def _measured(
 
 
 def _train_each(
-    ledger: Ledger, pipeline: Pipeline, epochs: int, target: float | None, progress: bool
+    ledger: Ledger, plan: ResolvedPlan, epochs: int, target: float | None, progress: bool
 ) -> None:
     """Adds the accuracies to the ledger.
 
@@ -146,7 +147,7 @@ def _train_each(
     found = ledger.facts["accuracy"] = {"epochs": epochs, "target": target, "rows": {}}
     interrupted = False
     try:
-        train_each([*in_turn(pipeline), *possible(alone_and_without(pipeline))], found, progress)
+        train_each([*in_turn(plan), *possible(alone_and_without(plan))], found, progress)
     except KeyboardInterrupt:
         interrupted = True
     if not found["rows"]:
@@ -168,9 +169,9 @@ class _Measurement:
     """
 
     def __init__(
-        self, pipeline: Pipeline, record: Record, begin: float, seconds: float, within: float, progress: bool
+        self, plan: ResolvedPlan, record: Record, begin: float, seconds: float, within: float, progress: bool
     ) -> None:
-        self._pipeline, self._record, self._within = pipeline, record, within
+        self._plan, self._record, self._within = plan, record, within
         self._budget = Budget(seconds, begin, progress)
         self._takers: list[Taker] = []
         self._batches = 1  # of a first turn, and the fewest of any
@@ -229,7 +230,7 @@ class _Measurement:
 
         On a GPU that of each variant is counted while it warms up.
         """
-        if _has_copies(self._pipeline):
+        if _has_copies(self._plan):
             return False
         enough = self._budget.seconds >= PEAK_SECONDS
         if not enough:
@@ -239,7 +240,7 @@ class _Measurement:
 
     def _weigh(self) -> None:
         """Adds the peak memory of plain PyTorch and of the full pipeline, each only if the time allows it."""
-        for variant in (in_turn(self._pipeline)[0], in_turn(self._pipeline)[-1]):
+        for variant in (in_turn(self._plan)[0], in_turn(self._plan)[-1]):
             name = variant.name
             if name not in self._record.costs:
                 continue
@@ -248,7 +249,7 @@ class _Measurement:
                 self._record.left_out[f"peak memory of {name}"] = NO_TIME
                 continue
             try:
-                peak = peak_bytes(variant.pipeline, self._batches, self._budget.left)
+                peak = peak_bytes(resolve(variant.spec), self._batches, self._budget.left)
             except DrivetrainError as error:
                 late = self._budget.left <= 0
                 self._record.left_out[f"peak memory of {name}"] = NO_TIME if late else described(error)
@@ -320,7 +321,7 @@ class _Measurement:
 
     def _least(self) -> None:
         """Plain PyTorch and the full pipeline, a turn each, which show how many batches a turn can have."""
-        plain, *others = groups(variants(self._pipeline, copies=_has_copies(self._pipeline)))
+        plain, *others = groups(variants(self._plan, copies=_has_copies(self._plan)))
         taker = self._open(plain, 1)
         assert taker is not None  # else it has raised
         self._record.first |= self._take(taker, [PLAIN], 0, 1)
@@ -335,16 +336,16 @@ class _Measurement:
     def _fewest(self, seconds: float) -> int:
         """How many batches a turn has at least, given the seconds of one: `MIN_BATCHES` if the full pipeline's
         warm-up and some rounds of all its turns fit into half of the time, else fewer, at least one."""
-        kinds = len(variants(self._pipeline)) - len(self._record.in_turn) + 2
+        kinds = len(variants(self._plan)) - len(self._record.in_turn) + 2
         turns = 2 + kinds * (1 + MIN_ROUNDS)
         return min(max(int((self._deadline - perf_counter()) / 2 / (turns * seconds)), 1), MIN_BATCHES)
 
     def _add_further(self) -> None:
         """Adds the stages in turn, only one stage, and the whole without one, as far as the time allows."""
-        between = in_turn(self._pipeline)[1:-1]
-        for variant in (*between, *alone_and_without(self._pipeline)):
+        between = in_turn(self._plan)[1:-1]
+        for variant in (*between, *alone_and_without(self._plan)):
             rounds = MIN_ROUNDS if variant in between else TIGHT_ROUNDS
-            ranks = variant.pipeline.distribution.devices > 1
+            ranks = variant.spec.distribution.devices > 1
             alike = [t for t in self._takers if t.on_ranks == ranks]
             turn = _mean([t.seconds / (1 if ranks else len(t.names)) for t in alike])
             opening = _mean([t.opening for t in alike])
@@ -353,7 +354,7 @@ class _Measurement:
                 self._record.left_out[variant.name] = NO_TIME
                 continue
             try:
-                variant.pipeline.plan()
+                resolve(variant.spec)
             except DrivetrainError as error:
                 self._record.left_out[variant.name] = f"it cannot be measured: {error}"
                 continue
@@ -413,7 +414,7 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _has_copies(pipeline: Pipeline) -> bool:
+def _has_copies(plan: ResolvedPlan) -> bool:
     """Whether batches are copied to a GPU; on a CPU they are where they are computed on."""
-    device = pipeline.distribution.device
+    device = plan.distribution.device
     return torch.cuda.is_available() if device is None else torch.device(device).type != "cpu"

@@ -10,27 +10,25 @@ from tqdm.auto import tqdm
 
 from ..checks import is_number
 from ..errors import PlanError
-from .builder import Pipeline
 from .fit import fit
 from .ledger_crew import described
 from .ledger_variants import Variant
+from .resolve import ResolvedPlan
 from .result import Epoch
-from .rules import check_epochs
 
 
-def check_accuracy(pipeline: Pipeline, epochs: int | None, target: float | None) -> int:
+def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:
     """The number of epochs to train each variant for.
 
     Raises:
         PlanError: without it, without validation data, or for a target that is no share.
     """
-    epochs = pipeline.epochs if epochs is None else epochs
+    epochs = plan.spec.epochs
     if epochs is None:
         raise PlanError(
             "The pipeline does not say how long to train; give ledger(accuracy=True, epochs=…) (--epochs)."
         )
-    check_epochs(pipeline, epochs)
-    if pipeline.data is None or pipeline.data.val is None:
+    if plan.data.val is None:
         raise PlanError("accuracy=True needs validation data: give load() a second file (--val).")
     if target is not None and not is_number(target, "(0, 1]"):
         raise PlanError(f"target={target!r} is a top-1 accuracy; it must be a number above 0, at most 1.")
@@ -58,7 +56,7 @@ def train_each(variants: Sequence[Variant], found: dict[str, Any], progress: boo
 
 def _row(variant: Variant, found: dict[str, Any]) -> dict[str, Any]:
     try:
-        epochs = fit(variant.pipeline, epochs=found["epochs"], out=None, progress=False).history.epochs
+        epochs = fit(variant.spec, epochs=found["epochs"], out=None, progress=False).history.epochs
     except Exception as error:  # it diverged, or lacked memory: the others are trained all the same
         return {"accuracy": None, "seconds": None, "seconds_to_target": None, "failed": described(error)}
     if found["target"] is None and not found["rows"]:

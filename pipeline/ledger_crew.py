@@ -19,14 +19,13 @@ from ..loaders.epochs import EpochLoader
 from ..strategies import Engine, launch
 from ..transforms import LayerFreezing
 from .build import build, make_loader, seeded
-from .builder import Pipeline
 from .cuda_settings import cuda_settings
 from .ledger_budget import OutOfTime
 from .ledger_rounds import Turn
 from .ledger_schedule import phases
 from .ledger_turns import Bench, Labels, WeighedEngine, digest, take_turn
 from .ledger_variants import Kind, Variant
-from .plan import train_settings
+from .resolve import ResolvedPlan, resolve
 
 MIN_BATCHES = 4  # in a turn; fewer, and filling the loader's queue would count
 
@@ -45,15 +44,16 @@ class Loaders:
         self._stack = stack
         self._found: list[tuple[Any, EpochLoader]] = []
 
-    def get(self, pipeline: Pipeline, image_size: int, device: torch.device) -> EpochLoader:
-        """The pipeline's training loader, giving images of that side."""
-        assert pipeline.data is not None  # the plan has checked
-        data = dataclasses.replace(pipeline.data, image_size=image_size)
-        key = (data, train_settings(data, pipeline.transforms), pipeline.seed, device)
+    def get(self, plan: ResolvedPlan, image_size: int, device: torch.device) -> EpochLoader:
+        """The plan's training loader, giving images of that side."""
+        data = dataclasses.replace(plan.data, image_size=image_size)
+        key = (data, plan.train_settings, plan.seed, device)
         for known, loader in self._found:
             if known == key:
                 return loader
-        loader = self._stack.enter_context(make_loader(pipeline, data, data.train, train=True, device=device))
+        loader = self._stack.enter_context(
+            make_loader(dataclasses.replace(plan, data=data), data.train, train=True, device=device)
+        )
         self._found.append((key, loader))
         return loader
 
@@ -85,7 +85,7 @@ class Taker:
         deadline: float = math.inf,
     ) -> None:
         start = perf_counter()
-        self._pipeline = group[0].pipeline
+        self._plan = resolve(group[0].spec)
         self._kinds = {variant.name: variant.kind for variant in group}
         self._stack = ExitStack()
         self.opening, self.seconds = 0.0, 0.0
@@ -95,7 +95,7 @@ class Taker:
         if self.on_ranks:
             return
         with ExitStack() as stack:
-            self._bench, self.costs = open_bench(self._pipeline, loaders, stack, batches, deadline)
+            self._bench, self.costs = open_bench(self._plan, loaders, stack, batches, deadline)
             self._stack = stack.pop_all()
         self.opening = perf_counter() - start
 
@@ -107,7 +107,7 @@ class Taker:
     @property
     def on_ranks(self) -> bool:
         """Whether it starts processes for each round."""
-        return self._pipeline.distribution.devices > 1
+        return self._plan.distribution.devices > 1
 
     def drop(self, names: Iterable[str]) -> None:
         """These take no more turns."""
@@ -161,10 +161,10 @@ class Taker:
         left = deadline - perf_counter()
         if left <= 0:
             raise OutOfTime
-        how = self._pipeline.distribution
+        how = self._plan.distribution
         try:
             answers = launch(
-                _turns_on_rank, self._pipeline, kinds, epoch, batches, self._warm_up,
+                _turns_on_rank, self._plan, kinds, epoch, batches, self._warm_up,
                 devices=how.devices, device=how.device, timeout=None if left == math.inf else left, patience=0.0,
             )  # fmt: skip
         except Exception as error:  # a rank raised, died or was too late
@@ -190,11 +190,11 @@ def described(error: BaseException) -> str:
 
 
 def _turns_on_rank(
-    pipeline: Pipeline, kinds: dict[str, Kind], epoch: int, batches: int, warm_up: int
+    plan: ResolvedPlan, kinds: dict[str, Kind], epoch: int, batches: int, warm_up: int
 ) -> tuple[Found, Costs]:
-    with seeded(pipeline.seed), ExitStack() as stack:
+    with seeded(plan.seed), ExitStack() as stack:
         # The ranks are new: warm them up, too.
-        bench, costs = open_bench(pipeline, Loaders(stack), stack, warm_up)
+        bench, costs = open_bench(plan, Loaders(stack), stack, warm_up)
         return {name: take_turn(bench, kind, epoch, batches) for name, kind in kinds.items()}, costs
 
 
@@ -205,7 +205,7 @@ def _merged(ranks: Sequence[tuple[Turn, Labels]]) -> Turn:
 
 
 def open_bench(
-    pipeline: Pipeline,
+    plan: ResolvedPlan,
     loaders: Loaders,
     stack: ExitStack,
     batches: int = MIN_BATCHES,
@@ -216,19 +216,18 @@ def open_bench(
     Raises:
         OutOfTime: at the deadline, on `perf_counter`'s clock.
     """
-    assert pipeline.data is not None  # the plan has checked
     before = _allocated()
-    with seeded(pipeline.seed):
-        built = stack.enter_context(build(pipeline))
+    with seeded(plan.seed):
+        built = stack.enter_context(build(plan))
     engine = built.engine
     bench = Bench(
         built,
-        phases(pipeline.transforms, pipeline.data.image_size),
-        lambda size: loaders.get(pipeline, size, engine.device),
-        next((t for t in pipeline.transforms if isinstance(t, LayerFreezing)), None),
-        partial(cuda_settings, pipeline),
+        phases(plan.transforms, plan.data.image_size),
+        lambda size: loaders.get(plan, size, engine.device),
+        next((t for t in plan.transforms if isinstance(t, LayerFreezing)), None),
+        partial(cuda_settings, plan.distribution, plan.transforms),
     )
-    if pipeline.distribution.compile:
+    if plan.distribution.compile:
         take_turn(bench, "loader", 0, batches, deadline)  # its workers start now, and not in the first turn
     weighed = WeighedEngine(engine)
     built.engine = cast(Engine, weighed)
@@ -237,7 +236,7 @@ def open_bench(
         take_turn(bench, "train", 0, batches, deadline)
     built.engine = engine
     compiling = None
-    if pipeline.distribution.compile:
+    if plan.distribution.compile:
         later, _ = take_turn(bench, "train", 0, batches, deadline)
         compiling = max(first.seconds - later.seconds, 0.0)
     held = None if weighed.held is None else asdict(weighed.held)
@@ -283,7 +282,7 @@ def groups(variants: Iterable[Variant]) -> list[list[Variant]]:
     """The variants in order; those of one and the same pipeline are one group, which is built once."""
     found: list[list[Variant]] = []
     for variant in variants:
-        if found and found[-1][0].pipeline is variant.pipeline:
+        if found and found[-1][0].spec is variant.spec:
             found[-1].append(variant)
         else:
             found.append([variant])

@@ -6,31 +6,31 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..strategies import launch
-from .builder import Pipeline
 from .ledger_crew import Loaders, open_bench
+from .resolve import ResolvedPlan
 
 PEAK_SECONDS, PEAK_RESERVE = 100, 20
 """A ledger of fewer seconds leaves it out; of more, it keeps so many: starting two processes takes its time."""
 
 
-def peak_bytes(pipeline: Pipeline, batches: int, seconds: float) -> int | None:
+def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:
     """Bytes of memory that a rank had at most while it trained for some batches; the largest over all ranks.
 
     Of the whole process: interpreter, torch, and what is mapped of the data file included, the loader's
     processes not. None where the system does not say (Linux does).
 
     Args:
-        pipeline: what to train.
+        plan: what to train.
         batches: to train on, twice.
         seconds: that it may take.
 
     Raises:
         StrategyError: if it takes longer, or a process dies.
     """
-    how = pipeline.distribution
+    how = plan.distribution
     found = launch(
         _peak_of_rank,
-        pipeline,
+        plan,
         batches,
         devices=how.devices,
         device=how.device,
@@ -41,9 +41,9 @@ def peak_bytes(pipeline: Pipeline, batches: int, seconds: float) -> int | None:
     return max(known, default=None)
 
 
-def _peak_of_rank(pipeline: Pipeline, batches: int) -> int | None:
+def _peak_of_rank(plan: ResolvedPlan, batches: int) -> int | None:
     with ExitStack() as stack:
-        open_bench(pipeline, Loaders(stack), stack, batches)
+        open_bench(plan, Loaders(stack), stack, batches)
         return resident_peak()
 
 

@@ -24,12 +24,11 @@ from ..strategies import Engine
 from ..strategies.memory import HeldBytes, held_bytes
 from ..transforms import LayerFreezing
 from .build import Built
-from .builder import LOG_EVERY
 from .ledger_budget import until
 from .ledger_rounds import Turn, mean_turn
 from .ledger_schedule import Phase
 from .ledger_variants import Kind
-from .loggers import Loggers
+from .loggers import LOG_EVERY, Loggers
 from .loop import train_epoch
 from .methods import Methods
 from .metrics import Metrics

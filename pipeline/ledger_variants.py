@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from ..errors import DrivetrainError
 from ..transforms import Transform
-from .builder import Pipeline
 from .ledger_rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
-from .plan import sort_transforms
+from .pipeline_spec import PipelineSpec
+from .resolve import ResolvedPlan, resolve
 from .stages import Distribution
 
 Kind = Literal["train", "loader", "model", "copy", "split", "extras"]
@@ -26,7 +26,7 @@ class Variant:
     """A pipeline to measure, the name of its turns, and what of it runs."""
 
     name: str
-    pipeline: Pipeline
+    spec: PipelineSpec
     kind: Kind = "train"
 
 
@@ -35,56 +35,54 @@ class Stage:
     """One thing that the pipeline adds to plain PyTorch: its name, and a function that adds it."""
 
     name: str
-    add: Callable[[Pipeline], Pipeline]
+    add: Callable[[PipelineSpec], PipelineSpec]
 
 
-def plain(pipeline: Pipeline) -> Pipeline:
+def plain(plan: ResolvedPlan) -> PipelineSpec:
     """Plain PyTorch on the same model, data and optimizer: DataLoader, NCHW, fp32, one device, no extras.
 
     What acts in evaluation only (TestTimeFlip) stays: it is no stage of training, and accuracies compare with it.
     """
-    data, how = pipeline.data, pipeline.distribution
-    assert data is not None  # the plan has checked
-    device = how.device
+    device = plan.distribution.device
     one = Distribution(options={} if device is None else {"device": device})
-    kept = tuple(t for t in pipeline.transforms if t.kind == "evaluation")
-    return pipeline._with(data=dataclasses.replace(data, loader="torch"), transforms=kept, distribution=one)
+    kept = tuple(t for t in plan.transforms if t.kind == "evaluation")
+    data = dataclasses.replace(plan.data, loader="torch")
+    return plan.spec.replace(data=data, transforms=kept, distribution=one)
 
 
-def stages(pipeline: Pipeline) -> list[Stage]:
+def stages(plan: ResolvedPlan) -> list[Stage]:
     """What the pipeline adds to plain PyTorch, in the plan's order."""
-    data, how = pipeline.data, pipeline.distribution
-    assert data is not None  # the plan has checked
+    data, how = plan.data, plan.distribution
     found = []
     if data.loader == "ffcv":
-        found.append(Stage("FFCV loader", lambda p: p._with(data=data)))
+        found.append(Stage("FFCV loader", lambda spec: spec.replace(data=data)))
     found += [
         Stage(type(transform).__name__, partial(_transformed, transform=transform))
-        for transform in sort_transforms(pipeline.transforms)
+        for transform in plan.transforms
         if transform.kind != "evaluation"
     ]
-    one = plain(pipeline).distribution
+    one = plain(plan).distribution
     if how.precision != one.precision:
-        found.append(Stage(how.precision, lambda p: _distributed(p, precision=how.precision)))
+        found.append(Stage(how.precision, lambda spec: _distributed(spec, precision=how.precision)))
     if how.compile:
-        found.append(Stage("compile", lambda p: _distributed(p, compile=how.compile)))
+        found.append(Stage("compile", lambda spec: _distributed(spec, compile=how.compile)))
     if dataclasses.replace(how, precision=one.precision, compile=one.compile, asked=one.asked) != one:
-        found.append(Stage(_distribution_name(how), lambda p: _strategy(p, how)))
+        found.append(Stage(_distribution_name(how), lambda spec: _strategy(spec, how)))
     return found
 
 
-def _transformed(pipeline: Pipeline, transform: Transform) -> Pipeline:
-    return pipeline._with(transforms=(*pipeline.transforms, transform))
+def _transformed(spec: PipelineSpec, transform: Transform) -> PipelineSpec:
+    return spec.replace(transforms=(*spec.transforms, transform))
 
 
-def _distributed(pipeline: Pipeline, **changes: Any) -> Pipeline:
-    return pipeline._with(distribution=dataclasses.replace(pipeline.distribution, **changes))
+def _distributed(spec: PipelineSpec, **changes: Any) -> PipelineSpec:
+    return spec.replace(distribution=dataclasses.replace(spec.distribution, **changes))
 
 
-def _strategy(pipeline: Pipeline, how: Distribution) -> Pipeline:
+def _strategy(spec: PipelineSpec, how: Distribution) -> PipelineSpec:
     """The strategy and what it was told, on top of the pipeline's own precision and compiling."""
-    own = pipeline.distribution
-    return pipeline._with(distribution=dataclasses.replace(how, precision=own.precision, compile=own.compile))
+    own = spec.distribution
+    return spec.replace(distribution=dataclasses.replace(how, precision=own.precision, compile=own.compile))
 
 
 def _distribution_name(how: Distribution) -> str:
@@ -95,21 +93,21 @@ def _distribution_name(how: Distribution) -> str:
     return ", ".join(parts) or how.name
 
 
-def _with_stages(pipeline: Pipeline, chosen: Iterable[Stage]) -> Pipeline:
+def _with_stages(spec: PipelineSpec, chosen: Iterable[Stage]) -> PipelineSpec:
     for stage in chosen:
-        pipeline = stage.add(pipeline)
-    return pipeline
+        spec = stage.add(spec)
+    return spec
 
 
-def in_turn(pipeline: Pipeline) -> list[Variant]:
+def in_turn(plan: ResolvedPlan) -> list[Variant]:
     """Plain PyTorch, then each stage on top of those before it, up to the whole."""
-    found = [Variant(PLAIN, plain(pipeline))]
-    for stage in stages(pipeline):
-        found.append(Variant(f"+ {stage.name}", stage.add(found[-1].pipeline)))
+    found = [Variant(PLAIN, plain(plan))]
+    for stage in stages(plan):
+        found.append(Variant(f"+ {stage.name}", stage.add(found[-1].spec)))
     return found
 
 
-def of_the_whole(whole: Pipeline, *, copies: bool) -> list[Variant]:
+def of_the_whole(whole: PipelineSpec, *, copies: bool) -> list[Variant]:
     """What else the whole runs: the ceilings, where its time goes, and what `fit`'s extras cost.
 
     Args:
@@ -121,15 +119,15 @@ def of_the_whole(whole: Pipeline, *, copies: bool) -> list[Variant]:
     return [Variant(name, whole, kind) for name, kind in kinds.items()]
 
 
-def variants(pipeline: Pipeline, *, copies: bool = False) -> list[Variant]:
+def variants(plan: ResolvedPlan, *, copies: bool = False) -> list[Variant]:
     """What every ledger measures: the stages in turn, and the turns that only the whole takes."""
-    found = in_turn(pipeline)
-    return found + of_the_whole(found[-1].pipeline, copies=copies)
+    found = in_turn(plan)
+    return found + of_the_whole(found[-1].spec, copies=copies)
 
 
-def alone_and_without(pipeline: Pipeline) -> list[Variant]:
+def alone_and_without(plan: ResolvedPlan) -> list[Variant]:
     """Only one stage, and the whole without one; those that the stages in turn do not measure already."""
-    start, found = plain(pipeline), stages(pipeline)
+    start, found = plain(plan), stages(plan)
     one = [Variant(only(stage.name), stage.add(start)) for stage in found[1:]]
     less = [
         Variant(without(stage.name), _with_stages(start, [s for s in found if s is not stage]))
@@ -143,6 +141,6 @@ def possible(found: Iterable[Variant]) -> list[Variant]:
     kept = []
     for variant in found:
         with suppress(DrivetrainError):
-            variant.pipeline.plan()
+            resolve(variant.spec)
             kept.append(variant)
     return kept

@@ -32,11 +32,11 @@ from .build import (
     seeded,
     training_loss,
 )
-from .builder import Pipeline
 from .fit import with_files
 from .lightning_strategies import check_trainer, share, trainer_arguments
 from .methods import Methods, in_parts
-from .plan import sort_transforms
+from .pipeline_spec import PipelineSpec
+from .resolve import ResolvedPlan, resolve
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -57,36 +57,35 @@ class HandOver(NamedTuple):
     reports: tuple[Report, ...]
 
 
-def hand_over(pipeline: Pipeline, epochs: int | None, given: dict[str, Any]) -> HandOver:
+def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> HandOver:
     """See `Pipeline.to_lightning`."""
-    epochs = pipeline.epochs if epochs is None else epochs
+    epochs = spec.epochs if epochs is None else epochs
     if epochs is None:
         raise PlanError("The pipeline does not say how long to train; give to_lightning(epochs=…).")
-    how = pipeline.distribution
-    pipeline = pipeline._with(epochs=epochs)  # whose number of epochs the plan checks
-    pipeline.plan()
-    _check_methods(pipeline.transforms)
+    plan = resolve(spec.replace(epochs=epochs))
+    how = plan.distribution
+    _check_methods(plan.transforms)
     arguments = trainer_arguments(how, given)
     if how.compile or how.activation_checkpointing:
         raise PlanError(
             "compile= and activation_checkpointing= are done by our strategies. Leave them out of .distribute(), and "
             "give Lightning's own: Trainer(strategy=FSDPStrategy(activation_checkpointing_policy=…)), module.compile()."
         )
-    pipeline = with_files(pipeline, progress=False)
+    plan = with_files(plan, progress=False)
     with ExitStack() as stack:
-        loaders = make_loaders(pipeline, _device(arguments))
+        loaders = make_loaders(plan, _device(arguments))
         for loader in loaders:
             if loader is not None:
                 stack.enter_context(loader)
         stack.enter_context(_one_thread())
-        parts, steps = make_parts(pipeline, *loaders), len(loaders[0])
+        parts, steps = make_parts(plan, *loaders), len(loaders[0])
         parts.loss(_device(arguments))
     trainer = {
         "max_epochs": epochs, "precision": PRECISION[how.precision], "accumulate_grad_batches": how.accumulate,
         "gradient_clip_val": how.clip_norm, "gradient_clip_algorithm": "norm", "use_distributed_sampler": False,
         "num_sanity_val_steps": 0, "logger": False, "enable_checkpointing": False, **arguments,
     }  # fmt: skip
-    return HandOver(Module(parts, epochs, steps), Data(pipeline), trainer, parts.reports)
+    return HandOver(Module(parts, epochs, steps), Data(plan), trainer, parts.reports)
 
 
 def _device(arguments: dict[str, Any]) -> torch.device:
@@ -132,11 +131,11 @@ class Module(pl.LightningModule):
 
     def __init__(self, parts: Parts, epochs: int, steps: int) -> None:
         super().__init__()
-        pipeline = parts.pipeline
+        plan = parts.plan
         self.model = parts.model
-        self._pipeline, self._epochs, self._steps = pipeline, epochs, epochs * steps
-        self._loss = training_loss(pipeline)
-        self._methods = Methods(sort_transforms(pipeline.transforms), pipeline.seed, parts.classes)
+        self._plan, self._epochs, self._steps = plan, epochs, epochs * steps
+        self._loss = training_loss(plan)
+        self._methods = Methods(plan.transforms, plan.seed, parts.classes)
         self._sums = torch.zeros(3)
         self._random = ExitStack()
         for parameter in self.model.parameters():
@@ -154,25 +153,25 @@ class Module(pl.LightningModule):
             PlanError: if the numbers would be others than the pipeline's.
         """
         data: Any = getattr(self.trainer, "datamodule", None)
-        if isinstance(data, Data) and data.made_of != (self._pipeline.data, self._pipeline.seed):
+        if isinstance(data, Data) and data.made_of != (self._plan.data, self._plan.seed):
             raise PlanError(
                 "The module and the data are of two pipelines; take both from one to_lightning()."
             )
         if stage == "fit":
-            check_trainer(self._pipeline, self._epochs, self.trainer)
+            check_trainer(self._plan, self._epochs, self.trainer)
         if isinstance(self.trainer.strategy, DeepSpeedStrategy) and make_contiguous(self.model):
             give_channels_last_inputs(self.model)  # DeepSpeed cannot broadcast channels-last weights
 
     def on_fit_start(self) -> None:
         """Tells surgeries how long the training is, and sets torch's random numbers, which `on_fit_end` puts back."""
         self._methods.clock.total = self._steps
-        for transform in self._pipeline.transforms:
+        for transform in self._plan.transforms:
             transform.begin(self.model, self._steps)
-        self._random.enter_context(seeded(self._pipeline.seed))
+        self._random.enter_context(seeded(self._plan.seed))
 
     def on_train_epoch_start(self) -> None:
         """Checks once more: a callback may have changed the accumulation."""
-        check_trainer(self._pipeline, self._epochs, self.trainer)
+        check_trainer(self._plan, self._epochs, self.trainer)
 
     def on_fit_end(self) -> None:
         """Puts torch's random numbers back."""
@@ -180,7 +179,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss `()` of one microbatch."""
-        accumulate = self._pipeline.distribution.accumulate
+        accumulate = self._plan.distribution.accumulate
         self._methods.clock.step = self.trainer.global_step
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
         images, targets = self._methods.mixed(batch, number, self.model, self._loss)
@@ -228,8 +227,8 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over the parameters as the strategy has wrapped them, and its rate step by step."""
-        optimizer = optimizer_factory(self._pipeline)(self.parameters())
-        shape = self._pipeline.optimization
+        optimizer = optimizer_factory(self._plan)(self.parameters())
+        shape = self._plan.optimization
         schedule = LambdaLR(optimizer, lambda step: shape.lr_factor(min(step, self._steps), self._steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -237,30 +236,30 @@ class Module(pl.LightningModule):
 class Data(pl.LightningDataModule):
     """Loaders that give each rank its share of every global batch, made on the rank."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, plan: ResolvedPlan) -> None:
         super().__init__()
-        self._pipeline = pipeline
+        self._plan = plan
         self._loaders: list[EpochLoader] = []
 
     @property
     def made_of(self) -> tuple[Any, int]:
         """What `Pipeline.load` was told, and the seed."""
-        return self._pipeline.data, self._pipeline.seed
+        return self._plan.data, self._plan.seed
 
     def train_dataloader(self) -> Microbatches:
         """The training data; each batch in as many parts as gradients are accumulated over."""
-        data = self._pipeline.data
+        data = self._plan.data
         assert data is not None
-        return self._made(data.train, True, self._pipeline.distribution.accumulate)
+        return self._made(data.train, True, self._plan.distribution.accumulate)
 
     def val_dataloader(self) -> Microbatches | list[Any]:
         """The validation data, if there are any."""
-        data = self._pipeline.data
+        data = self._plan.data
         assert data is not None
         return [] if data.val is None else self._made(data.val, False, 1)
 
     def _made(self, source: str, train: bool, parts: int) -> Microbatches:
-        trainer, data = self.trainer, self._pipeline.data
+        trainer, data = self.trainer, self._plan.data
         assert trainer is not None
         assert data is not None
         ranks = share(trainer)
@@ -271,7 +270,7 @@ class Data(pl.LightningDataModule):
             )
         root = trainer.strategy.root_device
         device = root if root.type == "cuda" else torch.device("cpu")  # to others Lightning moves the batches
-        loader = make_loader(self._pipeline, data, source, train=train, device=device, ranks=ranks)
+        loader = make_loader(self._plan, source, train=train, device=device, ranks=ranks)
         self._loaders.append(loader)
         return Microbatches(loader, parts)
 

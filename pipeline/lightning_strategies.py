@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import (
 
 from .. import strategies
 from ..errors import PlanError, suggest
-from .builder import Pipeline
+from .resolve import ResolvedPlan
 from .rules import check_rules
 from .stages import Distribution
 
@@ -124,21 +124,21 @@ def share(trainer: pl.Trainer) -> tuple[int, int]:
     return (trainer.global_rank, trainer.world_size) if told is None else (told["rank"], told["num_replicas"])
 
 
-def check_trainer(pipeline: Pipeline, epochs: int, trainer: pl.Trainer) -> None:
+def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
     """Holds the Trainer, whatever it was told, to what the pipeline was handed over for.
 
     Raises:
         PlanError: if the schedule or the microbatches would be others, or a transform does not go with the strategy.
     """
     here = {"max_epochs": trainer.max_epochs, "accumulate_grad_batches": trainer.accumulate_grad_batches}
-    made_for = {"max_epochs": epochs, "accumulate_grad_batches": pipeline.distribution.accumulate}
+    made_for = {"max_epochs": epochs, "accumulate_grad_batches": plan.distribution.accumulate}
     for name, place in OWN.items():
         if here[name] != made_for[name] and not getattr(trainer, "fast_dev_run", False):
             raise PlanError(
                 f"Trainer({name}={here[name]}), and the pipeline was handed over for {made_for[name]}; say it in "
                 f"{place}."
             )
-    check_rules(pipeline._with(distribution=Distribution(_kind(trainer.strategy), trainer.world_size)))
+    check_rules(plan.spec.replace(distribution=Distribution(_kind(trainer.strategy), trainer.world_size)))
 
 
 def _kind(strategy: Strategy) -> str:

@@ -23,6 +23,8 @@ from .result import COLUMNS
 Values = dict[str, float]
 """Of a step: `step/loss` and the like; of an epoch: the numbers of its `Epoch`, those that there are."""
 
+LOG_EVERY = 50
+"""Optimizer steps between two entries: so few that they cost nothing to speak of."""
 NAMES, METRICS = ("csv", "tensorboard"), "metrics.csv"
 EPOCH = tuple(COLUMNS)
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/waiting")

@@ -1,32 +1,24 @@
-"""The plan: every step in its order, what asked for it, and why it stands there.
-
-It alone knows the rules of order; what does not go together at all is in `rules.py`.
-"""
+"""The plan as people see it: every step in its order, what asked for it, and why it stands there."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from .. import strategies
-from ..errors import PlanError
 from ..markup import html_table
+from ..strategies import Strategy
 from ..transforms import CHANGES_MODEL, Transform
 from ..transforms.table import drawn
-from .cuda_settings import PRECISIONS, choose_benchmark, uses_gpu
-from .rules import check_rules, family
-from .stages import Data, Distribution
+from .cuda_settings import choose_benchmark, uses_gpu
+from .order import KIND_ORDER
+from .pipeline_spec import PipelineSpec
+from .rules import family
+from .stages import PRECISIONS, Data, Distribution
 
-if TYPE_CHECKING:
-    from .builder import Pipeline
-
-# Surgery replaces modules, so it precedes whatever touches their parameters; a memory format set before
-# surgery would be lost on the new modules (BlurPool after ChannelsLast: 3 weights of a ResNet).
-KINDS = ("image", "surgery", "memory_format", "optimizer", "schedule", "batch", "loss", "loop", "evaluation")
-KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
 KIND_REASON = {
     "image": "in the loader, on each training image; evaluation sees the images as they are",
     "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
@@ -72,92 +64,34 @@ class Plan:
         return html_table(("", "step", "asked for by", "why here"), rows)
 
 
-def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
-    """The transforms in the order of their declared facts, else as the user wrote them.
-
-    Raises:
-        PlanError: if a transform appears twice, or two ask to follow one another.
-    """
-    names = [type(transform).__name__ for transform in transforms]
-    for name in names:
-        if names.count(name) > 1:
-            raise PlanError(f"{name} was asked for {names.count(name)} times; once is enough. Remove one.")
-    waiting = sorted(transforms, key=lambda transform: KIND_ORDER[transform.kind])
-    ordered: list[Transform] = []
-    while waiting:
-        pending = {type(transform).__name__ for transform in waiting}
-        ready = next((t for t in waiting if not pending.intersection(t.after)), None)
-        if ready is None:
-            raise PlanError(f"{' and '.join(sorted(pending))} each ask to follow the other. Remove one.")
-        ordered.append(ready)
-        waiting.remove(ready)
-    return tuple(ordered)
-
-
-def train_settings(data: Data, transforms: tuple[Transform, ...]) -> dict[str, Any]:
-    """The training loader's settings: those of `load()`, and what the image transforms ask for.
-
-    Raises:
-        PlanError: if two of them set the same one.
-    """
-    settings = dict(data.settings)
-    asked_by = {name: f".load({name}=…)" for name, value in settings.items() if value is not None}
-    for transform in transforms:
-        for name, value in transform.loader_settings.items():
-            if name in asked_by:
-                raise PlanError(
-                    f"{asked_by[name]} and {transform} both set the loader's {name}, and an image has one "
-                    f"{name}. Leave one of the two out."
-                )
-            settings[name], asked_by[name] = value, str(transform)
-    return settings
-
-
-def make_plan(pipeline: Pipeline) -> Plan:
-    """Checks a pipeline as a whole and lays out its steps; nothing is loaded, built or started.
-
-    Raises:
-        PlanError, StrategyError: naming the parts that do not go together, and the remedy.
-    """
-    data, how = pipeline.data, pipeline.distribution
-    if data is None:
-        raise PlanError(
-            "The pipeline has no data. Add .load('train.beton', 'val.beton', batch_size=…, image_size=…)."
-        )
-    strategy = strategies.get(how.strategy, **how.options)
-    strategy.check(how.devices)
-    parts = how.devices * how.accumulate
-    if data.batch_size % parts:
-        raise PlanError(
-            f"batch_size={data.batch_size} is global and must divide into devices={how.devices} × "
-            f"accumulate={how.accumulate} = {parts} parts; use {max(data.batch_size // parts, 1) * parts}."
-        )
-    ordered = sort_transforms(pipeline.transforms)
-    train_settings(data, ordered)
-    check_rules(pipeline)
+def lay_out(
+    spec: PipelineSpec, data: Data, transforms: tuple[Transform, ...], strategy: Strategy
+) -> tuple[Step, ...]:
+    """Return the steps of a pipeline whose transforms are in order."""
+    how, ordered = spec.distribution, transforms
     steps = [
         Step(f"load {data.train}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{data.image_size} px{_eval_size(data)}; every rank takes its slice of each batch"),
         *(_transform_step(t) for t in ordered if t.kind == "image"),
-        Step(f"build {pipeline.model_name}", "Pipeline()", f"with the seed {pipeline.seed}, the same on every rank"),
+        Step(f"build {spec.model_name}", "Pipeline()", f"with the seed {spec.seed}, the same on every rank"),
     ]  # fmt: skip
     steps += [_transform_step(t, how.name) for t in ordered if t.kind in CHANGES_MODEL]
     steps += _wrapping_steps(how)
-    steps += _gpu_steps(pipeline)
+    steps += _gpu_steps(how, transforms)
     steps += [
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
         Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",
              f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) a step: after surgery"),
-        Step(f"optimizer: {pipeline.optimization.at(data.batch_size).describe()}",
-             ".optimize()" if pipeline.optimized else "default",
+        Step(f"optimizer: {spec.optimization.at(data.batch_size).describe()}",
+             ".optimize()" if spec.optimized else "default",
              "; ".join(filter(None, ["made when the parameters are the final ones",
-                                     pipeline.optimization.note(data.batch_size)]))),
+                                     spec.optimization.note(data.batch_size)]))),
     ]  # fmt: skip
     later = [t for t in ordered if t.kind not in ("image", *CHANGES_MODEL)]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
     steps += [Step("loss: cross entropy", "default", "class indices or probabilities")]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
-    return Plan(tuple(steps))
+    return tuple(steps)
 
 
 def _eval_size(data: Data) -> str:
@@ -178,12 +112,11 @@ def _wrapping_steps(how: Distribution) -> list[Step]:
     return steps
 
 
-def _gpu_steps(pipeline: Pipeline) -> list[Step]:
+def _gpu_steps(how: Distribution, transforms: tuple[Transform, ...]) -> list[Step]:
     """What is set in torch for the run, where a GPU trains."""
-    how = pipeline.distribution
     if not uses_gpu(how):
         return []
-    benchmark, why = choose_benchmark(pipeline)
+    benchmark, why = choose_benchmark(how, transforms)
     steps = [
         Step(f"cuDNN benchmark {'on' if benchmark else 'off'}",
              "default" if how.cudnn_benchmark is None else ".distribute()", f"{why}; put back after the run")

@@ -7,7 +7,7 @@ import enum
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -15,13 +15,11 @@ from .. import strategies
 from ..errors import PlanError, RecipeError, StrategyError
 from ..transforms import to_dict
 from .models import name_of_factory
-
-if TYPE_CHECKING:
-    from .builder import Pipeline
-    from .stages import Distribution
+from .pipeline_spec import PipelineSpec
+from .stages import Distribution
 
 
-def to_recipe(pipeline: Pipeline) -> dict[str, Any]:
+def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
     """See `Pipeline.to_recipe`."""
     data, optimization = pipeline.data, pipeline.optimization
     if data is None:
@@ -58,7 +56,7 @@ def to_recipe(pipeline: Pipeline) -> dict[str, Any]:
     return found | {"epochs": pipeline.epochs, "seed": pipeline.seed}
 
 
-def _model(pipeline: Pipeline) -> str:
+def _model(pipeline: PipelineSpec) -> str:
     if isinstance(pipeline.model, nn.Module):
         raise RecipeError(
             f"The model is a {type(pipeline.model).__name__} that is built already, and a recipe names a factory. "
@@ -73,7 +71,7 @@ def _model(pipeline: Pipeline) -> str:
     return name
 
 
-def _transforms(pipeline: Pipeline) -> list[dict[str, Any]]:
+def _transforms(pipeline: PipelineSpec) -> list[dict[str, Any]]:
     try:
         found = [to_dict(transform) for transform in pipeline.transforms]
     except PlanError as error:

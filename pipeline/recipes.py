@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from .. import transforms
 from ..errors import DataError, PlanError, RecipeError, StrategyError, suggest
-from .builder import Pipeline
+from .pipeline_spec import PipelineSpec
 from .recipe_files import is_file_name, json_or_text, read_recipe
 from .recipe_schema import DEFAULTS, KEYS, Origin, check_key, check_values
 from .recipes_cifar import CIFAR
@@ -123,7 +123,7 @@ _KEYS_OF_THEIR_OWN = {
 """What the options of a stage cannot hold, because the recipe itself has a key for it."""
 
 
-P = TypeVar("P", bound=Pipeline)
+P = TypeVar("P", bound=PipelineSpec)
 
 
 def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any], kind: type[P]) -> P:
@@ -148,7 +148,7 @@ def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[st
             )
     except (PlanError, DataError, StrategyError, TypeError) as error:
         raise RecipeError(f"Recipe {origin.name}: {error}") from error
-    return pipeline._with(epochs=full["epochs"], recipe=full["name"])
+    return pipeline.replace(epochs=full["epochs"], recipe=full["name"])
 
 
 def _loaded(full: Mapping[str, Any], kind: type[P]) -> P:

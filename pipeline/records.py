@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from .builder import LOG_EVERY
 from .interrupts import interrupts_held
-from .loggers import Loggers
+from .loggers import LOG_EVERY, Loggers
 from .metrics import Metrics
 from .nonfinite import OnNonFinite
 from .progress import say

@@ -1,32 +1,17 @@
-"""What does not go together, by the facts that each part declares; the order alone is `plan.py`'s."""
+"""What does not go together, by the facts that each part declares; the order alone is `order.py`'s."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from .. import strategies
 from ..checks import check_whole
 from ..errors import PlanError
-from ..transforms import (
-    SAM,
-    GradientClipping,
-    GyroDropout,
-    LayerFreezing,
-    ProgressiveResizing,
-    SeqLengthWarmup,
-    TestTimeFlip,
-    Transform,
-)
-from ..transforms.base import missing_hook
-
-if TYPE_CHECKING:
-    from .builder import Pipeline
+from ..transforms import GradientClipping, GyroDropout, ProgressiveResizing, SeqLengthWarmup, Transform
+from .pipeline_spec import PipelineSpec
 
 T = TypeVar("T", bound=Transform)
-
-CALLED_BY_CLASS = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip)
-"""Transforms whose own methods the loop calls; see `methods.py`."""
 
 FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
 """Strategies whose family is not the first word of their name. Both of DDP's here divide the optimizer's state
@@ -46,24 +31,24 @@ def belongs(strategy: str, group: str) -> bool:
     return f"{strategy}_".startswith(f"{group}_")
 
 
-def check_rules(pipeline: Pipeline) -> None:
+def check_rules(spec: PipelineSpec) -> None:
     """Holds a pipeline to every rule below.
 
     Raises:
         PlanError: naming both parts and the remedy.
     """
     for rule in RULES:
-        rule(pipeline)
+        rule(spec)
 
 
-def check_epochs(pipeline: Pipeline, epochs: int) -> None:
+def check_epochs(spec: PipelineSpec, epochs: int) -> None:
     """Refuses what is no number of epochs, and a training so short that a method never comes to its end.
 
     Raises:
         PlanError: naming the value, or the method, and the remedy.
     """
     check_whole("epochs", epochs, PlanError, 1)
-    resizing, data = _find(pipeline, ProgressiveResizing), pipeline.data
+    resizing, data = _find(spec, ProgressiveResizing), spec.data
     if resizing is None or data is None or resizing.finetune == 0:
         return
     if resizing.size(data.image_size, 1 - 0.5 / epochs) < data.image_size:
@@ -73,29 +58,10 @@ def check_epochs(pipeline: Pipeline, epochs: int) -> None:
         )
 
 
-def check_hook(transform: Transform) -> None:
-    """Refuses a transform that does not define what its kind is called by, and so would do nothing.
-
-    Raises:
-        PlanError: naming its class, its kind, and the method.
-    """
-    if isinstance(transform, CALLED_BY_CLASS):
-        return
-    lacking = missing_hook(type(transform))
-    if not lacking and transform.kind in ("schedule", "evaluation"):
-        base = "LayerFreezing" if transform.kind == "schedule" else "TestTimeFlip"
-        lacking = (
-            f"{_name(transform)} is a transform of kind {transform.kind!r}, of which the loop calls {base} only. "
-            f"Derive it from that, or use another kind."
-        )
-    if lacking:
-        raise PlanError(lacking)
-
-
-def _unsafe_strategies(pipeline: Pipeline) -> None:
-    how = pipeline.distribution
+def _unsafe_strategies(spec: PipelineSpec) -> None:
+    how = spec.distribution
     strategy = strategies.get(how.strategy, **how.options).name  # "deepspeed" alone does not say which stage
-    for transform in pipeline.transforms:
+    for transform in spec.transforms:
         if any(belongs(strategy, unsafe) for unsafe in transform.unsafe_with):
             raise PlanError(
                 f"{_name(transform)} does not work with the strategy {strategy!r} (see its documentation). Leave "
@@ -103,15 +69,15 @@ def _unsafe_strategies(pipeline: Pipeline) -> None:
             )
 
 
-def _unused_parameters(pipeline: Pipeline) -> None:
-    how = pipeline.distribution
+def _unused_parameters(spec: PipelineSpec) -> None:
+    how = spec.distribution
     if family(how.name) not in ("ddp", "auto") or how.devices == 1:
         return
     strategy = strategies.get(how.strategy, **how.options)
     remedy = f"add find_unused_parameters=True to .distribute({how.name!r}, …)"
     if family(how.name) == "auto":
         remedy = "distribute with 'ddp_find_unused_parameters' or 'fsdp', for 'auto' might choose 'ddp'"
-    for transform in pipeline.transforms:
+    for transform in spec.transforms:
         if transform.unused_parameters and not getattr(strategy, "find_unused_parameters", False):
             raise PlanError(
                 f"{_name(transform)} leaves parameters without a gradient, for which {how.name!r} would wait: "
@@ -119,18 +85,18 @@ def _unused_parameters(pipeline: Pipeline) -> None:
             )
 
 
-def _clipped_twice(pipeline: Pipeline) -> None:
-    clipping = _find(pipeline, GradientClipping)
-    if clipping is not None and pipeline.distribution.clip_norm is not None:
+def _clipped_twice(spec: PipelineSpec) -> None:
+    clipping = _find(spec, GradientClipping)
+    if clipping is not None and spec.distribution.clip_norm is not None:
         raise PlanError(
-            f"{clipping} and distribute(clip_norm={pipeline.distribution.clip_norm}) both bound the gradients. "
+            f"{clipping} and distribute(clip_norm={spec.distribution.clip_norm}) both bound the gradients. "
             "Leave one of the two out."
         )
 
 
-def _clipping_of_shards(pipeline: Pipeline) -> None:
-    clipping = _find(pipeline, GradientClipping)
-    strategy = pipeline.distribution.name
+def _clipping_of_shards(spec: PipelineSpec) -> None:
+    clipping = _find(spec, GradientClipping)
+    strategy = spec.distribution.name
     if clipping is None or family(strategy) in ("single", "ddp", "dp"):
         return
     does = "might shard" if family(strategy) == "auto" else "shards"
@@ -141,50 +107,50 @@ def _clipping_of_shards(pipeline: Pipeline) -> None:
         )
 
 
-def _two_averages(pipeline: Pipeline) -> None:
-    averages = [_name(t) for t in pipeline.transforms if _name(t) in ("EMA", "Lookahead", "SWA")]
+def _two_averages(spec: PipelineSpec) -> None:
+    averages = [_name(t) for t in spec.transforms if _name(t) in ("EMA", "Lookahead", "SWA")]
     if len(averages) > 1:
         first, second = averages[:2]
         raise PlanError(f"{first} and {second} both give the weights to evaluate. Leave one of the two out.")
 
 
-def _resizing_of_padded_crops(pipeline: Pipeline) -> None:
-    data = pipeline.data
-    if data is not None and data.settings.get("crop") == "padded" and _find(pipeline, ProgressiveResizing):
+def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
+    data = spec.data
+    if data is not None and data.settings.get("crop") == "padded" and _find(spec, ProgressiveResizing):
         raise PlanError(
             "ProgressiveResizing changes the size of the images, and crop='padded' keeps that of the file. Use "
             "crop='resized', or leave ProgressiveResizing out."
         )
 
 
-def _sequences_of_images(pipeline: Pipeline) -> None:
-    if _find(pipeline, SeqLengthWarmup):
+def _sequences_of_images(spec: PipelineSpec) -> None:
+    if _find(spec, SeqLengthWarmup):
         raise PlanError(
             "SeqLengthWarmup cuts sequences of tokens, and a pipeline loads images. Use it in a loop of your own, "
             "or ProgressiveResizing here."
         )
 
 
-def _compiled(pipeline: Pipeline) -> None:
-    if not pipeline.distribution.compile:
+def _compiled(spec: PipelineSpec) -> None:
+    if not spec.distribution.compile:
         return
-    for transform in pipeline.transforms:
+    for transform in spec.transforms:
         if not transform.compile_safe:
             raise PlanError(
                 f"{_name(transform)} does not compile whole (see its documentation), and distribute(compile="
-                f"{pipeline.distribution.compile!r}) asks for it. Leave one of the two out."
+                f"{spec.distribution.compile!r}) asks for it. Leave one of the two out."
             )
 
 
-def _counted_forwards(pipeline: Pipeline) -> None:
-    if pipeline.distribution.activation_checkpointing and _find(pipeline, GyroDropout):
+def _counted_forwards(spec: PipelineSpec) -> None:
+    if spec.distribution.activation_checkpointing and _find(spec, GyroDropout):
         raise PlanError(
             "GyroDropout counts forwards, and activation_checkpointing runs each twice: the second would drop other "
             "features. Leave one of the two out."
         )
 
 
-RULES: tuple[Callable[[Pipeline], None], ...] = (
+RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _unsafe_strategies,
     _unused_parameters,
     _clipped_twice,
@@ -202,5 +168,5 @@ def _name(transform: Transform) -> str:
     return type(transform).__name__
 
 
-def _find(pipeline: Pipeline, kind: type[T]) -> T | None:
-    return next((transform for transform in pipeline.transforms if isinstance(transform, kind)), None)
+def _find(spec: PipelineSpec, kind: type[T]) -> T | None:
+    return next((transform for transform in spec.transforms if isinstance(transform, kind)), None)

@@ -16,7 +16,6 @@ from ..errors import CheckpointError, NonFiniteError
 from ..strategies.group import under_torchrun
 from . import resume as resuming
 from .build import Built
-from .builder import Pipeline
 from .checkpoint import Checkpoint
 from .checkpoint_fields import check_length
 from .exporting import evaluated_state
@@ -27,6 +26,7 @@ from .optimizers import Schedule
 from .progress import Progress, place_of_bar
 from .provenance import provenance
 from .records import Job, Outcome, Records
+from .resolve import ResolvedPlan
 from .result import Epoch, History
 from .retention import Store
 from .saving import Saver
@@ -38,24 +38,24 @@ class Run:
     """One training on this rank.
 
     Args:
-        pipeline: what is trained.
+        plan: what is trained.
         built: its parts.
         job: how.
         outcome: is kept up to date with the epochs that are finished.
     """
 
-    def __init__(self, pipeline: Pipeline, built: Built, job: Job, outcome: Outcome) -> None:
-        self._pipeline, self._built, self._job = pipeline, built, job
+    def __init__(self, plan: ResolvedPlan, built: Built, job: Job, outcome: Outcome) -> None:
+        self._plan, self._built, self._job = plan, built, job
         self._engine, self._methods = built.engine, built.methods
         self._lead = built.engine.rank == 0
         self._image_size = built.train.settings.image_size
         self._length = len(built.train)  # steps in an epoch
-        self._facts = run_facts(pipeline, built, job.epochs)
-        self._schedule = Schedule(pipeline.optimization, self._engine.optimizer, job.epochs * self._length)
+        self._facts = run_facts(plan, built, job.epochs)
+        self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length)
         self._sums = self._no_sums()
         self._store = None if job.folder is None else Store(job.folder.resolve() / "checkpoints")
         self._guard = LossGuard(self._engine, job.on_nonfinite, self._step_now, self._advice)
-        facts: dict[str, Any] = {"recipe": pipeline.recipe, "seed": pipeline.seed, "provenance": provenance()}
+        facts: dict[str, Any] = {"recipe": plan.recipe, "seed": plan.seed, "provenance": provenance()}
         if built.engine.note:
             facts["strategy"] = built.engine.note
         self._records = Records(job, outcome, self._lead, facts)
@@ -100,7 +100,7 @@ class Run:
                 self._records.say("There is no checkpoint yet: the training starts from the beginning.")
             return 0
         state, step = checkpoint.state, checkpoint.state["step"]
-        check_same(state["facts"], self._facts, checkpoint.path, tied_to_length(self._pipeline))
+        check_same(state["facts"], self._facts, checkpoint.path, tied_to_length(self._plan))
         if state["epoch"] + (state["step_in_epoch"] > 0) > self._job.epochs:
             raise CheckpointError(
                 f"The checkpoint {checkpoint.path} is after {state['epoch']} epochs and {state['step_in_epoch']} "
@@ -121,7 +121,7 @@ class Run:
         history = self._history(checkpoint)
         self._take_folder(choice)
         self._go_on(checkpoint, history)
-        resuming.load_randomness(checkpoint, self._engine, self._pipeline.seed)
+        resuming.load_randomness(checkpoint, self._engine, self._plan.seed)
         return int(state["epoch"])
 
     def _take_folder(self, choice: resuming.Choice) -> None:
@@ -248,9 +248,9 @@ class Run:
             "epoch": epoch,
             "step_in_epoch": step_in_epoch,
             "step": self._methods.clock.step,
-            "strategy": self._pipeline.distribution.name,
+            "strategy": self._plan.distribution.name,
             "facts": self._facts,
-            "description": description(self._pipeline),
+            "description": description(self._plan),
             "schedule": {"step": self._schedule.step},
             "loader": self._built.train.state_dict(),
             "history": self._records.history.to_dict(),
@@ -266,7 +266,7 @@ class Run:
             self._saver.wait_a_moment()
         last = None if self._store is None else self._store.last(self._name)
         good = "There is no checkpoint before it." if last is None else f"The last good checkpoint is {last}."
-        optimization = self._pipeline.optimization.at(self._built.train.settings.batch_size)
+        optimization = self._plan.optimization
         return (
             f"{good} Lower the learning rate ({optimization.describe()}), add a warm-up, set "
             f"clip_norm, or skip such steps with fit(on_nonfinite='skip')."

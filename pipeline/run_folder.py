@@ -14,8 +14,10 @@ import yaml
 
 from ..errors import DrivetrainError, RecipeError
 from ..files import atomic_file
-from .builder import Pipeline
 from .loggers import METRICS
+from .plan import Plan
+from .recipe_export import to_recipe
+from .resolve import ResolvedPlan
 from .result import Epoch, History
 from .retention import Store
 
@@ -75,11 +77,11 @@ def clear_results(folder: Path) -> None:
         _remove(folder / name)
 
 
-def descriptions(pipeline: Pipeline, epochs: int) -> tuple[dict[str, str], str]:
+def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
     """The text of `plan.txt` and `recipe.yaml` by their names, and a note on what cannot be written, or ""."""
-    texts, note = {PLAN: f"{pipeline.plan()!r}\n"}, ""
+    texts, note = {PLAN: f"{Plan(plan.steps)!r}\n"}, ""
     try:
-        recipe = pipeline._with(epochs=epochs).to_recipe()
+        recipe = to_recipe(plan.spec)
     except RecipeError as error:  # a model of one's own, and the like
         note = f"There is no {RECIPE}: {error}"
     else:

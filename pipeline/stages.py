@@ -6,17 +6,24 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .. import strategies
 from ..checks import check_whole, make_plain
 from ..errors import PlanError, suggest
 from ..loaders.settings import Settings
 from ..strategies import Strategy
-from .cuda_settings import MatmulPrecision, check_settings
 from .frozen import FrozenDict
 
 LOADERS = ("ffcv", "torch")
+MatmulPrecision = Literal["highest", "high", "medium"]
+PRECISIONS: dict[str, str] = {
+    "highest": "full float32",
+    "high": "TF32: float32 with 10 bits after the point",
+    "medium": "bfloat16 where the hardware has it, else TF32",
+}
+"""Names of `torch.set_float32_matmul_precision`, and what they mean on a GPU."""
+
 
 # What a loader is told by the pipeline itself: by load()'s own arguments, the seed, and the strategy.
 _NOT_SETTINGS = {
@@ -113,7 +120,7 @@ class Distribution:
         strategies.get(self.strategy, **self.options)
         check_whole("devices", self.devices, PlanError, 1)
         strategies.Options.of(self.step_options)
-        check_settings(self.cudnn_benchmark, self.matmul_precision)
+        _check_cuda(self.cudnn_benchmark, self.matmul_precision)
 
     @property
     def device(self) -> str | None:
@@ -136,6 +143,18 @@ class Distribution:
     def name(self) -> str:
         """Of the strategy."""
         return self.strategy if isinstance(self.strategy, str) else self.strategy.name
+
+
+def _check_cuda(cudnn_benchmark: object, matmul_precision: object) -> None:
+    """Raise PlanError for a value that means nothing."""
+    if cudnn_benchmark is not None and not isinstance(cudnn_benchmark, bool):
+        raise PlanError(
+            f"cudnn_benchmark={cudnn_benchmark!r} must be True, False, or None to let the plan choose."
+        )
+    if matmul_precision is not None and matmul_precision not in tuple(PRECISIONS):
+        raise PlanError(
+            f"matmul_precision={matmul_precision!r} is not known.{suggest(str(matmul_precision), PRECISIONS)}"
+        )
 
 
 def changed(value: Any, *others: str) -> dict[str, Any]:
