@@ -1,18 +1,23 @@
-"""Reading a ledger's JSON back: what is no ledger, or no longer one, is refused and not shown as figures."""
+"""A ledger as JSON, written and read: what is not a ledger, or not one any more, is refused, not shown as figures."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..checks import is_number, is_whole
 from ..errors import DrivetrainError
+from .ledger_data import LedgerData
+from .ledger_findings import bound, caveats, compound
 from .ledger_picture import caption
-from .ledger_result import Ledger
 from .ledger_rounds import PLAIN, Turn
 from .ledger_statistics import LEVEL
+from .ledger_table import text
+
+L = TypeVar("L", bound=LedgerData)
 
 DERIVED = (
     "rows", "stages", "ceilings", "waiting", "split", "extras", "extras_share", "compound", "bound", "caveats",
@@ -22,8 +27,39 @@ TABLES = ("asked", "costs", "failed", "left_out", "provenance")
 """The facts that have names and values."""
 
 
-def read(path: str | Path) -> Ledger:
-    """The ledger in a file; see `Ledger.load`.
+def to_dict(ledger: LedgerData) -> dict[str, Any]:
+    """All of it as plain JSON types, the raw rounds included. An interval without an upper end ends in None."""
+    found = {
+        "rows": [asdict(row) for row in ledger.rows],
+        "stages": [asdict(stage) for stage in ledger.stages],
+        "ceilings": {name: asdict(one) for name, one in ledger.ceilings.items()},
+        "waiting": ledger.waiting,
+        "split": ledger.split,
+        "extras": asdict(ledger.extras) if ledger.extras else None,
+        "extras_share": ledger.extras_share,
+        "compound": compound(ledger),
+        "bound": bound(ledger),
+        "caveats": caveats(ledger),
+        "level": ledger.level,
+    }
+    return {
+        **{name: _finite(value) for name, value in found.items()},
+        **ledger.facts,
+        "rounds": [{name: asdict(turn) for name, turn in turns.items()} for turns in ledger.rounds],
+    }
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for an infinite number, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read(path: str | Path, kind: type[L]) -> L:
+    """The ledger in a file, as a value of its class; see `Ledger.load`.
 
     Raises:
         DrivetrainError: if the file is not there, or is no ledger.
@@ -32,13 +68,13 @@ def read(path: str | Path) -> Ledger:
         found = json.loads(Path(path).read_text())
         rounds = [{name: Turn(**turn) for name, turn in turns.items()} for turns in found.pop("rounds")]
         _check_rounds(rounds)
-        ledger = Ledger(rounds, found, found.pop("level", LEVEL))
+        ledger = kind(rounds, found, found.pop("level", LEVEL))
         for name in DERIVED:
             found.pop(name, None)
         found.pop("pairs", None)  # of ledgers before they were dropped
         _check_facts(ledger)
-        ledger.to_dict()  # whatever else is missing is missed here
-        str(ledger)
+        to_dict(ledger)  # whatever else is missing is missed here
+        text(ledger)
         caption(ledger)
     except OSError as error:
         raise DrivetrainError(f"{path} could not be read: {error.strerror}.") from None
@@ -69,7 +105,7 @@ def _check_rounds(rounds: list[dict[str, Turn]]) -> None:
                 raise ValueError(f"round {number} of {name!r} waited {turn.waited} of {turn.seconds} seconds")
 
 
-def _check_facts(ledger: Ledger) -> None:
+def _check_facts(ledger: LedgerData) -> None:
     """Raises ValueError for facts that cannot be shown or compared; which ones there are is free."""
     if not is_number(ledger.level, "(0, 1)"):
         raise ValueError(f"level={ledger.level!r} is not between 0 and 1")

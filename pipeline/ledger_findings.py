@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .ledger_result import Gains, Ledger
+from .ledger_data import Gains, LedgerData
 from .ledger_rounds import COPY, LOADER, MODEL, PLAIN
 from .ledger_statistics import Ratio, speed_text
 
@@ -13,7 +13,7 @@ NOISY = 0.3
 """Above this spread the findings are a guess: a stage that seems to bring 1.3 × may bring nothing."""
 
 
-def bound(ledger: Ledger) -> str:
+def bound(ledger: LedgerData) -> str:
     """Which of loader, copy and model binds, how far the whole is from it, and what to change next."""
     missing = [name for name in (ledger.whole, LOADER, MODEL) if not ledger.measured(name)]
     if missing:
@@ -38,13 +38,13 @@ def bound(ledger: Ledger) -> str:
     return f"The loader binds: {alone}; {reach} its loader, {waits}. Next, {_for_the_loader(ledger)}."
 
 
-def _for_the_loader(ledger: Ledger) -> str:
+def _for_the_loader(ledger: LedgerData) -> str:
     if ledger.facts.get("asked", {}).get("loader") == "torch":
         return "change the loader: loader='ffcv'"
     return "load faster: more workers, smaller images"
 
 
-def _for_the_model(ledger: Ledger) -> str:
+def _for_the_model(ledger: LedgerData) -> str:
     """The first of what is likely to help most: what costs much, what is missing."""
     asked, split = ledger.facts.get("asked", {}), ledger.split
     advice = "make the training step faster"
@@ -61,7 +61,7 @@ def _for_the_model(ledger: Ledger) -> str:
     return advice
 
 
-def compound(ledger: Ledger) -> str:
+def compound(ledger: LedgerData) -> str:
     """Whether the gains alone multiply to the whole's; empty if there are not two, or one was not measured."""
     powers = ledger.product_alone()
     if powers is None or len(ledger.stages) < 2 or not ledger.measured(ledger.whole):
@@ -88,7 +88,7 @@ def compound(ledger: Ledger) -> str:
     return f"The speedups do not compound: {figures}; {_in_the_way(ledger)}."
 
 
-def _in_the_way(ledger: Ledger) -> str:
+def _in_the_way(ledger: LedgerData) -> str:
     """The stage that falls furthest, after those before it."""
     drops = [(gain, kept) for gain in ledger.stages[1:] if (kept := _kept_in_turn(gain)) is not None]
     if not drops:
@@ -111,7 +111,7 @@ def _kept_in_turn(gain: Gains) -> float | None:
     return gain.in_turn.value / gain.alone.value
 
 
-def caveats(ledger: Ledger) -> list[str]:
+def caveats(ledger: LedgerData) -> list[str]:
     """See `Ledger.caveats`."""
     facts, found = ledger.facts, []
     rounds = f"{len(ledger.rounds)} round{'s' * (len(ledger.rounds) != 1)}"
@@ -143,7 +143,7 @@ def _shown(spread: float) -> bool:
     return Ratio(1.0, 1 / (1 + spread), 1 + spread, 2).resolved
 
 
-def _too_few(ledger: Ledger) -> str:
+def _too_few(ledger: LedgerData) -> str:
     """Why a ratio is not resolved, and the remedy."""
     rounds = len(ledger.rounds)
     if rounds == 1:

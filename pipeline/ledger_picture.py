@@ -7,7 +7,8 @@ import textwrap
 from typing import Any
 
 from ..errors import require
-from .ledger_result import Ledger, Row
+from .ledger_data import LedgerData, Row
+from .ledger_findings import bound, caveats, compound
 from .ledger_rounds import COPY, LOADER, MODEL, PLAIN
 from .ledger_statistics import Figure, speed_text
 from .ledger_table import ratio_text
@@ -18,7 +19,7 @@ PLACES = {"alone": "#d98a2b", "added in turn": BAR, "added last": "#5b5b5b"}
 PARTS = {"waiting": "#3f8f4f", "forward": "#c9643f", "backward": "#9c3a22", "step": "#d98a2b", "other": PALE}
 
 
-def draw(ledger: Ledger, form: str) -> bytes:
+def draw(ledger: LedgerData, form: str) -> bytes:
     """The picture in the given format (`"png"`, `"svg"`, `"pdf"`).
 
     Raises:
@@ -33,7 +34,7 @@ BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 """Under a text where a ceiling's line may run through it."""
 
 
-def picture(ledger: Ledger) -> Any:
+def picture(ledger: LedgerData) -> Any:
     """The picture as matplotlib's figure.
 
     Raises:
@@ -54,7 +55,7 @@ def picture(ledger: Ledger) -> Any:
     return figure
 
 
-def _throughput(axes: Any, ledger: Ledger) -> None:
+def _throughput(axes: Any, ledger: LedgerData) -> None:
     """A bar per row, and the ceilings as lines."""
     rows = ledger.rows
     drawn = [(place, row, row.images_per_s) for place, row in enumerate(rows) if row.images_per_s]
@@ -88,7 +89,7 @@ def _throughput(axes: Any, ledger: Ledger) -> None:
     _title(axes, f"{ledger.facts.get('recipe') or 'your pipeline'}: each stage added in turn")
 
 
-def _label(axes: Any, place: int, ledger: Ledger, row: Row, speed: Figure, *, inside: bool) -> None:
+def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *, inside: bool) -> None:
     """The figures of a bar: within it where they fit, else behind it."""
     plain = row.name == PLAIN
     resolved = row.ratio is not None and row.ratio.resolved
@@ -112,7 +113,7 @@ def _ceiling(axes: Any, name: str, value: float, reach: float, *, height: float)
     axes.text(at, height, text, ha="right", va="center", color=color, fontsize=8, bbox=BEHIND)
 
 
-def _gains(axes: Any, ledger: Ledger) -> None:
+def _gains(axes: Any, ledger: LedgerData) -> None:
     """For each stage its gain alone, in turn and last, with intervals; right of 1 is faster.
 
     A gain that is not resolved has no point: its interval would be wider than the picture.
@@ -145,7 +146,7 @@ def _gains(axes: Any, ledger: Ledger) -> None:
     _title(axes, "what each stage brings")
 
 
-def _split(axes: Any, ledger: Ledger) -> None:
+def _split(axes: Any, ledger: LedgerData) -> None:
     """One bar: the shares of the whole's time."""
     left = 0.0
     for name, share in ledger.split.items():
@@ -163,7 +164,7 @@ def _title(axes: Any, text: str) -> None:
     axes.set_title(text, loc="left", color=INK, fontsize=11)
 
 
-def caption(ledger: Ledger) -> str:
+def caption(ledger: LedgerData) -> str:
     """The text below the picture: every caveat of the table, the findings, and how the figures were made."""
     made = f"{len(ledger.rounds)} interleaved round{'s' * (len(ledger.rounds) != 1)}"
     machine = ledger.facts.get("provenance")
@@ -174,5 +175,5 @@ def caption(ledger: Ledger) -> str:
             f" on {where}; torch {versions['torch']}, Drivetrain {versions['drivetrain']}, "
             f"{machine['date'][:10]}: {machine['command']}"
         )
-    said = [line for line in (*ledger.caveats, ledger.compound, ledger.bound, made) if line]
+    said = [line for line in (*caveats(ledger), compound(ledger), bound(ledger), made) if line]
     return "\n".join(line for one in said for line in textwrap.wrap(one, 124))

@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..transforms.table import drawn
-from .ledger_result import Ledger
+from .ledger_data import LedgerData
+from .ledger_findings import bound, caveats, compound
 from .ledger_rounds import EXTRAS, PLAIN
 from .ledger_statistics import Figure, Ratio, speed_text
 
@@ -27,12 +28,12 @@ class Cells:
     line_after: int | None = None
 
 
-def text(ledger: Ledger) -> str:
+def text(ledger: LedgerData) -> str:
     """For a terminal."""
     return "\n".join([*map(rendered, tables(ledger)), *sentences(ledger)])
 
 
-def html_text(ledger: Ledger) -> str:
+def html_text(ledger: LedgerData) -> str:
     """For a notebook."""
     return "".join(
         [*map(html_table, tables(ledger)), *(f"<p>{html.escape(s)}</p>" for s in sentences(ledger))]
@@ -71,7 +72,7 @@ def html_table(cells: Cells) -> str:
     return f"<table>{title}{line(cells.heads, 'th')}{body}</table>{foot}"
 
 
-def tables(ledger: Ledger) -> list[Cells]:
+def tables(ledger: LedgerData) -> list[Cells]:
     """The rows in turn with the ceilings; the stages; accuracies, if they were asked for."""
     found = [_rows(ledger)]
     if len(ledger.stages) > 1:
@@ -81,7 +82,7 @@ def tables(ledger: Ledger) -> list[Cells]:
     return found
 
 
-def _rows(ledger: Ledger) -> Cells:
+def _rows(ledger: LedgerData) -> Cells:
     costs = ledger.facts.get("costs", {})
     names = [row.name for row in ledger.rows]
     rows = [
@@ -111,14 +112,14 @@ def _rows(ledger: Ledger) -> Cells:
     )
 
 
-def _gain(ledger: Ledger, gain: Ratio | None, name: str, before: str) -> str:
+def _gain(ledger: LedgerData, gain: Ratio | None, name: str, before: str) -> str:
     """The ratio to the row before, without its interval, which the second table has."""
     if gain is not None and gain.resolved:
         return f"× {gain.value:.2f}"
     return ratio_text(ledger, gain, name, before)
 
 
-def _stages(ledger: Ledger) -> Cells:
+def _stages(ledger: LedgerData) -> Cells:
     rows, names = [], [row.name for row in ledger.rows]
     for before, gain in zip(names, ledger.stages, strict=False):
         own = f"+ {gain.stage}"
@@ -164,7 +165,7 @@ def _seconds(value: float) -> str:
     return f"{value:,.1f} s"
 
 
-def sentences(ledger: Ledger) -> list[str]:
+def sentences(ledger: LedgerData) -> list[str]:
     """What is printed below the tables; the bound comes last."""
     facts = ledger.facts
     found = []
@@ -177,7 +178,7 @@ def sentences(ledger: Ledger) -> list[str]:
             f"{ledger.extras_share:.2%} of the time."
         )
     found += _costs(facts.get("costs", {}))
-    return [*found, *ledger.caveats, *filter(None, [ledger.compound]), ledger.bound]
+    return [*found, *caveats(ledger), *filter(None, [compound(ledger)]), bound(ledger)]
 
 
 def _costs(costs: dict[str, Any]) -> list[str]:
@@ -205,7 +206,7 @@ UNRESOLVED = "not resolved"
 """In the place of a ratio whose interval leaves it open; a caveat gives the reason."""
 
 
-def ratio_text(ledger: Ledger, one: Ratio | None, name: str, other: str = PLAIN) -> str:
+def ratio_text(ledger: LedgerData, one: Ratio | None, name: str, other: str = PLAIN) -> str:
     """A ratio with its interval; or why there is none: `name` or `other`, which it is of, was not measured."""
     if one is not None:
         return f"{one.value:.2f}  ({one.low:.2f} to {one.high:.2f})" if one.resolved else UNRESOLVED
