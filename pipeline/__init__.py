@@ -13,9 +13,9 @@ _HOME = {
     "Built": "build",
     "CheckpointWarning": "retention",
     "Checkpoints": "retention",
-    "Epoch": "result",
+    "Epoch": "history",
     "FitResult": "result",
-    "History": "result",
+    "History": "history",
     "Ledger": "ledger_result",
     "LedgerInterrupted": "ledger_result",
     "Logger": "loggers",
@@ -55,6 +55,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .build import Built
     from .exporting import export
+    from .history import Epoch, History
     from .ledger_compare import compare
     from .ledger_result import Ledger, LedgerInterrupted
     from .loggers import Logger, LoggerWarning
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
     from .plan import Plan, Step
     from .recipes import RECIPES
-    from .result import Epoch, FitResult, History, TrainingInterrupted
+    from .result import FitResult, TrainingInterrupted
     from .retention import Checkpoints, CheckpointWarning
 
 

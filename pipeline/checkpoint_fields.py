@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checks import ANY, is_flag, is_number, is_whole
 from ..errors import CheckpointError
-from .result import Epoch
+from .history import Epoch
 
 REMEDY = "Use another checkpoint, or start from scratch with resume=None."
 _EXACT = 2**53  # beyond it not every integer is a float

@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from ..errors import require
-from .result import Epoch, History
+from .history import Epoch, History
 
 INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
 

@@ -18,9 +18,9 @@ from .checkpoint import Checkpoint
 from .facts import described
 from .models import model_factory
 from .pipeline_spec import PipelineSpec
-from .result import plain_state, save_weights
 from .resume import restoring, with_averages
 from .retention import Store, best_of, find
+from .weights import plain_state, save_weights
 
 Names = Literal["plain", "trained"]
 

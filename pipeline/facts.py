@@ -18,8 +18,8 @@ from ..transforms import Transform, declares_length, follows_length
 from .build import Built
 from .checkpoint_fields import REMEDY
 from .identity import identity
+from .kinds import sort_transforms
 from .models import name_of_factory
-from .order import sort_transforms
 from .pipeline_spec import PipelineSpec
 from .resolve import ResolvedPlan
 

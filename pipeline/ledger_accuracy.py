@@ -11,10 +11,10 @@ from tqdm.auto import tqdm
 from ..checks import is_number
 from ..errors import PlanError
 from .fit import fit
+from .history import Epoch
 from .ledger_crew import described
 from .ledger_variants import Variant
 from .resolve import ResolvedPlan
-from .result import Epoch
 
 
 def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:

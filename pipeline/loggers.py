@@ -18,7 +18,7 @@ import cloudpickle
 from ..checks import check_whole
 from ..errors import PlanError, require, suggest
 from ..files import atomic_file
-from .result import COLUMNS
+from .history import COLUMNS
 
 Values = dict[str, float]
 """Of a step: `step/loss` and the like; of an epoch: the numbers of its `Epoch`, those that there are."""

@@ -7,9 +7,9 @@ from time import perf_counter
 
 import torch
 
+from .history import Epoch
 from .host_copy import HostCopy
 from .loggers import Loggers
-from .result import Epoch
 from .sums import Sums
 
 

@@ -18,10 +18,9 @@ from ..errors import PlanError
 from ..strategies import OptimizerFactory, Strategy
 from ..transforms import Transform
 from .frozen import FrozenDict
-from .hooks import check_hook
+from .kinds import check_hook, sort_transforms
 from .models import model_factory
 from .optimizers import Optimization
-from .order import sort_transforms
 from .stages import ONE_DEVICE, Data, Distribution, MatmulPrecision, source_name
 
 

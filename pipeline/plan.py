@@ -14,7 +14,7 @@ from ..strategies import Strategy
 from ..transforms import CHANGES_MODEL, Transform
 from ..transforms.table import drawn
 from .cuda_settings import choose_benchmark, uses_gpu
-from .order import KIND_ORDER
+from .kinds import KIND_ORDER
 from .pipeline_spec import PipelineSpec
 from .rules import family
 from .stages import PRECISIONS, Data, Distribution

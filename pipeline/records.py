@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
+from .history import Epoch, History
 from .interrupts import interrupts_held
 from .loggers import LOG_EVERY, Loggers
 from .metrics import Metrics
 from .nonfinite import OnNonFinite
 from .progress import say
-from .result import Epoch, History, load_weights, save_weights
 from .retention import Checkpoints
 from .run_folder import HISTORY, MODEL, clear_results, draw_curves, read_history, write
+from .weights import load_weights, save_weights
 
 PICTURE = 30.0  # seconds between two pictures of the curves
 Weights = Callable[[], dict[str, torch.Tensor]]

@@ -16,8 +16,8 @@ from .. import strategies
 from ..errors import PlanError
 from ..strategies import Strategy
 from ..transforms import Transform
+from .kinds import sort_transforms
 from .optimizers import Optimization
-from .order import sort_transforms
 from .pipeline_spec import PipelineSpec
 from .plan import Step, lay_out
 from .rules import check_epochs, check_rules

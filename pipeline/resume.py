@@ -19,7 +19,7 @@ from ..strategies import Engine
 from ..strategies.optimizer_state import Entry, OptimizerState
 from .build import Built
 from .checkpoint import OWN, Checkpoint, Tensors
-from .result import Epoch, History
+from .history import Epoch, History
 from .retention import Store, find
 from .snapshot import AVERAGE
 from .sums import Sums

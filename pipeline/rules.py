@@ -1,4 +1,4 @@
-"""What does not go together, by the facts that each part declares; the order alone is `order.py`'s."""
+"""What does not go together, by the facts that each part declares; the order alone is `kinds.py`'s."""
 
 from __future__ import annotations
 

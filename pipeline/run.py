@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..errors import CheckpointError, NonFiniteError
 from ..strategies.group import under_torchrun
+from ..version import __version__
 from . import resume as resuming
 from .build import Built
 from .checkpoint import Checkpoint
 from .checkpoint_fields import check_length
 from .exporting import evaluated_state
 from .facts import check_hyperparameters, check_same, description, run_facts, tied_to_length
+from .history import Epoch, History
 from .loop import EpochStats, evaluate, train_epoch
 from .nonfinite import LossGuard
 from .optimizers import Schedule
@@ -27,7 +28,6 @@ from .progress import Progress, place_of_bar
 from .provenance import provenance
 from .records import Job, Outcome, Records
 from .resolve import ResolvedPlan
-from .result import Epoch, History
 from .retention import Store
 from .saving import Saver
 from .snapshot import all_finite, take

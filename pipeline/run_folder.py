@@ -14,11 +14,11 @@ import yaml
 
 from ..errors import DrivetrainError, RecipeError
 from ..files import atomic_file
+from .history import Epoch, History
 from .loggers import METRICS
 from .plan import Plan
 from .recipe_export import to_recipe
 from .resolve import ResolvedPlan
-from .result import Epoch, History
 from .retention import Store
 
 PLAN, RECIPE, HISTORY, CURVES = "plan.txt", "recipe.yaml", "history.json", "curves.png"

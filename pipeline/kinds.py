@@ -1,14 +1,24 @@
-"""The order of transforms: from the facts that each declares, whatever order the user wrote them in."""
+"""The kinds of transforms: the order in which they are applied, and the methods that the training loop calls of each."""
 
 from __future__ import annotations
 
 from ..errors import PlanError
-from ..transforms import Transform
+from ..transforms import (
+    SAM,
+    GradientClipping,
+    LayerFreezing,
+    ProgressiveResizing,
+    TestTimeFlip,
+    Transform,
+)
+from ..transforms.base import missing_hook
 
 # Surgery replaces modules, so it precedes whatever touches their parameters; a memory format set before
 # surgery would be lost on the new modules (BlurPool after ChannelsLast: 3 weights of a ResNet).
 KINDS = ("image", "surgery", "memory_format", "optimizer", "schedule", "batch", "loss", "loop", "evaluation")
 KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
+CALLED_BY_CLASS = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip)
+"""Transforms whose own methods the loop calls; see `methods.py`."""
 
 
 def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
@@ -31,3 +41,22 @@ def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
         ordered.append(ready)
         waiting.remove(ready)
     return tuple(ordered)
+
+
+def check_hook(transform: Transform) -> None:
+    """Refuses a transform that does not define what its kind is called by, and so would do nothing.
+
+    Raises:
+        PlanError: naming its class, its kind, and the method.
+    """
+    if isinstance(transform, CALLED_BY_CLASS):
+        return
+    lacking = missing_hook(type(transform))
+    if not lacking and transform.kind in ("schedule", "evaluation"):
+        base = "LayerFreezing" if transform.kind == "schedule" else "TestTimeFlip"
+        lacking = (
+            f"{type(transform).__name__} is a transform of kind {transform.kind!r}, of which the loop calls {base} "
+            "only. Derive it from that, or use another kind."
+        )
+    if lacking:
+        raise PlanError(lacking)
