@@ -1,4 +1,4 @@
-"""The kinds of transforms: the order in which they are applied, and the methods that the training loop calls of each."""
+"""The kinds of transforms: in which order they are applied, and which method of each the training loop calls."""
 
 from __future__ import annotations
 

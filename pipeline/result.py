@@ -32,7 +32,33 @@ class FitResult:
     plan: Plan
     transforms: tuple[Transform, ...] = ()
 
-    class TrainingInterrupted(KeyboardInterrupt):
+    def plain_state(self) -> dict[str, torch.Tensor]:
+        """The weights under the names of the model before surgery, for use without Drivetrain.
+
+        What a surgery adds and a plain model cannot express keeps a name of its own; `Transform.to_plain` of
+        each surgery says which.
+        """
+        return plain_state(self.model.state_dict(), self.model, self.transforms)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Top-1 (0 to 1) on the validation data after the last epoch; None if there is none."""
+        return self.history.accuracy
+
+    def __repr__(self) -> str:
+        return f"FitResult(accuracy={self.accuracy}, epochs={len(self.history.epochs)})"
+
+    def _repr_html_(self) -> str:
+        """The history; what each transform changed, and the plan, are there to be opened."""
+        parts = [("what was changed", "<br>".join(report._repr_html_() for report in self.reports))]
+        parts += [("the plan", self.plan._repr_html_())]
+        folded = "".join(
+            f"<details><summary>{name}</summary>{body}</details>" for name, body in parts if body
+        )
+        return self.history._repr_html_() + folded
+
+
+class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during training.
 
     Attributes:
