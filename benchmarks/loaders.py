@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from drivetrain.loaders import FFCVLoader, TorchLoader, convert, libffcv, open_beton
-from drivetrain.loaders.layout import ALLOCATION, HEADER, MODE_RAW, Field, metadata_dtype
-from drivetrain.loaders.manifest import manifest_path, tables_checksum, write_manifest
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
+from drivetrain.loaders.native import libffcv
+from drivetrain.loaders.beton.reader.layout import ALLOCATION, HEADER, MODE_RAW, Field, metadata_dtype
+from drivetrain.loaders.beton.reader.manifest import manifest_path, tables_checksum, write_manifest
 from measuring import Contender, compare, measure, save
 from one_shot import BATCH, SIDE, our_loader, stock_loader
 from rich.table import Table

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from drivetrain.pipeline.provenance import provenance
+from drivetrain.pipeline.telemetry.provenance import provenance
 from rich.console import Console
 from rich.table import Table
 

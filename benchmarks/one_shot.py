@@ -71,7 +71,7 @@ def convert(kind: str, folder: Path, out: Path, workers: int) -> float:
     """
     if kind != "stock":
         from drivetrain.loaders import convert as ours
-        from drivetrain.loaders import libffcv
+        from drivetrain.loaders.native import libffcv
 
         libffcv.library()
         begin = perf_counter()

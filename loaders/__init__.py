@@ -39,9 +39,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .beton import Beton, open_beton
-    from .conversion import ConvertReport, convert
-    from .datasets import resolve
+    from .beton.reader import Beton, open_beton
+    from .conversion.convert import ConvertReport, convert
+    from .datasets.names import resolve
     from .ffcv_loader import FFCVLoader
     from .inspection import Inspection, Verification, contact_sheet, inspect, verify
     from .torch_loader import TorchLoader

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..checks import check_whole, plain
 from ..errors import DataError, suggest
-from .beton import Beton, count_classes
+from .beton.reader import Beton, count_classes
 from .exhaustion import exhaustion, is_exhaustion
 from .order import LastBatch, check_batch_size, epoch_batches, last_batch, rank_slice, require_pages
 from .settings import Settings, check_indices, odd_size

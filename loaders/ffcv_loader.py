@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import DataError, require
-from . import libffcv
-from .beton import Beton, open_beton
+from .native import libffcv
+from .beton.reader import Beton, open_beton
 from .buffers import Buffers
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
@@ -22,7 +22,7 @@ from .exhaustion import exhaustion, is_exhaustion
 from .settings import check_ahead, check_device, check_workers, make_settings
 
 if TYPE_CHECKING:
-    from .decoding import Decoder
+    from .decode.decoder import Decoder
 
 
 class FFCVLoader(EpochLoader):
@@ -136,7 +136,7 @@ class FFCVLoader(EpochLoader):
         require("numba", "ffcv", "load .beton files")
         libffcv.library()
         # Compiles, or reads its cache: only where a loader is made.
-        from .decoding import Decoder, check_memory
+        from .decode.decoder import Decoder, check_memory
 
         decoder = Decoder(self.beton, self.settings, self._operations)
         each = 1 if self._feed is not None else self.settings.dtype.itemsize

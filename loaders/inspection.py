@@ -17,10 +17,10 @@ from tqdm.auto import tqdm
 from ..checks import check_whole, plain
 from ..errors import BetonError, DataError, require_suffix
 from ..files import atomic_file
-from . import libffcv, turbojpeg
-from .beton import Beton, open_beton
+from .native import libffcv, turbojpeg
+from .beton.reader import Beton, open_beton
 from .exhaustion import exhaustion, is_exhaustion
-from .layout import MODE_JPEG
+from .beton.layout import MODE_JPEG
 from .settings import check_workers
 
 

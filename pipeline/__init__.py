@@ -53,18 +53,18 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .build import Built
-    from .exporting import export
-    from .history import Epoch, History
-    from .ledger_compare import compare
-    from .ledger_result import Ledger, LedgerInterrupted
-    from .loggers import Logger, LoggerWarning
-    from .loop import evaluate, train_epoch
+    from .training.build import Built
+    from .checkpoints.export import export
+    from .telemetry.history import Epoch, History
+    from .ledger.comparison import compare
+    from .ledger.ledger import Ledger, LedgerInterrupted
+    from .telemetry.loggers import Logger, LoggerWarning
+    from .training.loop import evaluate, train_epoch
     from .pipeline import Pipeline
-    from .plan import Plan, Step
-    from .recipes import RECIPES
-    from .result import FitResult, TrainingInterrupted
-    from .retention import Checkpoints, CheckpointWarning
+    from .spec.plan import Plan, Step
+    from .recipes.presets import RECIPES
+    from .runs.result import FitResult, TrainingInterrupted
+    from .checkpoints.directory import Checkpoints, CheckpointWarning
 
 
 def __getattr__(name: str) -> Any:

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import require
-from .loggers import LOG_EVERY
-from .pipeline_spec import PipelineSpec
-from .plan import Plan
-from .resolve import resolve
-from .retention import Checkpoints
+from .telemetry.loggers import LOG_EVERY
+from .spec.pipeline_spec import PipelineSpec
+from .spec.plan import Plan
+from .spec.resolve import resolve
+from .checkpoints.directory import Checkpoints
 
 if TYPE_CHECKING:
-    from .build import Built
-    from .ledger_result import Ledger
-    from .lightning import HandOver
-    from .loggers import Choice
-    from .nonfinite import OnNonFinite
-    from .result import FitResult
+    from .training.build import Built
+    from .ledger.ledger import Ledger
+    from .lightning.hand_over import HandOver
+    from .telemetry.loggers import Choice
+    from .training.guard import OnNonFinite
+    from .runs.result import FitResult
 
 CHECKPOINTS = Checkpoints()
 """What `fit` saves when it is not told."""
@@ -70,7 +70,7 @@ class Pipeline(PipelineSpec):
             RecipeError: for an unknown name or key, with the nearest one, or a value of the wrong kind; of a
                 file, with the line.
         """
-        from .recipes import build_pipeline
+        from .recipes.presets import build_pipeline
 
         return build_pipeline(recipe, overrides, cls)
 
@@ -80,7 +80,7 @@ class Pipeline(PipelineSpec):
         Raises:
             RecipeError: naming what no recipe can hold (a built module, a factory without a name), and the remedy.
         """
-        from .recipe_export import to_recipe
+        from .recipes.export import to_recipe
 
         return to_recipe(self)
 
@@ -98,7 +98,7 @@ class Pipeline(PipelineSpec):
 
     def build(self) -> Built:
         """Loaders, model and engine of this process, ready for a loop of your own."""
-        from .build import build
+        from .training.build import build
 
         return build(resolve(self))
 
@@ -154,7 +154,7 @@ class Pipeline(PipelineSpec):
             NonFiniteError: see `on_nonfinite`.
             TrainingInterrupted: on Ctrl-C; a KeyboardInterrupt that carries what was finished.
         """
-        from .fit import fit
+        from .runs.fit import fit
 
         return fit(
             self, epochs=epochs, out=out, progress=progress, resume=resume, checkpoints=checkpoints,
@@ -186,7 +186,7 @@ class Pipeline(PipelineSpec):
             MissingExtra: without Lightning.
         """
         require("lightning.pytorch", "lightning", "hand a pipeline over to Lightning")
-        from .lightning import hand_over
+        from .lightning.hand_over import hand_over
 
         return hand_over(self, epochs, trainer)
 
@@ -232,7 +232,7 @@ class Pipeline(PipelineSpec):
             DrivetrainError: if two variants did not train on the same samples.
             LedgerInterrupted: on Ctrl-C, a KeyboardInterrupt. Its `ledger` has what was measured by then, or None.
         """
-        from .ledger import measure
+        from .ledger.measure import measure
 
         return measure(
             self, seconds=seconds, within=within, accuracy=accuracy, epochs=epochs, target=target,

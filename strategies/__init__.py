@@ -76,14 +76,14 @@ if TYPE_CHECKING:
     from .auto import Auto
     from .base import Engine, OptimizerFactory, Strategy
     from .ddp import DDP
-    from .deepspeed import DeepSpeed
+    from .deepspeed.strategy import DeepSpeed
     from .dp import DP
     from .fairscale import FairScaleFSDP, FairScaleOSS, FairScaleShardedDDP
     from .fsdp import FSDP, HSDP, FSDPCPUOffload, FSDPGradOp
-    from .launcher import launch
-    from .optimizer_state import OptimizerState
+    from .launch.launcher import launch
+    from .common.optimizer_state import OptimizerState
     from .options import Options, Precision, PrepareOptions
-    from .policy import Policy
+    from .common.module_filter import Policy
     from .registry import StrategyRow, available, get, register
     from .single import Single
     from .zero import ZeroRedundancy

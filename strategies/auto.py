@@ -13,9 +13,9 @@ from torch import nn
 from .. import machine
 from .base import Engine, OptimizerFactory, Strategy
 from .devices import pick_device
-from .memory import ADAMW_BYTES
+from .common.memory import ADAMW_BYTES
 from .options import PrepareOptions
-from .surroundings import check_ranks, enter
+from .common.placement import check_ranks, enter
 
 COMFORTABLE = 0.5
 """Share of the free memory that parameters, gradients and optimizer may take: the rest is for activations,

@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol, Unpack
 import torch
 from torch import nn
 
-from .memory import Held
-from .optimizer_state import Keep, OptimizerState
+from .common.memory import Held
+from .common.optimizer_state import Keep, OptimizerState
 from .options import PrepareOptions
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]

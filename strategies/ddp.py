@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .base import OptimizerFactory
 from .engine import LocalEngine, RanksEngine
 from .options import Options, PrepareOptions
-from .surroundings import build_optimizer, check_ranks, enter, put_on
+from .common.placement import build_optimizer, check_ranks, enter, put_on
 
 
 class DDPEngine(RanksEngine):

@@ -14,7 +14,7 @@ from .base import OptimizerFactory
 from .devices import pick_device
 from .engine import LocalEngine
 from .options import Options, PrepareOptions
-from .surroundings import build_optimizer, put_on
+from .common.placement import build_optimizer, put_on
 
 
 class DPEngine(LocalEngine):

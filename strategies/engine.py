@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import StrategyError
-from .memory import Held, tensors_in
-from .optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups
+from .common.memory import Held, tensors_in
+from .common.optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups
 from .options import HALF, Options
-from .statistics import pool_buffers
+from .common.statistics import pool_buffers
 
 
 class LocalEngine:

@@ -17,8 +17,8 @@ from .base import OptimizerFactory
 from .ddp import DDP, OnEveryRank
 from .engine import LocalEngine, RanksEngine
 from .options import Options, PrepareOptions
-from .owned import OwnedEngine, copy_groups, keep_part
-from .sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
+from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part
+from .common.sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
 
 EXTRA = "fairscale"
 

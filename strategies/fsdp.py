@@ -17,19 +17,12 @@ from ..errors import StrategyError
 from .base import OptimizerFactory
 from .devices import pick_device
 from .engine import LocalEngine, RanksEngine
-from .materialise import materialise, refuse_without_reset
+from .common.materialise import materialise, refuse_without_reset
 from .options import Options, PrepareOptions
-from .policy import Policy, check_policy
-from .recompute import recompute_activations
-from .sharding import (
-    begin_like_rank_0,
-    give_channels_last_inputs,
-    make_contiguous,
-    mixed_precision,
-    refuse_unshardable,
-    units,
-)
-from .surroundings import build_optimizer, check_ranks, compile_in_place, enter, put_on
+from .common.module_filter import Policy, check_policy
+from .common.recompute import recompute_activations
+from .common.sharding import (begin_like_rank_0, give_channels_last_inputs, make_contiguous, mixed_precision, refuse_unshardable, units)
+from .common.placement import build_optimizer, check_ranks, compile_in_place, enter, put_on
 
 
 class FSDPEngine(RanksEngine):

@@ -9,7 +9,7 @@ import torch
 
 from ..checks import check_number, check_whole, make_plain
 from ..errors import StrategyError, suggest
-from .policy import Policy, check_policy
+from .common.module_filter import Policy, check_policy
 
 Precision = Literal["fp32", "bf16", "fp16"]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from .ddp import DDP
 from .engine import RanksEngine
 from .options import Options
-from .owned import OwnedEngine, copy_groups, keep_part
+from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part
 
 
 @dataclass(frozen=True)

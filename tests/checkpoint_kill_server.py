@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.builder import Pipeline
-from drivetrain.pipeline.fit import fit
+from drivetrain.pipeline.runs.fit import fit
 from drivetrain.transforms import EMA
 from pipeline_data import BATCH, CLASSES, SIDE
 from torch import nn

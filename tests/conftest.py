@@ -14,7 +14,7 @@ import gpu_device
 import psutil
 import pytest
 from cifar10_files import FILE_BYTES, FakeNpm, closed_port
-from drivetrain.loaders import cifar10
+from drivetrain.loaders.datasets.names import cifar10
 from pipeline_data import Toy
 from torchvision.datasets import CIFAR10
 

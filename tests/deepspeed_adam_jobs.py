@@ -92,7 +92,7 @@ def trained(names: list[str], case: Case, real: bool) -> dict[str, Any]:
 def numbers(name: str) -> list[torch.Tensor]:
     """The same weights and gradients through torch's and DeepSpeed's optimizer, ten steps."""
     deepspeed: Any = importlib.import_module("deepspeed")
-    adam: Any = importlib.import_module("drivetrain.strategies.deepspeed_adam")
+    adam: Any = importlib.import_module("drivetrain.strategies.deepspeed.adam")
     ends = []
     for fused in (False, True):
         generator = torch.Generator().manual_seed(0)

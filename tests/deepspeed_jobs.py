@@ -20,7 +20,7 @@ from deepspeed_methods import OFFLOAD, STAGES, attempt, methods, options_of, pre
 from drivetrain import Pipeline, strategies
 from drivetrain.errors import DrivetrainError, StrategyError
 from drivetrain.strategies import OptimizerState
-from drivetrain.strategies.memory import held_bytes
+from drivetrain.strategies.common.memory import held_bytes
 from fsdp_jobs import on_meta, surgeries
 from parity_jobs import BF16, CASES, KINDS, Case, Run, batch, one_step, train
 from pipeline_data import numbers

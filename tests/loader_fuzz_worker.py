@@ -12,9 +12,10 @@ import json
 import os
 import sys
 
-import drivetrain.loaders.decoding  # noqa: F401 — now, not in every child
+import drivetrain.loaders.decode.decoder  # noqa: F401 — now, not in every child
 import torch
-from drivetrain.loaders import FFCVLoader, libffcv, open_beton
+from drivetrain.loaders import FFCVLoader, open_beton
+from drivetrain.loaders.native import libffcv
 
 SIDE = 48
 

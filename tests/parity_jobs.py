@@ -14,7 +14,7 @@ import torch.distributed as dist
 from drivetrain import strategies
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import auto, plugins
-from drivetrain.strategies.memory import held_bytes
+from drivetrain.strategies.common.memory import held_bytes
 from strategy_jobs import make_optimizer, norm_of, refusal
 from torch import nn
 from torch.nn.functional import cross_entropy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain.transforms import EMA, SWA, Lookahead, Transform
-from drivetrain.transforms.averaging import Averages
+from drivetrain.transforms.common.averaging import Averages
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -16,8 +16,8 @@ import torch
 from checkpoint_jobs import Dropping
 from drivetrain import CheckpointError, DrivetrainError, Pipeline, PlanError
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, FitResult, export
-from drivetrain.pipeline.checkpoint import Checkpoint
-from drivetrain.pipeline.run_folder import claimed
+from drivetrain.pipeline.checkpoints.format import Checkpoint
+from drivetrain.pipeline.runs.folder import claimed
 from drivetrain.transforms import (
     EMA,
     SAM,
@@ -144,7 +144,7 @@ def test_cases_depend_on_what_is_restored(toy: Toy, tmp_path: Path) -> None:
 
 def swap_file(host: Path, donor: Path, name: str, target: Path) -> Path:
     """A copy of `host` with one file of `donor`, with digests that are right."""
-    from drivetrain.pipeline.checkpoint import _digest, _measure
+    from drivetrain.pipeline.checkpoints.format import _digest, _measure
 
     target = target / "step-00000006"
     target.mkdir(parents=True)

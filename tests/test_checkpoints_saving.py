@@ -11,8 +11,8 @@ import pytest
 import torch
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted
-from drivetrain.pipeline.retention import Store
-from drivetrain.pipeline.snapshot import shares
+from drivetrain.pipeline.checkpoints.directory import Store
+from drivetrain.pipeline.checkpoints.capture import shares
 from drivetrain.strategies import launch
 from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, batch_norm_model, numbers, plain_model
 
@@ -175,7 +175,7 @@ def test_a_failure_in_the_background_is_raised(toy: Toy, tmp_path: Path, monkeyp
 
 def test_training_goes_on_while_it_is_written(toy: Toy, tmp_path: Path, monkeypatch: Any) -> None:
     """The values are those of the moment; the thread writes them when steps have moved on."""
-    from drivetrain.pipeline import saving
+    from drivetrain.pipeline.checkpoints import writer as saving
 
     moved, original = threading.Event(), saving.write_part
     count = 0
@@ -203,7 +203,7 @@ def test_training_goes_on_while_it_is_written(toy: Toy, tmp_path: Path, monkeypa
 
 def on_two_ranks(pipeline: Pipeline, out: Path) -> str:
     rank = torch.distributed.get_rank()
-    from drivetrain.pipeline import saving
+    from drivetrain.pipeline.checkpoints import writer as saving
 
     original = saving.write_part
 

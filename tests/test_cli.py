@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from drivetrain import RECIPES, Pipeline
-from drivetrain.pipeline.doctor import EXTRAS, KEEPS_MEMORY, memory_kept
-from drivetrain.pipeline.models import cifar_resnet
-from drivetrain.pipeline.recipes import KEYS
-from drivetrain.pipeline.recipes_table import PROSE
+from drivetrain.pipeline.cli.app.doctor import EXTRAS, KEEPS_MEMORY, memory_kept
+from drivetrain.pipeline.models.factories.factories import cifar_resnet
+from drivetrain.pipeline.recipes.presets.presets import KEYS
+from drivetrain.pipeline.recipes.presets.table import PROSE
 from PIL import Image
 from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
 from safetensors.torch import load_file
@@ -29,7 +29,7 @@ SEVERAL = """
 import contextlib, io, json, sys
 commands, blocked = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(blocked))
-from drivetrain.pipeline.cli import main
+from drivetrain.pipeline.cli.app import main
 ends = []
 for command in commands:
     sys.argv[:] = ["drivetrain", *command]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError
-from drivetrain.pipeline.cuda_settings import cuda_settings, matmul_precision
+from drivetrain.pipeline.spec.cuda_settings import cuda_settings, matmul_precision
 from drivetrain.transforms import ProgressiveResizing
 from pipeline_data import Toy, plain_model
 

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import NonFiniteError, strategies
-from drivetrain.pipeline import host_copy, nonfinite
-from drivetrain.pipeline.host_copy import HostCopy
-from drivetrain.pipeline.loop import evaluate, train_epoch
-from drivetrain.pipeline.methods import Methods
-from drivetrain.pipeline.nonfinite import LossGuard
-from drivetrain.pipeline.progress import Progress
-from drivetrain.pipeline.sums import Sums
-from drivetrain.strategies.deepspeed_engine import DeepSpeedEngine
+from drivetrain.pipeline.telemetry import host_copy
+from drivetrain.pipeline.training import guard as nonfinite
+from drivetrain.pipeline.telemetry.host_copy import HostCopy
+from drivetrain.pipeline.training.loop import evaluate, train_epoch
+from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.guard import LossGuard
+from drivetrain.pipeline.telemetry.progress import Progress
+from drivetrain.pipeline.telemetry.meter import Sums
+from drivetrain.strategies.deepspeed.strategy.engine import DeepSpeedEngine
 from drivetrain.transforms import EMA, SWA, Lookahead, Transform
 from host_syncs import HostSyncs, pretend_cuda
 from pipeline_data import batch_norm_model
@@ -165,7 +166,7 @@ def test_the_bar_waits_for_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(HostCopy):
         arrived = property(lambda _: here[0])  # type: ignore[assignment]
 
-    monkeypatch.setattr("drivetrain.pipeline.progress.HostCopy", Slow)
+    monkeypatch.setattr("drivetrain.pipeline.telemetry.progress.HostCopy", Slow)
     sums = Sums(torch.zeros(()))
     with Progress(1, 1, 30, show=True) as bar:
         bar.update(10, torch.tensor(0.5), sums)

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from drivetrain import StrategyError, strategies
-from drivetrain.strategies import devices, group, surroundings
+from drivetrain.strategies import devices
+from drivetrain.strategies.launch import group
+from drivetrain.strategies.common import placement as surroundings
 from torch import nn
 
 VARIABLES = (

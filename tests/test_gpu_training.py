@@ -18,8 +18,8 @@ import pytest
 import torch
 from drivetrain import RECIPES, Pipeline
 from drivetrain.loaders import convert
-from drivetrain.pipeline.records import Job, Outcome
-from drivetrain.pipeline.run import Run
+from drivetrain.pipeline.runs.artifacts import Job, Outcome
+from drivetrain.pipeline.runs.run import Run
 from gpu_device import Device
 from pipeline_data import CLASSES, Toy, batch_norm_model, evaluated, numbers, toy_arrays
 from test_recipes_train import BATCH, SIDE, shrunk

@@ -43,7 +43,7 @@ def made(tmp_path: Path) -> Path:
 LIBRARY = {
     "__init__.py": "__version__ = '9.0'",
     "loaders/__init__.py": "",
-    "loaders/libffcv.py": "library = print",
+    "loaders/native/libffcv.py": "library = print",
 }
 TORCH = {
     "__init__.py": "from types import SimpleNamespace as N\n__version__, cuda = '9', N(is_available=bool)"
@@ -216,7 +216,7 @@ def test_the_versions_are_those_of_the_lock_file() -> None:
 
 def test_cifar10_is_packed_without_loss(cached_cifar10: Path, tmp_path: Path) -> None:
     from drivetrain.errors import DataError
-    from drivetrain.loaders import cifar10
+    from drivetrain.loaders.datasets.names import cifar10
 
     pack = gpu_stages.load("cifar10_pack")
     source, packed, out = cached_cifar10 / "cifar10", tmp_path / "packed", tmp_path / "out"

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
-from drivetrain.pipeline.cli import app
-from drivetrain.pipeline.ledger_compare import differences
-from drivetrain.pipeline.ledger_rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, Turn, same_samples
-from drivetrain.pipeline.ledger_statistics import ratio, ratio_of_means, t_quantile
+from drivetrain.pipeline.cli.app.app import app
+from drivetrain.pipeline.ledger.measure.comparison import differences
+from drivetrain.pipeline.ledger.measure.rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, Turn, same_samples
+from drivetrain.pipeline.ledger.measure.statistics import ratio, ratio_of_means, t_quantile
 from typer.testing import CliRunner
 
 WHOLE = "+ FFCV loader"
@@ -137,8 +137,8 @@ def test_without_matplotlib(tmp_path: Path) -> None:
 import sys
 sys.modules["matplotlib"] = None
 from drivetrain import MissingExtra
-from drivetrain.pipeline.ledger_result import Ledger
-from drivetrain.pipeline.ledger_rounds import LOADER, MODEL, PLAIN, Turn
+from drivetrain.pipeline.ledger.ledger import Ledger
+from drivetrain.pipeline.ledger.rounds import LOADER, MODEL, PLAIN, Turn
 try:
     Ledger([{name: Turn(1, 1, 0) for name in (PLAIN, LOADER, MODEL)}], {}).save(sys.argv[1])
 except MissingExtra as error:

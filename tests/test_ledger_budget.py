@@ -19,11 +19,12 @@ import pytest
 import torch
 from drivetrain import LedgerError
 from drivetrain.loaders import TorchLoader
-from drivetrain.pipeline import Ledger, LedgerInterrupted, ledger_crew
-from drivetrain.pipeline import ledger as ledger_module
-from drivetrain.pipeline.cli import app
-from drivetrain.pipeline.ledger_budget import Budget, OutOfTime, alarm, rounded_up, until
-from drivetrain.pipeline.ledger_rounds import MODEL, PLAIN
+from drivetrain.pipeline import Ledger, LedgerInterrupted
+from drivetrain.pipeline.ledger.measure import crew as ledger_crew
+from drivetrain.pipeline.ledger.measure import measure as ledger_module
+from drivetrain.pipeline.cli.app.app import app
+from drivetrain.pipeline.ledger.measure.budget import Budget, OutOfTime, alarm, rounded_up, until
+from drivetrain.pipeline.ledger.measure.rounds import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from process_state import wait_until_ended

@@ -15,9 +15,9 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, LedgerError, NonFiniteError, Pipeline, StrategyError
 from drivetrain.pipeline import Ledger, compare
-from drivetrain.pipeline.ledger_crew import described
-from drivetrain.pipeline.ledger_picture import caption, picture
-from drivetrain.pipeline.ledger_rounds import LOADER, MODEL, PLAIN, without
+from drivetrain.pipeline.ledger.measure.crew import described
+from drivetrain.pipeline.ledger.measure.picture import caption, picture
+from drivetrain.pipeline.ledger.measure.rounds import LOADER, MODEL, PLAIN, without
 from drivetrain.transforms import GradientClipping, LabelSmoothing, Report, Transform
 from pipeline_data import BATCH, Toy, plain_model
 from torch import nn

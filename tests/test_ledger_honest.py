@@ -18,20 +18,20 @@ import psutil
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError
-from drivetrain.pipeline import ledger_crew, ledger_turns
-from drivetrain.pipeline.cli import app
-from drivetrain.pipeline.ledger import _has_copies, _Measurement
-from drivetrain.pipeline.ledger_accuracy import seconds_to, train_each
-from drivetrain.pipeline.ledger_compare import differences
-from drivetrain.pipeline.ledger_crew import Loaders, Taker, largest, open_bench
-from drivetrain.pipeline.ledger_memory import resident_peak
-from drivetrain.pipeline.ledger_record import Record
-from drivetrain.pipeline.ledger_result import Ledger
-from drivetrain.pipeline.ledger_rounds import COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, mean_turn
-from drivetrain.pipeline.ledger_turns import take_turn
-from drivetrain.pipeline.ledger_variants import Variant, possible, variants
-from drivetrain.pipeline.provenance import provenance
-from drivetrain.pipeline.result import Epoch
+from drivetrain.pipeline.ledger.measure import crew as ledger_crew, turns as ledger_turns
+from drivetrain.pipeline.cli.app.app import app
+from drivetrain.pipeline.ledger.measure.measure import _has_copies, _Measurement
+from drivetrain.pipeline.ledger.measure.accuracy import seconds_to, train_each
+from drivetrain.pipeline.ledger.measure.comparison import differences
+from drivetrain.pipeline.ledger.measure.crew import Loaders, Taker, largest, open_bench
+from drivetrain.pipeline.ledger.measure.memory import resident_peak
+from drivetrain.pipeline.ledger.measure.record import Record
+from drivetrain.pipeline.ledger.measure.ledger import Ledger
+from drivetrain.pipeline.ledger.measure.rounds import COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, mean_turn
+from drivetrain.pipeline.ledger.measure.turns import take_turn
+from drivetrain.pipeline.ledger.measure.variants import Variant, possible, variants
+from drivetrain.pipeline.telemetry.provenance import provenance
+from drivetrain.pipeline.runs.result import Epoch
 from drivetrain.transforms import LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from torch import nn

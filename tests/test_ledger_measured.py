@@ -17,18 +17,18 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
 from drivetrain.loaders import TorchLoader
-from drivetrain.pipeline import progress
-from drivetrain.pipeline.ledger import TIGHT_ROUNDS, _Measurement
-from drivetrain.pipeline.ledger_crew import Loaders, Taker, groups, open_bench
-from drivetrain.pipeline.ledger_record import Record
-from drivetrain.pipeline.ledger_result import Ledger
-from drivetrain.pipeline.ledger_rounds import EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
-from drivetrain.pipeline.ledger_schedule import phases
-from drivetrain.pipeline.ledger_turns import take_turn
-from drivetrain.pipeline.ledger_variants import Variant, alone_and_without, stages, variants
-from drivetrain.pipeline.loggers import CSVLogger
-from drivetrain.pipeline.nonfinite import LossGuard
-from drivetrain.pipeline.progress import Progress
+from drivetrain.pipeline.telemetry import progress
+from drivetrain.pipeline.ledger.measure.measure import TIGHT_ROUNDS, _Measurement
+from drivetrain.pipeline.ledger.measure.crew import Loaders, Taker, groups, open_bench
+from drivetrain.pipeline.ledger.measure.record import Record
+from drivetrain.pipeline.ledger.measure.ledger import Ledger
+from drivetrain.pipeline.ledger.measure.rounds import EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
+from drivetrain.pipeline.ledger.measure.schedule import phases
+from drivetrain.pipeline.ledger.measure.turns import take_turn
+from drivetrain.pipeline.ledger.measure.variants import Variant, alone_and_without, stages, variants
+from drivetrain.pipeline.telemetry.loggers import CSVLogger
+from drivetrain.pipeline.training.guard import LossGuard
+from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.transforms import (
     ChannelsLast,
     LabelSmoothing,

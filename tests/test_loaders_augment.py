@@ -11,9 +11,9 @@ import pytest
 import torch
 from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
-from drivetrain.loaders.augmentation import choose
-from drivetrain.loaders.draws import sample_keys
-from drivetrain.loaders.pixels import jitter_color
+from drivetrain.loaders.decode.augmentation import choose
+from drivetrain.loaders.decode.draws import sample_keys
+from drivetrain.loaders.decode.pixels import jitter_color
 from drivetrain.loaders.settings import Settings
 from loader_pictures import jpeg_beton, picture
 from PIL import Image, ImageEnhance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from drivetrain.loaders import libffcv, turbojpeg
+from drivetrain.loaders.native import libffcv, turbojpeg
 from loader_pictures import jpeg_bytes, picture
 
 MUTANTS = 100

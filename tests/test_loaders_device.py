@@ -17,7 +17,7 @@ from drivetrain import machine
 from drivetrain.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, device, open_beton
 from drivetrain.loaders.device import CudaStreams, DeviceFeed
-from drivetrain.pipeline import build as building
+from drivetrain.pipeline.training import build as building
 from late_streams import WRONG, LateStreams
 from loader_pictures import raw_pictures
 from pipeline_data import Toy

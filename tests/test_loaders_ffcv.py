@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.loaders import FFCVLoader, convert, open_beton
-from drivetrain.loaders.augmentation import choose
-from drivetrain.loaders.draws import random_resized_crop, sample_key, sample_keys, uniform
-from drivetrain.loaders.kernels import BILINEAR, denominator, functions, load_samples, shifted_copy
+from drivetrain.loaders.decode.augmentation import choose
+from drivetrain.loaders.decode.draws import random_resized_crop, sample_key, sample_keys, uniform
+from drivetrain.loaders.decode.kernels import BILINEAR, denominator, functions, load_samples, shifted_copy
 from drivetrain.loaders.settings import Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton, turbojpeg, verify
-from drivetrain.loaders.columns import Sample
-from drivetrain.loaders.encode import Encoded, Encoding, encode_image
-from drivetrain.loaders.layout import MODE_JPEG, Field
-from drivetrain.loaders.writer import write_beton
+from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton, verify
+from drivetrain.loaders.native import turbojpeg
+from drivetrain.loaders.conversion.convert.columns import Sample
+from drivetrain.loaders.conversion.convert.encode import Encoded, Encoding, encode_image
+from drivetrain.loaders.beton.reader.layout import MODE_JPEG, Field
+from drivetrain.loaders.conversion.convert.writer import write_beton
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.errors import DataError
-from drivetrain.loaders import FFCVLoader, convert, libffcv
+from drivetrain.loaders import FFCVLoader, convert
+from drivetrain.loaders.native import libffcv
 from loader_pictures import raw_beton, raw_pictures, run_python
 
 libffcv.ffcv_module("ffcv.transforms")  # importing it in any other way changes thread counts

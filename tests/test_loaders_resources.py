@@ -16,7 +16,8 @@ import psutil
 import pytest
 import torch
 from drivetrain.errors import BetonError, DataError
-from drivetrain.loaders import FFCVLoader, TorchLoader, libffcv, open_beton, turbojpeg, verify
+from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton, verify
+from drivetrain.loaders.native import libffcv, turbojpeg
 from loader_pictures import jpeg_beton, run_python
 
 

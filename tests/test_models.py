@@ -10,11 +10,11 @@ import recipe_factories
 import torch
 import torchvision
 from drivetrain import DataError, Pipeline, PlanError, RecipeError
-from drivetrain.loaders import cifar10
-from drivetrain.pipeline.build import build_model
-from drivetrain.pipeline.models import MODELS, model_factory, name_of_factory, pretrained, vit_s16
-from drivetrain.pipeline.networks import Shift, Whitening, airbench_net
-from drivetrain.pipeline.recipes import RECIPES
+from drivetrain.loaders.datasets.names import cifar10
+from drivetrain.pipeline.training.build import build_model
+from drivetrain.pipeline.models.factories.factories import MODELS, model_factory, name_of_factory, pretrained, vit_s16
+from drivetrain.pipeline.models.factories.cifar import Shift, Whitening, airbench_net
+from drivetrain.pipeline.recipes.presets.presets import RECIPES
 from torch import nn
 
 

@@ -186,7 +186,7 @@ def test_cells_show_themselves_can_be_run_again_and_interrupted(
         ("BlurPool().apply(model())", "<td", "BlurPool"),
         ("from drivetrain.transforms import catalogue\ncatalogue()", ">transform</th>", "┃ transform"),
         (
-            f"from drivetrain.pipeline.ledger_result import Ledger\nLedger.load({LEDGER!r})",
+            f"from drivetrain.pipeline.ledger.ledger import Ledger\nLedger.load({LEDGER!r})",
             "plain PyTorch</td>",
             "plain",
         ),

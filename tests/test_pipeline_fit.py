@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from drivetrain import Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
-from drivetrain.pipeline.optimizers import Optimization, Schedule
-from drivetrain.pipeline.progress import Progress
-from drivetrain.pipeline.result import COLUMNS
-from drivetrain.pipeline.sums import Sums
+from drivetrain.pipeline.spec.optimizers import Optimization, Schedule
+from drivetrain.pipeline.telemetry.progress import Progress
+from drivetrain.pipeline.runs.result import COLUMNS
+from drivetrain.pipeline.telemetry.meter import Sums
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
 from pipeline_data import (
     BATCH,

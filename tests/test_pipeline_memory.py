@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import DrivetrainError
-from drivetrain.pipeline.result import save_weights
+from drivetrain.pipeline.runs.result import save_weights
 from drivetrain.strategies import launch
 from memory_jobs import BYTES, WIDTH, Wide, everything, growth
 from pipeline_data import Toy

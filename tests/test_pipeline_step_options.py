@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError, RecipeError, StrategyError
-from drivetrain.pipeline.ledger import variants
+from drivetrain.pipeline.ledger.measure.measure import variants
 from drivetrain.transforms import GyroDropout
 from pipeline_data import CLASSES, Toy
 from torch import nn

@@ -12,7 +12,7 @@ import pytest
 import recipe_factories
 import torch
 from drivetrain import Pipeline, PlanError
-from drivetrain.pipeline.frozen import FrozenDict
+from drivetrain.pipeline.spec.frozen import FrozenDict
 from drivetrain.strategies import DDP
 from drivetrain.transforms import EMA, BlurPool, LabelSmoothing
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from drivetrain import DataError, Pipeline, PlanError
-from drivetrain.pipeline.cli import main
-from drivetrain.pipeline.plan import make_plan
+from drivetrain.pipeline.cli.app.app import main
+from drivetrain.pipeline.spec.plan import make_plan
 from drivetrain.transforms import ProgressiveResizing
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Toy, plain_model, write_toy
 from test_cli import End, toy_values

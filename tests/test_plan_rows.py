@@ -302,7 +302,7 @@ def test_methods_that_a_strategy_cannot_take_are_refused(toy: Toy, strategy: str
 
 
 def test_strategies_are_known_by_their_family() -> None:
-    from drivetrain.pipeline.rules import family
+    from drivetrain.pipeline.spec.rules import family
 
     names = {
         "single": "single",

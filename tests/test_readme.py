@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drivetrain import DataError, transforms
-from drivetrain.loaders import cifar10, convert
+from drivetrain.loaders.datasets.names import cifar10
+from drivetrain.loaders import convert
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BIN = Path(sys.executable).parent

@@ -12,8 +12,8 @@ import recipe_factories
 import torch
 import torchvision
 from drivetrain import RECIPES, Pipeline, RecipeError, strategies
-from drivetrain.pipeline.plan import make_plan
-from drivetrain.pipeline.stages import ONE_DEVICE
+from drivetrain.pipeline.spec.plan import make_plan
+from drivetrain.pipeline.spec.config import ONE_DEVICE
 from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.transforms import EMA, BlurPool, LabelSmoothing, RandAugment
 from pipeline_data import plain_model

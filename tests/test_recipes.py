@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import RECIPES, Pipeline, PlanError, RecipeError
-from drivetrain.pipeline.build import build_model
-from drivetrain.pipeline.plan import make_plan
-from drivetrain.pipeline.recipes import DEFAULTS, KEYS, complete, parse_overrides
-from drivetrain.pipeline.recipes_table import PROSE, recipe_table, recipes_table
-from drivetrain.pipeline.rules import check_epochs
+from drivetrain.pipeline.training.build import build_model
+from drivetrain.pipeline.spec.plan import make_plan
+from drivetrain.pipeline.recipes.presets.presets import DEFAULTS, KEYS, complete, parse_overrides
+from drivetrain.pipeline.recipes.presets.table import PROSE, recipe_table, recipes_table
+from drivetrain.pipeline.spec.rules import check_epochs
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing, ProgressiveResizing
 from pipeline_data import CLASSES, SIDE, Toy
 from rich.text import Text

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from drivetrain import NonFiniteError, Pipeline, PlanError, RecipeError
-from drivetrain.pipeline.build import optimizer_factory
-from drivetrain.pipeline.plan import Step, make_plan
-from drivetrain.pipeline.recipes import complete, parse_overrides
+from drivetrain.pipeline.training.build import optimizer_factory
+from drivetrain.pipeline.spec.plan import Step, make_plan
+from drivetrain.pipeline.recipes.presets.presets import complete, parse_overrides
 from pipeline_data import Toy, plain_model
 from torch import nn
 

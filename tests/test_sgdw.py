@@ -7,8 +7,8 @@ import copy
 import composer_reference
 import pytest
 import torch
-from drivetrain.pipeline.optimizers import Optimization, Schedule
-from drivetrain.pipeline.sgdw import SGDW
+from drivetrain.pipeline.spec.optimizers import Optimization, Schedule
+from drivetrain.pipeline.spec.sgdw import SGDW
 from drivetrain.transforms import NoWeightDecay
 from pipeline_data import Toy
 from torch import nn

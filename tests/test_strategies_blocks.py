@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from drivetrain.strategies.blocks import LARGE, find_blocks
+from drivetrain.strategies.common.blocks import LARGE, find_blocks
 from torch import nn
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from drivetrain import strategies
 from drivetrain.strategies import Single, launch, plugins
-from drivetrain.strategies.memory import ADAMW_BYTES, adamw_bytes
+from drivetrain.strategies.common.memory import ADAMW_BYTES, adamw_bytes
 from parity_jobs import BF16, CASES, KINDS, NAMES, WHOLE, Case, Run, parity, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from drivetrain import Pipeline
 from drivetrain.errors import DataError, PlanError
-from drivetrain.pipeline.build import training_loss
+from drivetrain.pipeline.training.build import training_loss
 from drivetrain.transforms import BatchContext, BinaryCrossEntropy, LabelSmoothing, MixUp, SelectiveBackprop
 from drivetrain.transforms.binary_cross_entropy import binary_cross_entropy
 from drivetrain.transforms.selective_backprop import unreduced

@@ -26,7 +26,7 @@ from drivetrain.transforms import (
 )
 from drivetrain.transforms.cutmix import area, box_around, paste
 from drivetrain.transforms.cutout import inside
-from drivetrain.transforms.draws import draw_beta
+from drivetrain.transforms.common.draws import draw_beta
 from drivetrain.transforms.selective_backprop import choose
 from torch import nn
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from drivetrain.errors import DataError, PlanError
 from drivetrain.transforms import SAM, GradientClipping, NoWeightDecay, TestTimeFlip
 from drivetrain.transforms.no_weight_decay import note_shape
-from drivetrain.transforms.tensors import buffers_kept
+from drivetrain.transforms.common.tensors import buffers_kept
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import SGD, AdamW

@@ -27,8 +27,8 @@ from .base import State as State
 from .base import Transform as Transform
 from .base import declares_length as declares_length
 from .base import follows_length as follows_length
-from .table import Catalogue as Catalogue
-from .table import make_catalogue
+from .common.table import Catalogue as Catalogue
+from .common.table import make_catalogue
 
 # isort: split
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.

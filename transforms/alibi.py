@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import DataError
 from .base import Kind, Report, State, Transform
-from .surgery import Verdict, full_name, operate, patched
+from .common.surgery import Verdict, full_name, operate, patched
 
 EMBEDDINGS = ("pos_embedding", "pos_embed")
 """The parameters in which torchvision's and timm's ViT keep their position embeddings."""

@@ -1,6 +1,6 @@
 """What a transform is: a frozen dataclass that declares facts about itself and does one thing.
 
-The plan (`pipeline/plan.py`) alone knows the rules of order; a transform only declares the facts the
+The plan (`pipeline/spec/plan.py`) alone knows the rules of order; a transform only declares the facts the
 rules need. Every transform also works alone, in anybody's loop.
 """
 

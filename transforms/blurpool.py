@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import PlanError
 from .base import Kind, Report, Transform, warn_nothing_changed
-from .checks import check_bool, check_count
+from .common.checks import check_bool, check_count
 
 
 def blur(x: torch.Tensor, stride: tuple[int, int] = (1, 1)) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 
 from ..transfer import to_device
 from .base import BatchContext, Kind, Transform
-from .checks import check_fraction
-from .images import check_batch, keep_format
+from .common.checks import check_fraction
+from .common.images import check_batch, keep_format
 
 
 @dataclass(frozen=True)

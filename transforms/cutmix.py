@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 
 from .base import BatchContext, Kind, Transform
-from .checks import check_range
-from .draws import draw_beta
-from .images import check_batch, draw_partners, mix_targets, soft_targets
+from .common.checks import check_range
+from .common.draws import draw_beta
+from .common.images import check_batch, draw_partners, mix_targets, soft_targets
 
 Box = tuple[int, int, int, int]
 """(top, bottom, left, right) in pixels; bottom and right are the first outside."""

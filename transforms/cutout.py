@@ -9,8 +9,8 @@ import torch
 
 from ..transfer import to_device
 from .base import BatchContext, Kind, Transform
-from .checks import check_count, check_range
-from .images import check_batch
+from .common.checks import check_count, check_range
+from .common.images import check_batch
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import ClassVar
 from torch import nn
 
 from ..errors import PlanError
-from .averaging import AveragedSession
+from .common.averaging import AveragedSession
 from .base import Kind, Session, Transform
-from .checks import check_count, check_range
+from .common.checks import check_count, check_range
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from .base import Kind, Report, State, Transform
-from .checks import check_bool, check_count, check_size
-from .surgery import Verdict, obstacle, operate, places, rename
+from .common.checks import check_bool, check_count, check_size
+from .common.surgery import Verdict, obstacle, operate, places, rename
 
 
 def factorize(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

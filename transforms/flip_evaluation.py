@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from ..errors import DataError
 from .base import Kind, Transform
-from .checks import check_count
-from .images import keep_format
+from .common.checks import check_count
+from .common.images import keep_format
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 from .base import Kind, Report, State, Transform
 from .factorize import FactorizedLinear
-from .surgery import Verdict, full_name, operate, patched, places
+from .common.surgery import Verdict, full_name, operate, patched, places
 
 
 class GatedMlp(nn.Module):

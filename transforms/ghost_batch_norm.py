@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .base import Kind, Report, Transform
-from .checks import check_count
-from .surgery import Verdict, obstacle, operate
+from .common.checks import check_count
+from .common.surgery import Verdict, obstacle, operate
 
 
 class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):

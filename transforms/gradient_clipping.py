@@ -11,8 +11,8 @@ from torch import nn
 
 from ..errors import PlanError
 from .base import Kind, Transform
-from .checks import check_choice, check_range
-from .tensors import is_dtensor, with_gradients
+from .common.checks import check_choice, check_range
+from .common.tensors import is_dtensor, with_gradients
 
 By = Literal["norm", "value", "adaptive"]
 SMALLEST_WEIGHT = 1e-3

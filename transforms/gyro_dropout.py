@@ -14,8 +14,8 @@ from torch import nn
 from ..errors import PlanError
 from ..transfer import to_device
 from .base import Kind, Report, Transform
-from .checks import check_count, check_fraction
-from .surgery import Verdict, obstacle, operate
+from .common.checks import check_count, check_fraction
+from .common.surgery import Verdict, obstacle, operate
 
 
 class GyroDropoutLayer(nn.Dropout):

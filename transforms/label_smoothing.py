@@ -17,8 +17,8 @@ from torch import nn
 
 from ..errors import DataError, PlanError
 from .base import Kind, Loss, Transform
-from .checks import check_fraction
-from .images import spread_indices
+from .common.checks import check_fraction
+from .common.images import spread_indices
 
 IGNORED = -100
 """The class index that counts for nothing: the default of `F.cross_entropy`, which PyTorch shares."""

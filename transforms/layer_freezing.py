@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import PlanError
 from .base import Kind, Report, Transform
-from .checks import check_fraction
+from .common.checks import check_fraction
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from .averaging import AveragedSession, Averages
+from .common.averaging import AveragedSession, Averages
 from .base import Kind, Session, Transform
-from .checks import check_count, check_range
+from .common.checks import check_count, check_range
 
 
 @dataclass(frozen=True)

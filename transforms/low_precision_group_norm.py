@@ -11,7 +11,7 @@ from torch import nn
 
 from .base import Kind, Report, Transform
 from .low_precision_layer_norm import lower
-from .surgery import Verdict, full_name, obstacle, operate, patched
+from .common.surgery import Verdict, full_name, obstacle, operate, patched
 
 PLAIN = (
     "torch.nn.modules.normalization.GroupNorm",

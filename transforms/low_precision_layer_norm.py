@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .base import Kind, Report, Transform
-from .surgery import Verdict, full_name, obstacle, operate, patched
+from .common.surgery import Verdict, full_name, obstacle, operate, patched
 
 
 def lower(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 
 from .base import BatchContext, Kind, Transform
-from .checks import check_range
-from .draws import draw_beta
-from .images import check_batch, check_mixable, draw_partners, keep_format, mix_targets, soft_targets
+from .common.checks import check_range
+from .common.draws import draw_beta
+from .common.images import check_batch, check_mixable, draw_partners, keep_format, mix_targets, soft_targets
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 
 from ..errors import PlanError
 from .base import BatchContext, Kind, Transform
-from .checks import check_count, check_range
-from .images import check_batch, resize
+from .common.checks import check_count, check_range
+from .common.images import check_batch, resize
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from .base import Kind, Transform
-from .checks import check_count, check_range
-from .tensors import locals_of, total_norm, with_gradients
+from .common.checks import check_count, check_range
+from .common.tensors import locals_of, total_norm, with_gradients
 
 
 @dataclass(frozen=True)

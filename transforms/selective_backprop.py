@@ -17,10 +17,10 @@ from torch import nn
 from ..errors import DataError, PlanError
 from ..transfer import to_device
 from .base import BatchContext, Kind, Loss, Transform
-from .checks import check_count, check_range
-from .images import check_batch, resize
+from .common.checks import check_count, check_range
+from .common.images import check_batch, resize
 from .label_smoothing import SmoothedLoss
-from .tensors import buffers_kept
+from .common.tensors import buffers_kept
 
 
 @dataclass(frozen=True)

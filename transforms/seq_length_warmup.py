@@ -10,7 +10,7 @@ import torch
 
 from ..errors import DataError, PlanError
 from .base import BatchContext, Kind, Transform
-from .checks import check_bool, check_count, check_range
+from .common.checks import check_bool, check_count, check_range
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import nn
 
 from .base import Kind, Report, State, Transform
 from .blurpool import BlurConv2d
-from .checks import check_count, check_size
+from .common.checks import check_count, check_size
 from .factorize import FactorizedConv2d
-from .surgery import Verdict, obstacle, operate, places
+from .common.surgery import Verdict, obstacle, operate, places
 from .weight_standardization import StandardizedBlurConv2d, StandardizedConv2d
 
 

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from .base import Kind, Report, Transform
-from .checks import check_choice, check_fraction
-from .surgery import Verdict, full_name, operate, patched
+from .common.checks import check_choice, check_fraction
+from .common.surgery import Verdict, full_name, operate, patched
 
 PLACES = ("stochastic_depth", "drop_path", "drop_path1", "drop_path2", "drop_path3")
 """Attributes in which torchvision's and timm's blocks keep the module that drops a branch."""
@@ -101,7 +101,7 @@ class StochasticDepth(Transform):
         return self.drop_rate * (index + 1) / count if self.distribution == "linear" else self.drop_rate
 
     def _change(self, block: nn.Module, rate: float) -> None:
-        from . import residual_blocks  # here, because it imports torchvision, which takes seconds
+        from .common import residual_blocks  # here, because it imports torchvision, which takes seconds
 
         mode = "batch" if self.method == "block" else "row"
         for place in _places(block):

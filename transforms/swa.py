@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..errors import PlanError
-from .averaging import Averages, averaged_names, refuse_partitioned
+from .common.averaging import Averages, averaged_names, refuse_partitioned
 from .base import Kind, Session, Transform
-from .checks import check_count, check_range
+from .common.checks import check_count, check_range
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import nn
 
 from .base import Kind, Report, State, Transform
 from .blurpool import BlurConv2d
-from .checks import check_count
-from .surgery import Verdict, obstacle, operate, places
+from .common.checks import check_count
+from .common.surgery import Verdict, obstacle, operate, places
 
 
 def standardize(weight: torch.Tensor) -> torch.Tensor:

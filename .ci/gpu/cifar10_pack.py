@@ -1,6 +1,6 @@
 """CIFAR-10 in two thirds of its size, without loss: each official file as a WebP picture of all its images.
 
-Every file that is unpacked has the MD5 of the official one (`loaders/cifar10.py`).
+Every file that is unpacked has the MD5 of the official one (`loaders/datasets/cifar10.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 from drivetrain.errors import DataError
-from drivetrain.loaders import cifar10
-from drivetrain.loaders.cifar10 import CLASSES, META, ROW
+from drivetrain.loaders.datasets.names import cifar10
+from drivetrain.loaders.datasets.names.cifar10 import CLASSES, META, ROW
 from PIL import Image
 
 SIDE = 32

@@ -1,0 +1,89 @@
+"""A file that stays open for reading, and that may be truncated or replaced by others meanwhile.
+
+It is read by `pread`, not through memory: where a mapped file has become shorter, reading it ends the process
+(SIGBUS).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import BetonError
+
+Identity = tuple[int, int, int]
+"""A file's device, inode and size in bytes."""
+
+
+class OpenFile:
+    """A file, open as long as something refers to this object. One that is replaced by renaming stays readable.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        path: the file.
+        descriptor: for `pread`; never seek in it.
+        identity: of the file when it was opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
+        status = os.fstat(self.descriptor)
+        self.identity: Identity = (status.st_dev, status.st_ino, status.st_size)
+
+    @property
+    def size(self) -> int:
+        """Length in bytes when it was opened."""
+        return self.identity[2]
+
+    def require_size(self) -> None:
+        """Raise BetonError if the file has another length now."""
+        now = os.fstat(self.descriptor).st_size
+        if now != self.size:
+            raise BetonError(
+                f"{self.path} had {self.size} bytes when it was opened and has {now} now: another program changed it "
+                "while it was in use. Convert the data again, to another name, and make a new loader."
+            )
+
+    def require_identity(self, identity: Identity) -> None:
+        """Raise BetonError unless this is the file of that identity."""
+        if self.identity != identity:
+            raise BetonError(
+                f"{self.path} is not the file any more that the loader opened: it was replaced or changed while in "
+                "use. Make a new loader."
+            )
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return the `size` bytes from `start` on.
+
+        Raises:
+            BetonError: if the file is too short by now, or cannot be read.
+        """
+        return bytes(self.read_many(np.array([start]), size)[0].tobytes())
+
+    def read_many(self, starts: NDArray[np.integer], size: int) -> NDArray[np.uint8]:
+        """Return the `size` bytes from each of `starts` `(n,)` on, `(n, size)`.
+
+        Raises:
+            BetonError: as `read`.
+        """
+        found: NDArray[np.uint8] = np.empty((len(starts), size), dtype=np.uint8)
+        try:
+            for row, start in zip(found, starts.tolist(), strict=True):
+                done = 0
+                while done < size:
+                    got = os.preadv(self.descriptor, [row[done:].data], start + done)
+                    if got == 0:
+                        self.require_size()
+                        raise BetonError(f"{self.path} ended at byte {start + done} while it was read.")
+                    done += got
+        except OSError as error:
+            raise BetonError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+        return found

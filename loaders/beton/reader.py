@@ -1,0 +1,272 @@
+"""A `.beton` file opened for reading: validated before it is trusted, and then read by field and sample."""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ...errors import BetonError, suggest
+from ...files import wait_for_renames
+from ..native import turbojpeg
+from .layout import MODE_RAW, tables_start
+from .manifest import manifest_path, read_manifest
+from .open_file import OpenFile
+from .tables import (
+    Column,
+    check_numbers,
+    label_field,
+    match_allocations,
+    read_allocations,
+    read_fields,
+    read_header,
+    read_metadata,
+)
+
+_ATTEMPTS = 5
+"""To open a file that conversions replace meanwhile."""
+
+
+@dataclass(frozen=True)
+class Beton:
+    """A validated `.beton`: one image field, one label and any number of further fields by name.
+
+    Attributes:
+        path: the file.
+        file: the file, open; samples are read from it.
+        data: the whole file, memory-mapped, `(bytes,)` uint8, read-only. Reading it ends the process if the file
+            has been truncated since.
+        modes: `(N,)` uint8, 0 for JPEG and 1 for raw pixels.
+        widths, heights: `(N,)` in pixels.
+        pointers, sizes: `(N,)` position and length in bytes of each image in `data`.
+        columns: every field by name, in file order.
+        label_name: the field that is the label: the one named `label`, else the first int, float or
+            ndarray.
+        page_size: in bytes.
+        manifest: what the conversion wrote beside the file; empty where there is none.
+        checksums: `(N,)` CRC-32 of each sample as it was converted; None without a manifest.
+    """
+
+    path: Path
+    file: OpenFile
+    data: NDArray[np.uint8]
+    modes: NDArray[np.uint8]
+    widths: NDArray[np.uint16]
+    heights: NDArray[np.uint16]
+    pointers: NDArray[np.uint64]
+    sizes: NDArray[np.uint64]
+    columns: dict[str, Column]
+    label_name: str
+    page_size: int
+    manifest: dict[str, Any]
+    checksums: NDArray[np.uint32] | None
+
+    def __len__(self) -> int:
+        return len(self.modes)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Field name to kind: rgb_image, int, float, bytes, ndarray or json; in file order."""
+        return {name: column.field.kind for name, column in self.columns.items()}
+
+    @cached_property
+    def labels(self) -> NDArray[Any]:
+        """`(N,)` int64 class indices or float64 targets; `(N, K)` of the stored type for vectors.
+
+        Raises:
+            BetonError: for a vector with a value that is not finite.
+        """
+        labels: NDArray[Any] = self.read(self.label_name, np.arange(len(self)))
+        if labels.ndim > 1 and labels.dtype.kind in "fc":
+            bad = ~np.isfinite(labels).reshape(len(labels), -1).all(axis=1)
+            if bad.any():
+                raise self.sample_error(int(np.argmax(bad)), "its label is not finite")
+        return labels
+
+    def read(self, name: str, indices: NDArray[np.int64]) -> Any:
+        """The values of one field for the samples `indices` `(n,)`.
+
+        int and float come as `(n,)` int64 and float64; ndarrays as `(n, *shape)` of the stored type;
+        bytes as a list of them (an image's: as stored); JSON as a list of values.
+
+        Raises:
+            BetonError: if there is no such field, or a JSON value does not parse.
+        """
+        if name not in self.columns:
+            raise BetonError(f"{self.path} has no field {name!r}.{suggest(name, self.columns)}")
+        column = self.columns[name]
+        field = column.field
+        if not field.allocated:
+            return column.values[indices]
+        if field.kind == "ndarray":
+            stored = self.file.read_many(column.pointers[indices], field.nbytes)
+            return stored.view(field.dtype).reshape(-1, *field.shape)
+        values = [self._stored(column, index) for index in np.asarray(indices).tolist()]
+        if field.kind != "json":
+            return values
+        return [self._json(name, index, value) for index, value in zip(indices, values, strict=True)]
+
+    def _stored(self, column: Column, index: int) -> bytes:
+        """A value's bytes in the file."""
+        if not column.field.allocated:
+            return bytes(column.values[index].tobytes())
+        return self.file.read(int(column.pointers[index]), int(column.sizes[index]))
+
+    def _json(self, name: str, index: int, value: bytes) -> Any:
+        try:
+            return json.loads(value.removesuffix(b"\0").decode())
+        except ValueError as error:
+            raise self.sample_error(index, f"its field {name!r} is not JSON ({error})") from None
+
+    def checksum(self, index: int) -> int:
+        """CRC-32 of the sample as the data now is: its image's bytes, then each further field's in file order."""
+        crc = zlib.crc32(self.stored(index))
+        for column in self.columns.values():
+            if column.field.kind != "rgb_image":
+                crc = zlib.crc32(self._stored(column, index), crc)
+        return crc
+
+    def is_unchanged(self, index: int) -> bool:
+        """Whether the sample is as it was converted; true where there is no manifest to tell."""
+        return self.checksums is None or self.checksum(index) == self.checksums[index]
+
+    def require_unchanged(self, index: int) -> None:
+        """Raises BetonError if the sample is not as it was converted."""
+        if not self.is_unchanged(index):
+            raise self.sample_error(index, "its data changed since the conversion (CRC-32)")
+
+    def stored(self, index: int) -> bytes:
+        """A sample's image as it is stored: a JPEG file's bytes, or its pixels row by row."""
+        return self.file.read(int(self.pointers[index]), int(self.sizes[index]))
+
+    def image(self, index: int) -> Image.Image:
+        """A sample's image, decoded by Pillow.
+
+        Raises:
+            BetonError: if it does not decode, or to another size than the metadata says.
+        """
+        stored, size = self.stored(index), (int(self.widths[index]), int(self.heights[index]))
+        if self.modes[index] == MODE_RAW:
+            return Image.frombytes("RGB", size, stored)
+        try:
+            image = Image.open(io.BytesIO(turbojpeg.huffman_coded(stored))).convert("RGB")
+        except Exception as error:  # Pillow's readers raise whatever a damaged file leads them to
+            raise self.sample_error(index, f"its JPEG data does not decode ({error})") from error
+        if image.size != size:
+            raise self.sample_error(
+                index, f"its JPEG has {image.size} pixels, the file's metadata says {size}"
+            )
+        return image
+
+    def sample_error(self, index: int, reason: str) -> BetonError:
+        """The error for a sample that cannot be used."""
+        return BetonError(
+            f"{self.path}: sample {index}: {reason}. Leave it out with indices=, or convert the data again."
+        )
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names in label order; empty if the file came without a manifest."""
+        return list(self.manifest.get("classes", []))
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; see `count_classes`."""
+        return count_classes(self.classes, self.labels)
+
+
+def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:
+    """Return the number of classes, which is the width of a model's output.
+
+    Args:
+        names: of the classes, which count where there are any.
+        labels: `(N,)` integers: the largest one plus one; `(N,)` floats (targets): 1; `(N, K)` (vectors): K.
+    """
+    if names:
+        return len(names)
+    if labels.ndim > 1:
+        return int(np.prod(labels.shape[1:]))
+    return int(labels.max()) + 1 if labels.dtype.kind in "iub" else 1
+
+
+def open_beton(path: str | Path) -> Beton:
+    """Opens and validates a `.beton` file; nothing is decoded yet.
+
+    Every number that reading will rely on is checked here: positions inside the file, allocations
+    that exist, belong to the sample and cross no page, lengths that fit what the fields say. A manifest must
+    prove that it belongs to the file. A conversion may replace both at any time: this returns the old or the new.
+
+    Raises:
+        BetonError: naming the file, what is wrong, and where.
+    """
+    path = Path(path)
+    for _ in range(_ATTEMPTS - 1):
+        before = _identities(path)
+        try:
+            return _open(path)
+        except BetonError:
+            wait_for_renames(path)
+            if _identities(path) == before:
+                raise  # nobody has replaced the files meanwhile
+    return _open(path)
+
+
+def _identities(path: Path) -> list[tuple[int, int] | None]:
+    """What tells a file and its manifest from those that replace them."""
+    found: list[tuple[int, int] | None] = []
+    for one in (path, manifest_path(path)):
+        try:
+            status = one.stat()
+            found.append((status.st_ino, status.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return found
+
+
+def _open(path: Path) -> Beton:
+    try:
+        return _validated(path)
+    except OSError as error:
+        raise BetonError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _validated(path: Path) -> Beton:
+    header = read_header(path)
+    fields = read_fields(path, header)
+    file = OpenFile(path)
+    with open(file.descriptor, "rb", closefd=False) as opened:  # the same file, also if it is replaced now
+        data = np.memmap(opened, dtype=np.uint8, mode="r")
+    rows = read_metadata(path, data, header, fields)
+    first = tables_start(len(fields)) + rows.nbytes
+    table = read_allocations(path, data, header, first, len(rows))
+    columns = {column.field.name: column for column in match_allocations(path, fields, rows, table)}
+    manifest, checksums = read_manifest(path, data, header, fields)
+    label = label_field(fields)
+    assert label is not None  # read_fields refuses a file without
+    if not label.allocated:
+        check_numbers(path, columns[label.name], len(manifest.get("classes", [])))
+    image = next(column for column in columns.values() if column.field.kind == "rgb_image")
+    return Beton(
+        path=path,
+        file=file,
+        data=np.asarray(data),
+        modes=image.values["mode"].copy(),  # contiguous, as the compiled loader wants it
+        widths=image.values["width"].copy(),
+        heights=image.values["height"].copy(),
+        pointers=image.pointers,
+        sizes=image.sizes,
+        columns=columns,
+        label_name=label.name,
+        page_size=int(header["page_size"]),
+        manifest=manifest,
+        checksums=checksums,
+    )

@@ -1,0 +1,162 @@
+"""Writes a `.beton` file and its manifest: both appear whole, or neither does."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ...errors import DataError
+from ...files import atomic_files
+from .columns import Columns, Sample
+from ..beton.layout import HEADER, MAX_PAGE, MODE_JPEG, VERSION, Field, metadata_dtype, tables_start
+from ..beton.manifest import SEAL_BYTES, manifest_path, seal, write_manifest
+
+PAGE_SIZE = 1 << 23
+"""8 MiB, FFCV's own default; doubled until the largest sample fits on a page."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A sample that is left out: its name, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass
+class Written:
+    """What was written: the manifest's head, how many images in which way and mode, what was left out, the bytes."""
+
+    manifest: dict[str, Any] = field(default_factory=dict)
+    how: Counter[str] = field(default_factory=Counter)
+    modes: Counter[str] = field(default_factory=Counter)
+    skipped: list[Skipped] = field(default_factory=list)
+    size: int = 0
+
+
+class Pages:
+    """Places samples on pages: each whole on one, in the order they come.
+
+    The page grows in place. What lies within pages of 8 MiB lies within pages of 16 MiB too, so that a
+    larger sample only has to begin at the next multiple of the larger page.
+    """
+
+    def __init__(self, tables: int) -> None:
+        self.size, self.end = PAGE_SIZE, -(-tables // PAGE_SIZE) * PAGE_SIZE
+
+    def place(self, size: int) -> int:
+        """Where a sample of `size` bytes goes.
+
+        Raises:
+            DataError: if it fits on no page of the format.
+        """
+        if size > MAX_PAGE:
+            raise DataError(f"A sample of {size:,} bytes is larger than the format's largest page, 2 GiB.")
+        while size > self.size:
+            self.size *= 2
+        page_end = (self.end // self.size + 1) * self.size
+        start = self.end if self.end + size <= page_end else page_end
+        self.end = start + size
+        return start
+
+
+def write_beton(
+    out: Path, samples: Iterable[Sample | Skipped], most: int, fields: Sequence[Field], about: dict[str, Any]
+) -> Written:
+    """Writes the file and the manifest beside it.
+
+    Args:
+        out: the file.
+        samples: in the order of the file, at most `most` of them.
+        fields: of every sample, the image first and the label second.
+        about: what else the manifest says, `"classes"` (their names, or none) among it.
+
+    Raises:
+        DataError: if no sample is left, or a label is not one of the classes.
+        DrivetrainError: if a file cannot be written.
+    """
+    written, columns = Written(), Columns(fields)
+    pages = Pages(tables_start(len(fields)) + most * metadata_dtype(fields).itemsize + SEAL_BYTES)
+    with atomic_files(manifest_path(out), out) as (beside, file):
+        _write_samples(file, samples, most, pages, columns, written)
+        _check_classes(columns, len(about["classes"]))
+        tables, digest = _write_tables(file, columns, pages)
+        written.manifest = {
+            "format": "beton 2",
+            "samples": len(columns),
+            "fields": {field.name: field.kind for field in columns.fields},
+            "page_size": pages.size,
+            "stored": dict(written.how.most_common()),
+            **about,
+            "tables_crc32": tables,
+            "seal": digest.hex(),
+        }
+        write_manifest(beside, written.manifest, columns.checksums)
+        written.size = file.seek(0, os.SEEK_END)
+    return written
+
+
+def _write_samples(
+    file: BinaryIO,
+    samples: Iterable[Sample | Skipped],
+    most: int,
+    pages: Pages,
+    columns: Columns,
+    written: Written,
+) -> None:
+    """Writes the data as it comes."""
+    for sample in samples:
+        if isinstance(sample, Skipped):
+            written.skipped.append(sample)
+            continue
+        for position, data in columns.add(sample, pages.place(sample.size)):
+            file.seek(position)
+            file.write(data)
+        written.how[sample.encoded.how] += 1
+        written.modes["jpg" if sample.encoded.mode == MODE_JPEG else "raw"] += 1
+    if not len(columns):
+        first = written.skipped[0]
+        raise DataError(f"None of the {most} samples could be used; the first, {first.name}: {first.reason}.")
+
+
+def _check_classes(columns: Columns, classes: int) -> None:
+    """Refuses class labels that have no class."""
+    labels = columns.labels
+    if labels is None or columns.fields[1].kind == "float":
+        return
+    for at, remedy in (
+        (int(labels.argmin()), "classes start at 0"),
+        (int(labels.argmax()), f"there are {classes} classes"),
+    ):
+        if labels[at] < 0 or (classes and labels[at] >= classes):
+            raise DataError(f"Sample {at} has the class {labels[at]}; {remedy}.")
+
+
+def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> tuple[int, bytes]:
+    """Writes allocation table, fields, metadata, seal and, last, the header; gives the tables' CRC-32 and the seal."""
+    count = len(columns.fields)
+    fields = np.stack([field.descriptor() for field in columns.fields])
+    header = np.array([(VERSION, count, pages.size, len(columns), pages.end)], dtype=HEADER)
+    table, metadata = columns.allocations(), columns.metadata()
+    crc = 0
+    for part in (header, fields, metadata, table):
+        crc = zlib.crc32(part.view(np.uint8).data, crc)
+    digest = seal(crc, columns.checksums)
+    start = tables_start(count)
+    for position, part in (
+        (pages.end, table),
+        (HEADER.itemsize, fields),
+        (start, metadata),
+        (start + metadata.nbytes, np.frombuffer(digest, dtype=np.uint8)),
+        (0, header),
+    ):
+        file.seek(position)
+        file.write(part.view(np.uint8).data)
+    return crc, digest

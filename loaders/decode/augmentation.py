@@ -1,0 +1,113 @@
+"""What is done to each image of a batch, decided before any pixel is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import draws
+from ..settings import Settings
+
+if TYPE_CHECKING:
+    from .policy_draws import Drawn
+
+# Which draws of a sample's key decide what; the crop takes 0 to 39, and a policy those from 100 on (see
+# policy_draws.py). A number, once used, keeps its meaning.
+FLIP, CUTOUT, COLOR = 40, 41, 43
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Of a batch of n samples.
+
+    Attributes:
+        boxes: `(n, 4)` int64: top, left, height and width of each crop, in pixels of the stored image. For
+            the padded crop: rows and columns that the image is shifted by, and its size.
+        flips: `(n,)` bool: mirrored or not.
+        color: `(n, 4)` float64: factors of brightness, contrast and saturation, and which of the six orders
+            they are applied in; empty where colours are left alone.
+        corners: `(n, 2)` int64: top and left of the square that is cut out; empty where none is.
+        policy: the operations of an augmentation policy; None where there is none.
+    """
+
+    boxes: NDArray[np.int64]
+    flips: NDArray[np.bool_]
+    color: NDArray[np.float64]
+    corners: NDArray[np.int64]
+    policy: Drawn | None
+
+
+def choose(
+    settings: Settings,
+    keys: NDArray[np.uint64],
+    heights: NDArray[np.int64],
+    widths: NDArray[np.int64],
+    flips: NDArray[np.bool_] | None = None,
+) -> Choices:
+    """The choices for samples of these `keys` (see `draws`) and stored sizes, each `(n,)`.
+
+    `flips` are those of `alternating`; None: they are drawn like everything else.
+    """
+    if not settings.train:
+        boxes, flips = _centers(heights, widths, settings.eval_ratio), np.zeros(len(heights), dtype=np.bool_)
+        return Choices(boxes, flips, np.empty((0, 4)), np.empty((0, 2), dtype=np.int64), None)
+    if settings.crop == "padded":
+        boxes = _shifts(keys, settings.padding, heights, widths)
+    else:
+        scale, ratio = (np.array(pair, dtype=np.float64) for pair in (settings.scale, settings.ratio))
+        boxes = draws.random_resized_crops(keys, heights, widths, scale, ratio)
+    if flips is None:
+        flips = draws.uniforms(keys, FLIP, 1)[:, 0] < (0.5 if settings.flip else 0.0)
+    return Choices(boxes, flips, _factors(keys, settings), _corners(keys, settings), _policy(keys, settings))
+
+
+def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """`(n,)`: at random in epoch 0, and the other way round in every odd one."""
+    keys = draws.sample_keys(np.uint64(seed), np.uint64(0), indices)
+    flips: NDArray[np.bool_] = draws.uniforms(keys, FLIP, 1)[:, 0] < 0.5
+    return ~flips if epoch % 2 else flips
+
+
+def _centers(heights: NDArray[np.int64], widths: NDArray[np.int64], ratio: float) -> NDArray[np.int64]:
+    """The central square whose side is `ratio` of the shorter side."""
+    side = np.maximum(np.rint(np.minimum(heights, widths) * ratio).astype(np.int64), 1)
+    return np.stack([(heights - side) // 2, (widths - side) // 2, side, side], axis=1)
+
+
+def _shifts(
+    keys: NDArray[np.uint64], reach: int, heights: NDArray[np.int64], widths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    offsets = (draws.uniforms(keys, 0, 2) * (2 * reach + 1)).astype(np.int64) - reach
+    return np.concatenate([offsets, heights[:, None], widths[:, None]], axis=1)
+
+
+def _factors(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.float64]:
+    """torchvision's `ColorJitter.get_params`: each factor uniform around 1, in a random order."""
+    if not any(settings.color_jitter):
+        return np.empty((0, 4))
+    drawn: NDArray[np.float64] = draws.uniforms(keys, COLOR, 4)
+    for k, strength in enumerate(settings.color_jitter):
+        low, high = max(0.0, 1.0 - strength), 1.0 + strength
+        drawn[:, k] = low + (high - low) * drawn[:, k]
+    drawn[:, 3] = np.floor(drawn[:, 3] * 6)
+    return drawn
+
+
+def _corners(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.int64]:
+    """FFCV's `Cutout`: the square lies inside the image, anywhere with equal probability."""
+    if not settings.cutout:
+        return np.empty((0, 2), dtype=np.int64)
+    places = settings.image_size - settings.cutout + 1
+    corners: NDArray[np.int64] = (draws.uniforms(keys, CUTOUT, 2) * places).astype(np.int64)
+    return corners
+
+
+def _policy(keys: NDArray[np.uint64], settings: Settings) -> Drawn | None:
+    if settings.policy is None:
+        return None
+    from .policy_draws import draw  # its operations take 6 s to compile the first time
+
+    return draw(settings.policy, keys, settings.image_size)

@@ -1,0 +1,240 @@
+"""From a file's bytes to a batch's pixels: what each of the loader's threads does with its part of a batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ... import machine
+from ...errors import BetonError, DataError
+from . import augmentation, draws, kernels, pixels
+from ..native import turbojpeg
+from ..beton.reader import Beton
+from ..beton.layout import MODE_JPEG
+from .operations import Operations
+from ..settings import Settings
+
+_PART = 1 << 20  # bytes of pixels that a thread works on at a time: they stay in its cache
+_METHODS = {"bilinear": kernels.BILINEAR, "area": kernels.AREA}
+
+
+@dataclass
+class _Workspace:
+    """What one thread works in: a decoder's handle, and memory for the largest image and a part's pixels.
+
+    `readable` is the memory of `jpeg`, read-only.
+    """
+
+    handle: turbojpeg.Handle
+    jpeg: NDArray[np.int8]
+    readable: NDArray[np.uint8]
+    scratch: NDArray[np.int8]
+    sums: NDArray[np.uint16]
+    rows: NDArray[np.uint8]
+    columns: NDArray[np.uint32]
+    small: NDArray[np.uint32]
+    images: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A batch to be loaded: which samples, what is done to each, and the memory that receives them.
+
+    Attributes:
+        indices: `(n,)` sample numbers.
+        keys: `(n,)` of their random numbers; see `draws`.
+        choices: what is done to each.
+        images: `(n, side, side, 3)`, uint8 or already normalised.
+    """
+
+    indices: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+    choices: augmentation.Choices
+    images: torch.Tensor
+
+
+class Decoder:
+    """Loads parts of batches of one file with one set of settings; any number of threads may do so at a time.
+
+    Raises:
+        BetonError, DataError: where the file's images do not fit the settings, or memory does not hold them.
+    """
+
+    def __init__(self, beton: Beton, settings: Settings, operations: Sequence[Any]) -> None:
+        self._beton, self._settings = beton, settings
+        self._functions = kernels.functions()
+        self._method = kernels.SHIFT if self._settings.shifts else _METHODS[settings.interpolation]
+        self._operations = Operations(operations, settings.image_size)
+        self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
+        self._widest = int(self._widths.max())
+        self._largest = int((self._heights * self._widths).max()) * 3  # bytes of pixels
+        self._longest = int(beton.sizes[beton.modes == MODE_JPEG].max(initial=1))  # bytes of a JPEG
+        self._modes = beton.modes.astype(np.int32)
+        self._line, self._table = _normalisation(settings)
+        self._fill = np.array([round(level * 255) for level in settings.mean], dtype=np.int64)
+        self._augment = _policy_kernel(settings)
+        self.part = max(_PART // (settings.image_size**2 * 3), 1)
+        self._free: deque[_Workspace] = deque()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that each thread needs besides the batches, in bytes."""
+        side, widest = self._settings.image_size, self._widest
+        policy = 0 if self._augment is None else side * side * 18  # two pictures, and a sum in float32
+        return (
+            self._longest
+            + self._largest
+            + widest * (3 * side + 6 + 4 * side)
+            + side * side * (4 + 3 * self.part)
+            + policy
+        )
+
+    def choose(self, indices: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
+        """The batch of the samples `indices` `(n,)` in that epoch, to be loaded into `images`."""
+        settings = self._settings
+        keys = draws.sample_keys(np.uint64(settings.seed), np.uint64(epoch), indices)
+        flips = None
+        if settings.alternates:
+            flips = augmentation.alternating(settings.seed, epoch, indices)
+        heights, widths = self._heights[indices], self._widths[indices]
+        choices = augmentation.choose(settings, keys, heights, widths, flips)
+        return Job(indices, keys, choices, images)
+
+    def load(self, job: Job, part: slice) -> None:
+        """Loads that part of the batch.
+
+        Raises:
+            BetonError: naming the sample that does not decode, or has changed since the conversion.
+        """
+        try:
+            workspace = self._free.pop()
+        except IndexError:
+            workspace = self._make_workspace()
+        try:
+            self._load(workspace, job, part)
+        finally:
+            self._free.append(workspace)
+
+    def _load(self, workspace: _Workspace, job: Job, part: slice) -> None:
+        indices = np.ascontiguousarray(job.indices[part])
+        if self._settings.verify:
+            for index in indices.tolist():
+                self._beton.require_unchanged(index)
+        out = job.images[part]
+        direct = out.dtype == torch.uint8
+        images = out.numpy() if direct else workspace.images[: len(indices)]
+        self._decode(workspace, indices, job.choices, part, images)
+        if len(job.choices.color):
+            pixels.jitter_color(images, job.choices.color[part])
+        if job.choices.policy is not None:
+            drawn = job.choices.policy
+            self._augment(images, drawn.operations[part], drawn.magnitudes[part], drawn.weights[part])
+        self._operations.apply(images, job.keys[part], indices)
+        if len(job.choices.corners):
+            pixels.cut_out(images, job.choices.corners[part], self._settings.cutout, self._fill)
+        if out.dtype == torch.float32:
+            pixels.normalise(images, self._line, out.numpy())
+        elif not direct:
+            pixels.look_up(images, self._table, out.view(torch.int16).numpy().view(np.uint16))
+
+    def _decode(
+        self,
+        workspace: _Workspace,
+        indices: NDArray[np.int64],
+        choices: augmentation.Choices,
+        part: slice,
+        images: NDArray[np.uint8],
+    ) -> None:
+        beton, status = self._beton, np.empty(len(indices), dtype=np.int32)
+        kernels.load_samples(
+            *self._functions, workspace.handle.address, beton.file.descriptor,
+            self._modes, beton.widths, beton.heights, beton.pointers, beton.sizes,
+            indices, choices.boxes[part], choices.flips[part], self._method,
+            workspace.jpeg, workspace.readable, workspace.scratch,
+            workspace.sums, workspace.rows, workspace.columns, workspace.small,
+            images, status,
+        )  # fmt: skip
+        if status.any():
+            at = int(np.argmax(status))
+            raise beton.sample_error(int(indices[at]), self._reason(int(indices[at]), int(status[at])))
+
+    def _reason(self, index: int, status: int) -> str:
+        if status == kernels.UNREADABLE:
+            self._beton.stored(index)  # which raises the reason
+            return "it could not be read"
+        if status == kernels.WRONG_SIZE:
+            return "its JPEG header gives another size than the file's metadata"
+        width, height = int(self._widths[index]), int(self._heights[index])
+        said = turbojpeg.complaint(self._beton.stored(index), width, height)
+        return f"its JPEG data does not decode ({said})" if said else "its JPEG data does not decode"
+
+    def _make_workspace(self) -> _Workspace:
+        side, widest = self._settings.image_size, self._widest
+        jpeg = np.empty(self._longest, dtype=np.int8)
+        readable = jpeg.view(np.uint8)
+        readable.flags.writeable = False
+        return _Workspace(
+            handle=turbojpeg.Handle(),
+            jpeg=jpeg,
+            readable=readable,
+            scratch=np.empty(self._largest, dtype=np.int8),
+            sums=np.empty(max(3 * widest, 4 * side), dtype=np.uint16),
+            rows=np.empty((side, 3 * widest), dtype=np.uint8),
+            columns=np.empty((widest, side), dtype=np.uint32),
+            small=np.empty((side, side), dtype=np.uint32),
+            images=np.empty((self.part, side, side, 3), dtype=np.uint8),
+        )
+
+    def close(self) -> None:
+        """Gives back the threads' memory and decoders; no thread may be loading."""
+        while self._free:
+            self._free.pop().handle.close()
+
+
+def _policy_kernel(settings: Settings) -> Any:
+    """The compiled operations of an augmentation policy, which take 6 s to compile the first time."""
+    if not settings.train or settings.policy is None:
+        return None
+    from .policy_pixels import augment
+
+    return augment
+
+
+def _normalisation(settings: Settings) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
+    """Factor and summand of every byte of a line, `(2, 3 · side)`; and bfloat16's bits of every level, `(3, 256)`."""
+    mean, std = np.array(settings.mean), np.array(settings.std)
+    line = np.stack(
+        [np.tile(1 / (255 * std), settings.image_size), np.tile(-mean / std, settings.image_size)]
+    )
+    levels = (np.arange(256)[None] / 255 - mean[:, None]) / std[:, None]
+    table = torch.from_numpy(levels).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    return line.astype(np.float32), table
+
+
+def check_memory(decoder: Decoder, batches: int, batch_bytes: int, workers: int) -> int:
+    """The memory a loader will need, in bytes, so many batches and workers together.
+
+    Raises:
+        DataError: if this process may not take that much, with what to change.
+        BetonError: if a single image is too large.
+    """
+    free, each = machine.rank_free_memory(), decoder.workspace_bytes
+    need = batches * batch_bytes + workers * each
+    if each > free:
+        raise BetonError(
+            f"The largest image of the file needs {each / 1e9:,.1f} GB to be decoded, and {free / 1e9:,.1f} GB are "
+            "free. Convert the data with max_resolution=."
+        )
+    if need > free:
+        raise DataError(
+            f"The loader would need {need / 1e9:,.1f} GB ({batches} batches of {batch_bytes / 1e9:,.2f} GB, and "
+            f"{workers} workers of {each / 1e9:,.2f} GB each), and {free / 1e9:,.1f} GB are free. Use a smaller "
+            "batch_size or image_size, batches_ahead=1, or fewer workers."
+        )
+    return need

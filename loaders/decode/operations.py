@@ -1,0 +1,120 @@
+"""Further FFCV operations in a loader's pipeline, made deterministic.
+
+FFCV compiles a whole pipeline per loader and lets its random numbers run free. Here each operation is handed
+one image at a time, after numba's random numbers were seeded for that (seed, epoch, sample).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numba as nb
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import DataError
+from ..native.libffcv import ffcv_module
+
+_OURS = {
+    "ToTensor", "ToDevice", "ToTorchImage", "NormalizeImage", "Convert", "Squeeze", "View",
+    "ModuleWrapper", "SimpleRGBImageDecoder", "RandomResizedCropRGBImageDecoder", "CenterCropRGBImageDecoder",
+}  # fmt: skip
+_MIXING = {"ImageMixup", "LabelMixup", "MixupToOneHot"}
+
+
+@nb.njit(nogil=True)
+def _run(code: Any, images: Any, spare: Any, seeds: Any) -> None:
+    for i in range(len(images)):
+        random.seed(seeds[i])
+        np.random.seed(seeds[i])  # noqa: NPY002 — numba's own generator of this thread, which FFCV's code draws from
+        images[i : i + 1] = code(images[i : i + 1], spare)
+
+
+@nb.njit(nogil=True)
+def _run_with_indices(code: Any, images: Any, spare: Any, seeds: Any, indices: Any) -> None:
+    for i in range(len(images)):
+        random.seed(seeds[i])
+        np.random.seed(seeds[i])  # noqa: NPY002
+        images[i : i + 1] = code(images[i : i + 1], spare, indices[i : i + 1])
+
+
+class Operations:
+    """FFCV operations on uint8 images `(n, side, side, 3)`, compiled when the loader is made.
+
+    Args:
+        operations: `ffcv.transforms` or your own `ffcv.pipeline.operation.Operation`, in order. Each must take
+            and give uint8 images of one size. It sees a batch of one: what mixes samples is refused.
+        side: of the images, in pixels.
+
+    Raises:
+        DataError: naming the operation that cannot be used, and why.
+    """
+
+    def __init__(self, operations: Sequence[Any], side: int) -> None:
+        self._steps = [_compile(operation, side) for operation in operations]
+        if not self._steps:
+            return
+        # Tried now, so that errors come early; in a thread, because that thread's random numbers are seeded.
+        probe = np.zeros((1, side, side, 3), dtype=np.uint8)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.apply, probe, np.zeros(1, np.uint64), np.zeros(1, np.int64)).result()
+
+    def apply(self, images: NDArray[np.uint8], keys: NDArray[np.uint64], indices: NDArray[np.int64]) -> None:
+        """Applies all of them in place to `images` `(n, side, side, 3)`; `keys` as `draws.sample_keys`."""
+        for place, step in enumerate(self._steps):
+            seeds = ((keys >> np.uint64(8 * (place % 4))) & np.uint64(0xFFFFFFFF)).astype(np.int64)
+            spare = np.empty(step.spare_shape, dtype=step.spare_dtype)
+            try:
+                if step.with_indices:
+                    _run_with_indices(step.code, images, spare, seeds, indices)
+                else:
+                    _run(step.code, images, spare, seeds)
+            except Exception as error:  # whatever the operation's own code raises
+                raise DataError(
+                    f"The operation {step.name} failed: {type(error).__name__}: {error}. It is given images "
+                    f"{images[:1].shape} uint8, one at a time."
+                ) from error
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An operation's code, whether it wants the sample's index too, and the memory it works in."""
+
+    name: str
+    code: Any
+    with_indices: bool
+    spare_shape: tuple[int, ...]
+    spare_dtype: Any
+
+
+def _compile(operation: Any, side: int) -> _Step:
+    operation_class = ffcv_module("ffcv.pipeline.operation").Operation
+    state_class = ffcv_module("ffcv.pipeline.state").State
+    name = type(operation).__name__
+    if not isinstance(operation, operation_class):
+        raise DataError(f"operations= holds {operation!r:.80}, which is no FFCV operation.")
+    if name in _OURS:
+        raise DataError(f"The operation {name} is the loader's own work; leave it out of operations=.")
+    if name in _MIXING:
+        raise DataError(
+            f"The operation {name} mixes the samples of a batch, and each is loaded alone. Mix in the training "
+            "loop (drivetrain.transforms)."
+        )
+    image, levels = (side, side, 3), np.dtype(np.uint8)
+    before = state_class(jit_mode=True, device=torch.device("cpu"), dtype=levels, shape=image)
+    after, memory = operation.declare_state_and_memory(before)
+    if tuple(after.shape) != image or np.dtype(after.dtype) != levels or not after.jit_mode:
+        raise DataError(
+            f"The operation {name} makes {after.dtype} of shape {tuple(after.shape)}; one that makes uint8 of "
+            f"{image} and is compiled (jit_mode) is needed."
+        )
+    code = operation.generate_code()
+    shape, dtype = (image, levels) if memory is None else (tuple(memory.shape), memory.dtype)
+    return _Step(
+        name, nb.njit(nogil=True)(code), bool(getattr(code, "with_indices", False)), (1, *shape), dtype
+    )

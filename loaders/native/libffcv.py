@@ -1,0 +1,60 @@
+"""FFCV's C library (libjpeg-turbo decoding, OpenCV area resize), without importing FFCV.
+
+Importing `ffcv` takes seconds, and sets the global number of torch and numba threads to 1; the library alone
+takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from ...errors import MissingExtra, require
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, with the argument types of `imdecode` declared.
+
+    Raises:
+        MissingExtra: if FFCV is not installed, or the library cannot be loaded.
+    """
+    spec = importlib.util.find_spec("ffcv")
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or []]
+    files = [file for folder in folders for file in folder.glob("_libffcv*.so")]
+    if not files:
+        require("ffcv.libffcv", "ffcv", "load .beton files")
+        raise MissingExtra(
+            "FFCV is installed without its C library _libffcv; install it again: pip install ffcv"
+        )
+    try:
+        loaded = ctypes.CDLL(str(files[0]))
+    except OSError as error:
+        raise MissingExtra(
+            f"FFCV's C library cannot be loaded ({error}). Install it again: pip install --force-reinstall ffcv"
+        ) from error
+    sizes, flags = [ctypes.c_uint32] * 2, [ctypes.c_bool] * 2
+    loaded.imdecode.argtypes = [
+        ctypes.c_void_p, ctypes.c_uint64, *sizes, ctypes.c_void_p, *sizes, *sizes, *sizes, *flags
+    ]  # fmt: skip
+    return loaded
+
+
+def ffcv_module(name: str) -> ModuleType:
+    """A module of FFCV, such as `ffcv.pipeline.state`, imported without its side effects.
+
+    Raises:
+        MissingExtra: if FFCV or numba is not installed.
+    """
+    numba = require("numba", "ffcv", "use FFCV's operations")
+    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
+    try:
+        return require(name, "ffcv", "use FFCV's operations")
+    finally:
+        torch.set_num_threads(torch_threads)
+        numba.set_num_threads(numba_threads)

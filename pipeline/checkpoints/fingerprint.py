@@ -1,0 +1,196 @@
+"""What a run is, as JSON values: by which a checkpoint knows whether it is of this run, and what can rebuild it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import transforms
+from ...errors import CheckpointError
+from ...loaders.epochs import EpochLoader
+from ...strategies.common.optimizer_state import IMPLEMENTATION
+from ...transforms import Transform, declares_length, follows_length
+from ..training.build import Built
+from .fields import REMEDY
+from .identity import identity
+from ..spec.kinds import sort_transforms
+from ..models.factories import name_of_factory
+from ..spec.pipeline_spec import PipelineSpec
+from ..spec.resolve import ResolvedPlan
+
+
+def run_facts(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
+    """What must be the same for a run to go on as if it had not been interrupted.
+
+    Left out is what does not change the numbers, or what checkpoints are there to change: strategy, devices,
+    microbatches, workers, paths. Names and shapes of the model are compared when they are loaded.
+    """
+    data, train, how = plan.data, built.train, plan.distribution
+    optimization = plan.optimization
+    by_name = isinstance(optimization.optimizer, str)
+    facts = {
+        "seed": plan.seed,
+        "training samples": len(train.indices),
+        "training data (CRC-32)": _identity(train),
+        "batch_size": data.batch_size,
+        "image_size": data.image_size,
+        "loader": data.loader,
+        "load settings": dict(data.settings),
+        "transforms": [identity(transform) for transform in plan.transforms],
+        "optimizer": optimization.optimizer if by_name else "a factory",
+        "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
+        "schedule": optimization.schedule,
+        "warmup": optimization.warmup,
+        "precision": how.precision,
+        "clip_norm": how.clip_norm,
+        "epochs": epochs,
+    }
+    return dict(json.loads(json.dumps(facts, default=identity)))
+
+
+def check_same(saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()) -> None:
+    """Compares the facts of a checkpoint with those of the run that resumes from it.
+
+    Args:
+        saved: of the checkpoint.
+        own: of the run.
+        where: the checkpoint, for messages.
+        tied: what follows the length of the run, as `tied_to_length` gives it; if nothing does, the epochs may differ.
+
+    Raises:
+        CheckpointError: naming the first difference.
+    """
+    for key, value in own.items():
+        there = saved.get(key)
+        if key == "parameter groups":
+            there, value = _in_both(there, value)
+        if there == value or (key == "epochs" and not tied):
+            continue
+        why = ""
+        if key == "epochs":
+            why = f" The learning rate, or a method, follows the share of the training that is done: {'; '.join(tied)}."
+        raise CheckpointError(
+            f"The checkpoint {where} is of a run with {key} = {there!r}, and this one has {value!r}.{why} Resume "
+            f"with the same, or start from scratch with resume=None in another folder."
+        )
+
+
+def check_hyperparameters(groups: list[dict[str, Any]], own: dict[str, Any], where: object) -> None:
+    """Compares the saved parameter groups of an optimizer with those of the run as built, the learning rate aside,
+    which the schedule sets. An optimizer of a factory may change its own: there the kinds of the values must agree.
+
+    Raises:
+        CheckpointError: naming the first difference.
+    """
+    for number, (saved, built) in enumerate(zip(groups, own["parameter groups"], strict=False)):
+        for key in sorted((set(saved) & set(built)) - {"lr"}):
+            fits = _alike(saved[key], built[key])
+            if not fits or (own["optimizer"] != "a factory" and saved[key] != built[key]):
+                raise CheckpointError(
+                    f"The checkpoint {where} is damaged: its optimizer.groups[{number}].{key} is {saved[key]!r:.60}, "
+                    f"and this run's is {built[key]!r:.60}. {REMEDY}"
+                )
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two JSON values are of one kind, and none is NaN."""
+    if left is None or right is None:
+        return True
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_alike, left, right))
+    plain = [isinstance(each, int | float) and not isinstance(each, bool) for each in (left, right)]
+    return left == left and (all(plain) or type(left) is type(right))
+
+
+def tied_to_length(plan: ResolvedPlan) -> list[str]:
+    """What another number of epochs would change in steps that are done already."""
+    shape, tied = plan.optimization, []
+    if shape.schedule != "constant" or shape.warmup:
+        tied.append(f"the learning rate (schedule={shape.schedule!r}, warmup={shape.warmup})")
+    for transform in plan.transforms:
+        if follows_length(transform):
+            name = type(transform).__name__
+            hint = (
+                f" (for all that {name} declares: if it does not use the length, let its class define the property "
+                f"depends_on_length, returning False)"
+            )
+            tied.append(f"{identity(transform)}{'' if declares_length(transform) else hint}")
+    return tied
+
+
+def _in_both(saved: Any, own: list[dict[str, Any]]) -> tuple[Any, Any]:
+    """The hyperparameters that both optimizers have: a strategy may bring an optimizer with more of them."""
+    if not isinstance(saved, list) or len(saved) != len(own) or not all(isinstance(g, dict) for g in saved):
+        return saved, own
+    keys = [sorted(set(left) & set(right)) for left, right in zip(saved, own, strict=True)]
+    return tuple(
+        [{key: group[key] for key in common} for group, common in zip(groups, keys, strict=True)]
+        for groups in (saved, own)
+    )  # type: ignore[return-value]
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group; not those that only choose between implementations."""
+    chosen = ("params", *IMPLEMENTATION, "initial_lr")
+    plain = {key: value for key, value in group.items() if key not in chosen}
+    return {key: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in plain.items()}
+
+
+def _identity(loader: EpochLoader) -> int:
+    """Of the samples: their checksums where the file has a manifest, else their labels."""
+    checksums = None if loader.beton is None else loader.beton.checksums
+    return zlib.crc32((loader.labels if checksums is None else checksums).tobytes())
+
+
+def description(plan: ResolvedPlan) -> dict[str, Any] | None:
+    """The model and what changed it, as JSON values to rebuild it from; None if JSON cannot hold them.
+
+    The model is None if it has no name: a built module, or a function that cannot be imported.
+    """
+    name = None if isinstance(plan.model, nn.Module) else name_of_factory(plan.model)
+    try:
+        changes = [t for t in plan.transforms if t.kind in transforms.CHANGES_MODEL]
+        found = {
+            "model": name,
+            "model_options": dict(plan.model_options),
+            "transforms": [transforms.to_dict(transform) for transform in changes],
+            "seed": plan.seed,
+        }
+        return dict(json.loads(json.dumps(found)))
+    except (TypeError, ValueError):  # a value that is no JSON, or no model of that name
+        return None
+
+
+def described(
+    found: dict[str, Any], model: str | Callable[..., nn.Module] | nn.Module | None = None
+) -> tuple[PipelineSpec, tuple[Transform, ...]]:
+    """A pipeline's description with the model of a `description`, and its transforms in order.
+
+    Args:
+        found: the description.
+        model: in place of the one it names: a name, a factory, which is called with the described options, or a
+            module. A checkpoint alone imports nothing, because to import a module is to run its code.
+
+    Raises:
+        CheckpointError: for a model without a name, or one that would have to be imported, unless `model` is given.
+    """
+    named = found["model"]
+    if model is None and (named is None or ":" in named):
+        known = "came as a built module, or from a function that has no name to import it by"
+        if named is not None:
+            known = f"is {named!r}, which would have to be imported: to open a checkpoint runs no code"
+        raise CheckpointError(
+            f"The checkpoint does not know how to build its model, which {known}. Name it: "
+            f"model={named or 'module:factory'!r} "
+            f"(--model {named or 'MODULE:FACTORY'}); or use names='trained' (--names trained), or "
+            "FitResult.plain_state()."
+        )
+    made = tuple(transforms.get(**entry) for entry in found["transforms"])
+    chosen = named if model is None else model
+    options = {} if isinstance(model, nn.Module) else found["model_options"]
+    return PipelineSpec(chosen, seed=found["seed"], **options).transform(*made), sort_transforms(made)

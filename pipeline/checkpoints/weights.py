@@ -1,0 +1,80 @@
+"""Weights as a file, and under the names that they had before surgery."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ...errors import DrivetrainError
+from ...files import atomic_file
+from ...transforms import Transform
+
+
+def plain_state(
+    state: Mapping[str, torch.Tensor], model: nn.Module, transforms: Sequence[Transform]
+) -> dict[str, torch.Tensor]:
+    """A state dict of `model` under the names that it had before `transforms`, given in the plan's order."""
+    plain = dict(state)
+    for transform in reversed(transforms):
+        plain = transform.to_plain(plain, model)
+    return plain
+
+
+def load_weights(path: Path, *, epochs: int) -> dict[str, torch.Tensor]:
+    """Return the weights that `save_weights` wrote after so many epochs; empty if there are none of that epoch."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("epochs") != str(epochs):
+                return {}
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — it is not a dict
+    except (OSError, SafetensorError):  # what is not whole is not a result
+        return {}
+
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64",
+}  # fmt: skip
+"""Of the types in a safetensors file."""
+
+
+def save_weights(state: Mapping[str, torch.Tensor], path: str | Path, *, epochs: int | None = None) -> None:
+    """Writes a state dict of CPU tensors as safetensors; the file is whole or not there.
+
+    `epochs`, in the file's metadata, names the entry of the history that the weights belong to: a process that is
+    killed between writing the two files leaves weights that are an epoch ahead.
+
+    Tensor by tensor, as safetensors' own `save` takes the memory of all of them once more, and its `save_file`
+    puts another file in the place of the one that `atomic_file` holds.
+
+    Raises:
+        DrivetrainError: for a type that such a file cannot hold, or if it cannot be written.
+    """
+    header: dict[str, Any] = {} if epochs is None else {"__metadata__": {"epochs": str(epochs)}}
+    end = 0
+    # Larger elements first, so that each tensor is aligned.
+    ordered = sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    for name, value in ordered:
+        if value.dtype not in _NAMES:
+            raise DrivetrainError(f"{path} cannot hold {name!r}: safetensors has no {value.dtype}.")
+        begin, end = end, end + value.numel() * value.element_size()
+        header[name] = {
+            "dtype": _NAMES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_file(Path(path)) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, value in ordered:
+            if value.numel():
+                file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

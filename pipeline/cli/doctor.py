@@ -1,0 +1,161 @@
+"""`drivetrain doctor`: what is installed, which version, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from ... import machine
+from ...errors import MissingExtra
+from ..telemetry.provenance import version
+
+CORE = (
+    "torch",
+    "torchvision",
+    "numpy",
+    "safetensors",
+    "pillow",
+    "rich",
+    "tqdm",
+    "typer",
+    "cloudpickle",
+    "psutil",
+    "pyyaml",
+)
+EXTRAS = {
+    "ffcv": (("ffcv", "numba"), "load and convert .beton files"),
+    "deepspeed": (("deepspeed",), "train with the strategies deepspeed_stage_1 to 3"),
+    "fairscale": (("fairscale",), "train with the strategies fairscale_oss and fairscale_sharded_ddp"),
+    "plot": (("matplotlib",), "draw the ledger, and the curves of a training"),
+    "tensorboard": (("tensorboard",), "write files for TensorBoard"),
+    "lightning": (("lightning",), "hand a pipeline over to Lightning"),
+    "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
+}
+NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}
+
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
+"""For glibc, in bytes: large blocks come from the heap, and the heap is not given back after each step."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination."""
+
+    what: str
+    found: str
+    good: bool
+    remedy: str = ""
+
+
+def examine() -> tuple[bool, Table]:
+    """Whether the core is whole, and everything that was looked at, as a table."""
+    core = _core()
+    findings = [*core, *_extras(), *_native(), *_devices()]
+    table = Table("", title="drivetrain doctor", title_justify="left")
+    for heading in ("what", "found", "remedy"):
+        table.add_column(heading, overflow="fold")  # a long name is not cut off
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.good else "[yellow]missing[/]"
+        # Escaped: rich would take the name of an extra, [ffcv], for markup.
+        table.add_row(mark, *map(escape, (finding.what, finding.found, finding.remedy)))
+    return all(finding.good for finding in core), table
+
+
+def _core() -> list[Finding]:
+    python = Finding(
+        "python ≥ 3.11",
+        platform.python_version(),
+        sys.version_info >= (3, 11),
+        "install Python 3.11 or newer",
+    )
+    packages = [
+        Finding(name, version(name) or "-", version(name) is not None, f"pip install {name}") for name in CORE
+    ]
+    return [_without_remedy(finding) for finding in (python, *packages)]
+
+
+def _extras() -> list[Finding]:
+    found = []
+    for extra, (packages, purpose) in EXTRAS.items():
+        versions = ", ".join(f"{name} {version(name) or 'missing'}" for name in packages)
+        good = all(version(name) for name in packages)
+        remedy = f"pip install 'drivetrain[{extra}]'"
+        if extra == "ffcv" and good:
+            good, remedy = _ffcv_loads()
+        found.append(_without_remedy(Finding(f"extra {extra}: {purpose}", versions, good, remedy)))
+    return found
+
+
+def _ffcv_loads() -> tuple[bool, str]:
+    """Whether FFCV's compiled library really loads, not only whether its package is there."""
+    from ...loaders.native import libffcv
+
+    try:
+        libffcv.library()
+    except (MissingExtra, OSError) as error:
+        return False, str(error)
+    return True, ""
+
+
+def _native() -> list[Finding]:
+    tool = shutil.which("pkg-config")
+    found = [
+        Finding("pkg-config, to build FFCV", tool or "-", tool is not None, "apt-get install pkg-config"),
+        Finding("C++ compiler, to build FFCV", shutil.which("g++") or "-", shutil.which("g++") is not None,
+                "apt-get install g++"),
+    ]  # fmt: skip
+    for library, package in NATIVE.items():
+        number = ""
+        if tool is not None:
+            asked = subprocess.run(
+                [tool, "--modversion", library], capture_output=True, text=True, check=False
+            )
+            number = asked.stdout.strip()
+        found.append(
+            Finding(f"{library}, to build FFCV", number or "-", bool(number), f"apt-get install {package}")
+        )
+    return [_without_remedy(finding) for finding in found]
+
+
+def _devices() -> list[Finding]:
+    from ... import strategies
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = [_machine(), Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True)]
+    if not names and platform.libc_ver()[0] == "glibc":
+        found.append(memory_kept())
+    for row in strategies.available():
+        found.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, row.why_not))
+    return found
+
+
+def _machine() -> Finding:
+    """What this process may use, which a container may limit."""
+    free, total = machine.free_memory() / 2**30, machine.total_memory() / 2**30
+    found = f"{machine.cores()} CPU core(s), {free:.1f} of {total:.1f} GiB of memory free"
+    limits = machine.container_limits()
+    if limits.cores is not None:
+        found += f"; the container's quota is {limits.cores:g} core(s)"
+    if limits.memory is not None:
+        found += f"; the container's limit is {limits.memory / 2**30:.1f} GiB"
+    return Finding("this machine", found, True)
+
+
+def memory_kept() -> Finding:
+    """Whether glibc keeps the memory of a step for the next one; see the README, "On a CPU"."""
+    given = {name: os.environ.get(name) for name in KEEPS_MEMORY}
+    told = ", ".join(f"{name}={value}" for name, value in given.items() if value)
+    remedy = "export " + " ".join(f"{name}={value}" for name, value in KEEPS_MEMORY.items())
+    return _without_remedy(Finding("memory kept from step to step", told or "-", all(given.values()), remedy))
+
+
+def _without_remedy(finding: Finding) -> Finding:
+    return Finding(finding.what, finding.found, True) if finding.good else finding

@@ -1,0 +1,166 @@
+"""Two ledgers side by side: what became faster or slower, and what else differs between the runs."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .ledger import Ledger
+from .rounds import EXTRAS, SPLIT
+from .statistics import Ratio, ratio_of_means
+from .table import UNRESOLVED, Cells, html_table, rendered
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A variant that both ledgers have.
+
+    Attributes:
+        name: of the variant.
+        first, second: over plain PyTorch, in each ledger; None for what is no row.
+        speed: images/s of the second ledger over those of the first.
+    """
+
+    name: str
+    first: Ratio | None
+    second: Ratio | None
+    speed: Ratio
+
+    @property
+    def overlap(self) -> bool | None:
+        """Whether the intervals of the two ratios over plain PyTorch have a value in common; None: not known."""
+        if self.first is None or self.second is None or not (self.first.resolved and self.second.resolved):
+            return None
+        return self.first.low <= self.second.high and self.second.low <= self.first.high
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Two ledgers side by side.
+
+    Attributes:
+        names: of the two.
+        rows: variants that both have.
+        missing: variants that only one has, with the name of that ledger.
+        differences: of recipe, hardware, versions and revision, one sentence each.
+        failed: variants that failed, were left out or have a ratio that is not resolved, one sentence each.
+    """
+
+    names: tuple[str, str]
+    rows: list[Compared]
+    missing: dict[str, str]
+    differences: list[str]
+    failed: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return "\n".join([rendered(self._cells()), *self._sentences()])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._cells()) + "".join(f"<p>{html.escape(s)}</p>" for s in self._sentences())
+
+    def _cells(self) -> Cells:
+        said = {True: "yes", False: "no", None: ""}
+        return Cells(
+            "Two ledgers",
+            ("", "over plain: first", "over plain: second", "overlap", "speed: second over first"),
+            [
+                (
+                    row.name,
+                    _interval(row.first),
+                    _interval(row.second),
+                    said[row.overlap],
+                    _interval(row.speed),
+                )
+                for row in self.rows
+            ],
+            "intervals in brackets; images/s of two runs are not interleaved: the machine may have changed",
+        )
+
+    def _sentences(self) -> list[str]:
+        found = [f"first: {self.names[0]}; second: {self.names[1]}."]
+        found += self.failed
+        found += [f"Only in {where}: {name}." for name, where in self.missing.items()]
+        return found + (self.differences or ["Recipe, hardware, versions and revision are the same."])
+
+
+def _interval(one: Ratio | None) -> str:
+    if one is None:
+        return ""
+    return f"{one.value:.2f}  ({one.low:.2f} to {one.high:.2f})" if one.resolved else UNRESOLVED
+
+
+def compare(first: str | Path, second: str | Path) -> Comparison:
+    """Compares two ledgers that were saved as JSON.
+
+    Raises:
+        DrivetrainError: if one is no ledger.
+    """
+    names = str(first), str(second)
+    ledgers = Ledger.load(first), Ledger.load(second)
+    speeds = [_speeds(ledger) for ledger in ledgers]
+    ratios = [{row.name: row.ratio for row in ledger.rows} for ledger in ledgers]
+    rows = [
+        Compared(
+            name, ratios[0].get(name), ratios[1].get(name),
+            ratio_of_means(speeds[1][name], speeds[0][name], ledgers[0].level),
+        )
+        for name in speeds[0] if name in speeds[1] and name not in (SPLIT, EXTRAS)  # no variants of their own
+    ]  # fmt: skip
+    missing = {name: names[0] for name in speeds[0] if name not in speeds[1]}
+    missing |= {name: names[1] for name in speeds[1] if name not in speeds[0]}
+    failed = [
+        f"{file}: {name} {why}."
+        for file, ledger in zip(names, ledgers, strict=True)
+        for name in {**ledger.facts.get("failed", {}), **ledger.facts.get("left_out", {})}
+        if (why := ledger.why_not(name).rstrip("."))
+    ]
+    if any(not one.resolved for row in rows for one in (row.first, row.second, row.speed) if one is not None):
+        failed.append(
+            "Not resolved: an interval that reaches further than a factor of two; measure for longer."
+        )
+    return Comparison(names, rows, missing, differences(*(ledger.facts for ledger in ledgers)), failed)
+
+
+def _speeds(ledger: Ledger) -> dict[str, list[float]]:
+    return {name: [turns[name].speed for turns in ledger.rounds] for name in ledger.rounds[0]}
+
+
+def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """What else differs between two ledgers' facts, one sentence each."""
+    found = []
+    pairs = {"recipe": (first.get("recipe"), second.get("recipe"))}
+    plans = first.get("plan") or [], second.get("plan") or []
+    for name, plan, other in (("first", *plans), ("second", *reversed(plans))):
+        if own := _own_steps(plan, other):
+            found.append(f"Only the {name}'s plan has: {own}.")
+    machines = first.get("provenance") or {}, second.get("provenance") or {}
+    pairs["revision"] = (machines[0].get("git_revision"), machines[1].get("git_revision"))
+    for part in ("hardware", "environment", "versions"):
+        one, two = machines[0].get(part) or {}, machines[1].get(part) or {}
+        pairs |= {
+            f"{part}, {key}": (one.get(key), two.get(key))
+            for key in [*one, *(k for k in two if k not in one)]
+        }
+    for name, (one, two) in pairs.items():
+        if one != two:
+            found.append(f"Different {name}: {_said(one)} and {_said(two)}.")
+    return found
+
+
+def _own_steps(plan: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
+    """The steps that the other plan has not; one that it has in another way, with that way."""
+    known = [step["what"] for step in other]
+    found = [
+        f"{step['what']} ({step['why']})" if step["what"] in known else step["what"]
+        for step in plan
+        if step not in other
+    ]
+    return "; ".join(found)
+
+
+def _said(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

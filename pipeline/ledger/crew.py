@@ -1,0 +1,289 @@
+"""Who takes the ledger's turns: variants kept built in this process, or on ranks that start for each round."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+
+from ...errors import DrivetrainError, StrategyError
+from ...loaders.epochs import EpochLoader
+from ...strategies import Engine, launch
+from ...transforms import LayerFreezing
+from ..training.build import build, make_loader, seeded
+from ..spec.cuda_settings import cuda_settings
+from .budget import OutOfTime
+from .rounds import Turn
+from .schedule import phases
+from .turns import Bench, Labels, WeighedEngine, digest, take_turn
+from .variants import Kind, Variant
+from ..spec.resolve import ResolvedPlan, resolve
+
+MIN_BATCHES = 4  # in a turn; fewer, and filling the loader's queue would count
+
+REASON_LENGTH = 300  # characters; CUDA's message for lack of memory has twice as many
+
+Costs = dict[str, Any]
+"""Of a variant on one rank: `held_bytes`, `peak_bytes`, `compile_seconds`; None where not measured."""
+Found = dict[str, tuple[Turn, Labels]]
+"""Turns by name, and a rank's labels in them."""
+
+
+class Loaders:
+    """The training loaders of one process: variants that load alike share one, with its workers."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._found: list[tuple[Any, EpochLoader]] = []
+
+    def get(self, plan: ResolvedPlan, image_size: int, device: torch.device) -> EpochLoader:
+        """The plan's training loader, giving images of that side."""
+        data = dataclasses.replace(plan.data, image_size=image_size)
+        key = (data, plan.train_settings, plan.seed, device)
+        for known, loader in self._found:
+            if known == key:
+                return loader
+        loader = self._stack.enter_context(
+            make_loader(dataclasses.replace(plan, data=data), data.train, train=True, device=device)
+        )
+        self._found.append((key, loader))
+        return loader
+
+
+class Taker:
+    """The variants of one pipeline, which take their turns one after the other.
+
+    Args:
+        group: the variants; the training itself comes first.
+        loaders: those of this process.
+        batches: to warm up with.
+        deadline: when to stop, on `perf_counter`'s clock.
+
+    Attributes:
+        names: of the variants that still take turns.
+        opening: seconds that building and warming up took; 0 on ranks, which do so in each turn.
+        seconds: that the last turns took, start of ranks included.
+        costs: what training costs besides time; the largest over all ranks.
+
+    Raises:
+        OutOfTime: at the deadline. What was built is closed, as after any error.
+    """
+
+    def __init__(
+        self,
+        group: Sequence[Variant],
+        loaders: Loaders,
+        batches: int = MIN_BATCHES,
+        deadline: float = math.inf,
+    ) -> None:
+        start = perf_counter()
+        self._plan = resolve(group[0].spec)
+        self._kinds = {variant.name: variant.kind for variant in group}
+        self._stack = ExitStack()
+        self.opening, self.seconds = 0.0, 0.0
+        self.costs: Costs = {}
+        self._bench: Bench | None = None
+        self._warm_up = batches
+        if self.on_ranks:
+            return
+        with ExitStack() as stack:
+            self._bench, self.costs = open_bench(self._plan, loaders, stack, batches, deadline)
+            self._stack = stack.pop_all()
+        self.opening = perf_counter() - start
+
+    @property
+    def names(self) -> list[str]:
+        """See the class."""
+        return list(self._kinds)
+
+    @property
+    def on_ranks(self) -> bool:
+        """Whether it starts processes for each round."""
+        return self._plan.distribution.devices > 1
+
+    def drop(self, names: Iterable[str]) -> None:
+        """These take no more turns."""
+        for name in names:
+            del self._kinds[name]
+
+    def close(self) -> None:
+        """Gives back the model, its optimizer and its loaders."""
+        self._bench, self._kinds = None, {}
+        self._stack.close()
+
+    def take(
+        self, epoch: int, batches: int, names: Sequence[str], deadline: float = math.inf
+    ) -> tuple[dict[str, Turn], dict[str, str]]:
+        """A turn of each of these variants, in this order; the epoch decides the samples.
+
+        Returns:
+            The turns by name, and the reasons by name of those that failed. If the training itself failed, its
+            model may be in any state, and the entire group has failed.
+
+        Raises:
+            OutOfTime: at the deadline; ranks that run then are ended.
+        """
+        start = perf_counter()
+        kinds = {name: self._kinds[name] for name in names}
+        found = self._take_on_ranks if self._bench is None else self._take_here
+        turns, failed = found(kinds, epoch, batches, deadline)
+        self.seconds = perf_counter() - start
+        if any(self._kinds[name] == "train" for name in failed):
+            why = next(reason for name, reason in failed.items() if self._kinds[name] == "train")
+            return {}, {name: failed.get(name, why) for name in self._kinds}
+        return turns, failed
+
+    def _take_here(
+        self, kinds: dict[str, Kind], epoch: int, batches: int, deadline: float
+    ) -> tuple[dict[str, Turn], dict[str, str]]:
+        assert self._bench is not None
+        turns, failed = {}, {}
+        for name, kind in kinds.items():
+            try:
+                turns[name] = _merged([take_turn(self._bench, kind, epoch, batches, deadline)])
+            except OutOfTime:
+                raise
+            except Exception as error:  # of the user's model, of memory, of a transform: the others go on
+                failed[name] = described(error)
+        return turns, failed
+
+    def _take_on_ranks(
+        self, kinds: dict[str, Kind], epoch: int, batches: int, deadline: float
+    ) -> tuple[dict[str, Turn], dict[str, str]]:
+        left = deadline - perf_counter()
+        if left <= 0:
+            raise OutOfTime
+        how = self._plan.distribution
+        try:
+            answers = launch(
+                _turns_on_rank, self._plan, kinds, epoch, batches, self._warm_up,
+                devices=how.devices, device=how.device, timeout=None if left == math.inf else left, patience=0.0,
+            )  # fmt: skip
+        except Exception as error:  # a rank raised, died or was too late
+            if perf_counter() >= deadline:
+                raise OutOfTime from None
+            reason = described(error)
+            return {}, dict.fromkeys(kinds, reason)
+        self.costs = largest([costs for _, costs in answers])
+        ranks = [turns for turns, _ in answers]
+        return {name: _merged([rank[name] for rank in ranks]) for name in kinds}, {}
+
+
+def described(error: BaseException) -> str:
+    """An error as the reason in a row: its kind and the first line; of a rank's, which rank it was."""
+    cause = error.__cause__ if isinstance(error, StrategyError) else None
+    text = str(error).strip().partition("\n")[0]
+    if cause is not None and isinstance(cause, DrivetrainError):  # the rank's own words
+        error, text = cause, str(cause).strip().partition("\n")[0]
+    kind = type(error).__name__
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+        kind = f"out of memory ({kind})"
+    return textwrap.shorten(f"{kind}: {text}" if text else kind, REASON_LENGTH, placeholder=" …")
+
+
+def _turns_on_rank(
+    plan: ResolvedPlan, kinds: dict[str, Kind], epoch: int, batches: int, warm_up: int
+) -> tuple[Found, Costs]:
+    with seeded(plan.seed), ExitStack() as stack:
+        # The ranks are new: warm them up, too.
+        bench, costs = open_bench(plan, Loaders(stack), stack, warm_up)
+        return {name: take_turn(bench, kind, epoch, batches) for name, kind in kinds.items()}, costs
+
+
+def _merged(ranks: Sequence[tuple[Turn, Labels]]) -> Turn:
+    """The slowest rank's turn, with the digest of what all of them trained on."""
+    slowest = max((turn for turn, _ in ranks), key=lambda turn: turn.seconds)
+    return dataclasses.replace(slowest, samples=digest([labels for _, labels in ranks]))
+
+
+def open_bench(
+    plan: ResolvedPlan,
+    loaders: Loaders,
+    stack: ExitStack,
+    batches: int = MIN_BATCHES,
+    deadline: float = math.inf,
+) -> tuple[Bench, Costs]:
+    """Builds a pipeline on this rank, warms it up by training, and returns what that took.
+
+    Raises:
+        OutOfTime: at the deadline, on `perf_counter`'s clock.
+    """
+    before = _allocated()
+    with seeded(plan.seed):
+        built = stack.enter_context(build(plan))
+    engine = built.engine
+    bench = Bench(
+        built,
+        phases(plan.transforms, plan.data.image_size),
+        lambda size: loaders.get(plan, size, engine.device),
+        next((t for t in plan.transforms if isinstance(t, LayerFreezing)), None),
+        partial(cuda_settings, plan.distribution, plan.transforms),
+    )
+    if plan.distribution.compile:
+        take_turn(bench, "loader", 0, batches, deadline)  # its workers start now, and not in the first turn
+    weighed = WeighedEngine(engine)
+    built.engine = cast(Engine, weighed)
+    first, _ = take_turn(bench, "train", 0, batches, deadline)
+    if weighed.steps < 2:  # in the first step there is no optimizer state yet
+        take_turn(bench, "train", 0, batches, deadline)
+    built.engine = engine
+    compiling = None
+    if plan.distribution.compile:
+        later, _ = take_turn(bench, "train", 0, batches, deadline)
+        compiling = max(first.seconds - later.seconds, 0.0)
+    held = None if weighed.held is None else asdict(weighed.held)
+    return bench, {
+        "held_bytes": held,
+        "peak_bytes": _peak(engine.device, before),
+        "compile_seconds": compiling,
+    }
+
+
+def _allocated() -> list[int]:
+    """Bytes on each GPU that tensors take now, from which the peaks are counted anew."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    for number in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(number)
+    return [torch.cuda.memory_allocated(number) for number in range(torch.cuda.device_count())]
+
+
+def _peak(device: torch.device, before: list[int]) -> int | None:
+    """Bytes that were allocated at most on this GPU since then, beyond what was there."""
+    if device.type != "cuda":
+        return None
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.max_memory_allocated(number) - (before[number] if before else 0)
+
+
+def largest(ranks: Sequence[Costs]) -> Costs:
+    """The largest of each cost over all ranks."""
+    found: Costs = {}
+    for name in ranks[0]:
+        values = [rank[name] for rank in ranks if rank[name] is not None]
+        if not values:
+            found[name] = None
+        elif isinstance(values[0], dict):
+            found[name] = largest(values)
+        else:
+            found[name] = max(values)
+    return found
+
+
+def groups(variants: Iterable[Variant]) -> list[list[Variant]]:
+    """The variants in order; those of one and the same pipeline are one group, which is built once."""
+    found: list[list[Variant]] = []
+    for variant in variants:
+        if found and found[-1][0].spec is variant.spec:
+            found[-1].append(variant)
+        else:
+            found.append([variant])
+    return found

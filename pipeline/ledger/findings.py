@@ -1,0 +1,159 @@
+"""What the ledger's figures mean, each in one plain sentence: the bound, whether the speedups compound, the caveats."""
+
+from __future__ import annotations
+
+from .data import Gains, LedgerData
+from .rounds import COPY, LOADER, MODEL, PLAIN
+from .statistics import Ratio, speed_text
+
+ALIKE = 0.9  # two ceilings closer than this bind alike
+UNSURE = 0.1  # what is known less exactly than this is not said to compound
+COSTS = 0.98  # a stage whose gain is surely below this costs speed
+NOISY = 0.3
+"""Above this spread the findings are a guess: a stage that seems to bring 1.3 × may bring nothing."""
+
+
+def bound(ledger: LedgerData) -> str:
+    """Which of loader, copy and model binds, how far the whole is from it, and what to change next."""
+    missing = [name for name in (ledger.whole, LOADER, MODEL) if not ledger.measured(name)]
+    if missing:
+        why = [f"{name} {ledger.why_not(name).partition(':')[0] or 'was not measured'}" for name in missing]
+        return f"The bottleneck is not known: {', '.join(why)}."
+    whole = ledger.speed(ledger.whole).value
+    tops = {name: one.value for name, one in ledger.ceilings.items()}
+    loader, model = tops[LOADER], tops[MODEL]
+    lowest = min(tops, key=lambda name: tops[name])
+    reach = f"the whole reaches {speed_text(whole)} images/s, {whole / tops[lowest]:.0%} of"
+    alone = f"alone, the loader gives {speed_text(loader)} images/s and the model takes {speed_text(model)}"
+    waits = f"and waits for data {ledger.waiting:.0%} of the time"
+    if lowest == COPY:
+        return (
+            f"The copy to the device binds: it moves {speed_text(tops[COPY])} images/s; {alone}; {reach} the copy, "
+            f"{waits}. Next, copy less: smaller images, or the FFCV loader, which copies bytes and normalises there."
+        )
+    if min(loader, model) / max(loader, model) > ALIKE:
+        return f"Loader and model bind alike: {alone}; {reach} that, {waits}. To go on, both must get faster."
+    if lowest == MODEL:
+        return f"The model binds: {alone}; {reach} its model, {waits}. Next, {_for_the_model(ledger)}."
+    return f"The loader binds: {alone}; {reach} its loader, {waits}. Next, {_for_the_loader(ledger)}."
+
+
+def _for_the_loader(ledger: LedgerData) -> str:
+    if ledger.facts.get("asked", {}).get("loader") == "torch":
+        return "change the loader: loader='ffcv'"
+    return "load faster: more workers, smaller images"
+
+
+def _for_the_model(ledger: LedgerData) -> str:
+    """The first of what is likely to help most: what costs much, what is missing."""
+    asked, split = ledger.facts.get("asked", {}), ledger.split
+    advice = "make the training step faster"
+    if split and split["step"] > split["forward"] + split["backward"]:
+        return f"{advice}: the optimizer's step takes {split['step']:.0%} of the time"
+    if asked.get("precision") == "fp32":
+        return f"{advice}: it computes in fp32, and precision='bf16' is the stage to try"
+    costly = [(gain.last.value, gain) for gain in ledger.stages if gain.last and gain.last.high < COSTS]
+    if costly:
+        value, gain = min(costly, key=lambda pair: pair[0])
+        return f"{advice}: without {gain.stage} it is {1 / value:.2f} × as fast"
+    if asked and not asked["compile"]:
+        return f"{advice}: compile=True is the stage to try"
+    return advice
+
+
+def compound(ledger: LedgerData) -> str:
+    """Whether the gains alone multiply to the whole's; empty if there are not two, or one was not measured."""
+    powers = ledger.product_alone()
+    if powers is None or len(ledger.stages) < 2 or not ledger.measured(ledger.whole):
+        return ""
+    levels = ledger.levels
+    product = levels.product(powers, ledger.level)
+    total = levels.ratio(ledger.whole, PLAIN, ledger.level)
+    share = {name: -power for name, power in powers.items()}
+    share[PLAIN] -= 1
+    share[ledger.whole] = share.get(ledger.whole, 0) + 1
+    kept = levels.product(share, ledger.level)
+    if not (product.resolved and total.resolved and kept.resolved):
+        return f"Whether the speedups compound is not resolved: {_too_few(ledger)}."
+    figures = (
+        f"alone the stages multiply to {product.value:.2f} ×, together they bring {total.value:.2f} ×, "
+        f"{kept.value:.0%} of it ({kept.low:.0%} to {kept.high:.0%})"
+    )
+    if kept.holds(1.0) and kept.spread > UNSURE:
+        return f"It is not sure whether the speedups compound: {figures}. Give more seconds."
+    if kept.holds(1.0):
+        return f"The speedups compound: {figures}."
+    if kept.low > 1:
+        return f"The speedups more than compound: {figures}."
+    return f"The speedups do not compound: {figures}; {_in_the_way(ledger)}."
+
+
+def _in_the_way(ledger: LedgerData) -> str:
+    """The stage that falls furthest, after those before it."""
+    drops = [(gain, kept) for gain in ledger.stages[1:] if (kept := _kept_in_turn(gain)) is not None]
+    if not drops:
+        return "which stage falls is not resolved"
+    stage = min(drops, key=lambda pair: pair[1])[0]
+    earlier = [gain.stage for gain in ledger.stages]
+    earlier = earlier[: earlier.index(stage.stage)]
+    assert stage.alone is not None  # as in _kept_in_turn
+    assert stage.in_turn is not None
+    return (
+        f"{stage.stage} brings {stage.alone.value:.2f} × alone and {stage.in_turn.value:.2f} × after "
+        f"{' and '.join(earlier)}"
+    )
+
+
+def _kept_in_turn(gain: Gains) -> float | None:
+    """A stage's gain in turn over its gain alone; None if one is not known."""
+    if not (gain.alone and gain.in_turn and gain.alone.resolved and gain.in_turn.resolved):
+        return None
+    return gain.in_turn.value / gain.alone.value
+
+
+def caveats(ledger: LedgerData) -> list[str]:
+    """See `Ledger.caveats`."""
+    facts, found = ledger.facts, []
+    rounds = f"{len(ledger.rounds)} round{'s' * (len(ledger.rounds) != 1)}"
+    if "stopped" in facts:
+        widest = ledger.spread
+        width = f"± {widest:.1%}" if _shown(widest) else "too wide to mean anything"
+        found.append(f"It ended because {facts['stopped']}; the widest interval is {width} after {rounds}.")
+    found += facts.get("notes", [])
+    found += _by_reason("Failed", facts.get("failed", {}))
+    found += _by_reason("Left out", facts.get("left_out", {}))
+    trained = facts.get("accuracy", {}).get("rows", {})
+    found += _by_reason(
+        "Training failed", {name: row["failed"] for name, row in trained.items() if row.get("failed")}
+    )
+    unresolved = [name for name, one in ledger.ratios().items() if not one.resolved]
+    if unresolved:
+        found.append(
+            f"Not resolved, because the interval reaches further than a factor of two to each side: "
+            f"{', '.join(unresolved)}: {_too_few(ledger)}."
+        )
+    if ledger.spread > NOISY:
+        found.append(
+            "What follows is not sure, with intervals as wide as these: give more seconds, on a quiet machine."
+        )
+    return found
+
+
+def _shown(spread: float) -> bool:
+    return Ratio(1.0, 1 / (1 + spread), 1 + spread, 2).resolved
+
+
+def _too_few(ledger: LedgerData) -> str:
+    """Why a ratio is not resolved, and the remedy."""
+    rounds = len(ledger.rounds)
+    if rounds == 1:
+        return "one round has no interval; give more seconds"
+    return f"{rounds} rounds that differ this much are too few; give more seconds, on a quiet machine"
+
+
+def _by_reason(head: str, reasons: dict[str, str]) -> list[str]:
+    """One sentence for each reason, with all that it is the reason for."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason.rstrip("."), []).append(name)
+    return [f"{head}: {', '.join(which)}: {reason}." for reason, which in names.items()]

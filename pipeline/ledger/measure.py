@@ -1,0 +1,420 @@
+"""The ledger: what each stage brings, measured in one run, interleaved, and which part is the bottleneck.
+
+Each variant trains on the same samples with the same loop, and is refused if it did not. A round gives every
+variant one turn, an epoch over the same part of the data; ratios are taken within a round, so that a machine
+whose speed drifts favours none of them. Warm-up turns, and with them compiling, are not counted. Rounds end
+when every ratio's confidence interval is narrow, or the time is spent; the ledger has the reason.
+
+The time includes everything: building, warm-up, rounds, peak memory. Plain PyTorch and the full pipeline come first,
+and their first turns show what fits into the rest. The stages in turn, each stage alone and the full pipeline without
+each follow, in this order, each only if the time still allows some rounds of all that are there. What does not fit
+is left out, with the reason. A batch that would begin after the end does not, and what still runs half a second later
+is interrupted as Ctrl-C would interrupt it; so one call into native code is the most that a ledger may take longer.
+
+A variant that fails, in whatever place, becomes a row with the reason, and the others go on without it.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import ExitStack
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ...checks import is_number
+from ...errors import DrivetrainError, LedgerError, PlanError
+from ...strategies.launch.group import under_torchrun
+from ..training.build import seeded
+from ..runs.fit import with_files
+from .accuracy import check_accuracy, train_each
+from .budget import Budget, OutOfTime, alarm, rounded_up
+from .crew import MIN_BATCHES, Loaders, Taker, described, groups
+from .memory import PEAK_RESERVE, PEAK_SECONDS, peak_bytes
+from .record import NO_TIME, Record
+from .ledger import Ledger, LedgerInterrupted
+from .rounds import PLAIN, Turn, same_samples
+from .variants import Variant, alone_and_without, in_turn, possible, variants
+from ..spec.pipeline_spec import PipelineSpec
+from ..spec.plan import Plan
+from ..telemetry.provenance import provenance
+from ..spec.resolve import ResolvedPlan, resolve
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 30  # each stage in turn must leave time for so many
+# Intervals of fewer rounds may be narrow by chance; each further variant must leave time for as many.
+TIGHT_ROUNDS = 5
+AIM_ROUNDS = 8  # that a turn's length is chosen for
+PLAIN_FAILED = "Plain PyTorch failed, so there is nothing to compare with"
+WITHIN = 0.02
+"""The ledger ends when every interval is as narrow as this to each side."""
+
+
+def measure(
+    spec: PipelineSpec,
+    *,
+    seconds: float = 120.0,
+    within: float = WITHIN,
+    accuracy: bool = False,
+    epochs: int | None = None,
+    target: float | None = None,
+    progress: bool = True,
+) -> Ledger:
+    """Measure the ledger of a pipeline; see `Pipeline.ledger`."""
+    check_asked(seconds, within)
+    if accuracy and epochs is not None:
+        spec = spec.replace(epochs=epochs)
+    plan = resolve(spec)
+    if accuracy:
+        epochs = check_accuracy(plan, target)
+    elif epochs is not None or target is not None:
+        raise PlanError(
+            "epochs and target are of the trainings that accuracy=True asks for. Give it, or neither."
+        )
+    plan = with_files(plan, progress)
+    facts: dict[str, Any] = {
+        "recipe": plan.recipe,
+        "plan": Plan(plan.steps).to_dict()["steps"],
+        "asked": {
+            "loader": plan.data.loader,
+            "precision": plan.distribution.precision,
+            "compile": bool(plan.distribution.compile),
+        },
+        "batch_size": plan.data.batch_size,
+    }
+    found = _measured(plan, seconds, within, progress, facts)
+    if accuracy and epochs is not None:
+        _train_each(found, plan, epochs, target, progress)
+    return found
+
+
+def check_asked(seconds: float, within: float = WITHIN) -> None:
+    """Raises PlanError for what no ledger can be measured with, and under torchrun."""
+    if not is_number(seconds, "(0, inf)"):
+        said = f"{seconds:g}" if is_number(seconds) else repr(seconds)
+        raise PlanError(f"seconds={said} (--seconds, --ledger-seconds) must be positive and finite.")
+    if not is_number(within, "(0, 1)"):
+        raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 asks for intervals of ± 2 %.")
+    if under_torchrun():
+        raise PlanError("The ledger starts its ranks itself, between other turns. Start it without torchrun.")
+
+
+def _measured(
+    plan: ResolvedPlan, seconds: float, within: float, progress: bool, facts: dict[str, Any]
+) -> Ledger:
+    """The ledger's figures.
+
+    Raises:
+        LedgerInterrupted: on Ctrl-C, without the frames that hold every variant's model: a notebook keeps them.
+        LedgerError: likewise, if there is none.
+    """
+    begin = perf_counter()
+    always = variants(plan, copies=_has_copies(plan))
+    rows = [variant.name for variant in in_turn(plan)]
+    record = Record([v.name for v in (*always, *alone_and_without(plan))], rows)
+    interrupted, error = False, ""
+    try:
+        # Turns draw random numbers, as training does; the caller's stay as they are.
+        with seeded(plan.seed):
+            _Measurement(plan, record, begin, seconds, within, progress).run()
+    except KeyboardInterrupt:
+        interrupted = True
+    except _NoLedger as failure:
+        error = str(failure)
+    found = record.ledger(interrupted)
+    if found is not None:
+        batch_size = facts["batch_size"]
+        used = {"seconds": round(perf_counter() - begin, 1), "seconds_asked": seconds}
+        turn = {"batches_per_turn": found.rounds[0][PLAIN].images // batch_size}
+        found.facts.update(facts | turn | used | {"provenance": provenance()})
+    # Raised here, these do not hold the frames of the measurement.
+    if interrupted:
+        raise LedgerInterrupted(found)
+    if error:
+        raise LedgerError(error, found)
+    assert found is not None  # else _NoLedger has the reason
+    return found
+
+
+def _train_each(
+    ledger: Ledger, plan: ResolvedPlan, epochs: int, target: float | None, progress: bool
+) -> None:
+    """Adds the accuracies to the ledger.
+
+    Raises:
+        LedgerInterrupted: on Ctrl-C, with those of the trainings that were finished.
+    """
+    found = ledger.facts["accuracy"] = {"epochs": epochs, "target": target, "rows": {}}
+    interrupted = False
+    try:
+        train_each([*in_turn(plan), *possible(alone_and_without(plan))], found, progress)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not found["rows"]:
+        del ledger.facts["accuracy"]
+    if interrupted:
+        raise LedgerInterrupted(ledger)
+
+
+class _NoLedger(Exception):
+    """Plain PyTorch failed, or the time is too short."""
+
+
+class _Measurement:
+    """One measurement of a ledger, from warming up to the last round, into a record.
+
+    Args:
+        record: gets the figures as they come; it holds no model.
+        begin: of the time, on `perf_counter`'s clock.
+    """
+
+    def __init__(
+        self, plan: ResolvedPlan, record: Record, begin: float, seconds: float, within: float, progress: bool
+    ) -> None:
+        self._plan, self._record, self._within = plan, record, within
+        self._budget = Budget(seconds, begin, progress)
+        self._takers: list[Taker] = []
+        self._batches = 1  # of a first turn, and the fewest of any
+        self._weighs = self._weighs_processes()
+        self._deadline = self._budget.end - (PEAK_RESERVE if self._weighs else 0)
+
+    def run(self) -> None:
+        """Measure.
+
+        Raises:
+            _NoLedger: if plain PyTorch fails, or the time is too short.
+        """
+        try:
+            with ExitStack() as stack:
+                stack.callback(self._close)
+                self._loaders = Loaders(stack)
+                try:
+                    with alarm(self._deadline):
+                        self._least()
+                        self._add_further()
+                        self._rounds()
+                except OutOfTime:
+                    self._record.stopped = self._spent()
+                    if not self._record.enough():
+                        raise _NoLedger(self._too_short()) from None
+            if self._weighs:
+                self._weigh()
+        finally:
+            self._budget.close()
+
+    def _close(self) -> None:
+        for taker in self._takers:
+            taker.close()
+
+    def _spent(self) -> str:
+        return f"the time of {self._budget.seconds:g} s was spent"
+
+    def _too_short(self) -> str:
+        """That there is no ledger, how far it came, and how many seconds would do."""
+        used, plain = self._budget.used, self._plain_seconds
+        if plain is None:
+            what, needed = "plain PyTorch was still at its first turn", 4 * used
+        else:
+            what = f"plain PyTorch had its first turn ({plain:.1f} s), and the full pipeline not yet"
+            needed = plain + max(plain, 2 * (used - plain))
+        return (
+            f"seconds={self._budget.seconds:g} is too short for a ledger: after {used:.1f} s {what}. The least is one "
+            f"turn of each; give about {rounded_up(1.5 * needed):g} s, and several times as many to compare stages."
+        )
+
+    _plain_seconds: float | None = None
+    """What plain PyTorch took, its first turn included."""
+
+    def _weighs_processes(self) -> bool:
+        """Whether plain PyTorch and the whole show their peak memory in processes of their own, in the end.
+
+        On a GPU that of each variant is counted while it warms up.
+        """
+        if _has_copies(self._plan):
+            return False
+        enough = self._budget.seconds >= PEAK_SECONDS
+        if not enough:
+            reason = f"it takes two processes, and less than {PEAK_SECONDS} s were given"
+            self._record.left_out["peak memory"] = reason
+        return enough
+
+    def _weigh(self) -> None:
+        """Adds the peak memory of plain PyTorch and of the full pipeline, each only if the time allows it."""
+        for variant in (in_turn(self._plan)[0], in_turn(self._plan)[-1]):
+            name = variant.name
+            if name not in self._record.costs:
+                continue
+            self._budget.show(f"peak memory of {name}")
+            if self._budget.left < PEAK_RESERVE / 4:
+                self._record.left_out[f"peak memory of {name}"] = NO_TIME
+                continue
+            try:
+                peak = peak_bytes(resolve(variant.spec), self._batches, self._budget.left)
+            except DrivetrainError as error:
+                late = self._budget.left <= 0
+                self._record.left_out[f"peak memory of {name}"] = NO_TIME if late else described(error)
+            else:
+                self._record.costs[name]["peak_bytes"] = peak
+
+    def _open(self, group: list[Variant], batches: int) -> Taker | None:
+        """The variants of a pipeline, built and warmed up; None if they failed."""
+        names = [variant.name for variant in group]
+        self._budget.show(f"warming up {names[0]}")
+        if perf_counter() > self._deadline:
+            raise OutOfTime
+        try:
+            taker = Taker(group, self._loaders, batches, self._deadline)
+        except OutOfTime:
+            raise
+        except Exception as error:
+            if names[0] == PLAIN:
+                if isinstance(error, DrivetrainError):  # of the model, the data, the device: as fit has it
+                    raise
+                raise LedgerError(f"{PLAIN_FAILED}: {described(error)}") from error
+            reason = described(error)
+        else:
+            self._takers.append(taker)
+            self._takers.sort(key=lambda one: self._record.names.index(one.names[0]))
+            if not taker.on_ranks:  # these know it after a turn
+                self._record.costs[names[0]] = taker.costs
+            return taker
+        for name in names:
+            self._record.fail(name, reason)
+        _free_memory()
+        return None
+
+    def _first(self, taker: Taker) -> None:
+        """The first turns of some variants; where they are in this process, the training's own before the others."""
+        names = taker.names
+        seconds = 0.0
+        if self._batches == 1 and names[0] in self._record.first:  # plain PyTorch's, which has shown that
+            names, seconds = names[1:], taker.seconds
+        for part in [names] if taker.on_ranks else [names[:1], names[1:]]:
+            if part and taker in self._takers:
+                self._record.first |= self._take(taker, part, 0, self._batches)
+                seconds += taker.seconds
+        taker.seconds = seconds
+        same_samples(self._record.first)
+
+    def _take(self, taker: Taker, names: list[str], number: int, batches: int) -> dict[str, Turn]:
+        """Turns of these variants, as far as they do not fail.
+
+        Raises:
+            OutOfTime: at the deadline.
+            _NoLedger: if it is plain PyTorch that fails.
+        """
+        self._budget.show(f"round {number}, {names[0]}" if number else f"first turn of {names[0]}")
+        turns, failed = taker.take(number, batches, names, self._deadline)
+        for name, reason in failed.items():
+            if name == PLAIN:
+                raise _NoLedger(f"{PLAIN_FAILED}: {reason}")
+            self._record.fail(name, reason)
+        taker.drop(failed)
+        if not taker.names:
+            self._takers.remove(taker)
+            taker.close()
+        if failed:
+            _free_memory()
+        elif taker.on_ranks:
+            self._record.costs[taker.names[0]] = taker.costs
+        return turns
+
+    def _least(self) -> None:
+        """Plain PyTorch and the full pipeline, a turn each, which show how many batches a turn can have."""
+        plain, *others = groups(variants(self._plan, copies=_has_copies(self._plan)))
+        taker = self._open(plain, 1)
+        assert taker is not None  # else it has raised
+        self._record.first |= self._take(taker, [PLAIN], 0, 1)
+        self._batches = self._fewest(taker.seconds)
+        self._first(taker)
+        self._plain_seconds = self._budget.used
+        if others:
+            taker = self._open(others[-1], self._batches)
+            if taker is not None:
+                self._first(taker)
+
+    def _fewest(self, seconds: float) -> int:
+        """How many batches a turn has at least, given the seconds of one: `MIN_BATCHES` if the full pipeline's
+        warm-up and some rounds of all its turns fit into half of the time, else fewer, at least one."""
+        kinds = len(variants(self._plan)) - len(self._record.in_turn) + 2
+        turns = 2 + kinds * (1 + MIN_ROUNDS)
+        return min(max(int((self._deadline - perf_counter()) / 2 / (turns * seconds)), 1), MIN_BATCHES)
+
+    def _add_further(self) -> None:
+        """Adds the stages in turn, only one stage, and the whole without one, as far as the time allows."""
+        between = in_turn(self._plan)[1:-1]
+        for variant in (*between, *alone_and_without(self._plan)):
+            rounds = MIN_ROUNDS if variant in between else TIGHT_ROUNDS
+            ranks = variant.spec.distribution.devices > 1
+            alike = [t for t in self._takers if t.on_ranks == ranks]
+            turn = _mean([t.seconds / (1 if ranks else len(t.names)) for t in alike])
+            opening = _mean([t.opening for t in alike])
+            spent = sum(taker.seconds for taker in self._takers) + turn
+            if perf_counter() + opening + turn + rounds * spent > self._deadline:
+                self._record.left_out[variant.name] = NO_TIME
+                continue
+            try:
+                resolve(variant.spec)
+            except DrivetrainError as error:
+                self._record.left_out[variant.name] = f"it cannot be measured: {error}"
+                continue
+            taker = self._open([variant], self._batches)
+            if taker is not None:
+                self._first(taker)
+
+    def _rounds(self) -> None:
+        """Adds rounds until the intervals are narrow or the time is spent."""
+        record, turns = self._record, self._record.first
+        starting = 0.0  # of ranks, in a round
+        for taker in self._takers:
+            if taker.on_ranks:
+                starting += taker.seconds - sum(turns[name].seconds for name in taker.names)
+        training = max(sum(taker.seconds for taker in self._takers) - starting, 1e-6)
+        per_round = (self._deadline - perf_counter()) / AIM_ROUNDS - starting
+        batches = max(int(self._batches * per_round / training), self._batches)
+        longest = starting + training * batches / self._batches
+        while True:
+            start, number = perf_counter(), len(record.rounds) + 1
+            if (
+                number > TIGHT_ROUNDS
+                and Ledger(record.rounds, {"in_turn": record.in_turn}).spread <= self._within
+            ):
+                record.stopped = f"every interval is within ± {self._within:.1%}"
+            elif number > MAX_ROUNDS:
+                record.stopped = f"{MAX_ROUNDS} rounds are the most"
+            elif number > 1 and len(record.rounds[0]) == 1 < len(record.names):
+                record.stopped = "all variants but plain PyTorch failed"
+            elif start + longest > self._deadline:
+                record.stopped = self._spent()
+            else:
+                record.rounds.append(self.round(self._takers, number, batches))
+                longest = max(longest if number > 1 else 0.0, perf_counter() - start)
+                continue
+            return
+
+    def round(self, takers: list[Taker], number: int, batches: int) -> dict[str, Turn]:
+        """One turn of every variant that does not fail, by name, in the order of the rows."""
+        backwards = number % 2 == 0  # every second round, so that none always follows the same neighbour
+        found: dict[str, Turn] = {}
+        for taker in takers[:: -1 if backwards else 1]:
+            found |= self._take(taker, taker.names[:: -1 if backwards else 1], number, batches)
+        found = {name: found[name] for taker in takers for name in taker.names}
+        same_samples(found)
+        return found
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _free_memory() -> None:
+    """Gives a failed variant's memory back: it may have failed for lack of it."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def _has_copies(plan: ResolvedPlan) -> bool:
+    """Whether batches are copied to a GPU; on a CPU they are where they are computed on."""
+    device = plan.distribution.device
+    return torch.cuda.is_available() if device is None else torch.device(device).type != "cpu"

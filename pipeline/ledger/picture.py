@@ -1,0 +1,179 @@
+"""The ledger's picture: throughput with the ceilings, what each stage brings, and where the time goes."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from typing import Any
+
+from ...errors import require
+from .data import LedgerData, Row
+from .findings import bound, caveats, compound
+from .rounds import COPY, LOADER, MODEL, PLAIN
+from .statistics import Figure, speed_text
+from .table import ratio_text
+
+INK, BAR, PALE = "#222222", "#2f6f9f", "#b8c4cc"
+CEILING = {MODEL: "#b5452c", LOADER: "#3f8f4f", COPY: "#8a5fa8"}
+PLACES = {"alone": "#d98a2b", "added in turn": BAR, "added last": "#5b5b5b"}
+PARTS = {"waiting": "#3f8f4f", "forward": "#c9643f", "backward": "#9c3a22", "step": "#d98a2b", "other": PALE}
+
+
+def draw(ledger: LedgerData, form: str) -> bytes:
+    """The picture in the given format (`"png"`, `"svg"`, `"pdf"`).
+
+    Raises:
+        MissingExtra: without matplotlib.
+    """
+    buffer = io.BytesIO()
+    picture(ledger).savefig(buffer, format=form, dpi=150, bbox_inches="tight")
+    return buffer.getvalue()
+
+
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+"""Under a text where a ceiling's line may run through it."""
+
+
+def picture(ledger: LedgerData) -> Any:
+    """The picture as matplotlib's figure.
+
+    Raises:
+        MissingExtra: without matplotlib.
+    """
+    figure_class = require("matplotlib.figure", "plot", "draw the ledger").Figure
+    heights = [1.5 + 0.42 * len(ledger.rows)]
+    heights += [1.2 + 0.5 * len(ledger.stages)] if ledger.stages else []
+    heights += [1.1] if ledger.split else []
+    figure = figure_class(figsize=(8.5, sum(heights)), layout="constrained")
+    panels = iter(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
+    _throughput(next(panels), ledger)
+    if ledger.stages:
+        _gains(next(panels), ledger)
+    if ledger.split:
+        _split(next(panels), ledger)
+    figure.text(0.01, -0.01, caption(ledger), ha="left", va="top", fontsize=8, color=INK)
+    return figure
+
+
+def _throughput(axes: Any, ledger: LedgerData) -> None:
+    """A bar per row, and the ceilings as lines."""
+    rows = ledger.rows
+    drawn = [(place, row, row.images_per_s) for place, row in enumerate(rows) if row.images_per_s]
+    axes.barh(
+        [place for place, _, _ in drawn],
+        [speed.value for _, _, speed in drawn],
+        xerr=[
+            [speed.value - speed.low for _, _, speed in drawn],
+            [speed.high - speed.value for _, _, speed in drawn],
+        ],
+        color=[PALE if row.name == PLAIN else BAR for _, row, _ in drawn],
+        ecolor=INK,
+        capsize=3,
+        height=0.62,
+    )
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    longest = max(speed.high for _, _, speed in drawn)
+    tops = {name: one.value for name, one in ledger.ceilings.items()}
+    reach = 1.1 * max(longest, *(top for top in tops.values() if top < 1.5 * longest), 0)
+    for place, row, speed in drawn:
+        _label(axes, place, ledger, row, speed, inside=speed.low > 0.45 * reach)
+    for place, row in enumerate(rows):
+        if row.images_per_s is None:
+            note = textwrap.shorten(row.note or "left out", 70, placeholder=" …")
+            axes.text(0, place, f"  {note}", va="center", color=INK, fontsize=9, style="italic")
+    for number, (name, top) in enumerate(sorted(tops.items(), key=lambda item: item[1])):
+        _ceiling(axes, name, top, reach, height=-0.62 - 0.34 * number)
+    axes.set_ylim(len(rows) - 0.5, -0.62 - 0.34 * len(tops))
+    axes.set_xlim(0, reach)
+    axes.set_xlabel("training throughput, images/s (trimmed mean, quartiles)")
+    _title(axes, f"{ledger.facts.get('recipe') or 'your pipeline'}: each stage added in turn")
+
+
+def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *, inside: bool) -> None:
+    """The figures of a bar: within it where they fit, else behind it."""
+    plain = row.name == PLAIN
+    resolved = row.ratio is not None and row.ratio.resolved
+    over = f"{row.ratio.value:.2f} ×" if row.ratio and resolved else ratio_text(ledger, row.ratio, row.name)
+    text = f"{speed_text(speed.value)} images/s    {over}"
+    if inside:
+        color = INK if plain else "white"
+        axes.text(speed.low, place, f"{text}  ", ha="right", va="center", color=color, fontsize=9)
+    else:
+        axes.text(speed.high, place, f"  {text}", va="center", color=INK, fontsize=9, bbox=BEHIND)
+
+
+def _ceiling(axes: Any, name: str, value: float, reach: float, *, height: float) -> None:
+    """A dashed line where the ceiling stands; one beyond the picture is said at its edge."""
+    color = CEILING[name]
+    if value <= reach:
+        axes.axvline(value, color=color, linestyle="--", linewidth=1.2)
+        text, at = f"{name}: {speed_text(value)} ", value
+    else:
+        text, at = f"{name}: {speed_text(value)} →", reach
+    axes.text(at, height, text, ha="right", va="center", color=color, fontsize=8, bbox=BEHIND)
+
+
+def _gains(axes: Any, ledger: LedgerData) -> None:
+    """For each stage its gain alone, in turn and last, with intervals; right of 1 is faster.
+
+    A gain that is not resolved has no point: its interval would be wider than the picture.
+    """
+    stages = ledger.stages
+    for number, (place, color) in enumerate(PLACES.items()):
+        found = [
+            (at + 0.24 * (number - 1), gain)
+            for at, stage in enumerate(stages)
+            if (gain := dict(zip(PLACES, (stage.alone, stage.in_turn, stage.last), strict=True))[place])
+            is not None
+            and gain.resolved
+        ]
+        axes.errorbar(
+            [gain.value for _, gain in found],
+            [at for at, _ in found],
+            xerr=[
+                [gain.value - gain.low for _, gain in found],
+                [gain.high - gain.value for _, gain in found],
+            ],
+            fmt="o", color=color, markersize=5, capsize=2, linewidth=1.2, label=place,
+        )  # fmt: skip
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set_yticks(range(len(stages)), [stage.stage for stage in stages])
+    axes.set_ylim(len(stages) - 0.5, -0.5)
+    for at in range(0, len(stages), 2):
+        axes.axhspan(at - 0.5, at + 0.5, color="#f3f3f3", zorder=0)
+    axes.set_xlabel(f"throughput with it, over without it (× ; {ledger.level:.0%} intervals)")
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _title(axes, "what each stage brings")
+
+
+def _split(axes: Any, ledger: LedgerData) -> None:
+    """One bar: the shares of the whole's time."""
+    left = 0.0
+    for name, share in ledger.split.items():
+        axes.barh(0, share, left=left, color=PARTS[name], height=0.6, label=f"{name} {share:.0%}")
+        left += share
+    axes.set_yticks([])
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _title(axes, "where the whole's time goes")
+
+
+def _title(axes: Any, text: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(text, loc="left", color=INK, fontsize=11)
+
+
+def caption(ledger: LedgerData) -> str:
+    """The text below the picture: every caveat of the table, the findings, and how the figures were made."""
+    made = f"{len(ledger.rounds)} interleaved round{'s' * (len(ledger.rounds) != 1)}"
+    machine = ledger.facts.get("provenance")
+    if machine:
+        hardware, versions = machine["hardware"], machine["versions"]
+        where = ", ".join(hardware["gpus"]) or f"{hardware['processor']}, {hardware['cores']} cores"
+        made += (
+            f" on {where}; torch {versions['torch']}, Drivetrain {versions['drivetrain']}, "
+            f"{machine['date'][:10]}: {machine['command']}"
+        )
+    said = [line for line in (*caveats(ledger), compound(ledger), bound(ledger), made) if line]
+    return "\n".join(line for one in said for line in textwrap.wrap(one, 124))

@@ -1,0 +1,215 @@
+"""The ledger as text: tables in a terminal and in a notebook, and what is to be said below them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from ...transforms.common.table import drawn
+from .data import LedgerData
+from .findings import bound, caveats, compound
+from .rounds import EXTRAS, PLAIN
+from .statistics import Figure, Ratio, speed_text
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A table: its title, column heads, rows, the caption below it, and after which row a line is drawn."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    line_after: int | None = None
+
+
+def text(ledger: LedgerData) -> str:
+    """For a terminal."""
+    return "\n".join([*map(rendered, tables(ledger)), *sentences(ledger)])
+
+
+def html_text(ledger: LedgerData) -> str:
+    """For a notebook."""
+    return "".join(
+        [*map(html_table, tables(ledger)), *(f"<p>{html.escape(s)}</p>" for s in sentences(ledger))]
+    )
+
+
+def rendered(cells: Cells) -> str:
+    """A table drawn with lines."""
+    table = Table(
+        title=escape(cells.title), caption=escape(cells.caption), title_justify="left", caption_justify="left"
+    )
+    for number, head in enumerate(cells.heads):
+        table.add_column(head, justify="right" if number else "left", no_wrap=True)
+    for number, row in enumerate(cells.rows, 1):
+        table.add_row(*map(escape, row), end_section=number == cells.line_after)
+    return drawn(table, 110)
+
+
+def html_table(cells: Cells) -> str:
+    """A table as HTML, aligned and with the line as in a terminal; notebooks differ in what they do by themselves."""
+
+    def line(row: Sequence[str], tag: str, look: str = "") -> str:
+        sides = ["left", *["right"] * (len(row) - 1)]
+        cells = (
+            f"<{tag} style='text-align:{side};white-space:nowrap{look}'>{html.escape(cell)}</{tag}>"
+            for side, cell in zip(sides, row, strict=True)
+        )
+        return f"<tr>{''.join(cells)}</tr>"
+
+    title = f"<caption style='text-align:left'>{html.escape(cells.title)}</caption>"
+    body = "".join(
+        line(row, "td", ";border-bottom:1px solid" if number == cells.line_after else "")
+        for number, row in enumerate(cells.rows, 1)
+    )
+    foot = f"<p><i>{html.escape(cells.caption)}</i></p>" if cells.caption else ""
+    return f"<table>{title}{line(cells.heads, 'th')}{body}</table>{foot}"
+
+
+def tables(ledger: LedgerData) -> list[Cells]:
+    """The rows in turn with the ceilings; the stages; accuracies, if they were asked for."""
+    found = [_rows(ledger)]
+    if len(ledger.stages) > 1:
+        found.append(_stages(ledger))
+    if "accuracy" in ledger.facts:
+        found.append(_accuracies(ledger.facts["accuracy"]))
+    return found
+
+
+def _rows(ledger: LedgerData) -> Cells:
+    costs = ledger.facts.get("costs", {})
+    names = [row.name for row in ledger.rows]
+    rows = [
+        (
+            row.name,
+            _figure(row.images_per_s) if row.images_per_s else row.note.partition(":")[0],
+            "1.00" if row.name == PLAIN else ratio_text(ledger, row.ratio, row.name),
+            "" if row.name == PLAIN else _gain(ledger, row.gain, row.name, before),
+            _memory(costs.get(row.name, {})),
+        )
+        for before, row in zip([PLAIN, *names], ledger.rows, strict=False)
+    ]
+    whole = len(rows)
+    if ledger.extras:
+        gain = f"× {1 / ledger.extras.value:.2f}" if ledger.extras.resolved else UNRESOLVED
+        over = ratio_text(ledger, ledger.ratio(EXTRAS, PLAIN), EXTRAS)
+        rows.append((EXTRAS, _figure(ledger.speed(EXTRAS)), over, gain, ""))
+    rows += [(f"ceiling: {name}", _figure(one), "", "", "") for name, one in ledger.ceilings.items()]
+    return Cells(
+        f"Ledger: {ledger.facts.get('recipe') or 'your pipeline'}",
+        ("", "images/s", "over plain", "this stage", "MiB held"),
+        rows,
+        f"images/s: trimmed mean, and quartiles, of {len(ledger.rounds)} interleaved round"
+        f"{'s' * (len(ledger.rounds) != 1)}; ratios: of these means, with the {ledger.level:.0%} interval from within "
+        "the rounds; MiB held: weights, gradients, optimizer of a rank",
+        whole,
+    )
+
+
+def _gain(ledger: LedgerData, gain: Ratio | None, name: str, before: str) -> str:
+    """The ratio to the row before, without its interval, which the second table has."""
+    if gain is not None and gain.resolved:
+        return f"× {gain.value:.2f}"
+    return ratio_text(ledger, gain, name, before)
+
+
+def _stages(ledger: LedgerData) -> Cells:
+    rows, names = [], [row.name for row in ledger.rows]
+    for before, gain in zip(names, ledger.stages, strict=False):
+        own = f"+ {gain.stage}"
+        rows.append(
+            (
+                gain.stage,
+                ratio_text(ledger, gain.alone, ledger.name_of_only(gain.stage)),
+                ratio_text(ledger, gain.in_turn, own, before),
+                ratio_text(ledger, gain.last, ledger.name_of_without(gain.stage), ledger.whole),
+            )
+        )
+    return Cells(
+        "What each stage brings",
+        ("stage", "alone, over plain", "added in turn", "added last"),
+        rows,
+        "added last: the whole, over the whole without it",
+    )
+
+
+def _accuracies(found: dict[str, Any]) -> Cells:
+    def line(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+        if row.get("failed"):
+            return name, "failed", "", ""
+        return name, f"{row['accuracy']:.2%}", _seconds(row["seconds"]), _time_to(found, row)
+
+    title = f"Trained for {found['epochs']} epoch(s), once each, from one seed"
+    target = found["target"]
+    return Cells(
+        title,
+        ("", "top-1", "time", "time to target" if target is None else f"time to {target:.2%}"),
+        [line(name, row) for name, row in found["rows"].items()],
+        "times of whole epochs, evaluation included",
+    )
+
+
+def _time_to(found: dict[str, Any], row: dict[str, Any]) -> str:
+    if found["target"] is None:  # plain PyTorch's accuracy, and its training failed
+        return ""
+    return "not reached" if row["seconds_to_target"] is None else _seconds(row["seconds_to_target"])
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s"
+
+
+def sentences(ledger: LedgerData) -> list[str]:
+    """What is printed below the tables; the bound comes last."""
+    facts = ledger.facts
+    found = []
+    if ledger.split:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in ledger.split.items())
+        found.append(f"The whole's time: {shares}.")
+    if ledger.extras_share is not None:
+        found.append(
+            "fit's extras (bar, CSV log, guard against losses that are not finite) take at most "
+            f"{ledger.extras_share:.2%} of the time."
+        )
+    found += _costs(facts.get("costs", {}))
+    return [*found, *caveats(ledger), *filter(None, [compound(ledger)]), bound(ledger)]
+
+
+def _costs(costs: dict[str, Any]) -> list[str]:
+    """Peak memory and compile time, where they were measured."""
+    peaks = [f"{name} {cost['peak_bytes'] / 2**20:,.0f} MiB"
+             for name, cost in costs.items() if cost["peak_bytes"] is not None]  # fmt: skip
+    compiling = [f"{name} {cost['compile_seconds']:.1f} s"
+                 for name, cost in costs.items() if cost["compile_seconds"] is not None]  # fmt: skip
+    found = [f"Peak memory per rank: {', '.join(peaks)}."] if peaks else []
+    return found + ([f"Compiling took, before the measurement: {', '.join(compiling)}."] if compiling else [])
+
+
+def _memory(cost: dict[str, Any]) -> str:
+    held = cost.get("held_bytes")
+    if held is None:
+        return ""
+    return f"{(held['parameters'] + held['gradients'] + held['optimizer']) / 2**20:,.1f}"
+
+
+def _figure(one: Figure) -> str:
+    return f"{speed_text(one.value)}  ({speed_text(one.low)} to {speed_text(one.high)})"
+
+
+UNRESOLVED = "not resolved"
+"""In the place of a ratio whose interval leaves it open; a caveat gives the reason."""
+
+
+def ratio_text(ledger: LedgerData, one: Ratio | None, name: str, other: str = PLAIN) -> str:
+    """A ratio with its interval; or why there is none: `name` or `other`, which it is of, was not measured."""
+    if one is not None:
+        return f"{one.value:.2f}  ({one.low:.2f} to {one.high:.2f})" if one.resolved else UNRESOLVED
+    if ledger.measured(name):
+        return f"needs {other}"
+    return ledger.why_not(name).partition(":")[0] or "left out"

@@ -1,0 +1,289 @@
+"""A turn of the ledger: a variant trains (or only loads, computes, copies) on some batches, and is timed."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import NonFiniteError
+from ...loaders import FFCVLoader
+from ...loaders.epochs import Batch, EpochLoader
+from ...strategies import Engine
+from ...strategies.common.memory import HeldBytes, held_bytes
+from ...transforms import LayerFreezing
+from ..training.build import Built
+from .budget import until
+from .rounds import Turn, mean_turn
+from .schedule import Phase
+from .variants import Kind
+from ..telemetry.loggers import LOG_EVERY, Loggers
+from ..training.loop import train_epoch
+from ..training.hooks import Methods
+from ..telemetry.metrics import Metrics
+from ..training.guard import LossGuard
+from ..telemetry.progress import Progress
+from ..telemetry.meter import Sums
+
+T = TypeVar("T")
+
+Labels = list[NDArray[Any]]
+"""Of each of this rank's batches, in order."""
+
+
+@dataclass
+class Bench:
+    """What a variant's turns need on this rank: what was built, its schedule, and a loader for each size."""
+
+    built: Built
+    phases: Sequence[Phase]
+    loader: Callable[[int], EpochLoader]
+    freezing: LayerFreezing | None
+    settings: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What torch is set to while it runs; see `cuda_settings`."""
+
+
+def take_turn(
+    bench: Bench, kind: Kind, epoch: int, batches: int, deadline: float = math.inf
+) -> tuple[Turn, Labels]:
+    """A turn over `batches` global batches, and this rank's labels in it.
+
+    Where the pipeline's schedule changes the image size or the frozen layers, the turn is taken at each of
+    the schedule's phases, on the same samples, and each counts by the share it has in a training.
+
+    Raises:
+        OutOfTime: before the first batch that would begin after the deadline (on `perf_counter`'s clock).
+    """
+    found = []
+    for phase in bench.phases:
+        with bench.settings(), _frozen(bench, phase):
+            found.append(_one_turn(bench, bench.loader(phase.image_size), kind, epoch, batches, deadline))
+    return mean_turn([turn for turn, _ in found], [phase.share for phase in bench.phases]), found[0][1]
+
+
+@contextmanager
+def _frozen(bench: Bench, phase: Phase) -> Iterator[None]:
+    """Inside it the layers are frozen that are frozen then; `LayerFreezing` itself thaws none."""
+    if bench.freezing is None:
+        yield
+        return
+    learning = [p for p in bench.built.engine.plain_model.parameters() if p.requires_grad]
+    bench.freezing.freeze(bench.built.engine.plain_model, phase.progress)
+    try:
+        yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def _one_turn(
+    bench: Bench, loader: EpochLoader, kind: Kind, epoch: int, batches: int, deadline: float
+) -> tuple[Turn, Labels]:
+    engine, methods = bench.built.engine, bench.built.methods
+    batch_size = loader.settings.batch_size
+    batches = min(batches, loader.samples // batch_size)
+    # One batch is loaded to its end, so that no loader works ahead while another thing is measured.
+    loader.set_indices(range((1 if kind in ("model", "copy") else batches) * batch_size))
+    loader.set_epoch(epoch)
+    seen: list[Any] = []
+    source: Any = list(loader) * batches if kind in ("model", "copy") else _recorded(loader, seen)
+    copies = _Copies(loader, source[0]) if kind == "copy" else None
+    source = until(deadline, source)
+    timed = TimedEngine(engine) if kind == "split" else None
+    parts = timed.seconds if timed else None
+    methods.begin(engine, batches)  # takes the averages' first copies; a training does so once
+    with _extras(engine, methods, batches, batch_size) if kind == "extras" else nullcontext() as extras:
+        engine.barrier()
+        _wait_for(engine)
+        start = perf_counter()
+        if copies is not None:
+            images = copies.run(batches) * engine.world_size
+            waited = 0.0
+        elif kind == "loader":
+            images = sum(len(batch[0]) for batch in source) * engine.world_size
+            waited = perf_counter() - start
+        else:
+            trained = cast(Engine, timed or engine)
+            beside = extras.arguments if extras else {}
+            stats = train_epoch(trained, source, bench.built.loss, methods=methods, **beside)
+            images, waited = stats.images, stats.waited
+            parts = {"extras": extras.seconds} if extras else parts
+        _wait_for(engine)
+        seconds = perf_counter() - start
+    turn = Turn(images, seconds, waited, parts=parts)
+    return turn, [labels.cpu().numpy() for labels in seen]
+
+
+@contextmanager
+def _extras(engine: Engine, methods: Methods, steps: int, batch_size: int) -> Iterator[_Extras]:
+    """What `fit` has beside the steps: bar, CSV log and guard.
+
+    The bar is drawn to nowhere; the log goes into a folder that is removed. Checkpoints are not among them:
+    they belong to epochs, and a turn is not one.
+    """
+    sums, lead = Sums(torch.zeros((), device=engine.device)), engine.rank == 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Path(os.devnull).open("w") as nowhere,
+        Progress(1, 1, steps * batch_size, show=lead, file=nowhere) as bar,
+    ):
+        # A turn of fewer steps than lie between two entries logs once.
+        metrics = Metrics(Loggers(("csv",) if lead else (), Path(folder), 0), min(LOG_EVERY, steps))
+
+        def after_step(images: int, loss: torch.Tensor) -> None:
+            bar.update(images, loss, sums)
+            lr = float(engine.optimizer.param_groups[0]["lr"])
+            metrics.after_step(methods.clock.step, loss, lr, sums)
+
+        guard = _Lenient(engine, "raise", lambda: methods.clock.step + 1, str)
+        yield _Extras(after_step, guard, sums)
+        metrics.close()
+
+
+class _Extras:
+    """Times what `fit` does beside each step: `seconds`, of this process (a GPU is not waited for)."""
+
+    def __init__(self, watch: Callable[..., None], guard: LossGuard, sums: Sums) -> None:
+        self.seconds = 0.0
+        for name in ("begin", "admits", "check_step", "flush"):
+            setattr(guard, name, self._timed(getattr(guard, name)))
+        self.arguments: dict[str, Any] = {"watch": self._timed(watch), "guard": guard, "sums": sums}
+        """Of `train_epoch`."""
+
+    def _timed(self, work: Callable[..., T]) -> Callable[..., T]:
+        def timed(*arguments: Any) -> T:
+            start = perf_counter()
+            found = work(*arguments)
+            self.seconds += perf_counter() - start
+            return found
+
+        return timed
+
+
+class _Lenient(LossGuard):
+    """Looks at every loss, and stops nothing: a ledger has the peak rate at once, and its weights go away."""
+
+    def _judged(self, step: int, losses: list[float]) -> bool:
+        with suppress(NonFiniteError):
+            super()._judged(step, losses)
+        return True
+
+    def check_step(self, norm: torch.Tensor | None, skipped: bool) -> None:
+        with suppress(NonFiniteError):
+            super().check_step(norm, skipped)
+
+
+def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
+    """The loader's batches; their labels are kept as they come, without waiting for a GPU."""
+    for images, labels, *further in loader:
+        seen.append(labels)
+        yield (images, labels, *further)
+
+
+def digest(ranks: Sequence[Labels]) -> str:
+    """Of the labels of each global batch in order, given each rank's share; the same for any number of ranks."""
+    found = hashlib.sha256()
+    for shares in zip(*ranks, strict=True):
+        found.update(np.ascontiguousarray(np.concatenate(shares)).astype(np.float64).tobytes())
+    return found.hexdigest()[:16]
+
+
+def _wait_for(engine: Engine) -> None:
+    """Until the device has done what it was told."""
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+
+
+class _Copies:
+    """Copies of a batch from this machine's memory to the device, as the loader does them.
+
+    Args:
+        loader: FFCV's sends a GPU bytes and normalises there; the other one sends what it made.
+        batch: one that it gave.
+    """
+
+    def __init__(self, loader: EpochLoader, batch: Batch) -> None:
+        images, labels = batch[:2]
+        pinned, on_gpu = images.device.type == "cuda", images.device.type != "cpu"
+        dtype = torch.uint8 if on_gpu and isinstance(loader, FFCVLoader) else images.dtype
+        self._sources = [
+            torch.empty(images.shape, dtype=dtype, pin_memory=pinned),
+            torch.empty(labels.shape, dtype=labels.dtype, pin_memory=pinned),
+        ]
+        self._targets = [torch.empty_like(one, device=images.device) for one in self._sources]
+
+    def run(self, times: int) -> int:
+        """Copies so many times; the images that were copied."""
+        for _ in range(times):
+            for target, source in zip(self._targets, self._sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        return times * len(self._sources[0])
+
+
+class _WrappedEngine:
+    """An engine whose methods can be overridden one by one; everything else is the engine's own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class TimedEngine(_WrappedEngine):
+    """An engine that times its parts; a GPU is waited for before and after each, so that each has its own time.
+
+    `seconds` has those of forward (the batch methods' own forwards included), backward and step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        _wait_for(self._engine)
+        start = perf_counter()
+        yield
+        _wait_for(self._engine)
+        self.seconds[part] += perf_counter() - start
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """The engine's, timed."""
+        with self._timed("forward"), self._engine.forward_context():
+            yield
+
+    def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
+        """The engine's, timed."""
+        with self._timed("backward"):
+            self._engine.backward(loss, last_microbatch)
+
+    def step(self) -> torch.Tensor | None:
+        """The engine's, timed."""
+        with self._timed("step"):
+            return self._engine.step()
+
+
+class WeighedEngine(_WrappedEngine):
+    """An engine that notes before each step what it holds in memory; `held` is that of the last one."""
+
+    held: HeldBytes | None = None
+    steps = 0
+
+    def step(self) -> torch.Tensor | None:
+        """The engine's."""
+        self.held = held_bytes(self._engine)
+        self.steps += 1
+        return self._engine.step()

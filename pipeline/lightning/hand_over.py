@@ -1,0 +1,297 @@
+"""The hand-over to Lightning: stages one and two as a LightningModule and its data, the rest as Trainer arguments.
+
+Needs the extra `lightning`. Lightning starts the ranks, wraps the model and accumulates; whatever strategy it is
+told, by name or as an object, gets the model after surgery, and each rank its share of every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+from ...errors import PlanError
+from ...loaders.epochs import EpochLoader
+from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
+from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
+from ...transforms.no_weight_decay import note_shape
+from ..training.build import (Parts, make_loader, make_loaders, make_parts, optimizer_factory, seeded, training_loss)
+from ..runs.fit import with_files
+from .strategies import check_trainer, share, trainer_arguments
+from ..training.hooks import Methods, in_parts
+from ..spec.pipeline_spec import PipelineSpec
+from ..spec.resolve import ResolvedPlan, resolve
+
+PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+
+class HandOver(NamedTuple):
+    """What `Pipeline.to_lightning` gives: `Trainer(**trainer).fit(module, data)`.
+
+    Attributes:
+        module: the model after surgery, with what trains it; `module.model` is the model itself.
+        data: makes each rank's loaders on the rank.
+        trainer: arguments of Lightning's `Trainer`, for one Trainer: a strategy in it may be an object.
+        reports: what each surgery changed.
+    """
+
+    module: Module
+    data: Data
+    trainer: dict[str, Any]
+    reports: tuple[Report, ...]
+
+
+def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> HandOver:
+    """See `Pipeline.to_lightning`."""
+    epochs = spec.epochs if epochs is None else epochs
+    if epochs is None:
+        raise PlanError("The pipeline does not say how long to train; give to_lightning(epochs=…).")
+    plan = resolve(spec.replace(epochs=epochs))
+    how = plan.distribution
+    _check_methods(plan.transforms)
+    arguments = trainer_arguments(how, given)
+    if how.compile or how.activation_checkpointing:
+        raise PlanError(
+            "compile= and activation_checkpointing= are done by our strategies. Leave them out of .distribute(), and "
+            "give Lightning's own: Trainer(strategy=FSDPStrategy(activation_checkpointing_policy=…)), module.compile()."
+        )
+    plan = with_files(plan, progress=False)
+    with ExitStack() as stack:
+        loaders = make_loaders(plan, _device(arguments))
+        for loader in loaders:
+            if loader is not None:
+                stack.enter_context(loader)
+        stack.enter_context(_one_thread())
+        parts, steps = make_parts(plan, *loaders), len(loaders[0])
+        parts.loss(_device(arguments))
+    trainer = {
+        "max_epochs": epochs, "precision": PRECISION[how.precision], "accumulate_grad_batches": how.accumulate,
+        "gradient_clip_val": how.clip_norm, "gradient_clip_algorithm": "norm", "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0, "logger": False, "enable_checkpointing": False, **arguments,
+    }  # fmt: skip
+    return HandOver(Module(parts, epochs, steps), Data(plan), trainer, parts.reports)
+
+
+def _device(arguments: dict[str, Any]) -> torch.device:
+    """Where the loss is tried, and what loaders are made for: a GPU only if this process uses one already, because to
+    start it would keep Lightning from forking. A loss that holds values on a GPU has started it."""
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda" if started and arguments.get("accelerator") != "cpu" else "cpu")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Inside it torch starts no threads: a process forked afterwards (`ddp_fork`, `ddp_notebook`) would wait for
+    them for ever."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _check_methods(transforms: tuple[Transform, ...]) -> None:
+    ours = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing)
+    odd = [type(t).__name__ for t in transforms if t.kind == "loop" or isinstance(t, ours)]
+    if odd:
+        raise PlanError(
+            f"{', '.join(odd)} works in Drivetrain's own loop only. Train with fit(), or leave it out and use what "
+            "Lightning has of its kind (StochasticWeightAveraging, gradient_clip_val, BaseFinetuning)."
+        )
+
+
+class Module(pl.LightningModule):
+    """The model after surgery, with the pipeline's loss, batch methods, optimizer and schedule.
+
+    Logs `loss`, `val_loss` and `accuracy` of each epoch, over all ranks. What layers draw in training (dropout)
+    follows from the pipeline's seed, as in `fit`.
+
+    Args:
+        parts: the pipeline, and its model after surgery, images `(B, 3, H, W)` to logits `(B, C)`.
+        epochs: of the whole training.
+        steps: optimizer steps of an epoch.
+    """
+
+    def __init__(self, parts: Parts, epochs: int, steps: int) -> None:
+        super().__init__()
+        plan = parts.plan
+        self.model = parts.model
+        self._plan, self._epochs, self._steps = plan, epochs, epochs * steps
+        self._loss = training_loss(plan)
+        self._methods = Methods(plan.transforms, plan.seed, parts.classes)
+        self._sums = torch.zeros(3)
+        self._random = ExitStack()
+        for parameter in self.model.parameters():
+            note_shape(parameter)  # FSDP1 flattens them before the optimizer is made
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits `(B, C)` of images `(B, 3, H, W)`."""
+        logits: torch.Tensor = self.model(images)
+        return logits
+
+    def setup(self, stage: str) -> None:
+        """Checks what the Trainer was told, and gives weights the layout that its strategy takes, before it wraps them.
+
+        Raises:
+            PlanError: if the numbers would be others than the pipeline's.
+        """
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, Data) and data.made_of != (self._plan.data, self._plan.seed):
+            raise PlanError(
+                "The module and the data are of two pipelines; take both from one to_lightning()."
+            )
+        if stage == "fit":
+            check_trainer(self._plan, self._epochs, self.trainer)
+        if isinstance(self.trainer.strategy, DeepSpeedStrategy) and make_contiguous(self.model):
+            give_channels_last_inputs(self.model)  # DeepSpeed cannot broadcast channels-last weights
+
+    def on_fit_start(self) -> None:
+        """Tells surgeries how long the training is, and sets torch's random numbers, which `on_fit_end` puts back."""
+        self._methods.clock.total = self._steps
+        for transform in self._plan.transforms:
+            transform.begin(self.model, self._steps)
+        self._random.enter_context(seeded(self._plan.seed))
+
+    def on_train_epoch_start(self) -> None:
+        """Checks once more: a callback may have changed the accumulation."""
+        check_trainer(self._plan, self._epochs, self.trainer)
+
+    def on_fit_end(self) -> None:
+        """Puts torch's random numbers back."""
+        self._random.close()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """The loss `()` of one microbatch."""
+        accumulate = self._plan.distribution.accumulate
+        self._methods.clock.step = self.trainer.global_step
+        number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
+        images, targets = self._methods.mixed(batch, number, self.model, self._loss)
+        loss = self._loss(self.model(images).float(), targets)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
+        # Lightning divides what it gets by `accumulate`, and DeepSpeed does so once more.
+        return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Begins the sums of this rank: loss, correct, number."""
+        self._sums = torch.zeros(3, device=self.device, dtype=torch.float64)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Adds up one batch, which may be empty: a rank's share of a small last one."""
+        images, labels = batch
+        if not len(images):
+            self.model(images.new_zeros(1, *images.shape[1:]))  # shards are gathered on all ranks or none
+            return
+        logits = self._methods.predict(self.model, images).float()
+        self._sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        self._sums[1] += (logits.argmax(1) == labels).sum()
+        self._sums[2] += len(labels)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks."""
+        loss, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
+        self.log_dict({"val_loss": loss / count, "accuracy": correct / count})
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips by the norm over all ranks' shards under FSDP1, which Lightning alone refuses; else as Lightning."""
+        wrapped = self.trainer.model
+        if (
+            isinstance(wrapped, FullyShardedDataParallel)
+            and gradient_clip_val
+            and gradient_clip_algorithm == "norm"
+        ):
+            wrapped.clip_grad_norm_(gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over the parameters as the strategy has wrapped them, and its rate step by step."""
+        optimizer = optimizer_factory(self._plan)(self.parameters())
+        shape = self._plan.optimization
+        schedule = LambdaLR(optimizer, lambda step: shape.lr_factor(min(step, self._steps), self._steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Data(pl.LightningDataModule):
+    """Loaders that give each rank its share of every global batch, made on the rank."""
+
+    def __init__(self, plan: ResolvedPlan) -> None:
+        super().__init__()
+        self._plan = plan
+        self._loaders: list[EpochLoader] = []
+
+    @property
+    def made_of(self) -> tuple[Any, int]:
+        """What `Pipeline.load` was told, and the seed."""
+        return self._plan.data, self._plan.seed
+
+    def train_dataloader(self) -> Microbatches:
+        """The training data; each batch in as many parts as gradients are accumulated over."""
+        data = self._plan.data
+        assert data is not None
+        return self._made(data.train, True, self._plan.distribution.accumulate)
+
+    def val_dataloader(self) -> Microbatches | list[Any]:
+        """The validation data, if there are any."""
+        data = self._plan.data
+        assert data is not None
+        return [] if data.val is None else self._made(data.val, False, 1)
+
+    def _made(self, source: str, train: bool, parts: int) -> Microbatches:
+        trainer, data = self.trainer, self._plan.data
+        assert trainer is not None
+        assert data is not None
+        ranks = share(trainer)
+        if train and data.batch_size % (ranks[1] * parts):
+            raise PlanError(
+                f"batch_size={data.batch_size} is global and must divide into {ranks[1]} ranks of Lightning's × "
+                f"accumulate={parts} parts."
+            )
+        root = trainer.strategy.root_device
+        device = root if root.type == "cuda" else torch.device("cpu")  # to others Lightning moves the batches
+        loader = make_loader(self._plan, source, train=train, device=device, ranks=ranks)
+        self._loaders.append(loader)
+        return Microbatches(loader, parts)
+
+    def teardown(self, stage: str) -> None:  # noqa: ARG002
+        """Ends the loaders' threads and processes."""
+        while self._loaders:
+            self._loaders.pop().close()
+
+    def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
+        """Ends them, too, where Lightning calls no `teardown`."""
+        self.teardown("fit")
+
+
+class Microbatches:
+    """A loader whose batches come in equal parts.
+
+    Attributes:
+        batch_sampler: holds the loader as its `sampler`, whose `set_epoch` Lightning calls through these names, and
+            the size of a part, which its DeepSpeed asks for.
+    """
+
+    def __init__(self, loader: EpochLoader, parts: int) -> None:
+        self._loader, self._parts = loader, parts
+        size = loader.settings.batch_size // (loader.settings.world_size * parts)
+        self.batch_sampler = SimpleNamespace(sampler=loader, batch_size=size)
+
+    def __len__(self) -> int:
+        return len(self._loader) * self._parts
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for images, labels in self._loader:
+            yield from in_parts(images, labels, self._parts)

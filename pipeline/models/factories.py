@@ -1,0 +1,190 @@
+"""Models by name, for recipes: Drivetrain's few, torchvision's, and any importable factory."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import DataError, RecipeError, suggest
+from .cifar import airbench_net, cifar_resnet
+
+Factory = Callable[..., nn.Module]
+
+
+def model_factory(name: str) -> Factory:
+    """The factory of a model: a name in `MODELS`, one of `torchvision.models.list_models()`, or
+    `"package.module:attribute"`, a class of modules or a function that is imported.
+
+    Importing a module runs its code: read a recipe that is not yours before you use it.
+
+    Raises:
+        RecipeError: if no model has the name, with the nearest one, or it cannot be imported.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    if ":" in name:
+        return _imported(name)
+    known = _torchvision().list_models(module=_torchvision())
+    if name not in known:
+        raise RecipeError(
+            f"No model is named {name!r}. One of your own is written package.module:factory."
+            f"{suggest(name, [*MODELS, *known])}"
+        )
+    factory: Factory = _torchvision().get_model_builder(name)
+    return factory
+
+
+def name_of_factory(factory: Factory) -> str | None:
+    """The name by which `model_factory` gives this very factory, or None if it has none."""
+    for name, own in MODELS.items():
+        if own is factory:
+            return name
+    name = getattr(factory, "__name__", "")
+    module = getattr(factory, "__module__", None) or ""
+    if module.startswith("torchvision.models.") and name in _torchvision().list_models(module=_torchvision()):
+        candidates = [name]
+    else:
+        candidates = [f"{module}:{getattr(factory, '__qualname__', '')}"]
+    for candidate in candidates:
+        try:
+            if model_factory(candidate) is factory:
+                return candidate
+        except RecipeError:
+            pass  # it is no module's attribute: a lambda, or made inside a function
+    return None
+
+
+def _torchvision() -> Any:
+    import torchvision.models  # here, because it takes 3 s
+
+    return torchvision.models
+
+
+def _imported(name: str) -> Factory:
+    module, _, attribute = name.partition(":")
+    if module == "__main__":
+        raise RecipeError(
+            f"The model {name!r} is of the script that runs, which other processes cannot import. Put its factory "
+            "into a module of its own, and write module:factory."
+        )
+    if module.split(".")[0] in sys.stdlib_module_names:
+        raise RecipeError(
+            f"The model {name!r} names Python's standard library, which has no models. Write "
+            "package.module:factory, of a function that returns a module, or of its class."
+        )
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RecipeError(
+            f"The model {name!r} cannot be imported: {error}. Write package.module:factory, of a module that "
+            "this Python can import. The command line also looks in the working directory and in the folder of the "
+            "recipe's file."
+        ) from error
+    if not (inspect.isfunction(found) or (inspect.isclass(found) and issubclass(found, nn.Module))):
+        raise RecipeError(
+            f"The model {name!r} is {found!r:.80}; name a function that returns a module, or its class."
+        )
+    factory: Factory = found
+    return factory
+
+
+def vit(
+    num_classes: int = 1000,
+    image_size: int = 224,
+    patch_size: int = 16,
+    width: int = 384,
+    depth: int = 12,
+    heads: int = 6,
+    mlp: int = 1536,
+) -> nn.Module:
+    """A vision transformer of any size, torchvision's `VisionTransformer`.
+
+    Args:
+        num_classes: of the output, `(B, num_classes)`.
+        image_size: side of the images, in pixels, a multiple of `patch_size`; it takes no other size.
+        patch_size: side of the patches, in pixels.
+        width, depth, heads, mlp: of the encoder; the defaults are those of ViT-S.
+    """
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    model: nn.Module = VisionTransformer(
+        image_size, patch_size, depth, heads, width, mlp, num_classes=num_classes
+    )
+    return model
+
+
+def vit_s16(num_classes: int = 1000, image_size: int = 224) -> nn.Module:
+    """ViT-S/16: 22 million parameters. With a class token and learned positions, as torchvision's others."""
+    return vit(num_classes, image_size)
+
+
+def pretrained(name: str, num_classes: int, weights: str | None = "DEFAULT") -> nn.Module:
+    """A model of torchvision with its published weights and a new last layer.
+
+    The last linear layer or convolution is replaced, whatever its name; its initial weights are PyTorch's. The
+    weights are fetched once into the folder of `torch.hub.get_dir()`.
+
+    Args:
+        name: of the model, e.g. `"resnet50"`.
+        num_classes: of the new last layer.
+        weights: their name, e.g. `"IMAGENET1K_V2"`; `"DEFAULT"`, the default, for torchvision's best; None for
+            random ones.
+
+    Raises:
+        RecipeError: for an unknown name, or a model whose last layer does not give classes.
+        DataError: if the weights cannot be fetched.
+    """
+    models = _torchvision()
+    known = models.list_models(module=models)
+    if name not in known:
+        raise RecipeError(f"No model is named {name!r}.{suggest(name, known)}")
+    names = list(models.get_model_weights(name).__members__)
+    if weights is not None and weights not in names:
+        raise RecipeError(f"{name} has no weights {weights!r}.{suggest(weights, names)}")
+    try:
+        model: nn.Module = models.get_model(name, weights=weights)
+    except (OSError, RuntimeError) as error:  # no network, or a file whose checksum is another
+        raise DataError(
+            f"The weights {weights} of {name} could not be fetched: {error}. Put their file into "
+            f"{torch.hub.get_dir()}/checkpoints, or set weights to null."
+        ) from error
+    _replace_head(model, num_classes, name)
+    return model
+
+
+def _replace_head(model: nn.Module, num_classes: int, name: str) -> None:
+    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    path, last = layers[-1]
+    parent, _, attribute = path.rpartition(".")
+    new: nn.Module
+    if isinstance(last, nn.Linear):
+        width, new = last.out_features, nn.Linear(last.in_features, num_classes, last.bias is not None)
+    else:
+        width = last.out_channels
+        new = nn.Conv2d(last.in_channels, num_classes, 1, bias=last.bias is not None)
+    if width != CLASSES:
+        raise RecipeError(
+            f"The last layer of {name}, {path}, gives {width} numbers and not {CLASSES} classes."
+        )
+    setattr(model.get_submodule(parent), attribute, new)
+
+
+CLASSES = 1000
+"""Of ImageNet, for which torchvision's models are."""
+
+MODELS: dict[str, Factory] = {
+    "airbench_net": airbench_net,
+    "cifar_resnet": cifar_resnet,
+    "pretrained": pretrained,
+    "vit": vit,
+    "vit_s16": vit_s16,
+}
+"""Drivetrain's own factories by name."""

@@ -1,0 +1,148 @@
+"""From a pipeline back to a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ... import strategies
+from ...errors import PlanError, RecipeError, StrategyError
+from ...transforms import to_dict
+from ..models.factories import name_of_factory
+from ..spec.pipeline_spec import PipelineSpec
+from ..spec.config import Distribution
+
+
+def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
+    """See `Pipeline.to_recipe`."""
+    data, optimization = pipeline.data, pipeline.optimization
+    if data is None:
+        raise RecipeError("The pipeline has no data, and a recipe names some. Add .load('train.beton', …).")
+    found: dict[str, Any] = {} if pipeline.recipe is None else {"name": pipeline.recipe}
+    found |= {
+        "model": _model(pipeline),
+        "model_options": _plain("model_options", pipeline.model_options),
+        "train": data.train,
+        "val": data.val,
+        "loader": data.loader,
+        "workers": data.workers,
+        "batch_size": data.batch_size,
+        "image_size": data.image_size,
+        "eval_image_size": data.eval_image_size,
+        "loading": _plain("loading", data.settings),
+        "transforms": _transforms(pipeline),
+    }
+    if pipeline.optimized:
+        if not isinstance(optimization.optimizer, str):
+            raise RecipeError(
+                f"The optimizer is made by {optimization.optimizer!r:.80}, which has no name in a recipe. Give "
+                ".optimize() the name of one, such as 'sgd', and its options."
+            )
+        found["optimizer"] = {"name": optimization.optimizer, **_plain("optimizer", optimization.options)}
+        found |= {
+            "schedule": optimization.schedule,
+            "warmup": optimization.warmup,
+            "base_batch_size": optimization.base_batch_size,
+            "scale_lr": optimization.scale_lr,
+        }
+    if pipeline.distribution.asked:
+        found |= _distribution(pipeline.distribution)
+    return found | {"epochs": pipeline.epochs, "seed": pipeline.seed}
+
+
+def _model(pipeline: PipelineSpec) -> str:
+    if isinstance(pipeline.model, nn.Module):
+        raise RecipeError(
+            f"The model is a {type(pipeline.model).__name__} that is built already, and a recipe names a factory. "
+            "Give Pipeline() the factory and its arguments."
+        )
+    name = name_of_factory(pipeline.model)
+    if name is None:
+        raise RecipeError(
+            f"The model's factory {pipeline.model!r:.80} cannot be imported by a name. Put it into a module, at its "
+            "top level; a recipe then calls it package.module:factory."
+        )
+    return name
+
+
+def _transforms(pipeline: PipelineSpec) -> list[dict[str, Any]]:
+    try:
+        found = [to_dict(transform) for transform in pipeline.transforms]
+    except PlanError as error:
+        raise RecipeError(f"{error} Leave it out, or import it in drivetrain/transforms.") from error
+    return [_plain(f"transforms: {entry['name']}", entry) for entry in found]
+
+
+def _distribution(how: Distribution) -> dict[str, Any]:
+    policy = how.activation_checkpointing
+    if callable(policy):
+        raise RecipeError(
+            "distribute(activation_checkpointing=…) is a function, which no recipe can name. Give the names of "
+            "the modules' classes, or True for the model's blocks."
+        )
+    return {
+        "strategy": how.name,
+        "strategy_options": _plain("strategy_options", _strategy_options(how)),
+        "devices": how.devices,
+        "precision": how.precision,
+        "accumulate": how.accumulate,
+        "clip_norm": how.clip_norm,
+        "activation_checkpointing": policy if isinstance(policy, bool) else sorted(policy),
+        "compile": how.compile,
+        "cudnn_benchmark": how.cudnn_benchmark,
+        "matmul_precision": how.matmul_precision,
+    }
+
+
+def _strategy_options(how: Distribution) -> Mapping[str, Any]:
+    """The options that make an equal strategy by name."""
+    if isinstance(how.strategy, str):
+        return how.options
+    given: Any = how.strategy
+    options: dict[str, Any] = {}
+    try:
+        if dataclasses.is_dataclass(given):
+            plain = strategies.get(how.name)
+            options = {
+                field.name: getattr(given, field.name)
+                for field in dataclasses.fields(given)
+                if getattr(given, field.name) != getattr(plain, field.name, None)
+            }
+        known = strategies.get(how.name, **options) == given
+    except StrategyError:
+        known = False
+    if not known:
+        raise RecipeError(
+            f"The strategy {given!r:.80} is none that drivetrain.strategies.get({how.name!r}) gives, so no recipe can "
+            "name it. Use one of drivetrain.strategies.available()."
+        )
+    return options
+
+
+def _plain(where: str, value: Any) -> Any:
+    """`value` in JSON's types: tuples become lists, torchvision's weights their names.
+
+    Raises:
+        RecipeError: for a value that is none, naming where it stands.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{where}.{key}", each) for key, each in value.items()}
+    if isinstance(value, enum.Enum) and type(value).__name__.endswith("_Weights"):
+        return value.name
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(f"{where}[{number}]", each) for number, each in enumerate(value)]
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if finite and (value is None or type(value) in (bool, int, float, str)):
+        return value
+    raise RecipeError(
+        f"{where} is {value!r:.80}, a {type(value).__name__}, which no recipe can hold. Use numbers, texts, true, "
+        "false, null, or lists and dicts of them; or put it into a factory of your own."
+    )

@@ -1,0 +1,182 @@
+"""Recipes: plain, JSON-able dicts that name everything a pipeline needs."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ... import transforms
+from ...errors import DataError, PlanError, RecipeError, StrategyError, suggest
+from ..spec.pipeline_spec import PipelineSpec
+from .files import is_file_name, json_or_text, read_recipe
+from .schema import DEFAULTS, KEYS, Origin, check_key, check_values
+from .cifar import CIFAR
+from .resnet import RESNETS
+from .transformers import TRANSFORMERS
+
+__all__ = ["DEFAULTS", "KEYS", "RECIPES", "build_pipeline", "complete", "parse_overrides"]
+
+# Copies, because what several recipes share would change in all of them.
+RECIPES: dict[str, dict[str, Any]] = {
+    name: copy.deepcopy(recipe) for name, recipe in (CIFAR | RESNETS | TRANSFORMERS).items()
+}
+"""Every recipe by name. Each value's meaning is in `recipe_schema.KEYS`; `complete` writes out the defaults."""
+
+
+def complete(
+    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A recipe with its overrides and every default written out; checked.
+
+    Raises:
+        RecipeError: for an unknown name or key (with the nearest), a key that is missing, a value of the wrong
+            kind, or a file that cannot be read.
+    """
+    return _complete(recipe, overrides or {})[0]
+
+
+def _complete(
+    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], set[str], Origin]:
+    """The complete recipe, the keys that were given rather than defaults, and where it comes from."""
+    given, origin = _find(recipe)
+    name = given.pop("name", None)
+    full = dict(DEFAULTS)
+    replaced = {str(key).partition(".")[0] for key in overrides}
+    lines = {key: line for key, line in origin.lines.items() if key not in replaced}
+    origin = Origin(str(name) if isinstance(recipe, Mapping) and name else origin.name, lines)
+    asked: set[str] = set()
+    for layer in (given, overrides):
+        asked |= _put(full, layer, origin)
+    full["base_batch_size"] = _base_batch_size(full, given, overrides)
+    check_values(full | {"name": name}, origin)
+    # A copy: the table stays as it is, whatever becomes of this.
+    return copy.deepcopy(full) | {"name": name}, asked, origin
+
+
+def _put(full: dict[str, Any], layer: Mapping[str, Any], origin: Origin) -> set[str]:
+    """Puts values into a recipe: those of plain keys first, then those of dotted ones, in whichever order they came,
+    so that a dict and a value in it are both there.
+
+    Returns:
+        The keys of the recipe that were given.
+
+    Raises:
+        RecipeError: for an unknown key, and for a value that is given twice, in a dict and by its dotted key.
+    """
+    for key in sorted(map(str, layer), key=lambda key: "." in key):
+        check_key(key, origin)
+        head, dot, inner = key.partition(".")
+        if dot and not isinstance(full.get(head), Mapping):
+            raise RecipeError(f"{origin.at(head)}: {key!r}: its {head} is not a dict; give {head}=….")
+        if dot and head in layer and inner in layer[head]:
+            raise RecipeError(
+                f"{origin.at(head)}: {key}={layer[key]!r:.80} and {head}={layer[head]!r:.200} both set its "
+                f"{inner}. Leave one of the two out."
+            )
+        full[head] = {**full[head], inner: layer[key]} if dot else layer[key]
+    return {str(key).partition(".")[0] for key in layer}
+
+
+def _base_batch_size(full: Mapping[str, Any], given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """The batch size that the learning rate was chosen for; None where that is the one that it is used with."""
+    if full["base_batch_size"] is not None or "base_batch_size" in overrides:
+        return full["base_batch_size"]
+    own, used = given.get("batch_size", full.get("batch_size")), full.get("batch_size")
+    if full["scale_lr"]:
+        return own
+    lr_is_the_recipes = "optimizer" in given and not overrides.keys() & {"optimizer", "optimizer.lr"}
+    return own if lr_is_the_recipes and own != used else None
+
+
+def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
+    if isinstance(recipe, str | Path) and is_file_name(recipe):
+        given, origin = read_recipe(recipe)
+        return {"name": Path(recipe).name} | given, origin
+    if isinstance(recipe, str):
+        if recipe not in RECIPES:
+            file = os.path.join(recipe, "recipe.yaml")  # noqa: PTH118 - of a run's folder
+            # pathlib would raise for what cannot be a path, such as the text of a recipe.
+            hint = f" Did you mean {file!r}?" if os.path.isfile(file) else suggest(recipe, RECIPES)  # noqa: PTH113
+            raise RecipeError(f"No recipe is named {recipe!r:.200}.{hint}")
+        return RECIPES[recipe] | {"name": recipe}, Origin(recipe)
+    if isinstance(recipe, Mapping):
+        return dict(recipe), Origin()
+    raise RecipeError(f"A recipe is a name, a file or a dict, not {recipe!r:.80}.{suggest('', RECIPES)}")
+
+
+_OPTIMIZED = ("schedule", "warmup", "base_batch_size", "scale_lr")
+_DISTRIBUTED = (
+    "devices", "precision", "accumulate", "clip_norm", "activation_checkpointing", "compile", "cudnn_benchmark",
+    "matmul_precision",
+)  # fmt: skip
+_LOADED = ("batch_size", "image_size", "eval_image_size", "loader", "workers")
+_KEYS_OF_THEIR_OWN = {
+    "model_options": ("model", "seed"),
+    "loading": ("train", "val", *_LOADED),
+    "optimizer": _OPTIMIZED,
+    "strategy_options": ("strategy", *_DISTRIBUTED),
+}
+"""What the options of a stage cannot hold, because the recipe itself has a key for it."""
+
+
+P = TypeVar("P", bound=PipelineSpec)
+
+
+def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any], kind: type[P]) -> P:
+    """See `Pipeline.from_recipe`; `kind` is its class."""
+    full, asked, origin = _complete(recipe, overrides)
+    for head, keys in _KEYS_OF_THEIR_OWN.items():
+        for key in keys:
+            if key in full[head]:
+                raise RecipeError(
+                    f"{origin.at(head)}: {head}.{key} is a key of the recipe itself; give {key}=…."
+                )
+    try:
+        pipeline = _loaded(full, kind).transform(*(transforms.get(**entry) for entry in full["transforms"]))
+        if asked & {"optimizer", *_OPTIMIZED}:
+            options = _tuples(full["optimizer"])
+            pipeline = pipeline.optimize(
+                options.pop("name"), **{key: full[key] for key in _OPTIMIZED}, **options
+            )
+        if asked & {"strategy", "strategy_options", *_DISTRIBUTED}:
+            pipeline = pipeline.distribute(
+                full["strategy"], **{key: full[key] for key in _DISTRIBUTED}, **full["strategy_options"]
+            )
+    except (PlanError, DataError, StrategyError, TypeError) as error:
+        raise RecipeError(f"Recipe {origin.name}: {error}") from error
+    return pipeline.replace(epochs=full["epochs"], recipe=full["name"])
+
+
+def _loaded(full: Mapping[str, Any], kind: type[P]) -> P:
+    return kind(full["model"], seed=full["seed"], **full["model_options"]).load(
+        full["train"], full["val"], **{key: full[key] for key in _LOADED}, **_tuples(full["loading"])
+    )
+
+
+def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON and YAML know no tuples, which settings and optimizers want."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+
+
+def parse_overrides(pairs: list[str]) -> dict[str, Any]:
+    """Overrides from the command line: `epochs=36`, `optimizer.lr=0.5`, `transforms=[]`.
+
+    A dotted key reaches into a recipe's dict and is merged there. Values are read as JSON where they are
+    JSON, else as text.
+
+    Raises:
+        RecipeError: for something that is not KEY=VALUE, and for a key that comes twice.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise RecipeError(f"{pair!r} is not KEY=VALUE, as in epochs=36.")
+        if key in found:
+            raise RecipeError(f"{key}= is given twice. Leave one of the two out.")
+        found[key] = json_or_text(key, text)
+    return found

@@ -1,0 +1,132 @@
+"""What a run is asked for, what it sends back, and what it leaves beside its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ..telemetry.history import Epoch, History
+from .interrupts import interrupts_held
+from ..telemetry.loggers import LOG_EVERY, Loggers
+from ..telemetry.metrics import Metrics
+from ..training.guard import OnNonFinite
+from ..telemetry.progress import say
+from ..checkpoints.directory import Checkpoints
+from .folder import HISTORY, MODEL, clear_results, draw_curves, read_history, write
+from ..checkpoints.weights import load_weights, save_weights
+
+PICTURE = 30.0  # seconds between two pictures of the curves
+Weights = Callable[[], dict[str, torch.Tensor]]
+"""Gathers the weights that are evaluated, by plain names; empty on a rank that does not keep them."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists; `texts` go into it, by name;
+    `in_cell` is whether it was called in a notebook; rank 0 prints `plan` once everything is built and checked."""
+
+    epochs: int
+    folder: Path | None
+    progress: bool
+    resume: str | Path | None
+    checkpoints: Checkpoints | None
+    on_nonfinite: OnNonFinite
+    loggers: tuple[object, ...] = ()
+    log_every: int = LOG_EVERY
+    texts: dict[str, str] = field(default_factory=dict)
+    in_cell: bool = False
+    plan: str = ""
+
+
+@dataclass
+class Outcome:
+    """What a rank sends back: the history of the finished epochs, and the weights after the last of them, on the CPU
+    by plain names. Only those ranks have weights whose caller gets them: rank 0; under torchrun, when the training
+    has ended, all."""
+
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+
+
+class Records:
+    """History and weights, in memory and in the run's folder; curves; figures for loggers; and what is said.
+
+    Every rank has one; rank 0 alone writes, logs and speaks.
+
+    Args:
+        job: what the run was told.
+        outcome: is kept up to date with the epochs that are finished.
+        lead: whether this is rank 0.
+        facts: of the history.
+
+    Attributes:
+        history: of the epochs that are finished.
+        metrics: figures on their way to the loggers, from `begin` on.
+    """
+
+    def __init__(self, job: Job, outcome: Outcome, lead: bool, facts: dict[str, Any]) -> None:
+        self._job, self._outcome, self._lead = job, outcome, lead
+        self._folder = job.folder if lead else None
+        self._next_picture = perf_counter() + PICTURE
+        self.history = History([], facts)
+        self.metrics = Metrics(Loggers((), None, 0), job.log_every)
+
+    def clear(self) -> None:
+        """The results of another run in the folder go, before any of this one are there."""
+        if self._folder is not None:
+            clear_results(self._folder)
+
+    def begin(self, step: int) -> None:
+        """How the run was asked for goes into its folder, and its loggers begin after `step` steps."""
+        if not self._lead:
+            return
+        if self._folder is not None:
+            write(self._folder, self._job.texts)
+        self.metrics = Metrics(Loggers(self._job.loggers, self._folder, step), self._job.log_every)
+
+    def keep(self, history: History, weights: Weights) -> None:
+        """Weights and history are of the same epoch, in memory and on disk. Every rank must call it."""
+        with interrupts_held():
+            self._outcome.state = {}  # released before the next ones are gathered: there is one copy at a time
+            state = weights()
+            if self._folder is not None and history.epochs:
+                save_weights(state, self._folder / MODEL, epochs=len(history.epochs))
+                history.save(self._folder / HISTORY)
+            self.history = self._outcome.history = history
+            self._outcome.state = state
+
+    def add(self, epoch: Epoch, weights: Weights) -> None:
+        """Keeps one more epoch, and its weights."""
+        self.keep(History([*self.history.epochs, epoch], self.history.facts), weights)
+
+    def resume(self, history: History) -> None:
+        """Keeps the epochs that were finished before, in the middle of the next one.
+
+        Their weights are not in the checkpoint, but in the run's folder, if that has those of the same epochs.
+        """
+        self.history = self._outcome.history = history
+        if self._folder is None or not history.epochs:
+            return
+        saved = read_history(self._folder)
+        if saved is not None and saved.epochs == history.epochs:
+            self._outcome.state = load_weights(self._folder / MODEL, epochs=len(history.epochs))
+
+    def draw_if_due(self) -> None:
+        """Draws the curves so far, but seldom: a picture takes a fifth of a second."""
+        if self._folder is not None and perf_counter() > self._next_picture:
+            draw_curves(self._folder)
+            self._next_picture = perf_counter() + PICTURE
+
+    def say(self, text: str) -> None:
+        """Shows a line to people, if they are to see any."""
+        if self._lead and self._job.progress:
+            say(text)
+
+    def close(self) -> None:
+        """Ends the loggers."""
+        self.metrics.close()

@@ -1,0 +1,210 @@
+"""Training from a pipeline: in this process, or on the ranks that the strategy wants."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ... import strategies
+from ...errors import DrivetrainError, PlanError, StrategyError
+from ...transforms import NothingChanged
+from ..training.build import build, build_model, seeded, source_file
+from ..spec.cuda_settings import cuda_settings
+from ..telemetry.loggers import LOG_EVERY, Choice
+from ..telemetry.loggers import check as check_loggers
+from ..training.guard import OnNonFinite, check_choice
+from ..spec.pipeline_spec import PipelineSpec
+from ..spec.plan import Plan
+from ..telemetry.progress import in_cell, say
+from .artifacts import Job, Outcome
+from ..spec.resolve import ResolvedPlan, resolve
+from .result import FitResult, TrainingInterrupted
+from ..checkpoints.resume import global_randomness_kept
+from ..checkpoints.directory import Checkpoints
+from .run import Run
+from .folder import claimed, descriptions, draw_curves, replaced
+
+
+def fit(
+    spec: PipelineSpec,
+    *,
+    epochs: int | None,
+    out: str | Path | None,
+    progress: bool,
+    resume: str | Path | bool | None = None,
+    checkpoints: Checkpoints | None = None,
+    on_nonfinite: OnNonFinite = "raise",
+    logger: Choice = None,
+    log_every: int = LOG_EVERY,
+    show_plan: bool = False,
+) -> FitResult:
+    """See `Pipeline.fit`. With `show_plan` it prints the plan, after every check that can be made before training."""
+    epochs = spec.epochs if epochs is None else epochs
+    if epochs is None:
+        raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
+    resume = _checked(resume, checkpoints, out)
+    check_choice(on_nonfinite)
+    plan = resolve(spec.replace(epochs=epochs))
+    folder = None if out is None else Path(out)
+    loggers = check_loggers(logger, log_every, folder, travels=not _is_rank(plan))
+    if folder is not None:  # last: what is refused leaves no folder
+        make_folder(folder)
+    texts, note = descriptions(plan) if folder is not None else ({}, "")
+    job = Job(
+        epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell(),
+        plan=f"{Plan(plan.steps)!r}" if show_plan else "",
+    )  # fmt: skip
+    with claimed(folder) if folder is not None and leads() else nullcontext():
+        plan = with_files(plan, progress)
+        for text in (note, "" if folder is None else replaced(folder, resume)):
+            _tell(text, progress)
+        return _fit(plan, job)
+
+
+def _checked(
+    resume: str | Path | bool | None, checkpoints: object, out: str | Path | None
+) -> str | Path | None:
+    """Where to go on from: True is `"auto"`, and False is None."""
+    if isinstance(resume, bool):
+        resume = "auto" if resume else None
+    if not isinstance(resume, str | Path | None):
+        raise PlanError(
+            f"resume={resume!r:.80} must be 'auto', the path of a checkpoint or of a run, or None."
+        )
+    if resume == "auto" and out is None:
+        raise PlanError(
+            "resume='auto' looks for checkpoints in out; give fit(out=…) (--out), or the checkpoint's path."
+        )
+    if not isinstance(out, str | Path | None):
+        raise PlanError(f"out={out!r:.80} must be the path of a folder, or None to keep no files.")
+    if out == "":
+        raise PlanError(
+            "out='' names no folder; give the path of one, '.' for this, or None to keep no files."
+        )
+    if not isinstance(checkpoints, Checkpoints | None):
+        raise PlanError(
+            f"checkpoints={checkpoints!r:.80} must say which: Checkpoints(keep=2, …) of drivetrain.pipeline; or be "
+            f"None for none."
+        )
+    return resume
+
+
+def _fit(plan: ResolvedPlan, job: Job) -> FitResult:
+    """Trains, and draws the curves."""
+    folder, progress = job.folder, job.progress
+    interrupted: TrainingInterrupted | None = None
+    try:
+        outcome = _run(plan, job)
+    except KeyboardInterrupt as interrupt:
+        outcome = getattr(interrupt, "outcome", None) or Outcome()
+        result = _finish(plan, outcome) if outcome.state else None
+        interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs))
+    else:
+        return _finish(plan, outcome)
+    finally:
+        if folder is not None and (interrupted is None or "matplotlib.figure" in sys.modules):
+            _tell(draw_curves(folder), progress)  # after Ctrl-C only if that takes no second
+    # Raised here, it does not hold the frames of the loop, and with them the loaders' processes.
+    raise interrupted
+
+
+def _tell(note: str, progress: bool) -> None:
+    if note and progress and leads():
+        say(note)
+
+
+def leads() -> bool:
+    """Whether this process is the only one that fits, or the first of several."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _run(plan: ResolvedPlan, job: Job) -> Outcome:
+    """Trains here or on ranks; an error of Drivetrain on a rank is raised as if it were here."""
+    if _is_alone(plan):
+        return train_rank(plan, job)
+    try:
+        how = plan.distribution
+        return strategies.launch(train_rank, plan, job, devices=how.devices, device=how.device)[0]
+    except StrategyError as error:
+        if isinstance(error.__cause__, DrivetrainError):
+            raise error.__cause__ from None
+        raise
+
+
+def _is_alone(plan: ResolvedPlan) -> bool:
+    """Whether this process trains, and no other."""
+    return (
+        plan.distribution.devices == 1
+        and not getattr(plan.strategy, "needs_group", False)
+        and not _in_ranks()
+    )
+
+
+def _is_rank(plan: ResolvedPlan) -> bool:
+    """Whether this process trains, alone or with others, and none is started for it."""
+    return _is_alone(plan) or _in_ranks() or (dist.is_available() and dist.is_initialized())
+
+
+def _in_ranks() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def with_files(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
+    """The plan with named data sets replaced by their files, fetched and converted now if need be."""
+    data = plan.data
+    train = str(source_file(data, data.train, progress=progress))
+    val = None if data.val is None else str(source_file(data, data.val, progress=progress))
+    return plan.with_sources(train, val)
+
+
+def make_folder(folder: Path) -> Path:
+    """The folder, made if it is not there, with its parents; it is sure that files can be written there.
+
+    Raises:
+        DrivetrainError: if not, before anything was spent on what would be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (FileExistsError, NotADirectoryError):
+        raise DrivetrainError(f"{folder} cannot be a folder: it, or a part of it, is a file.") from None
+    except OSError as error:
+        raise DrivetrainError(f"Nothing can be written to the folder {folder}: {error.strerror}.") from None
+    return folder
+
+
+def train_rank(plan: ResolvedPlan, job: Job) -> Outcome:
+    """Trains on this rank; rank 0 shows progress, saves after each epoch, and returns the weights."""
+    outcome = Outcome()
+    try:
+        with (
+            seeded(plan.seed),
+            global_randomness_kept(),
+            cuda_settings(plan.distribution, plan.transforms),
+            build(plan) as built,
+        ):
+            if job.plan and leads():
+                print(job.plan, flush=True)
+            Run(plan, built, job, outcome).train()
+    except KeyboardInterrupt:
+        raise TrainingInterrupted(outcome) from None
+    return outcome
+
+
+def _finish(plan: ResolvedPlan, outcome: Outcome) -> FitResult:
+    """The trained model, built again in this process from the weights that came back."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingChanged)  # the rank has warned already
+        model, reports = build_model(plan.spec, plan.transforms)
+    if outcome.state:
+        model.load_state_dict(outcome.state)
+    return FitResult(model.eval(), outcome.history, reports, Plan(plan.steps), plan.transforms)

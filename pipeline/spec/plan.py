@@ -1,0 +1,142 @@
+"""The plan as people see it: every step in its order, what asked for it, and why it stands there."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from ... import strategies
+from ...markup import html_table
+from ...strategies import Strategy
+from ...transforms import CHANGES_MODEL, Transform
+from ...transforms.common.table import drawn
+from .cuda_settings import choose_benchmark, uses_gpu
+from .kinds import KIND_ORDER
+from .pipeline_spec import PipelineSpec
+from .rules import family
+from .config import PRECISIONS, Data, Distribution
+
+KIND_REASON = {
+    "image": "in the loader, on each training image; evaluation sees the images as they are",
+    "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
+    "memory_format": "after surgery, whose new modules would come back contiguous; before wrapping",
+    "optimizer": "around the optimizer, which is made of the final parameters",
+    "schedule": "at the start of each epoch; frozen weights are those of the wrapped model",
+    "batch": "on each training batch, before the forward and the loss; evaluation sees the images as they are",
+    "loss": "in training only, after any mixing; evaluation keeps the plain loss",
+    "loop": "after each step; evaluation and the result take its weights",
+    "evaluation": "in evaluation only",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a plan."""
+
+    what: str
+    asked_by: str
+    why: str
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The steps in order. Prints as a table; shows as one in a notebook."""
+
+    steps: tuple[Step, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"steps": [{"what", "asked_by", "why"}, …]}`."""
+        return {"steps": [asdict(step) for step in self.steps]}
+
+    def __repr__(self) -> str:
+        table = Table(title="Plan", title_justify="left")
+        for column in ("", "step", "asked for by", "why here"):
+            table.add_column(column, overflow="fold")
+        for number, step in enumerate(self.steps, 1):
+            table.add_row(str(number), *map(escape, (step.what, step.asked_by, step.why)))
+        return drawn(table, 120)
+
+    def _repr_html_(self) -> str:
+        rows = ((str(number), *asdict(step).values()) for number, step in enumerate(self.steps, 1))
+        return html_table(("", "step", "asked for by", "why here"), rows)
+
+
+def lay_out(
+    spec: PipelineSpec, data: Data, transforms: tuple[Transform, ...], strategy: Strategy
+) -> tuple[Step, ...]:
+    """Return the steps of a pipeline whose transforms are in order."""
+    how, ordered = spec.distribution, transforms
+    steps = [
+        Step(f"load {data.train}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
+             f"{data.image_size} px{_eval_size(data)}; every rank takes its slice of each batch"),
+        *(_transform_step(t) for t in ordered if t.kind == "image"),
+        Step(f"build {spec.model_name}", "Pipeline()", f"with the seed {spec.seed}, the same on every rank"),
+    ]  # fmt: skip
+    steps += [_transform_step(t, how.name) for t in ordered if t.kind in CHANGES_MODEL]
+    steps += _wrapping_steps(how)
+    steps += _gpu_steps(how, transforms)
+    steps += [
+        Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
+        Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",
+             f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) a step: after surgery"),
+        Step(f"optimizer: {spec.optimization.at(data.batch_size).describe()}",
+             ".optimize()" if spec.optimized else "default",
+             "; ".join(filter(None, ["made when the parameters are the final ones",
+                                     spec.optimization.note(data.batch_size)]))),
+    ]  # fmt: skip
+    later = [t for t in ordered if t.kind not in ("image", *CHANGES_MODEL)]
+    steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
+    steps += [Step("loss: cross entropy", "default", "class indices or probabilities")]
+    steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
+    return tuple(steps)
+
+
+def _eval_size(data: Data) -> str:
+    return "" if data.eval_size == data.image_size else f" ({data.eval_size} px in evaluation)"
+
+
+def _wrapping_steps(how: Distribution) -> list[Step]:
+    """What is done to the final modules before they are wrapped."""
+    steps = []
+    if how.activation_checkpointing:
+        what = f"recompute the activations of {_policy_name(how.activation_checkpointing)}"
+        steps.append(
+            Step(what, ".distribute()", "on the final modules, inside of what gathers and compiles them")
+        )
+    if how.compile:
+        what = "compile in place" + (f", mode {how.compile}" if isinstance(how.compile, str) else "")
+        steps.append(Step(what, ".distribute()", "the final modules; inside the wrapper, so that names stay"))
+    return steps
+
+
+def _gpu_steps(how: Distribution, transforms: tuple[Transform, ...]) -> list[Step]:
+    """What is set in torch for the run, where a GPU trains."""
+    if not uses_gpu(how):
+        return []
+    benchmark, why = choose_benchmark(how, transforms)
+    steps = [
+        Step(f"cuDNN benchmark {'on' if benchmark else 'off'}",
+             "default" if how.cudnn_benchmark is None else ".distribute()", f"{why}; put back after the run")
+    ]  # fmt: skip
+    if how.matmul_precision is not None:
+        what = f"float32 matrix products: {how.matmul_precision}"
+        steps.append(
+            Step(what, ".distribute()", f"{PRECISIONS[how.matmul_precision]}; put back after the run")
+        )
+    return steps
+
+
+def _policy_name(policy: strategies.Policy) -> str:
+    if isinstance(policy, bool):
+        return "the model's blocks"
+    return "what a function chooses" if callable(policy) else ", ".join(sorted(policy))
+
+
+def _transform_step(transform: Transform, strategy: str = "") -> Step:
+    why = KIND_REASON[transform.kind]
+    if transform.kind == "memory_format" and family(strategy) in ("fsdp", "deepspeed"):
+        why = "shards are contiguous: the images, and so the activations, take the format; the weights do not"
+    return Step(f"{transform}", ".transform()", why)

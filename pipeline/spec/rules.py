@@ -1,0 +1,172 @@
+"""What does not go together, by the facts that each part declares; the order alone is `kinds.py`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ... import strategies
+from ...checks import check_whole
+from ...errors import PlanError
+from ...transforms import GradientClipping, GyroDropout, ProgressiveResizing, SeqLengthWarmup, Transform
+from .pipeline_spec import PipelineSpec
+
+T = TypeVar("T", bound=Transform)
+
+FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
+"""Strategies whose family is not the first word of their name. Both of DDP's here divide the optimizer's state
+only: weights and gradients are whole on every rank, and what changes those works."""
+
+
+def family(strategy: str) -> str:
+    """The family of a strategy by its name: single, dp, ddp, fsdp, deepspeed, fairscale, auto, or a third party's."""
+    return FAMILIES.get(strategy, strategy.split("_")[0])
+
+
+def belongs(strategy: str, group: str) -> bool:
+    """Whether a strategy is of a family, or of a finer group: `"deepspeed_stage_3"` is offloading too."""
+    if group == family(group):
+        # Not by the first word, which names of other families may share: `fairscale_oss` is of ddp's.
+        return group == family(strategy)
+    return f"{strategy}_".startswith(f"{group}_")
+
+
+def check_rules(spec: PipelineSpec) -> None:
+    """Holds a pipeline to every rule below.
+
+    Raises:
+        PlanError: naming both parts and the remedy.
+    """
+    for rule in RULES:
+        rule(spec)
+
+
+def check_epochs(spec: PipelineSpec, epochs: int) -> None:
+    """Refuses what is no number of epochs, and a training so short that a method never comes to its end.
+
+    Raises:
+        PlanError: naming the value, or the method, and the remedy.
+    """
+    check_whole("epochs", epochs, PlanError, 1)
+    resizing, data = _find(spec, ProgressiveResizing), spec.data
+    if resizing is None or data is None or resizing.finetune == 0:
+        return
+    if resizing.size(data.image_size, 1 - 0.5 / epochs) < data.image_size:
+        raise PlanError(
+            f"{resizing} has one size per epoch, and of {epochs} none would be at full size. Train for more epochs, "
+            f"or set finetune to at least {0.5 / epochs:g}."
+        )
+
+
+def _unsafe_strategies(spec: PipelineSpec) -> None:
+    how = spec.distribution
+    strategy = strategies.get(how.strategy, **how.options).name  # "deepspeed" alone does not say which stage
+    for transform in spec.transforms:
+        if any(belongs(strategy, unsafe) for unsafe in transform.unsafe_with):
+            raise PlanError(
+                f"{_name(transform)} does not work with the strategy {strategy!r} (see its documentation). Leave "
+                "it out, or distribute with 'single' or 'ddp'."
+            )
+
+
+def _unused_parameters(spec: PipelineSpec) -> None:
+    how = spec.distribution
+    if family(how.name) not in ("ddp", "auto") or how.devices == 1:
+        return
+    strategy = strategies.get(how.strategy, **how.options)
+    remedy = f"add find_unused_parameters=True to .distribute({how.name!r}, …)"
+    if family(how.name) == "auto":
+        remedy = "distribute with 'ddp_find_unused_parameters' or 'fsdp', for 'auto' might choose 'ddp'"
+    for transform in spec.transforms:
+        if transform.unused_parameters and not getattr(strategy, "find_unused_parameters", False):
+            raise PlanError(
+                f"{_name(transform)} leaves parameters without a gradient, for which {how.name!r} would wait: "
+                f"{remedy}."
+            )
+
+
+def _clipped_twice(spec: PipelineSpec) -> None:
+    clipping = _find(spec, GradientClipping)
+    if clipping is not None and spec.distribution.clip_norm is not None:
+        raise PlanError(
+            f"{clipping} and distribute(clip_norm={spec.distribution.clip_norm}) both bound the gradients. "
+            "Leave one of the two out."
+        )
+
+
+def _clipping_of_shards(spec: PipelineSpec) -> None:
+    clipping = _find(spec, GradientClipping)
+    strategy = spec.distribution.name
+    if clipping is None or family(strategy) in ("single", "ddp", "dp"):
+        return
+    does = "might shard" if family(strategy) == "auto" else "shards"
+    if clipping.by == "adaptive":
+        raise PlanError(
+            f"{clipping} needs whole weights, and {strategy!r} {does} them. Use by='norm' or by='value', or "
+            "distribute with 'ddp'."
+        )
+
+
+def _two_averages(spec: PipelineSpec) -> None:
+    averages = [_name(t) for t in spec.transforms if _name(t) in ("EMA", "Lookahead", "SWA")]
+    if len(averages) > 1:
+        first, second = averages[:2]
+        raise PlanError(f"{first} and {second} both give the weights to evaluate. Leave one of the two out.")
+
+
+def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
+    data = spec.data
+    if data is not None and data.settings.get("crop") == "padded" and _find(spec, ProgressiveResizing):
+        raise PlanError(
+            "ProgressiveResizing changes the size of the images, and crop='padded' keeps that of the file. Use "
+            "crop='resized', or leave ProgressiveResizing out."
+        )
+
+
+def _sequences_of_images(spec: PipelineSpec) -> None:
+    if _find(spec, SeqLengthWarmup):
+        raise PlanError(
+            "SeqLengthWarmup cuts sequences of tokens, and a pipeline loads images. Use it in a loop of your own, "
+            "or ProgressiveResizing here."
+        )
+
+
+def _compiled(spec: PipelineSpec) -> None:
+    if not spec.distribution.compile:
+        return
+    for transform in spec.transforms:
+        if not transform.compile_safe:
+            raise PlanError(
+                f"{_name(transform)} does not compile whole (see its documentation), and distribute(compile="
+                f"{spec.distribution.compile!r}) asks for it. Leave one of the two out."
+            )
+
+
+def _counted_forwards(spec: PipelineSpec) -> None:
+    if spec.distribution.activation_checkpointing and _find(spec, GyroDropout):
+        raise PlanError(
+            "GyroDropout counts forwards, and activation_checkpointing runs each twice: the second would drop other "
+            "features. Leave one of the two out."
+        )
+
+
+RULES: tuple[Callable[[PipelineSpec], None], ...] = (
+    _unsafe_strategies,
+    _unused_parameters,
+    _clipped_twice,
+    _clipping_of_shards,
+    _two_averages,
+    _resizing_of_padded_crops,
+    _sequences_of_images,
+    _compiled,
+    _counted_forwards,
+)
+"""Every rule, one function each."""
+
+
+def _name(transform: Transform) -> str:
+    return type(transform).__name__
+
+
+def _find(spec: PipelineSpec, kind: type[T]) -> T | None:
+    return next((transform for transform in spec.transforms if isinstance(transform, kind)), None)

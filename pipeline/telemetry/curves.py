@@ -1,0 +1,86 @@
+"""The picture of a training: loss, accuracy, learning rate and throughput over its epochs."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from ...errors import require
+from .history import Epoch, History
+
+INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
+
+
+def draw(history: History) -> bytes:
+    """The picture as PNG. What was not measured (no validation data) has no curve.
+
+    Raises:
+        MissingExtra: without matplotlib.
+    """
+    figure_class = require("matplotlib.figure", "plot", "draw the curves of a training").Figure
+    ticker = require("matplotlib.ticker", "plot", "draw the curves of a training")
+    figure = figure_class(figsize=(9, 5.6), layout="constrained")
+    epochs = history.epochs
+    (losses, accuracy), (rate, speed) = figure.subplots(2, 2, sharex=True)
+    _curve(losses, epochs, [epoch.loss for epoch in epochs], TRAIN, "training (its own loss function)")
+    _curve(losses, epochs, [epoch.val_loss for epoch in epochs], VAL, "validation (cross entropy)")
+    losses.legend(frameon=False, fontsize=8)
+    _curve(accuracy, epochs, [percent(epoch.accuracy) for epoch in epochs], VAL, "accuracy")
+    _name_the_best(accuracy, epochs)
+    _curve(rate, epochs, [epoch.lr for epoch in epochs], TRAIN, "lr")
+    _curve(speed, epochs, [epoch.images_per_s for epoch in epochs], TRAIN, "images/s")
+    speed.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    titles = (
+        "loss, mean of the epoch", "top-1 accuracy in validation, %", "learning rate at the epoch's end",
+        "training throughput, images/s",
+    )  # fmt: skip
+    for axes, title in zip((losses, accuracy, rate, speed), titles, strict=True):
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e4e8ea", linewidth=0.8)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
+        axes.margins(y=0.12)
+    for axes in (rate, speed):
+        axes.set_ylim(0, 1.12 * max(axes.lines[0].get_ydata()))
+        axes.set_xlabel("epoch")
+    figure.suptitle(_title(history), x=0.01, ha="left", fontsize=11, color=INK)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+def percent(share: float | None) -> float | None:
+    """A share of 0 to 1 in per cent."""
+    return None if share is None else 100 * share
+
+
+def _curve(axes: Any, epochs: list[Epoch], values: list[float | None], color: str, label: str) -> None:
+    """A line with a dot per epoch (few epochs would else show nothing); where there is no value, a gap."""
+    if any(value is not None for value in values):
+        numbers = [epoch.epoch for epoch in epochs]
+        known = [float("nan") if value is None else value for value in values]
+        axes.plot(numbers, known, color=color, marker="o", markersize=3, linewidth=1.6, label=label)
+    else:
+        axes.plot([], [])
+
+
+def _name_the_best(axes: Any, epochs: list[Epoch]) -> None:
+    known = [epoch for epoch in epochs if epoch.accuracy is not None]
+    if not known:
+        axes.text(0.5, 0.5, "no validation data", transform=axes.transAxes, ha="center", color=INK)
+        axes.set_yticks([])
+        return
+    best = max(known, key=lambda epoch: epoch.accuracy or 0.0)
+    axes.text(
+        1.0, 1.02, f"best {best.accuracy:.2%}, epoch {best.epoch}", transform=axes.transAxes, ha="right", va="bottom",
+        fontsize=9, color=VAL,
+    )  # fmt: skip
+
+
+def _title(history: History) -> str:
+    """What was trained where, as far as the history says."""
+    machine = history.facts.get("provenance", {})
+    hardware = machine.get("hardware", {})
+    where = ", ".join(hardware.get("gpus", [])) or hardware.get("processor", "")
+    parts = [history.facts.get("recipe") or "training", where, str(machine.get("date", ""))[:10]]
+    return "  ·  ".join(part for part in parts if part)

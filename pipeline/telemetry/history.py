@@ -1,0 +1,104 @@
+"""What a training has reached after each epoch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...files import atomic_file
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One line of a history.
+
+    Attributes:
+        epoch: counted from 1.
+        loss: mean training loss, of the training loss function.
+        val_loss, accuracy: mean cross entropy and top-1 (0 to 1) on the validation data; None without.
+        images_per_s: of training, over all ranks, evaluation left out.
+        waiting: share of the training time spent waiting for data, 0 to 1.
+        seconds: of the whole epoch, evaluation included.
+        lr: learning rate at its end.
+        skipped: steps not taken: their loss was not finite (`fit(on_nonfinite="skip")`), or their gradients
+            overflowed in fp16, as a few do while the loss scale is found, and one each time it is raised too far.
+    """
+
+    epoch: int
+    loss: float
+    val_loss: float | None
+    accuracy: float | None
+    images_per_s: float
+    waiting: float
+    seconds: float
+    lr: float
+    skipped: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"epoch {self.epoch}", f"loss {self.loss:.4f}"]
+        if self.accuracy is not None:
+            parts += [f"val loss {self.val_loss:.4f}", f"accuracy {self.accuracy:.2%}"]
+        parts += [
+            f"{self.images_per_s:,.0f} images/s",
+            f"waiting {self.waiting:.0%}",
+            f"{self.seconds:.1f} s",
+        ]
+        if self.skipped:
+            parts.append(f"{self.skipped} steps skipped")
+        return "  ".join(parts)
+
+
+COLUMNS = {
+    "epoch": ("epoch", "d"),
+    "loss": ("loss", ".4f"),
+    "val_loss": ("val loss", ".4f"),
+    "accuracy": ("accuracy", ".2%"),
+    "images_per_s": ("images/s", ",.0f"),
+    "waiting": ("waiting", ".0%"),
+    "seconds": ("seconds", ".1f"),
+    "lr": ("lr at its end", ".3g"),
+    "skipped": ("steps skipped", "d"),
+}
+"""Each field of an `Epoch`, in the order of a log's columns, with its head and format in a notebook."""
+
+
+@dataclass(repr=False)
+class History:
+    """The epochs so far, and the facts about the run that produced them."""
+
+    epochs: list[Epoch] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain JSON types."""
+        return {"epochs": [asdict(epoch) for epoch in self.epochs], **self.facts}
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON; the file is whole or not there."""
+        with atomic_file(Path(path)) as file:
+            file.write(json.dumps(self.to_dict(), indent=1).encode())
+
+    @property
+    def accuracy(self) -> float | None:
+        """Top-1 (0 to 1) on the validation data after the last epoch; None if there is none."""
+        return self.epochs[-1].accuracy if self.epochs else None
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self.epochs)) or "no finished epoch"
+
+    def _repr_html_(self) -> str:
+        if not self.epochs:
+            return "<i>no finished epoch</i>"
+        measured = [n for n in COLUMNS if any(getattr(epoch, n) is not None for epoch in self.epochs)]
+        head = "".join(f"<th>{COLUMNS[name][0]}</th>" for name in measured)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{_cell(name, getattr(epoch, name))}</td>" for name in measured) + "</tr>"
+            for epoch in self.epochs
+        )
+        return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _cell(name: str, value: Any) -> str:
+    return "" if value is None else format(value, COLUMNS[name][1])

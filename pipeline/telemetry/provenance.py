@@ -1,0 +1,93 @@
+"""Where a figure comes from: hardware, environment, versions, revision, command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import machine
+from ..spec.cuda_settings import matmul_precision
+from .progress import in_cell
+
+PACKAGES = ("drivetrain", "torch", "torchvision", "numpy", "pillow", "ffcv", "numba")
+ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
+    "MKL_NUM_THREADS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+)  # fmt: skip
+"""Variables of the environment that change speed."""
+
+
+def provenance() -> dict[str, Any]:
+    """The facts that a measured figure needs beside it, as plain JSON types. Sizes in GiB."""
+    cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": _command(),
+        "git_revision": _git_revision(),
+        "hardware": {
+            "processor": _processor(),
+            "cores": machine.cores(),
+            "torch_threads": torch.get_num_threads(),
+            "memory_gib": round(machine.total_memory() / 2**30, 1),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        },
+        **({"gpu_settings": _gpu_settings()} if cuda else {}),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+    }
+
+
+def _gpu_settings() -> dict[str, Any]:
+    """What torch is set to now that changes a GPU's speed or numbers, and the libraries it computes with."""
+    return {
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "matmul_precision": matmul_precision(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+    }
+
+
+def _command() -> str:
+    """The command line; a notebook's kernel was started by one that says nothing."""
+    if in_cell():
+        return "a notebook"
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _git_revision() -> str | None:
+    """Of Drivetrain's own checkout; None for an installed wheel."""
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,203 @@
+"""The training methods of a run: what changes batches, gradients, weights and evaluation, in the plan's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...loaders.epochs import EpochLoader
+from ...strategies import Engine
+from ...transforms import (EMA, SAM, BatchContext, GradientClipping, LayerFreezing, Loss, ProgressiveResizing, Session, TestTimeFlip, Transform)
+from ...transforms.gyro_dropout import GyroDropoutLayer
+from ...transforms.common.tensors import buffers_kept
+
+Microbatch = tuple[torch.Tensor, torch.Tensor]
+"""Images `(b, 3, H, W)` and targets, `(b,)` class numbers or `(b, C)` probabilities."""
+
+T = TypeVar("T", bound=Transform)
+
+
+def in_parts(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
+    """A batch in so many equal parts; in one, itself, without an operation."""
+    if number == 1:
+        return [(images, labels)]
+    return list(zip(images.chunk(number), labels.chunk(number), strict=True))
+
+
+@dataclass
+class Clock:
+    """Where a training stands: optimizer steps of the whole, and those done."""
+
+    total: int
+    step: int = 0
+
+    @property
+    def progress(self) -> float:
+        """The share of the training that is done, 0 to 1."""
+        return min(self.step / max(self.total, 1), 1.0)
+
+
+class Methods:
+    """The methods of one run on one rank. Without any, each step here does nothing.
+
+    Args:
+        transforms: of the pipeline, in the plan's order; of surgeries only `begin` is called, of losses nothing.
+        seed: of the random numbers that mix batches.
+        classes: their number, for soft targets.
+    """
+
+    def __init__(self, transforms: Sequence[Transform], seed: int = 0, classes: int | None = None) -> None:
+        self.clock = Clock(total=1)
+        self._seed, self._classes, self._all = seed, classes, tuple(transforms)
+        self._resizing = _only(transforms, ProgressiveResizing)
+        self._batch = [t for t in transforms if t.kind == "batch" and t is not self._resizing]
+        self._sam, self._clipping = _only(transforms, SAM), _only(transforms, GradientClipping)
+        self._freezing, self._flip = _only(transforms, LayerFreezing), _only(transforms, TestTimeFlip)
+        self._loop = [t for t in transforms if t.kind == "loop"]
+        self._sessions: list[Session] = []
+
+    def begin(self, engine: Engine, total: int) -> None:
+        """Starts a training of so many steps, with the wrapped model's weights as they are now."""
+        self.clock = Clock(total)
+        for transform in self._all:
+            transform.begin(engine.plain_model, total)
+        self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
+
+    def note(self) -> str:
+        """What to know as the training begins: an average that would hide what was learned. Or nothing.
+
+        Said, not refused: the same recipe is right for more epochs, and trying it out for one is no fault.
+        """
+        average = _only(self._loop, EMA)
+        share = 0.0 if average is None else average.share_of_start(self.clock.total)
+        if share < 0.1:
+            return ""
+        return (
+            f"{average}: after all {self.clock.total} steps its average, which evaluation and the result take, is "
+            f"still {share:.0%} the weights from before the training. Train longer, or choose a shorter half-life."
+        )
+
+    def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: int) -> None:
+        """Sets what changes between epochs: the size the images are decoded at, and the frozen layers.
+
+        An epoch has one size, that of its middle.
+        """
+        if self._resizing is not None:
+            middle = (self.clock.step + len(loader) / 2) / max(self.clock.total, 1)
+            size = self._resizing.size(image_size, min(middle, 1.0))
+            if size != loader.settings.image_size:
+                loader.set_image_size(size)
+        if self._freezing is not None:
+            self._freezing.freeze(engine.plain_model, self.clock.progress)
+
+    def microbatches(
+        self, engine: Engine, images: torch.Tensor, labels: torch.Tensor, loss: Loss
+    ) -> list[Microbatch]:
+        """This rank's batch in `engine.accumulate` parts, each mixed, cut or chosen by the batch methods.
+
+        Random numbers are those of (seed, step, number of the part among all ranks' parts), so that two
+        ranks mix as one process does with twice the parts.
+        """
+        parts = in_parts(images, labels, engine.accumulate)
+        if not self._batch:
+            return parts
+        first = engine.rank * engine.accumulate
+        with engine.forward_context():
+            return [self.mixed(part, first + n, engine.model, loss) for n, part in enumerate(parts)]
+
+    def mixed(self, part: Microbatch, number: int, model: nn.Module, loss: Loss) -> Microbatch:
+        """Part `number`, counted over all ranks, as `microbatches` gives it; inside the precision's context."""
+        if not self._batch:
+            return part
+        key = [self._seed, self.clock.step, number]
+        state = np.random.SeedSequence(key).generate_state(1, np.uint64)
+        context = BatchContext(
+            generator=torch.Generator().manual_seed(int(state[0])),
+            progress=self.clock.progress,
+            classes=self._classes,
+            model=model,
+            loss=loss,
+            step=self.clock.step,
+        )
+        for transform in self._batch:
+            part = transform.batch(*part, context)
+        return part
+
+    def refine(self, engine: Engine, gradients: Callable[[], object]) -> None:
+        """SAM: the gradients once more, at the worst weights nearby; the weights are put back."""
+        if self._sam is None or not self._sam.applies(self.clock.step):
+            return
+        restore = self._sam.perturb(engine.plain_model.parameters())
+        engine.zero()
+        with buffers_kept(engine.plain_model):  # BatchNorm's statistics count each image once
+            gradients()
+        restore()
+
+    def clip(self, engine: Engine) -> None:
+        """Bounds the gradients; the clipping by norm that `distribute` was told is the engine's own."""
+        if self._clipping is not None:
+            self._clipping.clip(engine.plain_model.parameters())
+
+    def after_step(self, *, taken: bool = True) -> None:
+        """Counts the step, and lets averages take it in unless the optimizer skipped it.
+
+        The weights are then those of the step before: to average them once more would count them twice.
+        """
+        self.clock.step += 1
+        if taken:
+            for session in self._sessions:
+                session.after_step(self.clock.progress)
+
+    def finish(self) -> None:
+        """Ends the training: the model keeps the weights that are evaluated."""
+        for session in self._sessions:
+            session.finish()
+
+    def state_dict(self, engine: Engine) -> dict[str, Any]:
+        """What a checkpoint needs beside the clock's step: JSON values and tensors (not copied, perhaps parts)."""
+        counts = {name: layer.step for name, layer in _counting(engine)}
+        return {"counts": counts, **{_key(t): s.state_dict() for t, s in self._with_sessions()}}
+
+    def load_state_dict(self, engine: Engine, state: Mapping[str, Any]) -> None:
+        """Takes up what `state_dict` gave, with whole tensors, after `begin`."""
+        for name, layer in _counting(engine):
+            layer.step, layer.masks = state["counts"][name], None  # the masks follow from the count
+        for transform, session in self._with_sessions():
+            session.load_state_dict(state[_key(transform)])
+
+    def _with_sessions(self) -> Iterator[tuple[Transform, Session]]:
+        return zip(self._loop, self._sessions, strict=True)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside it the model has the weights that are evaluated and kept (EMA, SWA)."""
+        with ExitStack() as stack:
+            for session in self._sessions:
+                stack.enter_context(session.evaluating())
+            yield
+
+    def predict(self, model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
+        """Logits `(B, C)` of images `(B, 3, H, W)`, as evaluation counts them."""
+        return model(images) if self._flip is None else self._flip.predict(model, images)
+
+
+def _key(transform: Transform) -> str:
+    return type(transform).__name__  # once in a pipeline: the plan sees to it
+
+
+def _counting(engine: Engine) -> Iterator[tuple[str, GyroDropoutLayer]]:
+    """The layers that count their batches."""
+    for name, module in engine.plain_model.named_modules():
+        if isinstance(module, GyroDropoutLayer):
+            yield name, module
+
+
+def _only(transforms: Sequence[Transform], kind: type[T]) -> T | None:
+    """The transform of that class; the plan has seen to it that there is at most one."""
+    return next((transform for transform in transforms if isinstance(transform, kind)), None)

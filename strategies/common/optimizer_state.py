@@ -1,0 +1,107 @@
+"""The state of an optimizer by parameter names, which every strategy writes and reads alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import StrategyError
+
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""What a parameter group says of how torch computes, not what: it is chosen where the optimizer is built."""
+Keep = Callable[[str], bool]
+"""Which tensors of an export this rank wants, by parameter name. All ranks take part in gathering each."""
+Entry = Mapping[str, torch.Tensor | float | int | bool]
+"""One parameter's state: `{"exp_avg": tensor of the parameter's shape, "step": tensor of no dimension}`."""
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """An optimizer's state as plain values: whole CPU tensors and JSON types, by plain parameter names."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """The parameter groups in order: hyperparameters as JSON types, and `"params"`, a list of names."""
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    """By parameter name. A parameter that has not been stepped has none."""
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
+    """The state of fp16's loss scale (`torch.amp.GradScaler.state_dict`); empty in other precisions."""
+
+
+def export_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[dict[str, Any]]:
+    """The groups of `optimizer` with names in the place of parameters.
+
+    Raises:
+        StrategyError: for a parameter that is not the model's, or a hyperparameter that is no JSON value.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {key: _plain(key, value) for key, value in group.items() if key != "params"}
+        groups.append({**plain, "params": [name_of(parameter, names) for parameter in group["params"]]})
+    return groups
+
+
+def import_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], groups: list[dict[str, Any]]
+) -> None:
+    """Gives the groups of `optimizer` the hyperparameters of `groups`; its implementations stay its own.
+
+    Raises:
+        StrategyError: if their parameters are not the same.
+    """
+    here = [[name_of(p, names) for p in group["params"]] for group in optimizer.param_groups]
+    there = [group["params"] for group in groups]
+    if here != there:
+        raise StrategyError(
+            f"import_optimizer: the saved optimizer has groups of {[len(g) for g in there]} parameters, this one "
+            f"of {[len(g) for g in here]}{_first_difference(here, there)}; build it with the same transforms and "
+            f"the same factory."
+        )
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if key not in ("params", *IMPLEMENTATION):
+                group[key] = _like(group.get(key), value)
+
+
+def name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
+    """The name of an optimizer's parameter.
+
+    Raises:
+        StrategyError: if the model does not have it.
+    """
+    if parameter not in names:
+        raise StrategyError(
+            f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's, and so has "
+            f"no name to be saved under; make it a part of the model."
+        )
+    return names[parameter]
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value.item()  # a learning rate that compiled or captured code reads
+    if isinstance(value, tuple | list):
+        return [_plain(key, each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise StrategyError(
+        f"export_optimizer: the optimizer's {key!r} is a {type(value).__name__}, which cannot be saved; only "
+        f"numbers, strings and lists of them can."
+    )
+
+
+def _like(present: Any, value: Any) -> Any:
+    """`value` in the type that the group has now: JSON knows no tuples and no tensors."""
+    if isinstance(present, torch.Tensor):
+        return present.new_tensor(value)
+    return tuple(value) if isinstance(value, list) and isinstance(present, tuple) else value
+
+
+def _first_difference(here: Iterable[list[str]], there: Iterable[list[str]]) -> str:
+    only = set().union(*map(set, here)) ^ set().union(*map(set, there))
+    return f", and {sorted(only)[0]!r} is in only one of them" if only else ""

@@ -1,0 +1,142 @@
+"""What `fully_shard` asks of a model, and what is done to a model that does not have it yet."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from ...errors import StrategyError
+from .blocks import find_blocks, without_cut_ties
+from ..options import HALF, Precision
+from .module_filter import Policy, choose
+
+
+def refuse_unshardable(strategy: str, model: nn.Module) -> None:
+    """Raises StrategyError, naming the module or parameter and the remedy, if `model` cannot be sharded."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | FSDPModule):
+            raise StrategyError(
+                f"strategy {strategy!r}: {name or 'the model'} is wrapped in {type(module).__name__} already; give "
+                f"the plain model."
+            )
+    for name, parameter in model.named_parameters():
+        place = f"strategy {strategy!r}: the parameter {name!r}"
+        if isinstance(parameter, DTensor):
+            raise StrategyError(f"{place} is sharded already (DTensor); give the plain model.")
+        if is_lazy(parameter):
+            raise StrategyError(
+                f"{place} has no shape before the first forward; run the model once, or state its sizes."
+            )
+        if parameter.dim() == 0:
+            raise StrategyError(
+                f"{place} has no dimension to divide (shape ()); give it the shape (1,), or use 'ddp'."
+            )
+
+
+def units(strategy: str, model: nn.Module, wrap: Policy) -> list[nn.Module]:
+    """The modules below `model` that are gathered by themselves, inner ones before those that hold them.
+
+    Raises:
+        StrategyError: if `wrap` names classes, or is a function, and none can be: a list of modules has no forward
+            before which to gather, and what has no parameters, or shares one, has none of its own.
+    """
+    if isinstance(wrap, bool):
+        return find_blocks(model) if wrap else []
+    chosen = choose(wrap, model, f"strategy {strategy!r}: wrap")
+    lists = [name for name, module in chosen.items() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
+    if lists:
+        raise StrategyError(
+            f"strategy {strategy!r}: wrap chooses {lists[0]}, a {type(chosen[lists[0]]).__name__}, which has no "
+            f"forward before which to gather its parameters; choose the modules in it."
+        )
+    inner_first = (chosen[name] for name in sorted(chosen, key=lambda name: -name.count(".")))
+    own = [module for module in inner_first if module is not model and any(True for _ in module.parameters())]
+    found = without_cut_ties(model, own)
+    if not found:
+        names = ", ".join(filter(None, chosen)) or "the model"
+        raise StrategyError(
+            f"strategy {strategy!r}: wrap chooses {names}, of which none has parameters that only it holds; choose "
+            f"others below the model, or wrap=False for one unit."
+        )
+    return found
+
+
+def make_contiguous(model: nn.Module) -> bool:
+    """Makes every parameter contiguous, in place; returns whether some were channels-last."""
+    channels_last = False
+    for parameter in model.parameters():
+        if parameter.is_contiguous():
+            continue
+        if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
+            channels_last = True
+        parameter.data = parameter.data.contiguous()
+    return channels_last
+
+
+def give_channels_last_inputs(model: nn.Module) -> None:
+    """Has `model` convert tensors of 4 dimensions, given by position, to channels-last before its forward.
+
+    A convolution gives channels-last outputs if its input or its weight is, so all that follows is too.
+    """
+
+    def convert(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG001
+        return tuple(
+            each.to(memory_format=torch.channels_last)
+            if isinstance(each, torch.Tensor) and each.dim() == 4
+            else each
+            for each in inputs
+        )
+
+    model.register_forward_pre_hook(convert)
+
+
+@torch.no_grad()
+def begin_like_rank_0(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Overwrites the modules' own parameters and buffers by rank 0's.
+
+    `fully_shard` takes a part of what each rank has: ranks that began with different weights would train a
+    patchwork. One at a time through `device`, so that the model need not fit there.
+    """
+    tensors = (
+        tensor
+        for module in modules
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    )
+    for tensor in dict.fromkeys(tensors):
+        staged = tensor.detach().to(device).contiguous()
+        dist.broadcast(staged, src=0)
+        tensor.copy_(staged)
+
+
+def mixed_precision(strategy: str, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
+    """Computes and gathers in half precision, reduces in fp32; BatchNorm's parameters stay as they are.
+
+    Raises:
+        StrategyError: if there is a BatchNorm and this torch has one precision for all parameters: with
+            parameters in half precision and statistics in fp32 it fails.
+    """
+    kept = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for parameter in module.parameters(recurse=False)
+    }
+    options: dict[str, Any] = {"param_dtype": HALF[precision], "reduce_dtype": torch.float32}
+    if kept:
+        if "param_dtype_override_fn" not in inspect.signature(MixedPrecisionPolicy).parameters:
+            raise StrategyError(
+                f"strategy {strategy!r}: precision={precision!r} with BatchNorm needs a newer torch than "
+                f"{torch.__version__}; use precision='fp32', or 'ddp'."
+            )
+        options["param_dtype_override_fn"] = lambda p: p.dtype if p in kept else None
+    return MixedPrecisionPolicy(**options)

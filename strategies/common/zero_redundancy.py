@@ -1,0 +1,103 @@
+"""Optimizers whose state is divided by parameters: each rank steps the ones it owns, and sends them to the others.
+
+That is ZeRO's first stage. The backends want a class and its arguments; here the user's own optimizer, once made
+over all parameters, is left with those of its rank, so that any optimizer with any groups can be divided. What
+looks at several parameters at once (a norm over all of them, say) sees one rank's only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..ddp import DDPEngine
+from .optimizer_state import Entry
+from ..options import Options
+
+Groups = list[dict[str, Any]]
+
+
+def copy_groups(optimizer: torch.optim.Optimizer) -> Groups:
+    """The groups of `optimizer` with all their options, for a backend to divide."""
+    return [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+
+
+def keep_part(optimizer: torch.optim.Optimizer) -> Callable[..., torch.optim.Optimizer]:
+    """What a backend calls with this rank's part of `copy_groups`: `optimizer` itself, with only these parameters.
+
+    A group of which the rank owns nothing stays, empty: backends give options to groups by their place.
+    """
+
+    def keep(own: Groups, **defaults: object) -> torch.optim.Optimizer:  # noqa: ARG001
+        for group, part in zip(optimizer.param_groups, own, strict=True):
+            group["params"] = list(part["params"])
+        kept = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in [p for p in optimizer.state if p not in kept]:
+            del optimizer.state[parameter]  # some optimizers (Adagrad) make their state at once
+        return optimizer
+
+    return keep
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A tensor of the optimizer's state that `rank` has, and what the others need to receive it."""
+
+    rank: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def send(self, value: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """The tensor on every rank, sent by the one that has it as `value`; all ranks must call it."""
+        if value is None:
+            value = torch.empty(self.shape, dtype=self.dtype, device=device)
+        else:
+            value = value.detach().to(device, memory_format=torch.contiguous_format)
+        dist.broadcast(value, src=self.rank)
+        return value
+
+
+class OwnedEngine(DDPEngine):
+    """A wrapped model whose optimizer state is on its owners; see `base.Engine` for what each method promises.
+
+    Args:
+        model: the wrapper, with the user's model as `module`, and `no_sync`.
+        optimizer: with all groups and parameters, and as `optim` the one over those that this rank owns.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
+    ) -> None:
+        super().__init__(model, optimizer, device, options)
+        local: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
+        optimizer.state = local.state  # one dict: what is read and loaded there is what steps
+        self._own = [parameter for group in local.param_groups for parameter in group["params"]]
+        self._owned = set(self._own)
+
+    def _entries(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Entry]:
+        own = super()._entries(names)
+        described = {
+            name: {key: self._described(value) for key, value in entry.items()} for name, entry in own.items()
+        }
+        of_ranks: list[dict[str, dict[str, Any]]] = [{}] * self.world_size
+        dist.all_gather_object(of_ranks, described)  # names, shapes and single numbers only
+        return {name: entry for rank in of_ranks for name, entry in rank.items()}
+
+    def _described(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return Remote(self.rank, value.shape, value.dtype) if value.dim() else value.detach().cpu()
+
+    def _exported(self, parameter: nn.Parameter, name: str, key: str, value: object) -> torch.Tensor | float:
+        if isinstance(value, Remote):
+            mine = self.optimizer.state[parameter][key] if value.rank == self.rank else None
+            value = value.send(mine, self.device)
+        return super()._exported(parameter, name, key, value)
+
+    def _owns(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._owned

@@ -1,0 +1,155 @@
+"""DeepSpeed's compiled Adam for the CPU in the place of torch's, where ZeRO offloads the optimizer."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ...errors import DrivetrainError, StrategyError
+from . import build as deepspeed_build
+
+OFF = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+"""Options of torch's Adam that DeepSpeed's lacks; fused, torch's is a compiled one already."""
+DECOUPLED = "decoupled_weight_decay"
+_log = logging.getLogger(__name__)
+
+
+def faster(
+    optimizer: torch.optim.Optimizer, deepspeed: Any, device: torch.device
+) -> tuple[torch.optim.Optimizer, str]:
+    """DeepSpeedCPUAdam with the groups of `optimizer` where that computes the same, else `optimizer` itself.
+
+    Every rank must call it, because all take the same one. The first call on a machine compiles it, which takes up to
+    `deepspeed_build.SECONDS`; failing that, training continues with torch's.
+
+    Args:
+        optimizer: not stepped yet. Exactly torch's Adam or AdamW, with plain numbers as hyperparameters, can be
+            replaced; there is no SGD in DeepSpeed for the CPU.
+        deepspeed: the package.
+        device: of this rank, for the ranks to agree.
+
+    Returns:
+        The optimizer, and why torch's Adam stays where DeepSpeed's could not be compiled: one sentence, else empty.
+    """
+    if not replaceable(optimizer):
+        return optimizer, ""
+    reason = _load(deepspeed)
+    made: torch.optim.Optimizer | None = None
+    if not reason:
+        try:
+            made = _made(optimizer, deepspeed)
+        except (RuntimeError, ImportError, OSError) as error:  # it asks the system about the CPU
+            reason = deepspeed_build.short(error)
+    here = torch.tensor(float(made is not None), device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(here, op=dist.ReduceOp.MIN)
+    if made is not None and here.item() == 1:
+        return made, ""
+    name, reason = type(optimizer).__name__, reason or "another rank does not have it"
+    note = f"The CPU steps with torch's {name}, which is slower than DeepSpeed's DeepSpeedCPUAdam: {reason}."
+    _log.info(note)
+    return optimizer, note
+
+
+def replaceable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether DeepSpeedCPUAdam computes the same as `optimizer`, and nothing else hangs on that object."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
+        return False
+    # A learning-rate scheduler of the factory replaces `step`.
+    hooks: Any = optimizer
+    if "step" in vars(optimizer) or hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+        return False
+    decoupled = _decoupled(optimizer)
+    for group in optimizer.param_groups:
+        numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        if not all(isinstance(number, int | float) for number in numbers):
+            return False
+        if any(group.get(option) for option in OFF) or group.get(DECOUPLED, decoupled) != decoupled:
+            return False
+    return True
+
+
+def is_deepspeeds(optimizer: torch.optim.Optimizer, deepspeed: Any) -> bool:
+    """Whether `optimizer` is DeepSpeed's Adam for the CPU."""
+    return isinstance(optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam)
+
+
+def like_torch(key: str, value: object) -> object:
+    """A value of DeepSpeedCPUAdam's state as torch's Adam keeps it: steps are counted by a tensor `()` in fp32."""
+    return torch.tensor(float(value)) if key == "step" and isinstance(value, int) else value
+
+
+def like_deepspeed(key: str, value: torch.Tensor | float) -> torch.Tensor | float:
+    """A value of the state of torch's Adam as DeepSpeedCPUAdam keeps it: steps are counted by an int."""
+    return int(value) if key == "step" else value
+
+
+def without_its_own(group: dict[str, Any]) -> dict[str, Any]:
+    """An exported group of DeepSpeedCPUAdam without what torch's Adam does not have; it always corrects the bias."""
+    return {key: value for key, value in group.items() if key != "bias_correction" or value is not True}
+
+
+def refuse_other_options(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Raises StrategyError for saved groups of an Adam that DeepSpeedCPUAdam cannot continue as that one did."""
+    decoupled = bool(cast(Any, optimizer).adam_w_mode)
+    for group in groups:
+        expected = {"amsgrad": False, "maximize": False, DECOUPLED: decoupled}
+        for key, value in expected.items():
+            if bool(group.get(key, value)) != value:
+                raise StrategyError(
+                    f"import_optimizer: the saved optimizer has {key}={group[key]!r}, and this one {value!r}; build "
+                    f"it with the same options."
+                )
+
+
+def _decoupled(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer.defaults.get(DECOUPLED, type(optimizer) is torch.optim.AdamW))
+
+
+def _made(optimizer: torch.optim.Optimizer, deepspeed: Any) -> torch.optim.Optimizer:
+    first = optimizer.param_groups[0]
+    numbers = {key: first[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    groups = [dict(group) for group in optimizer.param_groups]
+    made = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=_decoupled(optimizer), **numbers)
+    return cast(torch.optim.Optimizer, made)
+
+
+def _load(deepspeed: Any) -> str:
+    """Has the compiled part of DeepSpeedCPUAdam in this process; why it cannot, or empty.
+
+    It is given to DeepSpeed where that keeps what it has loaded. DeepSpeed's own way to it waits without a limit for
+    another process that compiles; in older versions of torch also for one that is dead, and has left a lock file.
+    """
+    name = deepspeed_build.NAME
+    builders = importlib.import_module("deepspeed.ops.op_builder.builder")
+    loaded: dict[str, ModuleType] | None = getattr(builders.OpBuilder, "_loaded_ops", None)
+    if loaded is None:
+        return "this version of DeepSpeed is too old"
+    if name in loaded:
+        return ""
+    try:
+        builder = importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder()
+        if not builder.is_compatible(verbose=False):
+            return "DeepSpeed finds that it does not fit this machine"
+        if _is_installed(deepspeed):
+            builder.load(verbose=False)
+        else:
+            loaded[name] = deepspeed_build.load(deepspeed_build.compiled(deepspeed.__version__))
+    except (RuntimeError, ImportError, OSError, DrivetrainError) as error:
+        return deepspeed_build.short(error)
+    return ""
+
+
+def _is_installed(deepspeed: Any) -> bool:
+    """Whether DeepSpeed was installed with its compiled Adam, for the accelerator it has chosen."""
+    version: Mapping[str, Any] = vars(importlib.import_module("deepspeed.git_version_info"))
+    chosen = deepspeed.accelerator.get_accelerator()._name
+    return bool(
+        version["installed_ops"].get(deepspeed_build.NAME) and version.get("accelerator_name") == chosen
+    )

@@ -1,0 +1,282 @@
+"""The engine of a model that DeepSpeed's ZeRO divides among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ...errors import StrategyError
+from .adam import is_deepspeeds, like_deepspeed, like_torch, refuse_other_options, without_its_own
+from ..engine import RanksEngine
+from ..common.memory import Held, tensors_in
+from ..common.optimizer_state import Entry, Keep, OptimizerState, import_groups
+from ..options import Options
+
+Groups = list[list[nn.Parameter]]
+"""The parameters of an optimizer's groups, before DeepSpeed puts flat ones in their place."""
+
+
+class DeepSpeedEngine(RanksEngine):
+    """A model inside DeepSpeed's engine; see `base.Engine` for what each method promises.
+
+    DeepSpeed keeps the parameters of an optimizer's group end to end in one tensor, of which each rank steps a part:
+    the optimizer must treat each element by itself, as SGD and Adam do. What it reports in fp32 are the weights
+    that are trained; nothing of DeepSpeed's own checkpoints is read or written.
+
+    With stage 3 every forward, in evaluation too, and every export gathers parameters from all ranks: all ranks must
+    make the same calls, in the same order.
+
+    Args:
+        wrapper: what `deepspeed.initialize` gave.
+        deepspeed: the package.
+        groups: the parameters of the optimizer's groups.
+        stage: of ZeRO.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        deepspeed: Any,
+        groups: Groups,
+        device: torch.device,
+        options: Options,
+        stage: int,
+    ) -> None:
+        self._zero = wrapper.optimizer
+        super().__init__(wrapper, self._zero.optimizer, device, options)
+        self._deepspeed = deepspeed
+        self._wrapper = wrapper
+        self._groups = groups
+        self._stage = stage
+        self._deepspeeds = is_deepspeeds(self.optimizer, deepspeed)
+
+    @property
+    def plain_model(self) -> nn.Module:
+        """The user's module, inside DeepSpeed's engine."""
+        return cast(nn.Module, self._wrapper.module)
+
+    @property
+    def divided(self) -> bool:
+        """Whether parameters are divided among the ranks: those of stage 3 are."""
+        return self._stage == 3
+
+    def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
+        """Adds the gradients of `loss / accumulate`; DeepSpeed divides.
+
+        Raises:
+            StrategyError: as `base.Engine.backward`.
+        """
+        self._count(last_microbatch)
+        self._wrapper.set_gradient_accumulation_boundary(last_microbatch)
+        self._wrapper.backward(loss)
+
+    def step(self) -> torch.Tensor | None:
+        """Clips, steps and zeroes; see `LocalEngine.step`.
+
+        Raises:
+            StrategyError: also for gradients that are not finite: DeepSpeed would leave the step out in silence.
+        """
+        self._check_complete()
+        self._wrapper.step()
+        self._microbatches = 0
+        if self._zero.overflow:
+            raise StrategyError(
+                "step: the gradients are not finite, and DeepSpeed has left the step out. Lower the learning rate, "
+                "add a warm-up, or set clip_norm."
+            )
+        return (
+            None
+            if self._options.clip_norm is None
+            else torch.as_tensor(self._zero._global_grad_norm).reshape(())
+        )
+
+    def zero(self) -> None:
+        """Throws away the gradients added since the last step."""
+        self._wait_for_reduction()
+        self._zero.zero_grad()
+        if self._stage < 3:
+            # As DeepSpeed's step does where it overflows; its `zero_grad` leaves the partitions as they are.
+            self._zero._release_preflattened_grad_buffers()
+            for kept in (self._zero.averaged_gradients, self._zero.all_grad_tensors):
+                kept.update(dict.fromkeys(kept))
+            self._zero.micro_step_id = -1
+        self._microbatches = 0
+
+    def _wait_for_reduction(self) -> None:
+        """Has what comes next on this device wait for DeepSpeed's reduction of the gradients; the host does not wait.
+
+        It runs on a stream of its own. Memory that is given back before it is done would be in use twice.
+        """
+        if self.device.type != "cuda":
+            return
+        for name in ("reduction_stream", "reduce_and_partition_stream"):  # of stages 1 and 2, and of stage 3
+            stream = getattr(self._zero, name, None)
+            if stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    @torch.no_grad()
+    def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Overwrites the model's state, and the fp32 copy of it that is trained; see `LocalEngine.import_state`."""
+        super().import_state(state)
+        self._zero.refresh_fp32_params()
+
+    def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
+        """The optimizer's state by plain parameter names; see `LocalEngine.export_optimizer`."""
+        with self._plain_groups():
+            state = super().export_optimizer(keep)
+        if not self._deepspeeds:
+            return state
+        return replace(state, groups=[without_its_own(group) for group in state.groups])
+
+    @torch.no_grad()
+    def import_optimizer(self, state: OptimizerState) -> None:
+        """Gives the optimizer the state that another engine's `export_optimizer` gave; see `base.Engine`.
+
+        Raises:
+            StrategyError: if it is that of other parameters, or differs between parameters that have one here.
+        """
+        names = self._names()
+        if self._deepspeeds:
+            refuse_other_options(self.optimizer, state.groups)
+        with self._plain_groups():
+            import_groups(self.optimizer, names, state.groups)
+        self.optimizer.state.clear()
+        members: dict[torch.Tensor, list[nn.Parameter]] = {}
+        for parameter in (p for group in self._groups for p in group):
+            members.setdefault(self._flat(parameter), []).append(parameter)
+        for flat, parameters in members.items():
+            entries = {names[p]: state.entries[names[p]] for p in parameters if names[p] in state.entries}
+            if entries:
+                _refuse_uneven(entries, [names[p] for p in parameters])
+                blank = _blank(flat, next(iter(entries.values())))
+                if self._deepspeeds:
+                    blank = {key: like_deepspeed(key, value) for key, value in blank.items()}
+                self.optimizer.state[flat] = blank
+        if self._stage < 3 and self.optimizer.state:
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+        for parameter in (p for group in self._groups for p in group):
+            for key, value in state.entries.get(names[parameter], {}).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    self._set_state(parameter, key, value)
+
+    def gather(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` whole; all ranks must call it for a parameter that stage 3 has divided."""
+        if not hasattr(value, "ds_id"):
+            return value
+        with self._deepspeed.zero.GatheredParameters([value]):
+            return value.detach().clone()
+
+    def held(self) -> Held:
+        """The tensors this rank holds for training; see `memory.held_bytes`.
+
+        DeepSpeed's copy of the weights counts with the optimizer; with stages 1 and 2 a parameter that lies across
+        two parts has its whole gradient in both. Its buffers for communication and offload are left out.
+        """
+        parameters = list(self.plain_model.parameters())
+        flats = list(dict.fromkeys(self._flat(p) for group in self._groups for p in group))
+        gradients = [p.grad for p in (*parameters, *flats) if p.grad is not None]
+        for kept in (self._zero.averaged_gradients, getattr(self._zero, "all_grad_tensors", {})):
+            gradients += [gradient for group in kept.values() for gradient in group or []]
+        divided = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
+        count = sum(self._shape(parameter).numel() for parameter in parameters)
+        return Held([*parameters, *divided], gradients, [*flats, *tensors_in(self.optimizer)], count)
+
+    def _tensors(self, caller: str) -> dict[str, torch.Tensor]:
+        if self._stage < 3:
+            return super()._tensors(caller)
+        super()._tensors(caller)
+        # The parameters themselves, which know their parts.
+        return dict(self.plain_model.state_dict(keep_vars=True))
+
+    def _shape(self, value: torch.Tensor) -> torch.Size:
+        return cast(torch.Size, getattr(value, "ds_shape", value.shape))
+
+    def _write(self, value: torch.Tensor, whole: torch.Tensor) -> None:
+        if not hasattr(value, "ds_id"):
+            value.detach().copy_(whole)
+            return
+        with self._deepspeed.zero.GatheredParameters([value], modifier_rank=0):
+            value.data.copy_(whole)
+
+    def _entries(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Entry]:
+        parameters = (parameter for group in self._groups for parameter in group)
+        return {names[p]: self.optimizer.state.get(self._flat(p), {}) for p in parameters}
+
+    def _exported(self, parameter: nn.Parameter, name: str, key: str, value: object) -> torch.Tensor | float:
+        if _is_per_element(value, self._flat(parameter)):
+            value = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+        elif self._deepspeeds:
+            value = like_torch(key, value)
+        return super()._exported(parameter, name, key, value)
+
+    def _set_state(self, parameter: nn.Parameter, key: str, whole: torch.Tensor) -> None:
+        if self._stage < 3:
+            self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole.contiguous(), key)
+            return
+        # DeepSpeed's setter of whole tensors fails on those that do not divide evenly: the last part is padded.
+        size = cast(Any, parameter).ds_tensor.numel()
+        padded = whole.new_zeros(size * self.world_size)
+        padded[: whole.numel()] = whole.flatten()
+        part = padded[self.rank * size : (self.rank + 1) * size]
+        self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, key)
+
+    def _flat(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The tensor that this rank steps in the place of `parameter` and its neighbours."""
+        if self._stage < 3:
+            number = next(i for i, group in enumerate(self._groups) if any(p is parameter for p in group))
+            return cast(torch.Tensor, self._zero.single_partition_of_fp32_groups[number])
+        number = self._zero.grad_position[self._zero.get_param_id(parameter)][0]
+        return cast(torch.Tensor, self._zero.fp32_partitioned_groups_flat[number])
+
+    @contextmanager
+    def _plain_groups(self) -> Iterator[None]:
+        """Inside it the optimizer's groups have the model's parameters instead of DeepSpeed's flat ones."""
+        flat = [group["params"] for group in self.optimizer.param_groups]
+        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = parameters
+        try:
+            yield
+        finally:
+            for group, parameters in zip(self.optimizer.param_groups, flat, strict=True):
+                group["params"] = parameters
+
+
+def _is_per_element(value: object, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == flat.shape
+
+
+def _blank(flat: torch.Tensor, entry: Entry) -> dict[str, Any]:
+    """The state of a flat tensor: zeros for what has a value per element, and a copy of the rest."""
+    state: dict[str, Any] = {}
+    for key, value in entry.items():
+        if not isinstance(value, torch.Tensor):
+            state[key] = value
+        else:
+            state[key] = torch.zeros_like(flat, requires_grad=False) if value.dim() else value.clone()
+    return state
+
+
+def _refuse_uneven(entries: Mapping[str, Entry], names: list[str]) -> None:
+    """Raises StrategyError unless all of `names` have an entry, and the same number of steps."""
+    missing = [name for name in names if name not in entries]
+    if missing:
+        raise StrategyError(
+            f"import_optimizer: the saved optimizer has no state for {missing[0]!r} and has some for others; DeepSpeed "
+            f"steps the parameters of a group together. Give the two groups of their own."
+        )
+    first, *others = entries
+    for key, value in entries[first].items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            continue
+        for other in others:
+            if entries[other].get(key) != value:
+                raise StrategyError(
+                    f"import_optimizer: {key!r} is {value} for {first!r} and {entries[other].get(key)} for {other!r}; "
+                    f"DeepSpeed steps the parameters of a group together. Give the two groups of their own."
+                )

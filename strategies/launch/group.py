@@ -1,0 +1,38 @@
+"""This process's place among the ranks: torchrun's environment, and joining the process group."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from ..devices import local_rank
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or something that sets the same variables) started this process."""
+    return all(name in os.environ for name in _TORCHRUN)
+
+
+def join_group(init_method: str = "env://", device: str | None = None) -> None:
+    """Join the process group that RANK and WORLD_SIZE describe.
+
+    Gloo serves CPU tensors and, unless the ranks train on the CPU, NCCL serves CUDA tensors. Without `device` this
+    rank's GPU becomes CUDA's current device where there is one for it; a strategy sees to that itself.
+
+    Args:
+        init_method: as torch's.
+        device: what the ranks train on: `"cpu"`, which touches no GPU, `"cuda"`, or None for CUDA where there is any.
+    """
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = "gloo"
+    if device != "cpu" and torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        here, own = torch.cuda.device_count(), local_rank(rank, ranks)
+        # CPU-only jobs may run more ranks than there are GPUs.
+        if own is not None and (here == 1 or own < here):
+            torch.cuda.set_device(0 if here == 1 else own)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=ranks)

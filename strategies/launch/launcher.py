@@ -1,0 +1,199 @@
+"""`launch`: runs a function on several ranks, under torchrun or by starting the processes itself."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from ...errors import StrategyError
+from .. import plugins
+from .group import join_group, under_torchrun
+from .ranks import Rank, Ranks, Report
+
+Result = TypeVar("Result")
+
+_INTERRUPT_PATIENCE = 3.0  # seconds the ranks have to answer after Ctrl-C
+_ECHO_PATIENCE = 2.0  # seconds to wait for the cause after a rank that only lost its connection
+
+
+def launch(
+    function: Callable[..., Result],
+    *args: Any,
+    devices: int,
+    timeout: float | None = None,
+    device: str | None = None,
+    patience: float = _INTERRUPT_PATIENCE,
+) -> list[Result]:
+    """Calls `function(*args)` on `devices` ranks in one process group, and returns their results.
+
+    Outside torchrun every rank is a fresh interpreter (nothing is forked, no main guard is needed);
+    the function, its arguments and its result travel by cloudpickle, so they may be defined in a script
+    or a notebook cell. Results should hold CPU tensors. Standard output and error are shared with the
+    ranks. Starting takes as long as importing torch, 4 to 10 s.
+
+    Under torchrun, or in a process group that exists already, this process *is* a rank: the function is
+    called here, and its exceptions come as they are.
+
+    Ctrl-C is passed on to the ranks, which have `patience` seconds to answer. If rank 0 answers with a
+    KeyboardInterrupt of its own (a subclass that carries what was finished), that object is raised.
+    A rank in a collective notices Ctrl-C only when the collective returns.
+
+    Args:
+        devices: number of ranks.
+        timeout: seconds the whole launch may take, start included; None, the default, for no limit,
+            because training may take days. Not used when this process is a rank.
+        device: what the ranks compute on: `"cpu"`, for which gloo alone is started and no GPU is touched; `"cuda"`; or
+            None, the default, for CUDA where there is any. Not used in a process group that exists already.
+        patience: seconds that the ranks have to answer after Ctrl-C, 3 by default; 0 where there is nothing to
+            wait for.
+
+    Returns:
+        One result for each rank, in order; under torchrun only this rank's, as a list of one.
+
+    Raises:
+        StrategyError: if a rank raises or dies (it names the first one and holds its traceback, and the
+            exception is its `__cause__`), if the job or a result cannot be pickled, at the time limit,
+            or if `devices` is not the number of ranks that torchrun started. No rank is left running.
+        KeyboardInterrupt: after Ctrl-C.
+    """
+    if devices < 1:
+        raise StrategyError(f"launch: devices={devices} must be 1 or more.")
+    if under_torchrun() or _in_group():
+        return [_call_here(function, args, devices, device)]
+    job = _pickle_job(function, args)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with Ranks(job, devices, device) as ranks:
+        try:
+            _wait_for_results(ranks, deadline, timeout)
+            ranks.wait_for_exit()
+            reports = [rank.report for rank in ranks.all]
+        except KeyboardInterrupt as interrupt:
+            raise (_wait_after_interrupt(ranks, patience) or interrupt) from None
+    return [_load_result(number, report) for number, report in enumerate(reports) if report]
+
+
+def _in_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _call_here(
+    function: Callable[..., Result], args: tuple[Any, ...], devices: int, device: str | None
+) -> Result:
+    import torch.distributed as dist
+
+    world_size = dist.get_world_size() if _in_group() else int(os.environ["WORLD_SIZE"])
+    if world_size != devices:
+        raise StrategyError(
+            f"launch: devices={devices}, but this process is one of {world_size} ranks that are already "
+            f"running; pass devices={world_size}, or start {devices} with torchrun."
+        )
+    if _in_group():
+        return function(*args)
+    join_group(device=device)
+    result = function(*args)
+    # Not after an exception: leaving a broken group may wait for the others for ever.
+    dist.destroy_process_group()
+    return result
+
+
+def _pickle_job(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    if plugins.REGISTERED:
+        function = partial(plugins.call_with, plugins.REGISTERED, function)
+    try:
+        return cloudpickle.dumps((function, args))  # type: ignore[no-any-return]
+    except Exception as error:
+        culprit = "the job"
+        parts = {f"the function {getattr(function, '__name__', function)!r}": function}
+        parts |= {f"argument {i} (a {type(arg).__name__})": arg for i, arg in enumerate(args, 1)}
+        for name, part in parts.items():
+            try:
+                cloudpickle.dumps(part)
+            except Exception:
+                culprit = name
+                break
+        raise StrategyError(
+            f"launch: {culprit} cannot be sent to another process: {type(error).__name__}: {error}. "
+            f"Build what cannot be pickled inside the function."
+        ) from error
+
+
+def _wait_for_results(ranks: Ranks, deadline: float | None, timeout: float | None) -> None:
+    """Returns when every rank has a result; raises for the first cause otherwise."""
+    waiting = ranks.all
+    while waiting:
+        ranks.pump()
+        if any(_failed(rank) for rank in ranks.all):
+            raise _first_cause(ranks)
+        waiting = [rank for rank in ranks.all if rank.report is None]
+        if waiting and deadline is not None and time.monotonic() > deadline:
+            raise StrategyError(
+                f"launch: rank(s) {[rank.number for rank in waiting]} of {len(ranks.all)} did not return "
+                f"within timeout={timeout:g} s; all ranks were ended. Allow more time, or look for "
+                f"a collective call that not every rank makes."
+            )
+
+
+def _failed(rank: Rank) -> bool:
+    return rank.report is not None and rank.report.kind != "result"
+
+
+def _first_cause(ranks: Ranks) -> StrategyError:
+    """The error for the rank that failed first; one that only lost its connection comes last."""
+    patience = time.monotonic() + _ECHO_PATIENCE
+    failed: list[tuple[Rank, Report]] = []
+    while not any(not report.echo for _, report in failed) and time.monotonic() < patience:
+        ranks.pump()
+        failed = [(rank, rank.report) for rank in ranks.all if rank.report and _failed(rank)]
+    rank, report = min(failed, key=lambda pair: (pair[1].echo, pair[1].time))
+    message = f"launch: rank {rank.number} of {len(ranks.all)} {report.what}. All ranks were ended."
+    returned = [rank.number for rank in ranks.all if rank.report and not _failed(rank)]
+    if report.echo and returned:
+        message += f" Rank(s) {returned} had returned already: they made fewer collective calls."
+    if report.traceback:
+        message += f"\n\nTraceback of rank {rank.number}:\n{report.traceback}"
+    error = StrategyError(message)
+    error.__cause__ = _load_exception(report)
+    return error
+
+
+def _wait_after_interrupt(ranks: Ranks, patience: float) -> KeyboardInterrupt | None:
+    """Passes Ctrl-C on and waits a moment; returns rank 0's own KeyboardInterrupt if it sent one."""
+    if not patience:
+        return None
+    ranks.interrupt()
+    first = ranks.all[0]
+    deadline = time.monotonic() + patience
+    # An answer that is arriving (large weights) is worth waiting for.
+    while time.monotonic() < max(deadline, first.heard + 1.0):
+        ranks.pump()
+        if all(rank.report for rank in ranks.all):
+            break
+    error = _load_exception(first.report) if first.report and first.report.kind == "error" else None
+    return error if isinstance(error, KeyboardInterrupt) else None
+
+
+def _load_exception(report: Report) -> BaseException | None:
+    """The rank's exception, or None if it does not survive the way: its text is in the message."""
+    try:
+        error = pickle.loads(report.payload)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def _load_result(number: int, report: Report) -> Any:
+    try:
+        return pickle.loads(report.payload)
+    except Exception as error:
+        raise StrategyError(
+            f"launch: rank {number} {report.what}, which cannot be loaded here: "
+            f"{type(error).__name__}: {error}. Return tensors and plain values instead."
+        ) from error

@@ -1,0 +1,100 @@
+"""`catalogue()`: every transform in one table, from the facts that each declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ...markup import html_table
+from ..base import CHANGES_MODEL, Transform
+
+HEADS = ("transform", "kind", "defaults", "renames", "compiles", "ddp", "fsdp", "deepspeed", "source")
+
+
+@dataclass(frozen=True)
+class CatalogueRow:
+    """One transform.
+
+    Attributes:
+        transform: class name, which is also its name in a recipe.
+        kind: what it changes; see `base.Kind`.
+        defaults: its fields.
+        renames: whether parameter names or shapes in the state dict change (`to_plain` translates them back).
+        compiles: whether the changed model compiles whole, with fullgraph=True; empty where no model changes.
+        ddp, fsdp, deepspeed: whether it works under that family of strategies, or what it needs there.
+        source: the publication.
+    """
+
+    transform: str
+    kind: str
+    defaults: str
+    renames: str
+    compiles: str
+    ddp: str
+    fsdp: str
+    deepspeed: str
+    source: str
+
+
+class Catalogue(list[CatalogueRow]):
+    """The rows of `catalogue()`, which print as a table; in a notebook, as one in HTML."""
+
+    def __repr__(self) -> str:
+        table = Table(title="Transforms", title_justify="left")
+        for head in HEADS:
+            table.add_column(head, overflow="fold")
+        for row in self:
+            table.add_row(*map(escape, dataclasses.astuple(row)))
+        return drawn(table, 160)
+
+    def _repr_html_(self) -> str:
+        return html_table(HEADS, map(dataclasses.astuple, self))
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """The same as plain JSON types."""
+        return [dataclasses.asdict(row) for row in self]
+
+
+def drawn(table: Table, width: int) -> str:
+    """The table as text of at most `width` columns, without colours."""
+    # Asked for, since in a notebook rich would by itself show the table in the cell and leave the file empty, and
+    # FORCE_COLOR, which Jupyter sets, would put escape sequences into it.
+    console = Console(file=io.StringIO(), width=width, force_jupyter=False, force_terminal=False)
+    console.print(table)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+
+
+def make_catalogue(transforms: Iterable[type[Transform]]) -> Catalogue:
+    """The table of these classes, by kind and name."""
+    return Catalogue(sorted(map(_row, transforms), key=lambda row: (row.kind, row.transform)))
+
+
+def _row(cls: type[Transform]) -> CatalogueRow:
+    defaults = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(cls))
+    changes = cls.kind in CHANGES_MODEL
+    return CatalogueRow(
+        transform=cls.__name__,
+        kind=cls.kind,
+        defaults=defaults,
+        renames="yes" if cls.renames else "no",
+        compiles=("yes" if cls.compile_safe else "no") if changes else "",
+        ddp=_works(cls, "ddp"),
+        fsdp=_works(cls, "fsdp"),
+        deepspeed=_works(cls, "deepspeed"),
+        source=cls.source,
+    )
+
+
+def _works(cls: type[Transform], family: str) -> str:
+    if family in cls.unsafe_with:
+        return "no"
+    if family == "deepspeed" and "deepspeed_stage_3" in cls.unsafe_with:
+        return "stages 1, 2"
+    return "find_unused_parameters" if family == "ddp" and cls.unused_parameters else "yes"

@@ -1,0 +1,69 @@
+"""Tensors of a model in training: shards (FSDP2's DTensors), norms, and buffers to keep as they are.
+
+DTensors are told without importing their class, which takes a distributed build of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+from ...errors import PlanError
+
+
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[Any]:
+    """Whether it is a shard of a larger tensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors themselves, or this rank's shard of each, sharing its memory. Call without gradients."""
+    return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
+
+
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """2-norm of all tensors together, shards and whole ones mixed, the same on every rank; float32, ()."""
+    norms: list[torch.Tensor] = []
+    for group in ([t for t in tensors if not is_dtensor(t)], [t for t in tensors if is_dtensor(t)]):
+        if group:
+            norm = torch.nn.utils.get_total_norm(group)
+            norms.append((norm.full_tensor() if is_dtensor(norm) else norm).float())
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def with_gradients(owner: object, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters that have a gradient.
+
+    Raises:
+        PlanError: if none has, for `owner` would silently do nothing.
+    """
+    found = [parameter for parameter in parameters if parameter.grad is not None]
+    if not found:
+        raise PlanError(
+            f"{type(owner).__name__}: no parameter has a gradient; call it between the backward and the "
+            "optimizer's step, with a strategy that leaves gradients on the parameters (DeepSpeed does not)."
+        )
+    return found
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Inside it forwards may change buffers; on leaving, all buffers are as they were, bit for bit.
+
+    For forwards that see images of a step once more, so that BatchNorm's statistics do not count them
+    twice: SelectiveBackprop's, and SAM's second.
+    """
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+__all__ = ["buffers_kept", "is_dtensor", "locals_of", "total_norm", "with_gradients"]
