@@ -6,64 +6,24 @@ this file under the name of the clone's folder, can do so without side effects.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .lazy import exports
 from .version import __version__ as __version__
 
-_HOME = {
-    "Checkpoints": "pipeline",
-    "Pipeline": "pipeline",
-    "RECIPES": "pipeline",
-    "DrivetrainError": "errors",
-    "DataError": "errors",
-    "BetonError": "errors",
-    "PlanError": "errors",
-    "StrategyError": "errors",
-    "RecipeError": "errors",
-    "CheckpointError": "errors",
-    "NonFiniteError": "errors",
-    "LedgerError": "errors",
-    "MissingExtra": "errors",
-}
-
-__all__ = [
-    "RECIPES",
-    "BetonError",
-    "CheckpointError",
-    "Checkpoints",
-    "DataError",
-    "DrivetrainError",
-    "LedgerError",
-    "MissingExtra",
-    "NonFiniteError",
-    "Pipeline",
-    "PlanError",
-    "RecipeError",
-    "StrategyError",
-]
-
 if TYPE_CHECKING:
-    from .errors import (
-        BetonError,
-        CheckpointError,
-        DataError,
-        DrivetrainError,
-        LedgerError,
-        MissingExtra,
-        NonFiniteError,
-        PlanError,
-        RecipeError,
-        StrategyError,
-    )
-    from .pipeline import RECIPES, Checkpoints, Pipeline
+    from .errors import BetonError as BetonError
+    from .errors import CheckpointError as CheckpointError
+    from .errors import DataError as DataError
+    from .errors import DrivetrainError as DrivetrainError
+    from .errors import LedgerError as LedgerError
+    from .errors import MissingExtra as MissingExtra
+    from .errors import NonFiniteError as NonFiniteError
+    from .errors import PlanError as PlanError
+    from .errors import RecipeError as RecipeError
+    from .errors import StrategyError as StrategyError
+    from .pipeline import RECIPES as RECIPES
+    from .pipeline import Checkpoints as Checkpoints
+    from .pipeline import Pipeline as Pipeline
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__, __all__ = exports(__name__, __file__)

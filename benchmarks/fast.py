@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from drivetrain import Pipeline
 from drivetrain.loaders import FFCVLoader
-from drivetrain.loaders.datasets.names.cifar10 import fetch_cifar10, load_cifar10
+from drivetrain.loaders.datasets.cifar10 import fetch_cifar10, load_cifar10
 from drivetrain.pipeline.telemetry.provenance import provenance
 from fast_plain import BATCH, SMALL, Images, seconds_to, train
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from drivetrain import Pipeline, strategies
-from drivetrain.pipeline.training.build import Built
-from drivetrain.pipeline.training.loop import train_epoch
-from drivetrain.pipeline.training.hooks import Methods
-from drivetrain.pipeline.models.factories.factories import cifar_resnet
-from drivetrain.pipeline.training.guard import LossGuard
+from drivetrain.pipeline.models.factories import cifar_resnet
 from drivetrain.pipeline.runs.artifacts import Job, Outcome
 from drivetrain.pipeline.runs.run import Run
+from drivetrain.pipeline.training.build import Built
+from drivetrain.pipeline.training.guard import LossGuard
+from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies import Engine
 from measuring import Contender, handlers_kept
 from torch import nn

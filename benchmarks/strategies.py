@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from drivetrain import strategies
-from drivetrain.strategies.deepspeed.strategy.backend import working
 from drivetrain.strategies.common.memory import adamw_bytes, held_bytes
+from drivetrain.strategies.deepspeed.backend import working
 from measuring import Contender, compare, measure, save
 from rich.table import Column, Table
 from torch import nn

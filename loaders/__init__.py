@@ -5,53 +5,22 @@ Names are imported at first use: torchvision and numba take seconds, which not e
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "Beton": "beton",
-    "ConvertReport": "conversion",
-    "FFCVLoader": "ffcv_loader",
-    "Inspection": "inspection",
-    "TorchLoader": "torch_loader",
-    "Verification": "inspection",
-    "contact_sheet": "inspection",
-    "convert": "conversion",
-    "inspect": "inspection",
-    "open_beton": "beton",
-    "resolve": "datasets",
-    "verify": "inspection",
-}
-
-__all__ = [
-    "Beton",
-    "ConvertReport",
-    "FFCVLoader",
-    "Inspection",
-    "TorchLoader",
-    "Verification",
-    "contact_sheet",
-    "convert",
-    "inspect",
-    "open_beton",
-    "resolve",
-    "verify",
-]
+from ..lazy import exports
 
 if TYPE_CHECKING:
-    from .beton.reader import Beton, open_beton
-    from .conversion.convert import ConvertReport, convert
-    from .datasets.names import resolve
-    from .ffcv_loader import FFCVLoader
-    from .inspection import Inspection, Verification, contact_sheet, inspect, verify
-    from .torch_loader import TorchLoader
+    from .beton.reader import Beton as Beton
+    from .beton.reader import open_beton as open_beton
+    from .conversion.convert import ConvertReport as ConvertReport
+    from .conversion.convert import convert as convert
+    from .datasets.names import resolve as resolve
+    from .ffcv_loader import FFCVLoader as FFCVLoader
+    from .inspection import Inspection as Inspection
+    from .inspection import Verification as Verification
+    from .inspection import contact_sheet as contact_sheet
+    from .inspection import inspect as inspect
+    from .inspection import verify as verify
+    from .torch_loader import TorchLoader as TorchLoader
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__, __all__ = exports(__name__, __file__)

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import DataError, require
-from .native import libffcv
 from .beton.reader import Beton, open_beton
 from .buffers import Buffers
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
+from .native import libffcv
 from .settings import check_ahead, check_device, check_workers, make_settings
 
 if TYPE_CHECKING:

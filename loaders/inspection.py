@@ -17,10 +17,10 @@ from tqdm.auto import tqdm
 from ..checks import check_whole, plain
 from ..errors import BetonError, DataError, require_suffix
 from ..files import atomic_file
-from .native import libffcv, turbojpeg
+from .beton.layout import MODE_JPEG
 from .beton.reader import Beton, open_beton
 from .exhaustion import exhaustion, is_exhaustion
-from .beton.layout import MODE_JPEG
+from .native import libffcv, turbojpeg
 from .settings import check_workers
 
 

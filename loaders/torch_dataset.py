@@ -15,12 +15,12 @@ from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
 
 from ..errors import DataError
-from .beton.reader import Beton, open_beton
 from .beton.open_file import Identity
-from .policies import torchvision_policy
-from .settings import Settings, odd_size
+from .beton.reader import Beton, open_beton
 from .conversion.sources import FolderSource
 from .native.turbojpeg import huffman_coded
+from .policies import torchvision_policy
+from .settings import Settings, odd_size
 
 
 class BetonDataset(VisionDataset):  # type: ignore[misc]

@@ -5,73 +5,29 @@ Names are imported at first use: the command line's `--help` needs none of them,
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "RECIPES": "recipes",
-    "Built": "build",
-    "CheckpointWarning": "retention",
-    "Checkpoints": "retention",
-    "Epoch": "history",
-    "FitResult": "result",
-    "History": "history",
-    "Ledger": "ledger_result",
-    "LedgerInterrupted": "ledger_result",
-    "Logger": "loggers",
-    "LoggerWarning": "loggers",
-    "Pipeline": "pipeline",
-    "Plan": "plan",
-    "Step": "plan",
-    "TrainingInterrupted": "result",
-    "compare": "ledger_compare",
-    "evaluate": "loop",
-    "export": "exporting",
-    "train_epoch": "loop",
-}
-
-__all__ = [
-    "RECIPES",
-    "Built",
-    "CheckpointWarning",
-    "Checkpoints",
-    "Epoch",
-    "FitResult",
-    "History",
-    "Ledger",
-    "LedgerInterrupted",
-    "Logger",
-    "LoggerWarning",
-    "Pipeline",
-    "Plan",
-    "Step",
-    "TrainingInterrupted",
-    "compare",
-    "evaluate",
-    "export",
-    "train_epoch",
-]
+from ..lazy import exports
 
 if TYPE_CHECKING:
-    from .training.build import Built
-    from .checkpoints.export import export
-    from .telemetry.history import Epoch, History
-    from .ledger.comparison import compare
-    from .ledger.ledger import Ledger, LedgerInterrupted
-    from .telemetry.loggers import Logger, LoggerWarning
-    from .training.loop import evaluate, train_epoch
-    from .pipeline import Pipeline
-    from .spec.plan import Plan, Step
-    from .recipes.presets import RECIPES
-    from .runs.result import FitResult, TrainingInterrupted
-    from .checkpoints.directory import Checkpoints, CheckpointWarning
+    from .checkpoints.directory import Checkpoints as Checkpoints
+    from .checkpoints.directory import CheckpointWarning as CheckpointWarning
+    from .checkpoints.export import export as export
+    from .ledger.comparison import compare as compare
+    from .ledger.ledger import Ledger as Ledger
+    from .ledger.ledger import LedgerInterrupted as LedgerInterrupted
+    from .pipeline import Pipeline as Pipeline
+    from .recipes.presets import RECIPES as RECIPES
+    from .runs.result import FitResult as FitResult
+    from .runs.result import TrainingInterrupted as TrainingInterrupted
+    from .spec.plan import Plan as Plan
+    from .spec.plan import Step as Step
+    from .telemetry.history import Epoch as Epoch
+    from .telemetry.history import History as History
+    from .telemetry.loggers import Logger as Logger
+    from .telemetry.loggers import LoggerWarning as LoggerWarning
+    from .training.build import Built as Built
+    from .training.loop import evaluate as evaluate
+    from .training.loop import train_epoch as train_epoch
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__, __all__ = exports(__name__, __file__)

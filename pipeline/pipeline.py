@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import require
-from .telemetry.loggers import LOG_EVERY
+from .checkpoints.directory import Checkpoints
 from .spec.pipeline_spec import PipelineSpec
 from .spec.plan import Plan
 from .spec.resolve import resolve
-from .checkpoints.directory import Checkpoints
+from .telemetry.loggers import LOG_EVERY
 
 if TYPE_CHECKING:
-    from .training.build import Built
     from .ledger.ledger import Ledger
     from .lightning.hand_over import HandOver
-    from .telemetry.loggers import Choice
-    from .training.guard import OnNonFinite
     from .runs.result import FitResult
+    from .telemetry.loggers import Choice
+    from .training.build import Built
+    from .training.guard import OnNonFinite
 
 CHECKPOINTS = Checkpoints()
 """What `fit` saves when it is not told."""

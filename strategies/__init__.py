@@ -11,89 +11,36 @@ importing this package costs nothing, which the ranks that `launch` starts rely 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "Auto": "auto",
-    "DDP": "ddp",
-    "DP": "dp",
-    "DeepSpeed": "deepspeed",
-    "Engine": "base",
-    "FSDP": "fsdp",
-    "FairScaleFSDP": "fairscale",
-    "FairScaleOSS": "fairscale",
-    "FairScaleShardedDDP": "fairscale",
-    "FSDPCPUOffload": "fsdp",
-    "FSDPGradOp": "fsdp",
-    "HSDP": "fsdp",
-    "OptimizerFactory": "base",
-    "OptimizerState": "optimizer_state",
-    "Options": "options",
-    "Policy": "policy",
-    "Precision": "options",
-    "PrepareOptions": "options",
-    "Single": "single",
-    "Strategy": "base",
-    "StrategyRow": "registry",
-    "ZeroRedundancy": "zero",
-    "available": "registry",
-    "get": "registry",
-    "launch": "launcher",
-    "register": "registry",
-}
-
-__all__ = [
-    "DDP",
-    "DP",
-    "FSDP",
-    "HSDP",
-    "Auto",
-    "DeepSpeed",
-    "Engine",
-    "FSDPCPUOffload",
-    "FSDPGradOp",
-    "FairScaleFSDP",
-    "FairScaleOSS",
-    "FairScaleShardedDDP",
-    "OptimizerFactory",
-    "OptimizerState",
-    "Options",
-    "Policy",
-    "Precision",
-    "PrepareOptions",
-    "Single",
-    "Strategy",
-    "StrategyRow",
-    "ZeroRedundancy",
-    "available",
-    "get",
-    "launch",
-    "register",
-]
+from ..lazy import exports
 
 if TYPE_CHECKING:
-    from .auto import Auto
-    from .base import Engine, OptimizerFactory, Strategy
-    from .ddp import DDP
-    from .deepspeed.strategy import DeepSpeed
-    from .dp import DP
-    from .fairscale import FairScaleFSDP, FairScaleOSS, FairScaleShardedDDP
-    from .fsdp import FSDP, HSDP, FSDPCPUOffload, FSDPGradOp
-    from .launch.launcher import launch
-    from .common.optimizer_state import OptimizerState
-    from .options import Options, Precision, PrepareOptions
-    from .common.module_filter import Policy
-    from .registry import StrategyRow, available, get, register
-    from .single import Single
-    from .zero import ZeroRedundancy
+    from .auto import Auto as Auto
+    from .base import Engine as Engine
+    from .base import OptimizerFactory as OptimizerFactory
+    from .base import Strategy as Strategy
+    from .common.module_filter import Policy as Policy
+    from .common.optimizer_state import OptimizerState as OptimizerState
+    from .ddp import DDP as DDP
+    from .deepspeed.strategy import DeepSpeed as DeepSpeed
+    from .dp import DP as DP
+    from .fairscale import FairScaleFSDP as FairScaleFSDP
+    from .fairscale import FairScaleOSS as FairScaleOSS
+    from .fairscale import FairScaleShardedDDP as FairScaleShardedDDP
+    from .fsdp import FSDP as FSDP
+    from .fsdp import HSDP as HSDP
+    from .fsdp import FSDPCPUOffload as FSDPCPUOffload
+    from .fsdp import FSDPGradOp as FSDPGradOp
+    from .launching.launcher import launch as launch
+    from .options import Options as Options
+    from .options import Precision as Precision
+    from .options import PrepareOptions as PrepareOptions
+    from .registry import StrategyRow as StrategyRow
+    from .registry import available as available
+    from .registry import get as get
+    from .registry import register as register
+    from .single import Single as Single
+    from .zero import ZeroRedundancy as ZeroRedundancy
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__, __all__ = exports(__name__, __file__)

@@ -12,10 +12,10 @@ from torch import nn
 
 from .. import machine
 from .base import Engine, OptimizerFactory, Strategy
-from .devices import pick_device
 from .common.memory import ADAMW_BYTES
-from .options import PrepareOptions
 from .common.placement import check_ranks, enter
+from .devices import pick_device
+from .options import PrepareOptions
 
 COMFORTABLE = 0.5
 """Share of the free memory that parameters, gradients and optimizer may take: the rest is for activations,

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .base import OptimizerFactory
+from .common.placement import build_optimizer, check_ranks, enter, put_on
 from .engine import LocalEngine, RanksEngine
 from .options import Options, PrepareOptions
-from .common.placement import build_optimizer, check_ranks, enter, put_on
 
 
 class DDPEngine(RanksEngine):

@@ -11,10 +11,10 @@ from torch import nn
 
 from ..errors import StrategyError
 from .base import OptimizerFactory
+from .common.placement import build_optimizer, put_on
 from .devices import pick_device
 from .engine import LocalEngine
 from .options import Options, PrepareOptions
-from .common.placement import build_optimizer, put_on
 
 
 class DPEngine(LocalEngine):

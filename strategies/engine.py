@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from ..errors import StrategyError
 from .common.memory import Held, tensors_in
 from .common.optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups
-from .options import HALF, Options
 from .common.statistics import pool_buffers
+from .options import HALF, Options
 
 
 class LocalEngine:

@@ -14,11 +14,11 @@ from torch import nn
 
 from ..errors import StrategyError, require
 from .base import OptimizerFactory
+from .common.sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
+from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part
 from .ddp import DDP, OnEveryRank
 from .engine import LocalEngine, RanksEngine
 from .options import Options, PrepareOptions
-from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part
-from .common.sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
 
 EXTRA = "fairscale"
 

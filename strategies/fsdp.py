@@ -15,14 +15,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from .. import machine
 from ..errors import StrategyError
 from .base import OptimizerFactory
+from .common.materialise import materialise, refuse_without_reset
+from .common.module_filter import Policy, check_policy
+from .common.placement import build_optimizer, check_ranks, compile_in_place, enter, put_on
+from .common.recompute import recompute_activations
+from .common.sharding import (
+    begin_like_rank_0,
+    give_channels_last_inputs,
+    make_contiguous,
+    mixed_precision,
+    refuse_unshardable,
+    units,
+)
 from .devices import pick_device
 from .engine import LocalEngine, RanksEngine
-from .common.materialise import materialise, refuse_without_reset
 from .options import Options, PrepareOptions
-from .common.module_filter import Policy, check_policy
-from .common.recompute import recompute_activations
-from .common.sharding import (begin_like_rank_0, give_channels_last_inputs, make_contiguous, mixed_precision, refuse_unshardable, units)
-from .common.placement import build_optimizer, check_ranks, compile_in_place, enter, put_on
 
 
 class FSDPEngine(RanksEngine):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part
 from .ddp import DDP
 from .engine import RanksEngine
 from .options import Options
-from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part
 
 
 @dataclass(frozen=True)

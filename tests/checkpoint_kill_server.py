@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from drivetrain.pipeline import Checkpoints
-from drivetrain.pipeline.builder import Pipeline
+from drivetrain.pipeline import Checkpoints, Pipeline
 from drivetrain.pipeline.runs.fit import fit
 from drivetrain.transforms import EMA
 from pipeline_data import BATCH, CLASSES, SIDE

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drivetrain.loaders.datasets.cifar10 import FILES, META
 from drivetrain.loaders.datasets.names import cifar10
-from drivetrain.loaders.datasets.names.cifar10 import FILES, META
 from PIL import Image
 
 COUNT = 4  # images per file

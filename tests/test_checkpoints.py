@@ -227,7 +227,7 @@ def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
     other = Toy(tmp_path)
     assert other.train != toy.train
     changed = {
-        r"seed = 0, and this one has 1": pipeline._with(seed=1),
+        r"seed = 0, and this one has 1": pipeline.replace(seed=1),
         r"batch_size = 32, and this one has 16": toy.pipeline(batch_norm_model, batch_size=16),
         r"image_size": toy.pipeline(batch_norm_model, image_size=8),
         r"load settings": toy.pipeline(batch_norm_model, flip=True),

@@ -15,12 +15,12 @@ import pytest
 import torch
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints
-from drivetrain.pipeline.training.build import build, seeded
 from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest
-from drivetrain.pipeline.runs.artifacts import Job, Outcome
 from drivetrain.pipeline.checkpoints.resume import Choice, global_randomness_kept
+from drivetrain.pipeline.runs.artifacts import Job, Outcome
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.pipeline.telemetry.meter import Sums
+from drivetrain.pipeline.training.build import build, seeded
 from drivetrain.transforms import EMA, SWA, GyroDropout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

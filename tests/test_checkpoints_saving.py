@@ -11,8 +11,8 @@ import pytest
 import torch
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted
-from drivetrain.pipeline.checkpoints.directory import Store
 from drivetrain.pipeline.checkpoints.capture import shares
+from drivetrain.pipeline.checkpoints.directory import Store
 from drivetrain.strategies import launch
 from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, batch_norm_model, numbers, plain_model
 
@@ -56,11 +56,11 @@ def test_a_run_that_starts_anew_keeps_the_earlier_one_until_it_has_its_own(toy: 
             return super().forward(images)
 
     with pytest.raises(TrainingInterrupted):
-        fit(pipeline._with(model=lambda: Stops(0), seed=1), out=tmp_path)
+        fit(pipeline.replace(model=lambda: Stops(0), seed=1), out=tmp_path)
     assert steps_in(tmp_path) == before
-    resumed = fit(pipeline._with(seed=1), out=tmp_path, resume="auto")  # from the start: it had none
+    resumed = fit(pipeline.replace(seed=1), out=tmp_path, resume="auto")  # from the start: it had none
     assert "resumed" not in resumed.history.facts
-    assert numbers(resumed) == numbers(fit(pipeline._with(seed=1)))
+    assert numbers(resumed) == numbers(fit(pipeline.replace(seed=1)))
     assert steps_in(tmp_path)[-1] == 4 * STEPS
 
 
@@ -139,12 +139,12 @@ def test_a_run_that_is_refused_leaves_the_folder_to_the_one_before(toy: Toy, tmp
     """`auto` still finds it: another run takes the folder when nothing but its training is left to fail."""
     pipeline = toy.pipeline(plain_model)
     fit(pipeline, 2, out=tmp_path / "other")
-    whole = fit(pipeline._with(seed=1), 2, out=tmp_path / "run")
+    whole = fit(pipeline.replace(seed=1), 2, out=tmp_path / "run")
     before = everything_in(tmp_path / "run")
     with pytest.raises(CheckpointError, match="seed = 0, and this one has 1"):
-        fit(pipeline._with(seed=1), 3, out=tmp_path / "run", resume=tmp_path / "other")
+        fit(pipeline.replace(seed=1), 3, out=tmp_path / "run", resume=tmp_path / "other")
     assert everything_in(tmp_path / "run") == before
-    assert numbers(fit(pipeline._with(seed=1), 2, out=tmp_path / "run", resume="auto")) == numbers(whole)
+    assert numbers(fit(pipeline.replace(seed=1), 2, out=tmp_path / "run", resume="auto")) == numbers(whole)
 
 
 @pytest.mark.parametrize("about", [

@@ -36,8 +36,8 @@ from cifar10_files import (
     snapshot,
 )
 from drivetrain.errors import DataError
+from drivetrain.loaders.datasets.cifar10 import CLASSES, META, fetch_cifar10, load_cifar10
 from drivetrain.loaders.datasets.names import cifar10
-from drivetrain.loaders.datasets.names.cifar10 import CLASSES, META, fetch_cifar10, load_cifar10
 from torchvision.datasets import CIFAR10
 
 pytestmark = pytest.mark.usefixtures("no_network")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from drivetrain import RECIPES, Pipeline
-from drivetrain.pipeline.cli.app.doctor import EXTRAS, KEEPS_MEMORY, memory_kept
-from drivetrain.pipeline.models.factories.factories import cifar_resnet
-from drivetrain.pipeline.recipes.presets.presets import KEYS
-from drivetrain.pipeline.recipes.presets.table import PROSE
+from drivetrain.pipeline.cli.doctor import EXTRAS, KEEPS_MEMORY, memory_kept
+from drivetrain.pipeline.models.factories import cifar_resnet
+from drivetrain.pipeline.recipes.presets import KEYS
+from drivetrain.pipeline.recipes.table import PROSE
 from PIL import Image
 from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
 from safetensors.torch import load_file

@@ -39,7 +39,7 @@ def test_set_for_the_run_and_put_back(precision: Any, benchmark: bool | None) ->
     made = on_gpu(cudnn_benchmark=benchmark, matmul_precision=precision)
 
     def run() -> None:
-        with cuda_settings(made):
+        with cuda_settings(made.distribution, made.transforms):
             assert torch.backends.cudnn.benchmark is (benchmark is not False)
             assert torch.get_float32_matmul_precision() == (precision or "highest")
             raise ZeroDivisionError
@@ -70,7 +70,7 @@ def test_a_process_with_torchs_newer_switches() -> None:
 def test_on_the_cpu_nothing_is_touched(toy: Toy) -> None:
     before = settings()
     made = toy.pipeline().distribute("single", device="cpu", cudnn_benchmark=True, matmul_precision="high")
-    with cuda_settings(made):
+    with cuda_settings(made.distribution, made.transforms):
         assert settings() == before
     assert "cuDNN" not in repr(made.plan())
 
@@ -112,7 +112,7 @@ def test_what_means_nothing_is_refused(how: dict[str, Any], message: str) -> Non
 
 def test_in_a_recipe(toy: Toy) -> None:
     made = toy.pipeline(plain_model).distribute("single", cudnn_benchmark=False, matmul_precision="high")
-    recipe = made._with(model=plain_model).distribution
+    recipe = made.replace(model=plain_model).distribution
     assert (recipe.cudnn_benchmark, recipe.matmul_precision) == (False, "high")
     small = {"model": "cifar_resnet", "train": toy.train, "batch_size": 32, "image_size": 16}
     read = Pipeline.from_recipe({**small, "cudnn_benchmark": False, "matmul_precision": "high"})

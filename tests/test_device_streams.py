@@ -11,14 +11,14 @@ import pytest
 import torch
 from drivetrain import NonFiniteError, strategies
 from drivetrain.pipeline.telemetry import host_copy
-from drivetrain.pipeline.training import guard as nonfinite
 from drivetrain.pipeline.telemetry.host_copy import HostCopy
-from drivetrain.pipeline.training.loop import evaluate, train_epoch
-from drivetrain.pipeline.training.hooks import Methods
-from drivetrain.pipeline.training.guard import LossGuard
-from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.telemetry.meter import Sums
-from drivetrain.strategies.deepspeed.strategy.engine import DeepSpeedEngine
+from drivetrain.pipeline.telemetry.progress import Progress
+from drivetrain.pipeline.training import guard as nonfinite
+from drivetrain.pipeline.training.guard import LossGuard
+from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.loop import evaluate, train_epoch
+from drivetrain.strategies.deepspeed.engine import DeepSpeedEngine
 from drivetrain.transforms import EMA, SWA, Lookahead, Transform
 from host_syncs import HostSyncs, pretend_cuda
 from pipeline_data import batch_norm_model

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from drivetrain import StrategyError, strategies
 from drivetrain.strategies import devices
-from drivetrain.strategies.launch import group
 from drivetrain.strategies.common import placement as surroundings
+from drivetrain.strategies.launching import group
 from torch import nn
 
 VARIABLES = (

@@ -12,9 +12,9 @@ import torch
 import torchvision
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, export
-from drivetrain.pipeline.checkpoints.fingerprint import described
-from drivetrain.pipeline.models.factories.factories import cifar_resnet
 from drivetrain.pipeline.checkpoints.directory import Store
+from drivetrain.pipeline.checkpoints.fingerprint import described
+from drivetrain.pipeline.models.factories import cifar_resnet
 from drivetrain.transforms import EMA, SWA, BlurPool, ChannelsLast, Factorize
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model
 from safetensors.torch import load_file

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from drivetrain import NonFiniteError, Pipeline, strategies
 from drivetrain.pipeline.checkpoints.format import Checkpoint
-from drivetrain.pipeline.training.loop import train_epoch
-from drivetrain.pipeline.training.hooks import Methods
 from drivetrain.pipeline.training.guard import LossGuard
+from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA, SWA, GradientClipping, Lookahead, Transform
 from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, plain_model

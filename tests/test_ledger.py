@@ -14,10 +14,19 @@ import numpy as np
 import pytest
 from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
-from drivetrain.pipeline.cli.app.app import app
-from drivetrain.pipeline.ledger.measure.comparison import differences
-from drivetrain.pipeline.ledger.measure.rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, Turn, same_samples
-from drivetrain.pipeline.ledger.measure.statistics import ratio, ratio_of_means, t_quantile
+from drivetrain.pipeline.cli.app import app
+from drivetrain.pipeline.ledger.comparison import differences
+from drivetrain.pipeline.ledger.rounds import (
+    COPY,
+    EXTRAS,
+    LOADER,
+    MODEL,
+    PLAIN,
+    SPLIT,
+    Turn,
+    same_samples,
+)
+from drivetrain.pipeline.ledger.statistics import ratio, ratio_of_means, t_quantile
 from typer.testing import CliRunner
 
 WHOLE = "+ FFCV loader"

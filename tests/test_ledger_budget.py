@@ -20,11 +20,11 @@ import torch
 from drivetrain import LedgerError
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline import Ledger, LedgerInterrupted
+from drivetrain.pipeline.cli.app import app
+from drivetrain.pipeline.ledger.budget import Budget, OutOfTime, alarm, rounded_up, until
 from drivetrain.pipeline.ledger.measure import crew as ledger_crew
 from drivetrain.pipeline.ledger.measure import measure as ledger_module
-from drivetrain.pipeline.cli.app.app import app
-from drivetrain.pipeline.ledger.measure.budget import Budget, OutOfTime, alarm, rounded_up, until
-from drivetrain.pipeline.ledger.measure.rounds import MODEL, PLAIN
+from drivetrain.pipeline.ledger.rounds import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from process_state import wait_until_ended

@@ -15,9 +15,9 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, LedgerError, NonFiniteError, Pipeline, StrategyError
 from drivetrain.pipeline import Ledger, compare
-from drivetrain.pipeline.ledger.measure.crew import described
-from drivetrain.pipeline.ledger.measure.picture import caption, picture
-from drivetrain.pipeline.ledger.measure.rounds import LOADER, MODEL, PLAIN, without
+from drivetrain.pipeline.ledger.crew import described
+from drivetrain.pipeline.ledger.picture import caption, picture
+from drivetrain.pipeline.ledger.rounds import LOADER, MODEL, PLAIN, without
 from drivetrain.transforms import GradientClipping, LabelSmoothing, Report, Transform
 from pipeline_data import BATCH, Toy, plain_model
 from torch import nn
@@ -166,7 +166,7 @@ def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:
         .transform(LabelSmoothing(0.1), GradientClipping("norm", 1e-30))
     )
     with pytest.raises(NonFiniteError):
-        pipeline._with(transforms=()).fit(epochs=1, progress=False)
+        pipeline.replace(transforms=()).fit(epochs=1, progress=False)
     ledger = pipeline.ledger(seconds=25, within=0.95, accuracy=True, epochs=1, progress=False)
     rows = ledger.facts["accuracy"]["rows"]
     assert rows[PLAIN]["accuracy"] is None

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
-from drivetrain.pipeline.cli.app.app import app
-from drivetrain.pipeline.ledger.measure.comparison import differences
-from drivetrain.pipeline.ledger.measure.rounds import LOADER, MODEL, PLAIN, Turn
+from drivetrain.pipeline.cli.app import app
+from drivetrain.pipeline.ledger.comparison import differences
+from drivetrain.pipeline.ledger.rounds import LOADER, MODEL, PLAIN, Turn
 from typer.testing import CliRunner
 
 WHOLE = "+ FFCV loader"

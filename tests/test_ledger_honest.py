@@ -18,20 +18,22 @@ import psutil
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError
-from drivetrain.pipeline.ledger.measure import crew as ledger_crew, turns as ledger_turns
-from drivetrain.pipeline.cli.app.app import app
-from drivetrain.pipeline.ledger.measure.measure import _has_copies, _Measurement
-from drivetrain.pipeline.ledger.measure.accuracy import seconds_to, train_each
-from drivetrain.pipeline.ledger.measure.comparison import differences
-from drivetrain.pipeline.ledger.measure.crew import Loaders, Taker, largest, open_bench
-from drivetrain.pipeline.ledger.measure.memory import resident_peak
-from drivetrain.pipeline.ledger.measure.record import Record
-from drivetrain.pipeline.ledger.measure.ledger import Ledger
-from drivetrain.pipeline.ledger.measure.rounds import COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, mean_turn
-from drivetrain.pipeline.ledger.measure.turns import take_turn
-from drivetrain.pipeline.ledger.measure.variants import Variant, possible, variants
-from drivetrain.pipeline.telemetry.provenance import provenance
+from drivetrain.pipeline.cli.app import app
+from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
+from drivetrain.pipeline.ledger.comparison import differences
+from drivetrain.pipeline.ledger.crew import Loaders, Taker, largest, open_bench
+from drivetrain.pipeline.ledger.ledger import Ledger
+from drivetrain.pipeline.ledger.measure import _has_copies, _Measurement
+from drivetrain.pipeline.ledger.measure import crew as ledger_crew
+from drivetrain.pipeline.ledger.measure import turns as ledger_turns
+from drivetrain.pipeline.ledger.memory import resident_peak
+from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.rounds import COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, mean_turn
+from drivetrain.pipeline.ledger.turns import take_turn
+from drivetrain.pipeline.ledger.variants import Variant, possible, variants
 from drivetrain.pipeline.runs.result import Epoch
+from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.transforms import LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from torch import nn
@@ -77,7 +79,7 @@ def test_compiling_is_told_and_not_counted(toy: Toy, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
     pipeline = toy.pipeline(SlowAtFirst(1), loader="torch", workers=0)
     with ExitStack() as stack:
-        _, costs = open_bench(pipeline.distribute("single", compile=True), Loaders(stack), stack)
+        _, costs = open_bench(resolve(pipeline.distribute("single", compile=True)), Loaders(stack), stack)
     assert costs["compile_seconds"] > SLOW / 2
     told = {"held_bytes": dict.fromkeys(("parameters", "gradients", "optimizer"), 2**20)}
     plain = told | {"peak_bytes": 300 * 2**20, "compile_seconds": None}
@@ -117,7 +119,7 @@ def test_a_turn_ends_when_the_device_has_done_its_work(toy: Toy, monkeypatch: py
     pending: list[float] = []
     monkeypatch.setattr(ledger_turns, "_wait_for", lambda _: time.sleep(pending.pop(0) if pending else 0))
     with ExitStack() as stack:
-        bench, _ = open_bench(toy.pipeline(loader="torch", workers=0), Loaders(stack), stack)
+        bench, _ = open_bench(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
         pending[:] = [1.0]
         assert take_turn(bench, "train", epoch=1, batches=1)[0].seconds < 1.0
         pending[:] = [0, 0.5]
@@ -153,7 +155,7 @@ def test_it_ends_when_each_ratio_is_narrow_not_only_the_rows() -> None:
 def test_the_whole_is_the_pipeline_that_was_asked_for(toy: Toy) -> None:
     how = {"precision": "bf16", "compile": True, "accumulate": 2, "clip_norm": 1.0}
     pipeline = toy.pipeline().transform(LabelSmoothing(0.1)).distribute("single", **how)
-    plain, *_, whole, _ = (one.pipeline for one in variants(pipeline))
+    plain, *_, whole, _ = (one.spec for one in variants(resolve(pipeline)))
     assert (whole.data, whole.transforms, whole.distribution) == (
         pipeline.data, pipeline.transforms, pipeline.distribution
     )  # fmt: skip
@@ -169,7 +171,7 @@ def test_a_gpu_has_the_ceiling_of_its_copies(toy: Toy) -> None:
     for device, copies in (("cpu", False), ("cuda", True)):
         pipeline = toy.pipeline().distribute("single", device=device)
         assert _has_copies(pipeline) is copies
-        kinds = {one.name: one.kind for one in variants(pipeline, copies=copies)}
+        kinds = {one.name: one.kind for one in variants(resolve(pipeline), copies=copies)}
         assert kinds.get(COPY) == ("copy" if copies else None)
 
 

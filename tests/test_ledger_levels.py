@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drivetrain.pipeline import Ledger
-from drivetrain.pipeline.ledger.measure.picture import caption
-from drivetrain.pipeline.ledger.measure.rounds import LOADER, MODEL, PLAIN, Turn, only
-from drivetrain.pipeline.ledger.measure.statistics import Levels, Ratio, ratio, speed_text
+from drivetrain.pipeline.ledger.picture import caption
+from drivetrain.pipeline.ledger.rounds import LOADER, MODEL, PLAIN, Turn, only
+from drivetrain.pipeline.ledger.statistics import Levels, Ratio, ratio, speed_text
 
 NAMES = (PLAIN, "+ a", "+ b", "+ c", only("b"), LOADER)
 

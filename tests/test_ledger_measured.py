@@ -17,18 +17,19 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
 from drivetrain.loaders import TorchLoader
+from drivetrain.pipeline.ledger.crew import Loaders, Taker, groups, open_bench
+from drivetrain.pipeline.ledger.ledger import Ledger
+from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
+from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.rounds import EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
+from drivetrain.pipeline.ledger.schedule import phases
+from drivetrain.pipeline.ledger.turns import take_turn
+from drivetrain.pipeline.ledger.variants import Variant, alone_and_without, stages, variants
+from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry import progress
-from drivetrain.pipeline.ledger.measure.measure import TIGHT_ROUNDS, _Measurement
-from drivetrain.pipeline.ledger.measure.crew import Loaders, Taker, groups, open_bench
-from drivetrain.pipeline.ledger.measure.record import Record
-from drivetrain.pipeline.ledger.measure.ledger import Ledger
-from drivetrain.pipeline.ledger.measure.rounds import EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
-from drivetrain.pipeline.ledger.measure.schedule import phases
-from drivetrain.pipeline.ledger.measure.turns import take_turn
-from drivetrain.pipeline.ledger.measure.variants import Variant, alone_and_without, stages, variants
 from drivetrain.pipeline.telemetry.loggers import CSVLogger
-from drivetrain.pipeline.training.guard import LossGuard
 from drivetrain.pipeline.telemetry.progress import Progress
+from drivetrain.pipeline.training.guard import LossGuard
 from drivetrain.transforms import (
     ChannelsLast,
     LabelSmoothing,
@@ -47,17 +48,17 @@ PARAMETERS = sum(parameter.numel() for parameter in plain_model().parameters())
 
 
 def names(pipeline: Pipeline) -> list[str]:
-    return [variant.name for variant in variants(pipeline)]
+    return [variant.name for variant in variants(resolve(pipeline))]
 
 
 def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
     assert names(toy.pipeline(loader="torch")) == [PLAIN, *OF_THE_WHOLE]
     ddp = toy.pipeline().distribute("ddp", devices=2)
     assert names(ddp) == [PLAIN, "+ FFCV loader", "+ ddp × 2", *OF_THE_WHOLE]
-    found = variants(toy.pipeline().distribute("ddp", devices=2, device="cpu", precision="bf16"))
+    found = variants(resolve(toy.pipeline().distribute("ddp", devices=2, device="cpu", precision="bf16")))
     assert [variant.pipeline.distribution.options.get("device") for variant in found] == ["cpu"] * len(found)
     assert [variant.kind for variant in found[-5:]] == ["train", "loader", "model", "split", "extras"]
-    flipped = variants(toy.pipeline().transform(TestTimeFlip()))
+    flipped = variants(resolve(toy.pipeline().transform(TestTimeFlip())))
     assert [variant.name for variant in flipped] == [
         PLAIN,
         "+ FFCV loader",
@@ -74,7 +75,7 @@ def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
 def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
     def measured(pipeline: Pipeline) -> dict[str, list[str]]:
         found = {}
-        for variant in alone_and_without(pipeline):
+        for variant in alone_and_without(resolve(pipeline)):
             found[variant.name] = [stage.name for stage in stages(variant.pipeline)]
         return found
 
@@ -261,7 +262,7 @@ def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
     with ExitStack() as stack:
         loaders = Loaders(stack)
         takers = [
-            Taker([Variant(name, pipeline._with(seed=seed))], loaders)
+            Taker([Variant(name, pipeline.replace(seed=seed))], loaders)
             for name, seed in (("one", 0), ("two", 0), ("three", 1))
         ]
         record = Record(["one", "two", "three"], ["one"])
@@ -317,7 +318,7 @@ class Watching(nn.Module):
 def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
     pipeline = toy.pipeline(Watching).transform(ProgressiveResizing(), LayerFreezing())
     with ExitStack() as stack:
-        bench, _ = open_bench(pipeline, Loaders(stack), stack)
+        bench, _ = open_bench(resolve(pipeline), Loaders(stack), stack)
         Watching.seen.clear()
         turn, labels = take_turn(bench, "train", epoch=1, batches=2)
         assert {side for side, _ in Watching.seen} == {8, 12, SIDE}
@@ -368,7 +369,7 @@ def test_bar_and_guard_are_extras(extra: tuple[Any, str], toy: Toy, monkeypatch:
 
     monkeypatch.setattr(kind, name, counted)
     with ExitStack() as stack:
-        bench, _ = open_bench(toy.pipeline(loader="torch", workers=0), Loaders(stack), stack)
+        bench, _ = open_bench(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
         take_turn(bench, "train", epoch=1, batches=3)
         assert not calls
         turn, _ = take_turn(bench, "extras", epoch=1, batches=3)
@@ -388,7 +389,7 @@ def test_losses_that_are_not_finite_do_not_stop_a_ledger(toy: Toy) -> None:
     """It has the peak learning rate at once, where a training would warm up."""
     pipeline = toy.pipeline(Diverged(0.0), loader="torch", workers=0).distribute("single", clip_norm=1.0)
     with ExitStack() as stack:
-        bench, _ = open_bench(pipeline, Loaders(stack), stack)
+        bench, _ = open_bench(resolve(pipeline), Loaders(stack), stack)
         turn, _ = take_turn(bench, "extras", epoch=1, batches=3)
         assert turn.images == 3 * BATCH
         with pytest.raises(NonFiniteError):
@@ -402,7 +403,7 @@ def test_the_bar_that_is_timed_is_shown_to_nobody(
     shown: list[Any] = []
     monkeypatch.setattr(progress, "tqdm", lambda **bar: shown.append(bar))
     with ExitStack() as stack:
-        bench, _ = open_bench(toy.pipeline(loader="torch", workers=0), Loaders(stack), stack)
+        bench, _ = open_bench(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
         assert take_turn(bench, "extras", epoch=1, batches=3)[0].images == 3 * BATCH
     assert shown == []
     assert capsys.readouterr().err == ""
@@ -410,7 +411,7 @@ def test_the_bar_that_is_timed_is_shown_to_nobody(
 
 def test_copies_to_the_device_are_counted(toy: Toy) -> None:
     with ExitStack() as stack:
-        bench, _ = open_bench(toy.pipeline(loader="torch", workers=0), Loaders(stack), stack)
+        bench, _ = open_bench(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
         turn, _ = take_turn(bench, "copy", epoch=1, batches=3)
         assert turn.images == 3 * BATCH
         assert 0 < turn.seconds < math.inf

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from drivetrain.pipeline import Ledger
-from drivetrain.pipeline.ledger.measure.picture import picture
-from drivetrain.pipeline.ledger.measure.rounds import LOADER, MODEL, PLAIN, SPLIT, Turn, only, without
+from drivetrain.pipeline.ledger.picture import picture
+from drivetrain.pipeline.ledger.rounds import LOADER, MODEL, PLAIN, SPLIT, Turn, only, without
 
 SPEEDS = {
     PLAIN: 100.0, "+ a": 200.0, "+ b": 220.0, "+ c": 330.0, LOADER: 5000.0, MODEL: 350.0,

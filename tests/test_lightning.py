@@ -106,14 +106,14 @@ def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:
     ],
 )
 def test_our_strategies_by_lightnings_names(name: str, options: dict[str, Any], expected: str) -> None:
-    from drivetrain.pipeline.lightning.hand_over.strategies import to_strategy
+    from drivetrain.pipeline.lightning.strategies import to_strategy
 
     how = Distribution(name, 1 if name == "single" else 2, options=options)
     assert to_strategy(how) == expected
 
 
 def test_our_strategies_that_have_no_name_there() -> None:
-    from drivetrain.pipeline.lightning.hand_over.strategies import to_strategy
+    from drivetrain.pipeline.lightning.strategies import to_strategy
     from torch.distributed.fsdp import ShardingStrategy
 
     gradients: Any = to_strategy(Distribution("fsdp_grad_op", 2))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.loaders import Beton, FFCVLoader, TorchLoader, convert, open_beton
-from drivetrain.loaders.beton.reader.manifest import manifest_path
-from drivetrain.loaders.conversion.convert.writer import PAGE_SIZE
+from drivetrain.loaders.beton.manifest import manifest_path
+from drivetrain.loaders.conversion.writer import PAGE_SIZE
 from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
 from PIL import Image
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from drivetrain.errors import BetonError, DataError, DrivetrainError
 from drivetrain.loaders import convert, open_beton
-from drivetrain.loaders.conversion.convert.encode import Encoding
-from drivetrain.loaders.beton.reader.manifest import manifest_path
-from drivetrain.loaders.conversion.convert.sampling import Job, encoded_samples, first_fields
-from drivetrain.loaders.conversion.convert.sources import open_source
+from drivetrain.loaders.beton.manifest import manifest_path
+from drivetrain.loaders.conversion.encode import Encoding
+from drivetrain.loaders.conversion.sampling import Job, encoded_samples, first_fields
+from drivetrain.loaders.conversion.sources import open_source
 from loader_pictures import jpeg_folder, raw_beton, raw_pictures
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from drivetrain.errors import BetonError, DataError
 from drivetrain.loaders import Beton, convert, inspect, open_beton, verify
-from drivetrain.loaders.beton.reader.manifest import manifest_path
-from drivetrain.loaders.conversion.convert.writer import PAGE_SIZE
+from drivetrain.loaders.beton.manifest import manifest_path
+from drivetrain.loaders.conversion.writer import PAGE_SIZE
 from loader_pictures import jpeg_bytes, picture, raw_pictures
 from loader_stock_fields import COUNT, values
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 from drivetrain.loaders import convert, open_beton
-from drivetrain.loaders.beton.reader.reader import Beton
-from drivetrain.loaders.beton.reader.layout import FIELD, HEADER, metadata_dtype, tables_start
-from drivetrain.loaders.beton.reader.manifest import manifest_path
+from drivetrain.loaders.beton.layout import FIELD, HEADER, metadata_dtype, tables_start
+from drivetrain.loaders.beton.manifest import manifest_path
+from drivetrain.loaders.beton.reader import Beton
 from loader_pictures import jpeg_bytes, picture
 
 MUTANTS, LIMIT = 400, 20.0

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton, verify
+from drivetrain.loaders.beton.layout import MODE_JPEG, Field
+from drivetrain.loaders.conversion.columns import Sample
+from drivetrain.loaders.conversion.encode import Encoded, Encoding, encode_image
+from drivetrain.loaders.conversion.writer import write_beton
 from drivetrain.loaders.native import turbojpeg
-from drivetrain.loaders.conversion.convert.columns import Sample
-from drivetrain.loaders.conversion.convert.encode import Encoded, Encoding, encode_image
-from drivetrain.loaders.beton.reader.layout import MODE_JPEG, Field
-from drivetrain.loaders.conversion.convert.writer import write_beton
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 

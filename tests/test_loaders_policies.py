@@ -13,9 +13,9 @@ import torch
 from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.decode.draws import sample_keys
-from drivetrain.loaders.policies import POLICIES
 from drivetrain.loaders.decode.policy_draws import NAMES, draw, magnitudes
 from drivetrain.loaders.decode.policy_pixels import augment
+from drivetrain.loaders.policies import POLICIES
 from loader_pictures import jpeg_beton, picture
 from numpy.typing import NDArray
 from PIL import Image

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from drivetrain.errors import BetonError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton, verify
-from drivetrain.loaders.beton.reader.open_file import OpenFile
+from drivetrain.loaders.beton.open_file import OpenFile
 from loader_pictures import jpeg_beton, raw_pictures, run_python
 
 TRUNCATE = """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from drivetrain.errors import DataError
 from drivetrain.loaders import Beton, convert, open_beton
-from drivetrain.loaders.conversion.convert.encode import Encoding
+from drivetrain.loaders.conversion.encode import Encoding
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 

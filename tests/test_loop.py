@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import strategies
-from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.pipeline.training.guard import LossGuard
+from drivetrain.pipeline.training.loop import train_epoch
 from pipeline_data import BATCH, CLASSES, SIDE, batch_norm_model
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode

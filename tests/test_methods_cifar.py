@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from drivetrain import DataError, Pipeline
-from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.loaders import convert
+from drivetrain.loaders.datasets.names import cifar10
+from drivetrain.pipeline.models.factories import cifar_resnet
 from drivetrain.pipeline.training.loop import evaluate
-from drivetrain.pipeline.models.factories.factories import cifar_resnet
 from drivetrain.transforms import (
     CHANGES_MODEL,
     EMA,

@@ -11,10 +11,16 @@ import torch
 import torchvision
 from drivetrain import DataError, Pipeline, PlanError, RecipeError
 from drivetrain.loaders.datasets.names import cifar10
+from drivetrain.pipeline.models.cifar import Shift, Whitening, airbench_net
+from drivetrain.pipeline.models.factories import (
+    MODELS,
+    model_factory,
+    name_of_factory,
+    pretrained,
+    vit_s16,
+)
+from drivetrain.pipeline.recipes.presets import RECIPES
 from drivetrain.pipeline.training.build import build_model
-from drivetrain.pipeline.models.factories.factories import MODELS, model_factory, name_of_factory, pretrained, vit_s16
-from drivetrain.pipeline.models.factories.cifar import Shift, Whitening, airbench_net
-from drivetrain.pipeline.recipes.presets.presets import RECIPES
 from torch import nn
 
 
@@ -101,7 +107,7 @@ def test_weights_that_are_not_to_be_had(tmp_path: Path, monkeypatch: pytest.Monk
         pretrained("resnet18", 5, "IMAGENET1K_V1")
     pipeline = Pipeline("pretrained", name="resnet18", num_classes=5, weights="IMAGENET1K_V1")
     with pytest.raises(PlanError, match="could not be fetched"):
-        build_model(pipeline)
+        build_model(pipeline, pipeline.transforms)
     with pytest.raises(RecipeError, match=r"no weights 'IMAGENET1K_V3'.*Known: .*IMAGENET1K_V1"):
         pretrained("resnet18", 5, "IMAGENET1K_V3")
     with pytest.raises(RecipeError, match=r"No model is named 'resnet81'"):

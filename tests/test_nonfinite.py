@@ -100,7 +100,7 @@ def test_skipping(toy: Toy, tmp_path: Path) -> None:
     assert [epoch.skipped for epoch in result.history.epochs] == [1, 1, 0]
     assert "1 steps skipped" in str(result.history.epochs[0])
     assert json.loads((tmp_path / "history.json").read_text())["epochs"][1]["skipped"] == 1
-    whole = fit(pipeline._with(model=Bad(())))
+    whole = fit(pipeline.replace(model=Bad(())))
     assert [e.lr for e in result.history.epochs] == [e.lr for e in whole.history.epochs]
     assert result.accuracy > 0.9
     state = {step: load(tmp_path, step) for step in (1, 2, 3)}

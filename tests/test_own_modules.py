@@ -14,7 +14,7 @@ import pytest
 import torch
 from drivetrain import CheckpointError, PlanError, RecipeError
 from drivetrain.pipeline import export
-from drivetrain.pipeline.recipes.presets.importing import modules_of
+from drivetrain.pipeline.recipes.importing import modules_of
 from drivetrain.transforms import ChannelsLast, Factorize, LabelSmoothing, Loss, TestTimeFlip, Transform
 from pipeline_data import CLASSES, Toy, batch_norm_model, plain_model
 from safetensors.torch import load_file

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from drivetrain import Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
-from drivetrain.pipeline.spec.optimizers import Optimization, Schedule
-from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.runs.result import COLUMNS
+from drivetrain.pipeline.spec.optimizers import Optimization, Schedule
 from drivetrain.pipeline.telemetry.meter import Sums
+from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
 from pipeline_data import (
     BATCH,
@@ -244,11 +244,11 @@ def test_bf16_learns_with_fp32_weights(toy: Toy) -> None:
 
 def test_same_seed_same_bits_and_another_seed_another_run(toy: Toy) -> None:
     pipeline = toy.pipeline(batch_norm_model, flip=True).transform(BlurPool(), ChannelsLast())
-    pipeline = pipeline._with(model=lambda: nn.Sequential(plain_pool(), nn.Dropout(0.3)))
+    pipeline = pipeline.replace(model=lambda: nn.Sequential(plain_pool(), nn.Dropout(0.3)))
     one, two = fit(pipeline, 2), fit(pipeline, 2)
     assert [e.loss for e in one.history.epochs] == [e.loss for e in two.history.epochs]
     assert_equal_states(one.model, two.model)
-    other = fit(pipeline._with(seed=1), 2)
+    other = fit(pipeline.replace(seed=1), 2)
     assert other.history.epochs[0].loss != one.history.epochs[0].loss
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
-from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.transforms import (
     EMA,
     SAM,

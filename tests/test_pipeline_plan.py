@@ -296,7 +296,7 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
     ),
     "factory without a module": (lambda toy, _: toy.pipeline(lambda: 3), PlanError, "gave a int, not a module"),
     "factory's option": (
-        lambda toy, _: toy.pipeline()._with(model_options={"clases": 4}),
+        lambda toy, _: toy.pipeline().replace(model_options={"clases": 4}),
         PlanError, r"plain_model\(clases=4\) cannot be built: .*clases",
     ),
     "module that cannot be copied": (

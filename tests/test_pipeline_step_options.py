@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError, RecipeError, StrategyError
-from drivetrain.pipeline.ledger.measure.measure import variants
+from drivetrain.pipeline.ledger.measure import variants
+from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.transforms import GyroDropout
 from pipeline_data import CLASSES, Toy
 from torch import nn
@@ -65,7 +66,7 @@ def test_the_plan_shows_both_between_surgery_and_wrapping(toy: Toy) -> None:
 
 def test_the_ledger_measures_compiling_as_a_stage(toy: Toy) -> None:
     pipeline = toy.pipeline(small).distribute("single", precision="bf16", compile=True)
-    names = [variant.name for variant in variants(pipeline)]
+    names = [variant.name for variant in variants(resolve(pipeline))]
     assert names.index("+ compile") == names.index("+ bf16") + 1
 
 

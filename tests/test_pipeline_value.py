@@ -26,20 +26,20 @@ def full(kind: type[Pipeline] = Pipeline) -> Any:
         .optimize("sgd", lr=0.1, momentum=0.9, schedule="linear", base_batch_size=16)
         .distribute("ddp", devices=2, precision="bf16", device="cpu", activation_checkpointing=["B", "A"])
     )
-    return made._with(epochs=3, recipe="mine")
+    return made.replace(epochs=3, recipe="mine")
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "model": lambda p: p._with(model=recipe_factories.Small),
-    "model_options": lambda p: p._with(model_options={"classes": 5}),
+    "model": lambda p: p.replace(model=recipe_factories.Small),
+    "model_options": lambda p: p.replace(model_options={"classes": 5}),
     "optimization": lambda p: p.optimize("sgd", lr=0.2),
     "data": lambda p: p.load("a.beton", "b.beton", batch_size=8, image_size=16, workers=1, scale=(0.4, 1.0)),
     "transforms": lambda p: p.transform(LabelSmoothing(0.1)),
     "distribution": lambda p: p.distribute("ddp", devices=2, device="cpu"),
-    "optimized": lambda p: p._with(optimized=False),
-    "seed": lambda p: p._with(seed=4),
-    "epochs": lambda p: p._with(epochs=4),
-    "recipe": lambda p: p._with(recipe=None),
+    "optimized": lambda p: p.replace(optimized=False),
+    "seed": lambda p: p.replace(seed=4),
+    "epochs": lambda p: p.replace(epochs=4),
+    "recipe": lambda p: p.replace(recipe=None),
 }
 
 
@@ -81,7 +81,7 @@ def test_copies_are_equal() -> None:
 def test_dataclasses_replace_changes_one_field_and_keeps_the_others() -> None:
     one = full()
     other = dataclasses.replace(one, seed=9)
-    assert (other.seed, other) == (9, one._with(seed=9))
+    assert (other.seed, other) == (9, one.replace(seed=9))
     assert dataclasses.replace(other, seed=3) == one
     for wrong, message in (
         ({"seed": -1}, "seed=-1"),
@@ -96,7 +96,7 @@ class Mine(Pipeline):
     """With a method of its own."""
 
     def small(self) -> Any:
-        return self._with(seed=1)
+        return self.replace(seed=1)
 
 
 class Fixed(Pipeline):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from drivetrain import DataError, Pipeline, PlanError
-from drivetrain.pipeline.cli.app.app import main
-from drivetrain.pipeline.spec.plan import make_plan
+from drivetrain.pipeline.cli.app import main
+from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.transforms import ProgressiveResizing
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Toy, plain_model, write_toy
 from test_cli import End, toy_values
@@ -43,7 +43,7 @@ BAD: dict[str, tuple[Callable[[Toy, Path], Pipeline], str]] = {
 def test_a_plan_looks_at_the_files(name: str, toy: Toy, tmp_path: Path) -> None:
     make, message = BAD[name]
     pipeline = make(toy, tmp_path)
-    assert make_plan(pipeline).steps  # the rules have nothing against it
+    assert resolve(pipeline, files=False).steps  # the rules have nothing against it
     with pytest.raises(DataError, match=message):
         pipeline.plan()
 
@@ -62,14 +62,14 @@ def test_a_plan_fetches_and_makes_nothing(
 def test_a_plan_checks_the_epochs_that_the_pipeline_has(toy: Toy) -> None:
     resizing = toy.pipeline(plain_model).transform(ProgressiveResizing())
     assert resizing.plan().steps  # fit(epochs=…) may be anything yet
-    short = resizing._with(epochs=1)
+    short = resizing.replace(epochs=1)
     for refused in (short.plan, short.build, lambda: short.fit(progress=False), short.ledger):
         with pytest.raises(PlanError, match="of 1 none would be at full size"):
             refused()
     with pytest.raises(PlanError, match="of 1 none would be at full size"):
         resizing.fit(epochs=1, progress=False)
     with pytest.raises(PlanError, match="epochs=0 must be a positive integer"):
-        resizing._with(epochs=0).plan()
+        resizing.replace(epochs=0).plan()
     assert len(short.fit(epochs=3, progress=False).history.epochs) == 3  # another number is another matter
 
 

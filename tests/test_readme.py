@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drivetrain import DataError, transforms
-from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.loaders import convert
+from drivetrain.loaders.datasets.names import cifar10
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BIN = Path(sys.executable).parent

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 from drivetrain import Pipeline, RecipeError
-from drivetrain.pipeline.recipes.presets.files import read_recipe
-from drivetrain.pipeline.recipes.presets.presets import complete
+from drivetrain.pipeline.recipes.files import read_recipe
+from drivetrain.pipeline.recipes.presets import complete
 from pipeline_data import Toy
 
 RECIPE = """\

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from drivetrain import Pipeline, RecipeError
-from drivetrain.pipeline.recipes.presets.presets import complete, parse_overrides
+from drivetrain.pipeline.recipes.presets import complete, parse_overrides
 
 
 def either_way(*pairs: str) -> list[dict[str, Any]]:

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import RECIPES, Pipeline, PlanError, RecipeError
-from drivetrain.pipeline.training.build import build_model
-from drivetrain.pipeline.spec.plan import make_plan
-from drivetrain.pipeline.recipes.presets.presets import DEFAULTS, KEYS, complete, parse_overrides
-from drivetrain.pipeline.recipes.presets.table import PROSE, recipe_table, recipes_table
+from drivetrain.pipeline.recipes.presets import DEFAULTS, KEYS, complete, parse_overrides
+from drivetrain.pipeline.recipes.table import PROSE, recipe_table, recipes_table
+from drivetrain.pipeline.spec.plan import Plan
+from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.spec.rules import check_epochs
+from drivetrain.pipeline.training.build import build_model
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing, ProgressiveResizing
 from pipeline_data import CLASSES, SIDE, Toy
 from rich.text import Text
@@ -139,7 +140,7 @@ def test_every_value_of_a_recipe_arrives(toy: Toy) -> None:
 def test_composers_recipes_are_what_they_say() -> None:
     pipeline = Pipeline.from_recipe("resnet50-mild", **{"strategy_options.device": "cpu"})
     assert pipeline.optimization.options == {"lr": 2.048, "momentum": 0.875, "weight_decay": 5e-4}
-    whole = json.dumps(make_plan(pipeline).to_dict(), ensure_ascii=False)
+    whole = json.dumps(Plan(resolve(pipeline, files=False).steps).to_dict(), ensure_ascii=False)
     for part in ("ffcv loader", "BlurPool", "EMA", "warm-up 25%", "8 device(s)", "224 px in evaluation"):
         assert part in whole
     for name in ("mild", "medium", "hot"):  # 8 epochs, however long the training
@@ -342,7 +343,9 @@ def test_another_model_than_the_recipes_needs_options_of_its_own(toy: Toy) -> No
     with pytest.raises(
         PlanError, match=r"'width'\. The model_options of a recipe are for .*model_options=\{"
     ):
-        build_model(pipeline)
-    build_model(Pipeline.from_recipe("baseline", model="resnet18", model_options={"num_classes": 4}, **data))
+        build_model(pipeline, ())
+    build_model(
+        Pipeline.from_recipe("baseline", model="resnet18", model_options={"num_classes": 4}, **data), ()
+    )
     with pytest.raises(PlanError, match="Did you mean 'num_classes' by 'num_clases'"):
-        build_model(Pipeline.from_recipe("baseline", **data, **{"model_options.num_clases": 4}))
+        build_model(Pipeline.from_recipe("baseline", **data, **{"model_options.num_clases": 4}), ())

@@ -10,8 +10,8 @@ import pytest
 import torch
 from drivetrain import RECIPES, Pipeline
 from drivetrain.loaders import convert
+from drivetrain.pipeline.recipes.presets import complete
 from drivetrain.pipeline.training.loop import train_epoch
-from drivetrain.pipeline.recipes.presets.presets import complete
 from drivetrain.strategies.registry import STRATEGIES
 from host_syncs import HostSyncs
 from pipeline_data import CLASSES, toy_arrays

@@ -45,15 +45,15 @@ def test_get_refuses(strategy: object, options: dict[str, object], words: str) -
 
 
 def test_importing_the_folder_does_not_import_torch() -> None:
-    code = "import drivetrain.strategies, drivetrain.strategies.launch.worker, sys; sys.exit('torch' in sys.modules)"
+    code = "import drivetrain.strategies, drivetrain.strategies.launching.worker, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_launch_stays_the_function_whatever_is_imported() -> None:
-    import drivetrain.strategies.launch.launcher
+    import drivetrain.strategies.launching.launcher
 
     assert callable(strategies.launch)
-    assert strategies.launch is drivetrain.strategies.launch.launcher.launch
+    assert strategies.launch is drivetrain.strategies.launching.launcher.launch
 
 
 CORES = len(os.sched_getaffinity(0))

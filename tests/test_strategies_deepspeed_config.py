@@ -14,7 +14,7 @@ from deepspeed_methods import OFFLOAD, STAGES
 from drivetrain import strategies
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import DeepSpeed
-from drivetrain.strategies.deepspeed.strategy.config import choose_zero, make_config, read_config
+from drivetrain.strategies.deepspeed.config import choose_zero, make_config, read_config
 from drivetrain.strategies.options import Options
 from strategy_jobs import make_optimizer
 from torch import nn

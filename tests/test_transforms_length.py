@@ -11,8 +11,8 @@ import pytest
 import torch
 from drivetrain import strategies
 from drivetrain.loaders import FFCVLoader
-from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.transforms import (
     CHANGES_MODEL,
     EMA,

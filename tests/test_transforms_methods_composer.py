@@ -24,9 +24,9 @@ from drivetrain.transforms import (
     SelectiveBackprop,
     SeqLengthWarmup,
 )
+from drivetrain.transforms.common.draws import draw_beta
 from drivetrain.transforms.cutmix import area, box_around, paste
 from drivetrain.transforms.cutout import inside
-from drivetrain.transforms.common.draws import draw_beta
 from drivetrain.transforms.selective_backprop import choose
 from torch import nn
 

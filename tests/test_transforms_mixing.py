@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from drivetrain.errors import DataError
 from drivetrain.transforms import BatchContext, CutMix, LabelSmoothing, MixUp, Transform
-from drivetrain.transforms.cutmix import area, box_around
 from drivetrain.transforms.common.draws import draw_beta
+from drivetrain.transforms.cutmix import area, box_around
 
 IMAGES = torch.randn(6, 3, 10, 12, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 4, 3, 3, 2, 1])

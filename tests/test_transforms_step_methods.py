@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from drivetrain.errors import DataError, PlanError
 from drivetrain.transforms import SAM, GradientClipping, NoWeightDecay, TestTimeFlip
-from drivetrain.transforms.no_weight_decay import note_shape
 from drivetrain.transforms.common.tensors import buffers_kept
+from drivetrain.transforms.no_weight_decay import note_shape
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import SGD, AdamW

@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import nn
 
 from ..errors import PlanError
-from .common.averaging import AveragedSession
 from .base import Kind, Session, Transform
+from .common.averaging import AveragedSession
 from .common.checks import check_count, check_range
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from .base import Kind, Report, State, Transform
-from .factorize import FactorizedLinear
 from .common.surgery import Verdict, full_name, operate, patched, places
+from .factorize import FactorizedLinear
 
 
 class GatedMlp(nn.Module):

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from .common.averaging import AveragedSession, Averages
 from .base import Kind, Session, Transform
+from .common.averaging import AveragedSession, Averages
 from .common.checks import check_count, check_range
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .base import Kind, Report, Transform
-from .low_precision_layer_norm import lower
 from .common.surgery import Verdict, full_name, obstacle, operate, patched
+from .low_precision_layer_norm import lower
 
 PLAIN = (
     "torch.nn.modules.normalization.GroupNorm",

@@ -19,8 +19,8 @@ from ..transfer import to_device
 from .base import BatchContext, Kind, Loss, Transform
 from .common.checks import check_count, check_range
 from .common.images import check_batch, resize
-from .label_smoothing import SmoothedLoss
 from .common.tensors import buffers_kept
+from .label_smoothing import SmoothedLoss
 
 
 @dataclass(frozen=True)

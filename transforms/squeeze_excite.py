@@ -16,8 +16,8 @@ from torch import nn
 from .base import Kind, Report, State, Transform
 from .blurpool import BlurConv2d
 from .common.checks import check_count, check_size
-from .factorize import FactorizedConv2d
 from .common.surgery import Verdict, obstacle, operate, places
+from .factorize import FactorizedConv2d
 from .weight_standardization import StandardizedBlurConv2d, StandardizedConv2d
 
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..errors import PlanError
-from .common.averaging import Averages, averaged_names, refuse_partitioned
 from .base import Kind, Session, Transform
+from .common.averaging import Averages, averaged_names, refuse_partitioned
 from .common.checks import check_count, check_range
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 from drivetrain.errors import DataError
+from drivetrain.loaders.datasets.cifar10 import CLASSES, META, ROW
 from drivetrain.loaders.datasets.names import cifar10
-from drivetrain.loaders.datasets.names.cifar10 import CLASSES, META, ROW
 from PIL import Image
 
 SIDE = 32

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from drivetrain.loaders import convert
-from drivetrain.loaders.datasets.names.cifar10 import CLASSES, fetch_cifar10, load_cifar10
+from drivetrain.loaders.datasets.cifar10 import CLASSES, fetch_cifar10, load_cifar10
 from PIL import Image
 
 

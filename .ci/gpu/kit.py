@@ -279,7 +279,7 @@ def build(out: Path, python: str, photos: Path | None, cifar10: bool) -> dict[st
 def pack_cifar10(out: Path) -> None:
     """Fetch CIFAR-10 and pack it."""
     import cifar10_pack
-    from drivetrain.loaders.datasets.names.cifar10 import fetch_cifar10
+    from drivetrain.loaders.datasets.cifar10 import fetch_cifar10
 
     cifar10_pack.pack(fetch_cifar10(), out, PART_BYTES - (1 << 20))
 

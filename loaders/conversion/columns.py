@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .encode import Encoded
 from ..beton.layout import ALLOCATION, Field, metadata_dtype
+from .encode import Encoded
 from .values import Stored
 
 

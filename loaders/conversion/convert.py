@@ -11,9 +11,9 @@ from time import perf_counter
 from typing import Any, Literal
 
 from ...errors import DataError, require_suffix
+from ..settings import check_workers
 from .encode import Encoding
 from .sampling import Job, encoded_samples, first_fields
-from ..settings import check_workers
 from .sources import open_source
 from .values import requested_fields
 from .writer import write_beton

@@ -14,8 +14,8 @@ from PIL import Image, UnidentifiedImageError
 
 from ...checks import check_whole, is_number, is_whole, make_plain
 from ...errors import DataError, suggest
-from ..native import turbojpeg
 from ..beton.layout import MODE_JPEG, MODE_RAW
+from ..native import turbojpeg
 
 RAW_LIMIT = 64 * 64 * 3
 """In mode auto, images of at most so many bytes of pixels are stored raw: lossless, and faster to read."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from tqdm.auto import tqdm
 
 from ...errors import DataError
+from ..beton.layout import Field
 from .columns import Sample
 from .encode import Encoding, encode_image
-from ..beton.layout import Field
 from .sources import Source
 from .values import infer_field, label_field, store_label, store_value
 from .writer import Skipped

@@ -14,9 +14,9 @@ import numpy as np
 
 from ...errors import DataError
 from ...files import atomic_files
-from .columns import Columns, Sample
 from ..beton.layout import HEADER, MAX_PAGE, MODE_JPEG, VERSION, Field, metadata_dtype, tables_start
 from ..beton.manifest import SEAL_BYTES, manifest_path, seal, write_manifest
+from .columns import Columns, Sample
 
 PAGE_SIZE = 1 << 23
 """8 MiB, FFCV's own default; doubled until the largest sample fits on a page."""

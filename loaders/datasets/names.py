@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal, cast
 
 from ...errors import BetonError, DataError, suggest
-from . import cifar10
 from ..beton.reader import open_beton
 from ..conversion.convert import convert
+from . import cifar10
 
 NAMES = ("cifar10:train", "cifar10:test")
 

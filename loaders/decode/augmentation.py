@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from . import draws
 from ..settings import Settings
+from . import draws
 
 if TYPE_CHECKING:
     from .policy_draws import Drawn

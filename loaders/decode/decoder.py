@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from ... import machine
 from ...errors import BetonError, DataError
-from . import augmentation, draws, kernels, pixels
-from ..native import turbojpeg
-from ..beton.reader import Beton
 from ..beton.layout import MODE_JPEG
-from .operations import Operations
+from ..beton.reader import Beton
+from ..native import turbojpeg
 from ..settings import Settings
+from . import augmentation, draws, kernels, pixels
+from .operations import Operations
 
 _PART = 1 << 20  # bytes of pixels that a thread works on at a time: they stay in its cache
 _METHODS = {"bilinear": kernels.BILINEAR, "area": kernels.AREA}

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from ...strategies import Engine
-from ...strategies.engine import copied
 from ...strategies.common.optimizer_state import Entry
+from ...strategies.engine import copied
 from ...transforms.common.tensors import buffers_kept
-from .format import OWN, Part
-from ..training.hooks import Methods
 from ..telemetry.meter import Sums
+from ..training.hooks import Methods
+from .format import OWN, Part
 
 AVERAGE = "::"
 """Stands between a method or a parameter and what is kept of it in a tensor's name."""

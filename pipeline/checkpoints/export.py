@@ -13,13 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import CheckpointError, require_suffix
 from ...transforms import NothingChanged, Transform
-from ..training.build import build_model
-from .format import Checkpoint
-from .fingerprint import described
 from ..models.factories import model_factory
 from ..spec.pipeline_spec import PipelineSpec
-from .resume import restoring, with_averages
+from ..training.build import build_model
 from .directory import Store, best_of, find
+from .fingerprint import described
+from .format import Checkpoint
+from .resume import restoring, with_averages
 from .weights import plain_state, save_weights
 
 Names = Literal["plain", "trained"]

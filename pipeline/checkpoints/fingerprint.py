@@ -15,13 +15,13 @@ from ...errors import CheckpointError
 from ...loaders.epochs import EpochLoader
 from ...strategies.common.optimizer_state import IMPLEMENTATION
 from ...transforms import Transform, declares_length, follows_length
+from ..models.factories import name_of_factory
+from ..spec.kinds import sort_transforms
+from ..spec.pipeline_spec import PipelineSpec
+from ..spec.resolve import ResolvedPlan
 from ..training.build import Built
 from .fields import REMEDY
 from .identity import identity
-from ..spec.kinds import sort_transforms
-from ..models.factories import name_of_factory
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.resolve import ResolvedPlan
 
 
 def run_facts(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:

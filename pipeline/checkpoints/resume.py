@@ -17,12 +17,12 @@ import torch
 from ...errors import CheckpointError, DrivetrainError
 from ...strategies import Engine
 from ...strategies.common.optimizer_state import Entry, OptimizerState
-from ..training.build import Built
-from .format import OWN, Checkpoint, Tensors
 from ..telemetry.history import Epoch, History
-from .directory import Store, find
-from .capture import AVERAGE
 from ..telemetry.meter import Sums
+from ..training.build import Built
+from .capture import AVERAGE
+from .directory import Store, find
+from .format import OWN, Checkpoint, Tensors
 
 
 @dataclass

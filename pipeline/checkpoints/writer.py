@@ -13,8 +13,8 @@ import torch
 
 from ...errors import CheckpointError
 from ...strategies import Engine
-from .format import Part, finish, note_path, write_part
 from .directory import Checkpoints, Store
+from .format import Part, finish, note_path, write_part
 
 _ROUND = 0.02  # seconds between two looks at whether the other ranks have written
 _PATIENCE = 3.0  # seconds that a run which fails waits for what is being written

@@ -154,8 +154,8 @@ def train(
     directory, not to the file; a custom model (model: module:factory) is imported from there or from
     the file's folder. Under torchrun: torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8.
     """
-    from ..runs.fit import fit, leads
     from ..pipeline import CHECKPOINTS, Pipeline
+    from ..runs.fit import fit, leads
     from ..runs.result import TrainingInterrupted
 
     if ledger:
@@ -326,8 +326,8 @@ def _find_modules(context: typer.Context, recipe: str | None = None) -> None:
 
 
 def _measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: Any) -> None:
-    from ..runs.fit import make_folder
     from ..ledger.ledger import LedgerInterrupted
+    from ..runs.fit import make_folder
 
     pipeline.plan()  # before a folder is made
     folder = None if out is None else make_folder(out)  # first: a ledger that cannot be written is time lost

@@ -11,10 +11,10 @@ from tqdm.auto import tqdm
 from ...checks import is_number
 from ...errors import PlanError
 from ..runs.fit import fit
+from ..spec.resolve import ResolvedPlan
 from ..telemetry.history import Epoch
 from .crew import described
 from .variants import Variant
-from ..spec.resolve import ResolvedPlan
 
 
 def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:

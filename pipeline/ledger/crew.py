@@ -18,14 +18,14 @@ from ...errors import DrivetrainError, StrategyError
 from ...loaders.epochs import EpochLoader
 from ...strategies import Engine, launch
 from ...transforms import LayerFreezing
-from ..training.build import build, make_loader, seeded
 from ..spec.cuda_settings import cuda_settings
+from ..spec.resolve import ResolvedPlan, resolve
+from ..training.build import build, make_loader, seeded
 from .budget import OutOfTime
 from .rounds import Turn
 from .schedule import phases
 from .turns import Bench, Labels, WeighedEngine, digest, take_turn
 from .variants import Kind, Variant
-from ..spec.resolve import ResolvedPlan, resolve
 
 MIN_BATCHES = 4  # in a turn; fewer, and filling the loader's queue would count
 

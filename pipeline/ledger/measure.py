@@ -25,21 +25,21 @@ import torch
 
 from ...checks import is_number
 from ...errors import DrivetrainError, LedgerError, PlanError
-from ...strategies.launch.group import under_torchrun
-from ..training.build import seeded
+from ...strategies.launching.group import under_torchrun
 from ..runs.fit import with_files
+from ..spec.pipeline_spec import PipelineSpec
+from ..spec.plan import Plan
+from ..spec.resolve import ResolvedPlan, resolve
+from ..telemetry.provenance import provenance
+from ..training.build import seeded
 from .accuracy import check_accuracy, train_each
 from .budget import Budget, OutOfTime, alarm, rounded_up
 from .crew import MIN_BATCHES, Loaders, Taker, described, groups
+from .ledger import Ledger, LedgerInterrupted
 from .memory import PEAK_RESERVE, PEAK_SECONDS, peak_bytes
 from .record import NO_TIME, Record
-from .ledger import Ledger, LedgerInterrupted
 from .rounds import PLAIN, Turn, same_samples
 from .variants import Variant, alone_and_without, in_turn, possible, variants
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.plan import Plan
-from ..telemetry.provenance import provenance
-from ..spec.resolve import ResolvedPlan, resolve
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30  # each stage in turn must leave time for so many
 # Intervals of fewer rounds may be narrow by chance; each further variant must leave time for as many.

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ...strategies import launch
-from .crew import Loaders, open_bench
 from ..spec.resolve import ResolvedPlan
+from .crew import Loaders, open_bench
 
 PEAK_SECONDS, PEAK_RESERVE = 100, 20
 """A ledger of fewer seconds leaves it out; of more, it keeps so many: starting two processes takes its time."""

@@ -23,18 +23,18 @@ from ...loaders.epochs import Batch, EpochLoader
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
 from ...transforms import LayerFreezing
+from ..telemetry.loggers import LOG_EVERY, Loggers
+from ..telemetry.meter import Sums
+from ..telemetry.metrics import Metrics
+from ..telemetry.progress import Progress
 from ..training.build import Built
+from ..training.guard import LossGuard
+from ..training.hooks import Methods
+from ..training.loop import train_epoch
 from .budget import until
 from .rounds import Turn, mean_turn
 from .schedule import Phase
 from .variants import Kind
-from ..telemetry.loggers import LOG_EVERY, Loggers
-from ..training.loop import train_epoch
-from ..training.hooks import Methods
-from ..telemetry.metrics import Metrics
-from ..training.guard import LossGuard
-from ..telemetry.progress import Progress
-from ..telemetry.meter import Sums
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from ...errors import DrivetrainError
 from ...transforms import Transform
-from .rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
+from ..spec.config import Distribution
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
-from ..spec.config import Distribution
+from .rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
 
 Kind = Literal["train", "loader", "model", "copy", "split", "extras"]
 """What a turn runs: training; the loader without a model; the model on one batch in memory; the copies to the

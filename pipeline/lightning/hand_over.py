@@ -23,12 +23,20 @@ from ...loaders.epochs import EpochLoader
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
 from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
 from ...transforms.no_weight_decay import note_shape
-from ..training.build import (Parts, make_loader, make_loaders, make_parts, optimizer_factory, seeded, training_loss)
 from ..runs.fit import with_files
-from .strategies import check_trainer, share, trainer_arguments
-from ..training.hooks import Methods, in_parts
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
+from ..training.build import (
+    Parts,
+    make_loader,
+    make_loaders,
+    make_parts,
+    optimizer_factory,
+    seeded,
+    training_loss,
+)
+from ..training.hooks import Methods, in_parts
+from .strategies import check_trainer, share, trainer_arguments
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 

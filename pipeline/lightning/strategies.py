@@ -17,9 +17,9 @@ from lightning.pytorch.strategies import (
 
 from ... import strategies
 from ...errors import PlanError, suggest
+from ..spec.config import Distribution
 from ..spec.resolve import ResolvedPlan
 from ..spec.rules import check_rules
-from ..spec.config import Distribution
 
 STARTS = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 """Lightning's ways to start the ranks of DDP; each name can end in `_find_unused_parameters_true` or `_false`."""

@@ -15,8 +15,8 @@ from ... import strategies
 from ...errors import PlanError, RecipeError, StrategyError
 from ...transforms import to_dict
 from ..models.factories import name_of_factory
-from ..spec.pipeline_spec import PipelineSpec
 from ..spec.config import Distribution
+from ..spec.pipeline_spec import PipelineSpec
 
 
 def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from ... import transforms
 from ...errors import DataError, PlanError, RecipeError, StrategyError, suggest
 from ..spec.pipeline_spec import PipelineSpec
-from .files import is_file_name, json_or_text, read_recipe
-from .schema import DEFAULTS, KEYS, Origin, check_key, check_values
 from .cifar import CIFAR
+from .files import is_file_name, json_or_text, read_recipe
 from .resnet import RESNETS
+from .schema import DEFAULTS, KEYS, Origin, check_key, check_values
 from .transformers import TRANSFORMERS
 
 __all__ = ["DEFAULTS", "KEYS", "RECIPES", "build_pipeline", "complete", "parse_overrides"]

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from .files import is_file_name, read_recipe
-from .schema import DEFAULTS, KEYS
 from .presets import RECIPES, complete
+from .schema import DEFAULTS, KEYS
 
 PROSE = {"description": "", "source": "Source: ", "published": "Published: ", "measured": "Measured: "}
 """The keys that tell, and do not set anything, with what is written before them."""

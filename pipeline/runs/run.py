@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, NonFiniteError
-from ...strategies.launch.group import under_torchrun
+from ...strategies.launching.group import under_torchrun
 from ...version import __version__
 from ..checkpoints import resume as resuming
 from ..training.build import Built

@@ -14,9 +14,9 @@ import torch
 from ...checks import is_number, is_whole
 from ...errors import PlanError, suggest
 from ...strategies import OptimizerFactory
+from .config import Arguments, changed
 from .frozen import FrozenDict
 from .sgdw import SGDW
-from .config import Arguments, changed
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,

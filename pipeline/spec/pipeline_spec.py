@@ -17,11 +17,11 @@ from ...checks import is_whole
 from ...errors import PlanError
 from ...strategies import OptimizerFactory, Strategy
 from ...transforms import Transform
+from ..models.factories import model_factory
+from .config import ONE_DEVICE, Data, Distribution, MatmulPrecision, source_name
 from .frozen import FrozenDict
 from .kinds import check_hook, sort_transforms
-from ..models.factories import model_factory
 from .optimizers import Optimization
-from .config import ONE_DEVICE, Data, Distribution, MatmulPrecision, source_name
 
 
 @dataclass(frozen=True, init=False, repr=False)

@@ -13,11 +13,11 @@ from ...markup import html_table
 from ...strategies import Strategy
 from ...transforms import CHANGES_MODEL, Transform
 from ...transforms.common.table import drawn
+from .config import PRECISIONS, Data, Distribution
 from .cuda_settings import choose_benchmark, uses_gpu
 from .kinds import KIND_ORDER
 from .pipeline_spec import PipelineSpec
 from .rules import family
-from .config import PRECISIONS, Data, Distribution
 
 KIND_REASON = {
     "image": "in the loader, on each training image; evaluation sees the images as they are",

@@ -16,13 +16,13 @@ from ... import strategies
 from ...errors import PlanError
 from ...strategies import Strategy
 from ...transforms import Transform
+from .config import Data, Distribution
 from .kinds import sort_transforms
 from .optimizers import Optimization
 from .pipeline_spec import PipelineSpec
 from .plan import Step, lay_out
 from .rules import check_epochs, check_rules
 from .sources import check_sources
-from .config import Data, Distribution
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...errors import DataError
-from ...loaders.order import check_batch_size
 from ...loaders.beton.tables import read_header
+from ...loaders.order import check_batch_size
 from .config import Data
 
 

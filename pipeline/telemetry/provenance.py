@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ... import machine
+from ... import errors, machine
 from ..spec.cuda_settings import matmul_precision
 from .progress import in_cell
 
@@ -82,7 +82,7 @@ def _processor() -> str:
 
 def _git_revision() -> str | None:
     """Of Drivetrain's own checkout; None for an installed wheel."""
-    root = Path(__file__).parent.parent
+    root = Path(errors.__file__).parent
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]

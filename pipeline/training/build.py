@@ -22,11 +22,11 @@ from ...loaders.epochs import EpochLoader
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...transforms import CHANGES_MODEL, CutMix, Loss, MixUp, Report, Transform
-from .checks import check_loss, check_output, count_classes
-from .hooks import Methods
+from ..spec.config import Data, Distribution
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
-from ..spec.config import Data, Distribution
+from .checks import check_loss, check_output, count_classes
+from .hooks import Methods
 
 
 @dataclass

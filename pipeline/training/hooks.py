@@ -13,9 +13,20 @@ from torch import nn
 
 from ...loaders.epochs import EpochLoader
 from ...strategies import Engine
-from ...transforms import (EMA, SAM, BatchContext, GradientClipping, LayerFreezing, Loss, ProgressiveResizing, Session, TestTimeFlip, Transform)
-from ...transforms.gyro_dropout import GyroDropoutLayer
+from ...transforms import (
+    EMA,
+    SAM,
+    BatchContext,
+    GradientClipping,
+    LayerFreezing,
+    Loss,
+    ProgressiveResizing,
+    Session,
+    TestTimeFlip,
+    Transform,
+)
 from ...transforms.common.tensors import buffers_kept
+from ...transforms.gyro_dropout import GyroDropoutLayer
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]
 """Images `(b, 3, H, W)` and targets, `(b,)` class numbers or `(b, C)` probabilities."""

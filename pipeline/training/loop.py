@@ -14,9 +14,9 @@ from ...loaders.epochs import Batch
 from ...strategies import Engine
 from ...strategies.devices import current_device
 from ...transforms import Loss
-from .hooks import Methods, Microbatch
-from .guard import Unguarded
 from ..telemetry.meter import Sums
+from .guard import Unguarded
+from .hooks import Methods, Microbatch
 
 Watch = Callable[[int, torch.Tensor], None]
 """Called after each step with the number of images (all ranks) and the step's loss, still on the device."""

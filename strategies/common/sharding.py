@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ...errors import StrategyError
-from .blocks import find_blocks, without_cut_ties
 from ..options import HALF, Precision
+from .blocks import find_blocks, without_cut_ties
 from .module_filter import Policy, choose
 
 

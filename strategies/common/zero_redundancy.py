@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..ddp import DDPEngine
-from .optimizer_state import Entry
 from ..options import Options
+from .optimizer_state import Entry
 
 Groups = list[dict[str, Any]]
 

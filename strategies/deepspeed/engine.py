@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ...errors import StrategyError
-from .adam import is_deepspeeds, like_deepspeed, like_torch, refuse_other_options, without_its_own
-from ..engine import RanksEngine
 from ..common.memory import Held, tensors_in
 from ..common.optimizer_state import Entry, Keep, OptimizerState, import_groups
+from ..engine import RanksEngine
 from ..options import Options
+from .adam import is_deepspeeds, like_deepspeed, like_torch, refuse_other_options, without_its_own
 
 Groups = list[list[nn.Parameter]]
 """The parameters of an optimizer's groups, before DeepSpeed puts flat ones in their place."""

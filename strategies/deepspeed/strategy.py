@@ -15,16 +15,21 @@ from torch import nn
 from ...errors import StrategyError, require
 from ..base import OptimizerFactory
 from ..common.blocks import find_blocks
+from ..common.materialise import materialise, refuse_without_reset
+from ..common.placement import build_optimizer, check_ranks, compile_in_place, enter, put_on
+from ..common.recompute import recompute_activations
+from ..common.sharding import (
+    begin_like_rank_0,
+    give_channels_last_inputs,
+    make_contiguous,
+    refuse_unshardable,
+)
+from ..engine import LocalEngine
+from ..options import Options, PrepareOptions
 from .adam import faster
 from .backend import reason_without_aio, working
 from .config import Zero, choose_zero, make_config, read_config, takes_cpu_adam
 from .engine import DeepSpeedEngine
-from ..engine import LocalEngine
-from ..common.materialise import materialise, refuse_without_reset
-from ..options import Options, PrepareOptions
-from ..common.recompute import recompute_activations
-from ..common.sharding import (begin_like_rank_0, give_channels_last_inputs, make_contiguous, refuse_unshardable)
-from ..common.placement import build_optimizer, check_ranks, compile_in_place, enter, put_on
 
 SUMMARIES = {
     1: "optimizer state divided among the devices (DeepSpeed ZeRO 1)",

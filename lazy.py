@@ -1,0 +1,49 @@
+"""Packages whose names are imported at first use, so that importing the package costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the `__getattr__`, `__dir__` and `__all__` of a package.
+
+    The names are those that its file imports for type checkers, under `if TYPE_CHECKING:`, as
+    `from .module import Name as Name`: one list for people, type checkers and Python.
+
+    Args:
+        package: the package's `__name__`.
+        file: its `__file__`.
+    """
+    homes = _imports(Path(file).read_text(encoding="utf-8"))
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name], package), name)
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return get, names, sorted(homes)
+
+
+def _imports(source: str) -> dict[str, str]:
+    """Return the relative module of each name that the source imports under `if TYPE_CHECKING:`."""
+    blocks = [
+        node.body
+        for node in ast.parse(source).body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    ]
+    return {
+        alias.asname or alias.name: f"{'.' * node.level}{node.module}"
+        for block in blocks
+        for node in block
+        if isinstance(node, ast.ImportFrom) and node.module != "typing"
+        for alias in node.names
+    }
