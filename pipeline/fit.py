@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .. import strategies
 from ..errors import DrivetrainError, PlanError, StrategyError
+from ..strategies.group import under_torchrun
 from ..transforms import NothingChanged
 from .build import build, build_model, seeded, source_file
 from .builder import LOG_EVERY, Pipeline
@@ -59,7 +60,7 @@ def fit(
     texts, note = descriptions(pipeline, epochs) if folder is not None else ({}, "")
     job = Job(
         epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell(),
-        plan=f"{plan!r}" if show_plan else "",
+        plan=f"{plan!r}" if show_plan else "", each_rank=under_torchrun() or _in_group(),
     )  # fmt: skip
     with claimed(folder) if folder is not None and leads() else nullcontext():
         pipeline = with_files(pipeline, progress)
@@ -122,7 +123,7 @@ def _tell(note: str, progress: bool) -> None:
 
 def leads() -> bool:
     """Whether this process is the only one that fits, or the first of several."""
-    if dist.is_available() and dist.is_initialized():
+    if _in_group():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
 
@@ -149,7 +150,11 @@ def _is_alone(pipeline: Pipeline) -> bool:
 
 def _is_rank(pipeline: Pipeline) -> bool:
     """Whether this process trains, alone or with others, and none is started for it."""
-    return _is_alone(pipeline) or _in_ranks() or (dist.is_available() and dist.is_initialized())
+    return _is_alone(pipeline) or _in_ranks() or _in_group()
+
+
+def _in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _in_ranks() -> bool:

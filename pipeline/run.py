@@ -13,7 +13,6 @@ import torch
 
 from .. import __version__
 from ..errors import CheckpointError, NonFiniteError
-from ..strategies.group import under_torchrun
 from . import resume as resuming
 from .build import Built
 from .builder import Pipeline
@@ -204,9 +203,9 @@ class Run:
             yield
 
     def _keeps(self, epoch: int) -> bool:
-        """Whether this rank keeps the whole weights after an epoch, which all ranks gather together: rank 0; under
-        torchrun, where each rank gives its caller the result, after the last epoch all of them."""
-        return self._lead or (under_torchrun() and epoch >= self._job.epochs)
+        """Whether this rank keeps the whole weights after an epoch, which all ranks gather together: rank 0; where
+        each rank gives its caller the result, after the last epoch all of them."""
+        return self._lead or (self._job.each_rank and epoch >= self._job.epochs)
 
     def _time_left(self, epoch: Epoch) -> str:
         """Of the whole training, if the epochs to come take as long as this one."""
