@@ -17,11 +17,10 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 import torch
-from drivetrain import LedgerError
+from drivetrain import LedgerError, PlanError
 from drivetrain.loaders import TorchLoader
-from drivetrain.pipeline import Ledger, LedgerInterrupted, ledger_crew
+from drivetrain.pipeline import Ledger, LedgerInterrupted, cli, ledger_crew
 from drivetrain.pipeline import ledger as ledger_module
-from drivetrain.pipeline.cli import app
 from drivetrain.pipeline.ledger_budget import Budget, OutOfTime, alarm, rounded_up, until
 from drivetrain.pipeline.ledger_rounds import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
@@ -216,6 +215,12 @@ def test_the_bar_has_the_share_of_the_time_that_is_used(capsys: pytest.CaptureFi
     assert [rounded_up(value) for value in (0.123, 12.1, 99.5, 341.0)] == [0.13, 13.0, 100.0, 350.0]
 
 
+def test_what_is_refused_on_the_command_line_leaves_no_folder(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"seconds=-1 \(--seconds"):
+        cli._measure(toy.pipeline(plain_model), -1.0, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C comes when that round begins."""
     work, came = ledger_crew.Taker.take, []
@@ -240,7 +245,7 @@ def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
     )
     interrupt_in_round(2, monkeypatch)
     done = CliRunner().invoke(
-        app, ["ledger", str(recipe), "--train", toy.train, "--seconds", "90", "--out", str(out)]
+        cli.app, ["ledger", str(recipe), "--train", toy.train, "--seconds", "90", "--out", str(out)]
     )
     assert done.exit_code == 130, done.output
     assert f"The ledger of 1 round is in {out / 'ledger.json'}." in " ".join(done.stderr.split())
