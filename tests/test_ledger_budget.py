@@ -12,6 +12,7 @@ import time
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import psutil
@@ -19,7 +20,7 @@ import pytest
 import torch
 from drivetrain import LedgerError, PlanError
 from drivetrain.loaders import TorchLoader
-from drivetrain.pipeline import Ledger, LedgerInterrupted, cli, ledger_crew
+from drivetrain.pipeline import Ledger, LedgerInterrupted, cli, ledger_budget, ledger_crew
 from drivetrain.pipeline import ledger as ledger_module
 from drivetrain.pipeline.ledger_budget import Budget, OutOfTime, alarm, rounded_up, until
 from drivetrain.pipeline.ledger_rounds import MODEL, PLAIN
@@ -205,6 +206,26 @@ def test_the_alarm_is_over_with_its_block() -> None:
     thread.start()
     thread.join()
     assert found
+
+
+def test_an_alarm_that_comes_as_its_block_ends_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """A lock that the main thread waits for, as it does while the other thread sends the signal."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is threading.main_thread():
+                time.sleep(5.0)
+            self.lock.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            self.lock.release()
+
+    monkeypatch.setattr(ledger_budget, "threading", SimpleNamespace(**{**vars(threading), "Lock": Slow}))
+    with pytest.raises(OutOfTime), alarm(time.perf_counter() - ledger_budget.GRACE + 0.3):
+        pass
 
 
 def test_the_bar_has_the_share_of_the_time_that_is_used(capsys: pytest.CaptureFixture[str]) -> None:
