@@ -19,6 +19,8 @@ from deepspeed_jobs import FEW, MOVED, moved
 from deepspeed_methods import OFFLOAD
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import launch
+from drivetrain.strategies.deepspeed import adam as deepspeed_adam
+from drivetrain.strategies.deepspeed import build as deepspeed_build
 from drivetrain.strategies.deepspeed.backend import working
 from drivetrain.strategies.deepspeed.config import (
     choose_zero,
@@ -26,8 +28,6 @@ from drivetrain.strategies.deepspeed.config import (
     read_config,
     takes_cpu_adam,
 )
-from drivetrain.strategies.deepspeed.strategy import adam as deepspeed_adam
-from drivetrain.strategies.deepspeed.strategy import build as deepspeed_build
 from drivetrain.strategies.options import Options
 from parity_jobs import Case, train
 from test_strategies_parity import same_run

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torchvision
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, export
 from drivetrain.pipeline.checkpoints.directory import Store
+from drivetrain.pipeline.checkpoints.export import evaluated_state
 from drivetrain.pipeline.checkpoints.fingerprint import described
 from drivetrain.pipeline.models.factories import cifar_resnet
 from drivetrain.transforms import EMA, SWA, BlurPool, ChannelsLast, Factorize
@@ -36,6 +39,15 @@ model = torchvision.models.squeezenet1_1(num_classes=4, dropout=0.0)
 model.load_state_dict(safetensors.torch.load_file(sys.argv[2]), strict=True)
 torch.save(model.eval()(torch.ones(1, 3, 32, 32)), sys.argv[3])
 """
+
+
+def test_a_method_may_keep_any_json_values_beside_averages(tmp_path: Path) -> None:
+    saved = {"model": {"weight": torch.zeros(2)}, "methods": {"Own.mean::weight": torch.ones(2)}}
+    kept = {"best": 0.5, "since": None, "seen": [[1, 2]], "note": "weight", "mean": {"tensors": "Own.mean::"}}
+    checkpoint: Any = SimpleNamespace(
+        path=tmp_path, state={"methods": {"counts": {}, "Own": kept}}, tensors=saved.__getitem__
+    )
+    assert evaluated_state(checkpoint)["weight"].tolist() == [1.0, 1.0]
 
 
 def test_a_model_of_torchvision_loads_without_drivetrain(toy: Toy, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -48,6 +48,11 @@ class Slotted:
         self.size = 5
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
 class Failing:
     def __repr__(self) -> str:
         raise ZeroDivisionError
@@ -82,6 +87,7 @@ def values() -> dict[str, Any]:
         "numpy": np.float32(2), "tensor": torch.arange(2000.0), "array": np.arange(2000),
         "bfloat16": torch.zeros(3, dtype=torch.bfloat16),
         "meta": torch.zeros(3, device="meta"), "empty": torch.zeros(0), "iterator": iter([1]), "module object": json,
+        "objects": np.array([double, Bare()], dtype=object), "named": Pair(double, Bare()),
         "sparse": torch.eye(2).to_sparse(), "dtype": torch.float16, "none": None, "bytes": b"\0",
     }  # fmt: skip
 
@@ -115,6 +121,7 @@ def test_it_is_the_same_in_another_process() -> None:
     (lambda x, a=1: x + a, lambda x, a=2: x + a), (lambda x: F.relu(x), lambda x: F.gelu(x)),
     (lambda x: [y + 1 for y in x], lambda x: [y + 2 for y in x]), (Bare(1), Bare(2)), (Bare(1).method, Bare(2).method),
     (functools.partial(double, 1), functools.partial(double, 2)), (torch.arange(2000), -torch.arange(2000)),
+    (np.array([double], dtype=object), np.array([made], dtype=object)), (Pair(double, 1), Pair(made, 1)),
     (np.arange(2000), np.arange(2000.0)), (1, True), ("1", 1), (Holding(double), Holding(made)),
     (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])), nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]))),
 ])  # fmt: skip

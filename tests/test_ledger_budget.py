@@ -12,18 +12,20 @@ import time
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import psutil
 import pytest
 import torch
-from drivetrain import LedgerError
+from drivetrain import LedgerError, PlanError
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline import Ledger, LedgerInterrupted
-from drivetrain.pipeline.cli.app import app
+from drivetrain.pipeline.cli import app as cli
+from drivetrain.pipeline.ledger import budget as ledger_budget
+from drivetrain.pipeline.ledger import crew as ledger_crew
+from drivetrain.pipeline.ledger import measure as ledger_module
 from drivetrain.pipeline.ledger.budget import Budget, OutOfTime, alarm, rounded_up, until
-from drivetrain.pipeline.ledger.measure import crew as ledger_crew
-from drivetrain.pipeline.ledger.measure import measure as ledger_module
 from drivetrain.pipeline.ledger.rounds import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
@@ -209,12 +211,38 @@ def test_the_alarm_is_over_with_its_block() -> None:
     assert found
 
 
+def test_an_alarm_that_comes_as_its_block_ends_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """A lock that the main thread waits for, as it does while the other thread sends the signal."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is threading.main_thread():
+                time.sleep(5.0)
+            self.lock.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            self.lock.release()
+
+    monkeypatch.setattr(ledger_budget, "threading", SimpleNamespace(**{**vars(threading), "Lock": Slow}))
+    with pytest.raises(OutOfTime), alarm(time.perf_counter() - ledger_budget.GRACE + 0.3):
+        pass
+
+
 def test_the_bar_has_the_share_of_the_time_that_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     budget = Budget(10.0, time.perf_counter() - 4.0, progress=True)
     budget.show("round 3, + bf16")
     budget.close()
     assert "ledger: round 3, + bf16:  40% of 10 s" in capsys.readouterr().err
     assert [rounded_up(value) for value in (0.123, 12.1, 99.5, 341.0)] == [0.13, 13.0, 100.0, 350.0]
+
+
+def test_what_is_refused_on_the_command_line_leaves_no_folder(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"seconds=-1 \(--seconds"):
+        cli._measure(toy.pipeline(plain_model), -1.0, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +269,7 @@ def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
     )
     interrupt_in_round(2, monkeypatch)
     done = CliRunner().invoke(
-        app, ["ledger", str(recipe), "--train", toy.train, "--seconds", "90", "--out", str(out)]
+        cli.app, ["ledger", str(recipe), "--train", toy.train, "--seconds", "90", "--out", str(out)]
     )
     assert done.exit_code == 130, done.output
     assert f"The ledger of 1 round is in {out / 'ledger.json'}." in " ".join(done.stderr.split())

@@ -156,6 +156,7 @@ def test_plain_pytorch_fails(toy: Toy) -> None:
     assert isinstance(found, Ledger)
     assert len(found.rounds) >= 1
     assert [row.ratio is None for row in found.rows] == [False, False]
+    assert found.caveats[0].startswith("It ended because plain PyTorch failed; ")
 
 
 def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:

@@ -19,20 +19,20 @@ import pytest
 import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.pipeline.cli.app import app
+from drivetrain.pipeline.ledger import crew as ledger_crew
 from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.crew import Loaders, Taker, largest, open_bench
 from drivetrain.pipeline.ledger.ledger import Ledger
 from drivetrain.pipeline.ledger.measure import _has_copies, _Measurement
-from drivetrain.pipeline.ledger.measure import crew as ledger_crew
 from drivetrain.pipeline.ledger.measure import turns as ledger_turns
 from drivetrain.pipeline.ledger.memory import resident_peak
 from drivetrain.pipeline.ledger.record import Record
 from drivetrain.pipeline.ledger.rounds import COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, mean_turn
 from drivetrain.pipeline.ledger.turns import take_turn
 from drivetrain.pipeline.ledger.variants import Variant, possible, variants
-from drivetrain.pipeline.runs.result import Epoch
 from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.telemetry.history import Epoch
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.transforms import LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model

@@ -56,7 +56,7 @@ def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
     ddp = toy.pipeline().distribute("ddp", devices=2)
     assert names(ddp) == [PLAIN, "+ FFCV loader", "+ ddp × 2", *OF_THE_WHOLE]
     found = variants(resolve(toy.pipeline().distribute("ddp", devices=2, device="cpu", precision="bf16")))
-    assert [variant.pipeline.distribution.options.get("device") for variant in found] == ["cpu"] * len(found)
+    assert [variant.spec.distribution.options.get("device") for variant in found] == ["cpu"] * len(found)
     assert [variant.kind for variant in found[-5:]] == ["train", "loader", "model", "split", "extras"]
     flipped = variants(resolve(toy.pipeline().transform(TestTimeFlip())))
     assert [variant.name for variant in flipped] == [
@@ -64,7 +64,7 @@ def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
         "+ FFCV loader",
         *OF_THE_WHOLE,
     ]  # nothing of training
-    assert all(variant.pipeline.transforms == (TestTimeFlip(),) for variant in flipped)  # accuracies compare
+    assert all(variant.spec.transforms == (TestTimeFlip(),) for variant in flipped)  # accuracies compare
     *_, group = groups(found)
     assert [variant.name for variant in group] == ["+ ddp × 2", *OF_THE_WHOLE]
     assert names(toy.pipeline(loader="torch").distribute("single", activation_checkpointing=True))[1] == (
@@ -76,7 +76,7 @@ def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
     def measured(pipeline: Pipeline) -> dict[str, list[str]]:
         found = {}
         for variant in alone_and_without(resolve(pipeline)):
-            found[variant.name] = [stage.name for stage in stages(variant.pipeline)]
+            found[variant.name] = [stage.name for stage in stages(resolve(variant.spec))]
         return found
 
     two = toy.pipeline().transform(LabelSmoothing(0.1))

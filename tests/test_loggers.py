@@ -15,8 +15,8 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, PlanError
 from drivetrain.pipeline import Checkpoints, History, LoggerWarning
-from drivetrain.pipeline.runs.result import Epoch
 from drivetrain.pipeline.telemetry.curves import draw
+from drivetrain.pipeline.telemetry.history import Epoch
 from PIL import Image
 from pipeline_data import BATCH, RUN_FILES, TRAIN, Toy, left_in, plain_model
 from torch import nn

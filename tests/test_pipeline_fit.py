@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from drivetrain import Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
-from drivetrain.pipeline.runs.result import COLUMNS
 from drivetrain.pipeline.spec.optimizers import Optimization, Schedule
+from drivetrain.pipeline.telemetry.history import COLUMNS
 from drivetrain.pipeline.telemetry.meter import Sums
 from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing

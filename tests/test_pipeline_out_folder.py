@@ -10,9 +10,9 @@ import pytest
 import torch
 from drivetrain import CheckpointError, DataError, DrivetrainError
 from drivetrain.pipeline import Checkpoints, TrainingInterrupted
+from drivetrain.pipeline.checkpoints.weights import save_weights
 from drivetrain.pipeline.cli.app import _what_is_left
 from drivetrain.pipeline.runs.folder import draw_curves, read_history
-from drivetrain.pipeline.runs.result import save_weights
 from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, numbers, plain_model
 from safetensors.torch import load_file
 

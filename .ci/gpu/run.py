@@ -129,7 +129,8 @@ class StageFile:
         self.write()
 
     def note(self, unit: str, seconds: float, what: str, end_of_log: str) -> None:
-        """Keep why a unit is not done."""
+        """Keep why a unit is not done; the last one comes last."""
+        self.data["not_done"].pop(unit, None)
         self.data["not_done"][unit] = {"seconds": round(seconds, 1), "what": what, "end_of_log": end_of_log}
         self.write()
 
@@ -170,14 +171,18 @@ def run_stage(stage: Stage, state: Path, results: Path, seconds: float, rehearsa
     """
     start, file = monotonic(), StageFile(state / f"gpu-{stage.name}.json", stage.name, rehearsal)
     units, not_done = file.data["units"], file.data["not_done"]
+    tried = list(not_done)  # those that failed longest ago first, so that each gets its turn
     pending = sorted(
-        (unit for unit in stage.units if unit.name not in units), key=lambda unit: unit.name in not_done
+        (unit for unit in stage.units if unit.name not in units),
+        key=lambda unit: tried.index(unit.name) if unit.name in not_done else -1,
     )
     failed, ran = False, False
     for unit in pending:
         left = seconds - (monotonic() - start)
         if ran and left < MARGIN * expected(file, stage, unit) + GRACE:
-            return "more"
+            # Two that fail, and do not fit into one call, would be repeated for ever.
+            again = failed and not_done.get(unit.name, {}).get("what", KILLED) != KILLED
+            return "failed" if again else "more"
         began = monotonic()
         what, result = run_unit(unit, stage, state, left)
         spent, ran = monotonic() - began, True

@@ -1,0 +1,1 @@
+"""FFCV's `.beton` format: its layout, its tables, and opening a file."""

@@ -1,0 +1,1 @@
+"""From any image data set to a `.beton` file."""

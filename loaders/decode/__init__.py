@@ -1,0 +1,1 @@
+"""From bytes to batches of pixels: decoding, sampling and augmentation."""

@@ -19,7 +19,7 @@ from ..training.build import build_model
 from .directory import Store, best_of, find
 from .fingerprint import described
 from .format import Checkpoint
-from .resume import restoring, with_averages
+from .resume import Averages, restoring, with_averages
 from .weights import plain_state, save_weights
 
 Names = Literal["plain", "trained"]
@@ -72,7 +72,7 @@ def evaluated_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         methods = with_averages(checkpoint.state["methods"], checkpoint.tensors("methods"), {})
         for kept in methods.values():
             for averages in kept.values():
-                if not isinstance(averages, dict | int | bool):
+                if isinstance(averages, Averages):  # a custom method may keep any JSON values beside them
                     # Averages of half precision are kept in float32.
                     for name in averages:  # one at a time: there is one copy of the weights
                         if name in state:

@@ -63,7 +63,7 @@ def _of_plain(value: Any) -> str | None:
         return value.__name__
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:  # else its bytes are addresses
         return f"array(shape={value.shape}, dtype={value.dtype}, {_of_array(value)})"
     return None
 
@@ -83,6 +83,8 @@ def _of_container(value: Any, inside: tuple[object, ...]) -> str | None:
         return "{" + ", ".join(sorted(_text(each, inside) for each in value)) + "}"
     if type(value) in (list, tuple):
         return _of_sequence(value, inside)
+    if isinstance(value, np.ndarray):
+        return f"array(dtype={value.dtype}, {_text(value.tolist(), inside)})"
     return None
 
 
@@ -108,6 +110,8 @@ def _of_object(value: Any, inside: tuple[object, ...]) -> str:
         return f"{shown or _name(type(value))}{_text(dict(state), inside) if state else ''}"
     if shown is not None:
         return shown
+    if isinstance(value, list | tuple):  # a named tuple, whose fields are no attributes of its own
+        return f"{_name(type(value))}{_of_sequence(value, inside)}"
     if any(each is _ATTRIBUTES for each in inside):
         return f"<{_name(type(value))}>"
     public = {name: v for name, v in sorted(_attributes(value).items()) if not name.startswith("_")}

@@ -327,9 +327,11 @@ def _find_modules(context: typer.Context, recipe: str | None = None) -> None:
 
 def _measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: Any) -> None:
     from ..ledger.ledger import LedgerInterrupted
+    from ..ledger.measure import check_asked
     from ..runs.fit import make_folder
 
-    pipeline.plan()  # before a folder is made
+    check_asked(seconds)  # what is refused leaves no folder
+    pipeline.plan()
     folder = None if out is None else make_folder(out)  # first: a ledger that cannot be written is time lost
     if folder is not None:
         with suppress(ImportError):  # now, and not after Ctrl-C, when each second counts

@@ -75,17 +75,19 @@ def alarm(deadline: float) -> Iterator[None]:
     timer.start()
     came = False
     try:
-        yield
+        try:
+            yield
+        finally:  # it may arrive here, too, while this waits for the lock
+            with lock:
+                over.append(True)
+            timer.cancel()
     except KeyboardInterrupt:
         if not sent:
             raise
         came = True
     finally:
-        with suppress(_Alarm):
-            with lock:
-                over.append(True)
-            timer.cancel()
-            if sent and not came:  # it is under way: let it arrive here, and not in the caller's code
+        if sent and not came:  # it is under way: let it arrive here, and not in the caller's code
+            with suppress(_Alarm):
                 sleep(GRACE)
         signal.signal(number, signal.SIG_DFL)
     if came:

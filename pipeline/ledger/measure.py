@@ -307,6 +307,7 @@ class _Measurement:
         turns, failed = taker.take(number, batches, names, self._deadline)
         for name, reason in failed.items():
             if name == PLAIN:
+                self._record.stopped = "plain PyTorch failed"
                 raise _NoLedger(f"{PLAIN_FAILED}: {reason}")
             self._record.fail(name, reason)
         taker.drop(failed)

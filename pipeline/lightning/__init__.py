@@ -1,0 +1,1 @@
+"""The hand-over of a pipeline to Lightning."""

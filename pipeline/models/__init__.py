@@ -1,0 +1,1 @@
+"""Model factories by name, and small networks for CIFAR."""

@@ -28,7 +28,8 @@ Weights = Callable[[], dict[str, torch.Tensor]]
 @dataclass(frozen=True)
 class Job:
     """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists; `texts` go into it, by name;
-    `in_cell` is whether it was called in a notebook; rank 0 prints `plan` once everything is built and checked."""
+    `in_cell` is whether it was called in a notebook; rank 0 prints `plan` once everything is built and checked;
+    `each_rank` is whether the ranks were there before the call, so that the caller on each of them gets the result."""
 
     epochs: int
     folder: Path | None
@@ -41,13 +42,14 @@ class Job:
     texts: dict[str, str] = field(default_factory=dict)
     in_cell: bool = False
     plan: str = ""
+    each_rank: bool = False
 
 
 @dataclass
 class Outcome:
     """What a rank sends back: the history of the finished epochs, and the weights after the last of them, on the CPU
-    by plain names. Only those ranks have weights whose caller gets them: rank 0; under torchrun, when the training
-    has ended, all."""
+    by plain names. Only those ranks have weights whose caller gets them: rank 0; with `Job.each_rank`, when the
+    training has ended, all."""
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     history: History = field(default_factory=History)

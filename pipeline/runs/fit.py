@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ... import strategies
 from ...errors import DrivetrainError, PlanError, StrategyError
+from ...strategies.launching.group import under_torchrun
 from ...transforms import NothingChanged
 from ..training.build import build, build_model, seeded, source_file
 from ..spec.cuda_settings import cuda_settings
@@ -58,7 +59,7 @@ def fit(
     texts, note = descriptions(plan) if folder is not None else ({}, "")
     job = Job(
         epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell(),
-        plan=f"{Plan(plan.steps)!r}" if show_plan else "",
+        plan=f"{Plan(plan.steps)!r}" if show_plan else "", each_rank=under_torchrun() or _in_group(),
     )  # fmt: skip
     with claimed(folder) if folder is not None and leads() else nullcontext():
         plan = with_files(plan, progress)
@@ -121,7 +122,7 @@ def _tell(note: str, progress: bool) -> None:
 
 def leads() -> bool:
     """Whether this process is the only one that fits, or the first of several."""
-    if dist.is_available() and dist.is_initialized():
+    if _in_group():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
 
@@ -150,7 +151,11 @@ def _is_alone(plan: ResolvedPlan) -> bool:
 
 def _is_rank(plan: ResolvedPlan) -> bool:
     """Whether this process trains, alone or with others, and none is started for it."""
-    return _is_alone(plan) or _in_ranks() or (dist.is_available() and dist.is_initialized())
+    return _is_alone(plan) or _in_ranks() or _in_group()
+
+
+def _in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _in_ranks() -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, NonFiniteError
-from ...strategies.launching.group import under_torchrun
 from ...version import __version__
 from ..checkpoints import resume as resuming
 from ..training.build import Built
@@ -204,9 +203,9 @@ class Run:
             yield
 
     def _keeps(self, epoch: int) -> bool:
-        """Whether this rank keeps the whole weights after an epoch, which all ranks gather together: rank 0; under
-        torchrun, where each rank gives its caller the result, after the last epoch all of them."""
-        return self._lead or (under_torchrun() and epoch >= self._job.epochs)
+        """Whether this rank keeps the whole weights after an epoch, which all ranks gather together: rank 0; where
+        each rank gives its caller the result, after the last epoch all of them."""
+        return self._lead or (self._job.each_rank and epoch >= self._job.epochs)
 
     def _time_left(self, epoch: Epoch) -> str:
         """Of the whole training, if the epochs to come take as long as this one."""

@@ -1,0 +1,1 @@
+"""What a pipeline is: its description as a value, the rules of what fits together, and the resolved plan."""

@@ -1,0 +1,1 @@
+"""Starting ranks as processes, and joining their process group."""
