@@ -41,6 +41,7 @@ test-all: install check
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	mkdir -p .build && ln -sfn .. .build/drivetrain
 	MYPYPATH=.build $(BIN)/mypy --cache-dir .mypy_cache -m drivetrain $(PACKAGES:%=-p drivetrain.%)
 

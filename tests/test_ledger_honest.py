@@ -20,12 +20,12 @@ import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.pipeline.cli.app import app
 from drivetrain.pipeline.ledger import crew as ledger_crew
+from drivetrain.pipeline.ledger import turns as ledger_turns
 from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.crew import Loaders, Taker, largest, open_bench
 from drivetrain.pipeline.ledger.ledger import Ledger
 from drivetrain.pipeline.ledger.measure import _has_copies, _Measurement
-from drivetrain.pipeline.ledger.measure import turns as ledger_turns
 from drivetrain.pipeline.ledger.memory import resident_peak
 from drivetrain.pipeline.ledger.record import Record
 from drivetrain.pipeline.ledger.rounds import COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, mean_turn
