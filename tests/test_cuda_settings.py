@@ -58,7 +58,7 @@ def test_a_process_with_torchs_newer_switches() -> None:
     own = matmul.fp32_precision
     try:
         matmul.fp32_precision = "tf32"
-        with cuda_settings(on_gpu(matmul_precision="highest")):
+        with cuda_settings(on_gpu(matmul_precision="highest").distribution, ()):
             assert matmul.fp32_precision == "ieee"
         assert matmul.fp32_precision == "tf32"
         assert matmul_precision() == "tf32"
