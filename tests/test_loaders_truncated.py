@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from drivetrain.errors import BetonError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton, verify
 from drivetrain.loaders.open_file import OpenFile
+from drivetrain.loaders.torch_dataset import BetonDataset
 from loader_pictures import jpeg_beton, raw_pictures, run_python
 
 TRUNCATE = """
@@ -115,6 +117,16 @@ def test_a_worker_process_does_not_take_another_file(photos: Path, tmp_path: Pat
         shutil.copy(photos, tmp_path / "other.beton").replace(path)
         with pytest.raises(BetonError, match="is not the file any more that the loader opened"):
             list(loader)
+
+
+def test_a_file_that_was_refused_is_not_read_later(photos: Path, tmp_path: Path) -> None:
+    """A worker process returns the error of a sample, and goes on with the next one."""
+    path = Path(shutil.copy(photos, tmp_path / "copy.beton"))
+    dataset = pickle.loads(pickle.dumps(BetonDataset(path)))
+    shutil.copy(photos, tmp_path / "other.beton").replace(path)
+    for index in range(3):
+        with pytest.raises(BetonError, match="is not the file any more that the loader opened"):
+            _ = dataset[index]
 
 
 def test_verify_and_labels_of_a_file_that_became_shorter(raws: Path, tmp_path: Path) -> None:
