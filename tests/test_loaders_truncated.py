@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import shutil
@@ -153,6 +154,22 @@ def test_reading_a_file(tmp_path: Path) -> None:
     del file
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda file: pickle.loads(pickle.dumps(file))])
+def test_a_copy_is_open_by_itself(copied: Any, tmp_path: Path) -> None:
+    """Else it would read from the file that gets the descriptor's number next."""
+    path, other = tmp_path / "bytes", tmp_path / "other"
+    path.write_bytes(b"mine")
+    other.write_bytes(b"else")
+    file = OpenFile(path)
+    own = copied(file)
+    del file
+    with other.open("rb"):
+        assert own.read(0, 4) == b"mine"
+    other.replace(path)
+    with pytest.raises(BetonError, match="is not the file any more that the loader opened"):
+        copied(own)
 
 
 def test_a_file_that_may_not_be_read(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
