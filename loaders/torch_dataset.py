@@ -42,10 +42,11 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
     @property
     def beton(self) -> Beton:
         if self._beton is None:
-            self._beton = open_beton(self.root)
+            opened = open_beton(self.root)
             if self._identity is not None:
-                self._beton.file.require_identity(self._identity)
-            self._identity = self._beton.file.identity
+                opened.file.require_identity(self._identity)
+            # Only now: a worker goes on after an error, and must not read from a file that it has refused.
+            self._beton, self._identity = opened, opened.file.identity
         return self._beton
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any
@@ -114,16 +114,29 @@ class TorchLoader(EpochLoader):
         self._sampler.batches = [[(epoch, index) for index in share.tolist()] for share in shares]
         if self._loader is None:
             self._loader = self._make_loader()
-        # DataLoader's thread that pins memory takes CUDA's current device.
-        current = nullcontext() if self._feed is None else self._feed.streams.current_device()
-        with _main_module_hidden(self.dataset), _interrupts_kept_from_new_processes(), current:
-            batches = iter(self._loader)
+        try:
+            batches = self._started(self._loader)
+        except BaseException:
+            self._release()  # workers that are half in the new epoch would answer the next one wrongly
+            raise
         for batch, share in zip(batches, shares, strict=False):
             if isinstance(batch, DrivetrainError):
                 raise batch
             images, labels = batch
             labels = labels.float() if labels.is_floating_point() else labels
             yield self._batch(images, labels, share)
+
+    def _started(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """DataLoader's iterator over the epoch; the first one starts the workers."""
+        with ExitStack() as around:
+            # Workers that run already are waited for, until they have made what they had begun of an epoch that was
+            # left early: Ctrl-C must be heard meanwhile.
+            if self.workers and loader._iterator is None:
+                around.enter_context(_main_module_hidden(self.dataset))
+                around.enter_context(_interrupts_kept_from_new_processes())
+            if self._feed is not None:  # DataLoader's thread that pins memory takes CUDA's current device
+                around.enter_context(self._feed.streams.current_device())
+            return iter(loader)
 
     def _batch(self, images: torch.Tensor, labels: torch.Tensor, share: NDArray[np.int64]) -> Batch:
         fields = self.settings.fields

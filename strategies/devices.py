@@ -136,10 +136,11 @@ def refuse_shared_gpu(device: torch.device) -> None:
         return
     fingerprints = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(fingerprints, torch.tensor(_fingerprint(device), dtype=torch.int64))
-    found = [int(each) for each in fingerprints]
-    first, *others = [rank for rank, each in enumerate(found) if each == found[dist.get_rank()]]
-    if others:
-        raise StrategyError(
-            f"Ranks {first} and {others[0]} have the same GPU ({torch.cuda.get_device_name(device)}). Start as many "
-            f"ranks on a machine as it has GPUs, or show each rank one of its own (CUDA_VISIBLE_DEVICES)."
-        )
+    owners: dict[int, int] = {}
+    for rank, each in enumerate(int(each) for each in fingerprints):
+        first = owners.setdefault(each, rank)
+        if first != rank:  # also on ranks with a GPU of their own, which would wait for these two
+            raise StrategyError(
+                f"Ranks {first} and {rank} have the same GPU. Start as many ranks on a machine as it has GPUs, or show "
+                f"each rank one of its own (CUDA_VISIBLE_DEVICES)."
+            )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from drivetrain.errors import BetonError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton, verify
 from drivetrain.loaders.beton.open_file import OpenFile
+from drivetrain.loaders.torch_dataset import BetonDataset
 from loader_pictures import jpeg_beton, raw_pictures, run_python
 
 TRUNCATE = """
@@ -117,6 +120,16 @@ def test_a_worker_process_does_not_take_another_file(photos: Path, tmp_path: Pat
             list(loader)
 
 
+def test_a_file_that_was_refused_is_not_read_later(photos: Path, tmp_path: Path) -> None:
+    """A worker process returns the error of a sample, and goes on with the next one."""
+    path = Path(shutil.copy(photos, tmp_path / "copy.beton"))
+    dataset = pickle.loads(pickle.dumps(BetonDataset(path)))
+    shutil.copy(photos, tmp_path / "other.beton").replace(path)
+    for index in range(3):
+        with pytest.raises(BetonError, match="is not the file any more that the loader opened"):
+            _ = dataset[index]
+
+
 def test_verify_and_labels_of_a_file_that_became_shorter(raws: Path, tmp_path: Path) -> None:
     path = Path(shutil.copy(raws, tmp_path / "copy.beton"))
     beton = open_beton(path)
@@ -141,6 +154,22 @@ def test_reading_a_file(tmp_path: Path) -> None:
     del file
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda file: pickle.loads(pickle.dumps(file))])
+def test_a_copy_is_open_by_itself(copied: Any, tmp_path: Path) -> None:
+    """Else it would read from the file that gets the descriptor's number next."""
+    path, other = tmp_path / "bytes", tmp_path / "other"
+    path.write_bytes(b"mine")
+    other.write_bytes(b"else")
+    file = OpenFile(path)
+    own = copied(file)
+    del file
+    with other.open("rb"):
+        assert own.read(0, 4) == b"mine"
+    other.replace(path)
+    with pytest.raises(BetonError, match="is not the file any more that the loader opened"):
+        copied(own)
 
 
 def test_a_file_that_may_not_be_read(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,35 @@ def test_a_worker_that_starts_does_not_hear_ctrl_c(toy: Toy) -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
+def test_ctrl_c_is_heard_while_workers_turn_to_the_next_epoch(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DataLoader waits for workers that run already, without a limit; one may hang."""
+    kept, ended = [], []
+
+    class Loads:
+        _iterator: Any = None
+
+        def __iter__(self) -> Any:
+            kept.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+            if self._iterator is not None:
+                raise KeyboardInterrupt
+            self._iterator = self
+            return iter(())
+
+        def _shutdown_workers(self) -> None:
+            ended.append(self)
+
+    monkeypatch.setattr(TorchLoader, "_make_loader", lambda _: Loads())
+    with TorchLoader(toy.train, batch_size=BATCH, image_size=SIDE, workers=1) as loader:
+        assert list(loader) == []
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+        assert len(ended) == 1
+        assert list(loader) == []  # by new workers
+    assert (kept, len(ended)) == ([True, False, True], 2)
+
+
 def test_an_interrupt_waits_for_the_end_of_what_belongs_together() -> None:
     done = []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ Identity = tuple[int, int, int]
 
 class OpenFile:
     """A file, open as long as something refers to this object. One that is replaced by renaming stays readable.
+
+    A copy, and what another process unpickles, opens the file by its name, which must still be the same file.
 
     Args:
         path: the file.
@@ -37,6 +40,10 @@ class OpenFile:
         weakref.finalize(self, os.close, self.descriptor).atexit = False
         status = os.fstat(self.descriptor)
         self.identity: Identity = (status.st_dev, status.st_ino, status.st_size)
+
+    def __reduce__(self) -> tuple[Callable[[Path, Identity], OpenFile], tuple[Path, Identity]]:
+        # The number of the descriptor alone would go on to name whatever file is opened after this one is closed.
+        return _opened_again, (self.path, self.identity)
 
     @property
     def size(self) -> int:
@@ -87,3 +94,9 @@ class OpenFile:
         except OSError as error:
             raise BetonError(f"{self.path} cannot be read: {error.strerror or error}.") from error
         return found
+
+
+def _opened_again(path: Path, identity: Identity) -> OpenFile:
+    file = OpenFile(path)
+    file.require_identity(identity)
+    return file
