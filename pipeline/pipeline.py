@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import require
 from .checkpoints.directory import Checkpoints
+from .recipes.build import build_pipeline
+from .recipes.export import to_recipe
 from .spec.pipeline_spec import PipelineSpec
 from .spec.plan import Plan
 from .spec.resolve import resolve
@@ -70,8 +72,6 @@ class Pipeline(PipelineSpec):
             RecipeError: for an unknown name or key, with the nearest one, or a value of the wrong kind; of a
                 file, with the line.
         """
-        from .recipes.presets import build_pipeline
-
         return build_pipeline(recipe, overrides, cls)
 
     def to_recipe(self) -> dict[str, Any]:
@@ -80,8 +80,6 @@ class Pipeline(PipelineSpec):
         Raises:
             RecipeError: naming what no recipe can hold (a built module, a factory without a name), and the remedy.
         """
-        from .recipes.export import to_recipe
-
         return to_recipe(self)
 
     def plan(self) -> Plan:

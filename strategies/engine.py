@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..errors import StrategyError
 from .common.memory import Held, tensors_in
@@ -344,7 +343,7 @@ class RanksEngine(LocalEngine):
         seen = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
         here = torch.zeros((), device=self.device)
         for found in seen.values():
-            here += found.full_tensor() if isinstance(found, DTensor) else found
+            here += found.full_tensor() if hasattr(found, "full_tensor") else found  # of a DTensor
         seen.clear()
         seen[self.device] = self._sum(here)
 

@@ -5,8 +5,10 @@ Shapes: B batch, F features: the last dimension, or the channels of images (B, F
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import wraps
+from typing import ClassVar, ParamSpec
 
 import torch
 from torch import nn
@@ -16,6 +18,21 @@ from ..transfer import to_device
 from .base import Kind, Report, Transform
 from .common.checks import check_count, check_fraction
 from .common.surgery import Verdict, obstacle, operate
+
+P = ParamSpec("P")
+
+
+def outside_graphs(forward: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+    """Keep a forward out of compiled graphs, as `torch.compiler.disable` does, which takes a second to import."""
+
+    @wraps(forward)
+    def run(*arguments: P.args, **named: P.kwargs) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            eager: Callable[P, torch.Tensor] = torch.compiler.disable(forward)
+            return eager(*arguments, **named)
+        return forward(*arguments, **named)
+
+    return run
 
 
 class GyroDropoutLayer(nn.Dropout):
@@ -38,7 +55,7 @@ class GyroDropoutLayer(nn.Dropout):
     masks: torch.Tensor | None = None
     kept: tuple[torch.Tensor, tuple[object, ...], torch.Tensor] | None = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return input

@@ -154,6 +154,7 @@ def train(
     directory, not to the file; a custom model (model: module:factory) is imported from there or from
     the file's folder. Under torchrun: torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8.
     """
+    changes = _checked(recipe, overrides, data, val)
     from ..pipeline import CHECKPOINTS, Pipeline
     from ..runs.fit import fit, leads
     from ..runs.result import TrainingInterrupted
@@ -163,7 +164,7 @@ def train(
 
         check_asked(ledger_seconds)  # first: a training would be over by then
     _find_modules(context, recipe)
-    pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
+    pipeline = Pipeline.from_recipe(recipe, **changes)
     try:
         result = fit(
             pipeline, epochs=None, out=out, progress=True, resume="auto" if resume else None,
@@ -272,10 +273,11 @@ def ledger(
         )
     if epochs is not None and not accuracy:
         raise PlanError("--epochs is of the trainings that --accuracy asks for. Give both, or neither.")
+    changes = _checked(recipe, overrides, data, val)
     from ..pipeline import Pipeline
 
     _find_modules(context, recipe)
-    pipeline = Pipeline.from_recipe(recipe, **_overrides(overrides, data, val))
+    pipeline = Pipeline.from_recipe(recipe, **changes)
     _measure(pipeline, seconds, out, accuracy=accuracy, epochs=epochs)
 
 
@@ -371,8 +373,9 @@ def _show(measured: Ledger | None, folder: Path | None) -> None:
             measured.save(folder / "ledger.png")
 
 
-def _overrides(pairs: list[str] | None, data: str | None, val: str | None) -> dict[str, Any]:
-    from ..recipes.presets import parse_overrides
+def _checked(recipe: str, pairs: list[str] | None, data: str | None, val: str | None) -> dict[str, Any]:
+    """Return the overrides of a recipe that, with them, is one: its mistakes are shown before torch is imported."""
+    from ..recipes.presets import complete, parse_overrides
 
     found = parse_overrides(pairs or [])
     for key, value in (("train", data), ("val", val)):
@@ -380,6 +383,7 @@ def _overrides(pairs: list[str] | None, data: str | None, val: str | None) -> di
             if key in found:
                 raise PlanError(f"--{key} and {key}= are both given. Leave one of the two out.")
             found[key] = value
+    complete(recipe, found)
     return found
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 ADAMW_BYTES = 16.0
 """Bytes per parameter of AdamW in fp32: 4 for the parameter, 4 for its gradient, 8 for the optimizer."""
@@ -95,7 +94,9 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Of a DTensor, whose class takes a second to import.
+    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own
 
 
 def tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
