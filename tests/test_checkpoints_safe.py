@@ -125,7 +125,7 @@ def test_the_package_never_unpickles_a_file() -> None:
         *(
             p
             for stage in ("loaders", "pipeline", "strategies", "transforms")
-            for p in (ROOT / stage).glob("*.py")
+            for p in (ROOT / stage).rglob("*.py")
         ),
     ]:
         for node in ast.walk(ast.parse(path.read_text())):

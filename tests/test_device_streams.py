@@ -228,6 +228,8 @@ def test_host_copy_is_the_only_one_of_its_kind() -> None:
     """Events are recorded in one place."""
     from pathlib import Path
 
-    root = Path(host_copy.__file__).parent.parent
-    files = [path for room in ("pipeline", "transforms", "strategies") for path in (root / room).glob("*.py")]
+    root = Path(host_copy.__file__).parents[2]
+    files = [
+        path for room in ("pipeline", "transforms", "strategies") for path in (root / room).rglob("*.py")
+    ]
     assert [path.name for path in files if ".record(" in path.read_text()] == ["host_copy.py"]

@@ -61,7 +61,7 @@ def test_every_transform_file_is_in_the_table() -> None:
     folder = Path(transforms.__file__).parent
     defined = {
         line.split()[1].split("(")[0]
-        for path in folder.glob("*.py")
+        for path in folder.rglob("*.py")
         for line in path.read_text().splitlines()
         if line.startswith("class ") and "(Transform)" in line
     }

@@ -15,6 +15,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from ...errors import CheckpointError, DrivetrainError, LedgerError, PlanError
+from ...version import __version__
 from . import data as cli_data
 
 if TYPE_CHECKING:
@@ -84,8 +85,6 @@ def _say(head: str, text: str) -> None:
 
 app = typer.Typer(
     cls=_Commands,
-    help="Fast training of PyTorch image models: FFCV loading, model surgery and a distribution strategy "
-    "behind one pipeline, and a ledger that measures what each brings.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -118,6 +117,23 @@ Overrides = Annotated[
 Seconds = Annotated[
     float, typer.Option(help="Time for the ledger, in seconds: building, warm-up and all rounds.")
 ]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"drivetrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version, and exit."),
+    ] = False,
+) -> None:
+    """Fast training of PyTorch image models: FFCV loading, model surgery and a distribution strategy behind one
+    pipeline, and a ledger that measures what each brings."""
 
 
 for _command in (cli_data.convert, cli_data.inspect, cli_data.verify):

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.directory import Checkpoints
+from ..checkpoints.weights import load_weights, save_weights
 from ..telemetry.history import Epoch, History
-from .interrupts import interrupts_held
 from ..telemetry.loggers import LOG_EVERY, Loggers
 from ..telemetry.metrics import Metrics
-from ..training.guard import OnNonFinite
 from ..telemetry.progress import say
-from ..checkpoints.directory import Checkpoints
+from ..training.guard import OnNonFinite
 from .folder import HISTORY, MODEL, clear_results, draw_curves, read_history, write
-from ..checkpoints.weights import load_weights, save_weights
+from .interrupts import interrupts_held
 
 PICTURE = 30.0  # seconds between two pictures of the curves
 Weights = Callable[[], dict[str, torch.Tensor]]

@@ -15,21 +15,21 @@ from ... import strategies
 from ...errors import DrivetrainError, PlanError, StrategyError
 from ...strategies.launching.group import under_torchrun
 from ...transforms import NothingChanged
-from ..training.build import build, build_model, seeded, source_file
+from ..checkpoints.directory import Checkpoints
+from ..checkpoints.resume import global_randomness_kept
 from ..spec.cuda_settings import cuda_settings
-from ..telemetry.loggers import LOG_EVERY, Choice
-from ..telemetry.loggers import check as check_loggers
-from ..training.guard import OnNonFinite, check_choice
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
-from ..telemetry.progress import in_cell, say
-from .artifacts import Job, Outcome
 from ..spec.resolve import ResolvedPlan, resolve
-from .result import FitResult, TrainingInterrupted
-from ..checkpoints.resume import global_randomness_kept
-from ..checkpoints.directory import Checkpoints
-from .run import Run
+from ..telemetry.loggers import LOG_EVERY, Choice
+from ..telemetry.loggers import check as check_loggers
+from ..telemetry.progress import in_cell, say
+from ..training.build import build, build_model, seeded, source_file
+from ..training.guard import OnNonFinite, check_choice
+from .artifacts import Job, Outcome
 from .folder import claimed, descriptions, draw_curves, replaced
+from .result import FitResult, TrainingInterrupted
+from .run import Run
 
 
 def fit(

@@ -14,12 +14,12 @@ import yaml
 
 from ...errors import DrivetrainError, RecipeError
 from ...files import atomic_file
+from ..checkpoints.directory import Store
+from ..recipes.export import to_recipe
+from ..spec.plan import Plan
+from ..spec.resolve import ResolvedPlan
 from ..telemetry.history import Epoch, History
 from ..telemetry.loggers import METRICS
-from ..spec.plan import Plan
-from ..recipes.export import to_recipe
-from ..spec.resolve import ResolvedPlan
-from ..checkpoints.directory import Store
 
 PLAN, RECIPE, HISTORY, CURVES = "plan.txt", "recipe.yaml", "history.json", "curves.png"
 MODEL = "model.safetensors"

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ...transforms import Report, Transform
-from ..telemetry.history import History
-from ..spec.plan import Plan
 from ..checkpoints.weights import plain_state
+from ..spec.plan import Plan
+from ..telemetry.history import History
 
 
 @dataclass

@@ -14,23 +14,29 @@ import torch
 from ...errors import CheckpointError, NonFiniteError
 from ...version import __version__
 from ..checkpoints import resume as resuming
-from ..training.build import Built
-from ..checkpoints.format import Checkpoint
-from ..checkpoints.fields import check_length
+from ..checkpoints.capture import all_finite, take
+from ..checkpoints.directory import Store
 from ..checkpoints.export import evaluated_state
-from ..checkpoints.fingerprint import (check_hyperparameters, check_same, description, run_facts, tied_to_length)
-from ..telemetry.history import Epoch, History
-from ..training.loop import EpochStats, evaluate, train_epoch
-from ..training.guard import LossGuard
+from ..checkpoints.fields import check_length
+from ..checkpoints.fingerprint import (
+    check_hyperparameters,
+    check_same,
+    description,
+    run_facts,
+    tied_to_length,
+)
+from ..checkpoints.format import Checkpoint
+from ..checkpoints.writer import Saver
 from ..spec.optimizers import Schedule
+from ..spec.resolve import ResolvedPlan
+from ..telemetry.history import Epoch, History
+from ..telemetry.meter import Sums
 from ..telemetry.progress import Progress, place_of_bar
 from ..telemetry.provenance import provenance
+from ..training.build import Built
+from ..training.guard import LossGuard
+from ..training.loop import EpochStats, evaluate, train_epoch
 from .artifacts import Job, Outcome, Records
-from ..spec.resolve import ResolvedPlan
-from ..checkpoints.directory import Store
-from ..checkpoints.writer import Saver
-from ..checkpoints.capture import all_finite, take
-from ..telemetry.meter import Sums
 
 
 class Run:
