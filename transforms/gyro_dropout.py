@@ -28,7 +28,7 @@ def outside_graphs(forward: Callable[P, torch.Tensor]) -> Callable[P, torch.Tens
     @wraps(forward)
     def run(*arguments: P.args, **named: P.kwargs) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            eager: Callable[P, torch.Tensor] = torch.compiler.disable(forward)
+            eager: Callable[P, torch.Tensor] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
             return eager(*arguments, **named)
         return forward(*arguments, **named)
 
