@@ -33,7 +33,8 @@ LOAD = "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch_si
         (["ffcv"], "from drivetrain.loaders import verify; verify({path!r})", "ffcv"),
         (
             ["matplotlib.figure"],
-            "from drivetrain.pipeline.ledger.ledger import Ledger, Turn; "
+            "from drivetrain.pipeline.ledger.ledger import Ledger; "
+            "from drivetrain.pipeline.ledger.rounds import Turn; "
             "Ledger([dict.fromkeys(['plain PyTorch', 'loader alone', 'model alone'], Turn(1, 1.0, 0.0))], {{}})"
             ".save('a.png')",
             "plot",

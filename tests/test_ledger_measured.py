@@ -84,7 +84,7 @@ def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
     assert measured(two) == {"only LabelSmoothing": ["LabelSmoothing"]}  # and that is without the loader, too
     whole = two.distribute("ddp", devices=2, precision="bf16", device="cpu")
     rest = ["FFCV loader", "LabelSmoothing", "bf16", "ddp × 2"]
-    assert [stage.name for stage in stages(whole)] == rest
+    assert [stage.name for stage in stages(resolve(whole))] == rest
     expected = {f"only {name}": [name] for name in rest[1:]}
     expected |= {f"without {name}": [other for other in rest if other != name] for name in rest[:-1]}
     assert measured(whole) == expected

@@ -64,7 +64,7 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
         raise PlanError("The pipeline does not say how long to train; give to_lightning(epochs=…).")
     plan = resolve(spec.replace(epochs=epochs))
     how = plan.distribution
-    _check_methods(plan.transforms)
+    _check_methods(plan.spec.transforms)
     arguments = trainer_arguments(how, given)
     if how.compile or how.activation_checkpointing:
         raise PlanError(
