@@ -19,6 +19,7 @@ from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest
 from drivetrain.pipeline.checkpoints.resume import Choice, global_randomness_kept
 from drivetrain.pipeline.runs.artifacts import Job, Outcome
 from drivetrain.pipeline.runs.run import Run
+from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry.meter import Sums
 from drivetrain.pipeline.training.build import build, seeded
 from drivetrain.transforms import EMA, SWA, GyroDropout
@@ -57,7 +58,7 @@ class Reader:
         del self.saved["sha256"]
         self._stack.enter_context(seeded(0))
         self._stack.enter_context(global_randomness_kept())
-        self._built = self._stack.enter_context(build(pipeline))
+        self._built = self._stack.enter_context(build(resolve(pipeline)))
         self._groups = [dict(group) for group in self._built.engine.optimizer.param_groups]
         self.whole = self.read(self.saved)
 

@@ -17,6 +17,7 @@ from drivetrain import machine
 from drivetrain.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, device, open_beton
 from drivetrain.loaders.device import CudaStreams, DeviceFeed
+from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.training import build as building
 from late_streams import WRONG, LateStreams
 from loader_pictures import raw_pictures
@@ -261,12 +262,12 @@ def test_a_pipeline_makes_its_loaders_for_the_engines_device(
         building, "make_loader", lambda *a, **k: made.append(k["device"]) or make_loader(*a, **k)
     )
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    with building.build(toy.pipeline().distribute("single", device="cpu")) as built:
+    with building.build(resolve(toy.pipeline().distribute("single", device="cpu"))) as built:
         assert (built.train.device, built.val.device, built.engine.device) == (cpu, cpu, cpu)
     assert made == [cpu, cpu]
     # A strategy that trains elsewhere than it was expected to.
     monkeypatch.setattr(building, "expected_device", lambda _: gpu)
-    with building.build(toy.pipeline().distribute("single", device="cpu")) as built:
+    with building.build(resolve(toy.pipeline().distribute("single", device="cpu"))) as built:
         assert (built.train.device, built.val.device) == (cpu, cpu)
         assert len(list(built.train)) == len(built.train)
     assert made[2:] == [gpu, gpu, cpu, cpu]
