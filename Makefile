@@ -1,5 +1,6 @@
 # make quickstart   set up, then the main job: CIFAR-10 from raw files to a trained model and a ledger
 # make test         set up what is missing, then lint, types and tests (make test-all: the long ones, too)
+# make quick        lint, types, and the tests that start no process: for every save
 # make install      the set-up alone        make lock   write requirements.txt anew
 # make check        ruff and mypy           make bench PHOTOS=FOLDER  loading speed on a folder of photographs
 # make gpu          on a machine with a GPU: its tests and measurements, in stages that continue where they stopped
@@ -12,9 +13,9 @@ PACKAGES := loaders pipeline strategies transforms
 GPU_PYTHON ?= python3.12
 NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 
-.PHONY: quickstart install test test-all check lock bench gpu gpu-kit notebooks clean
+.PHONY: quickstart install test test-all quick check lock bench gpu gpu-kit notebooks clean
 
-# glibc keeps the memory of a step for the next one, for every variant alike (README, "On a CPU").
+# glibc keeps the memory of a step for the next one, for every variant alike (docs/ledger.md, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
 quickstart: export MALLOC_TRIM_THRESHOLD_ ?= 8589934592
 quickstart: install
@@ -31,11 +32,18 @@ install: .venv/installed
 	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps -e .
 	touch $@
 
+# Two tests at once, as most of their time is interpreters that import torch; then those that must run alone.
 test: install check
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not alone"
+	$(BIN)/python -m pytest -m "alone and not slow and not gpu"
 
 test-all: install check
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not alone"
+	$(BIN)/python -m pytest -m "alone and not gpu"
+
+quick: install check
+	DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist worksteal \
+		-m "not process and not slow and not gpu and not alone"
 
 # mypy needs the package under its own name, whatever the clone's folder is called.
 check: install

@@ -11,12 +11,18 @@ from types import ModuleType
 
 import composer_reference
 import gpu_device
+import interpreters
 import psutil
 import pytest
 from cifar10_files import FILE_BYTES, FakeNpm, closed_port
 from drivetrain.loaders.datasets.names import cifar10
 from pipeline_data import Toy
 from torchvision.datasets import CIFAR10
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """See `interpreters`."""
+    interpreters.register(config)
 
 
 @pytest.fixture(scope="session", autouse=True)

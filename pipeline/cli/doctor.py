@@ -150,7 +150,7 @@ def _machine() -> Finding:
 
 
 def memory_kept() -> Finding:
-    """Whether glibc keeps the memory of a step for the next one; see the README, "On a CPU"."""
+    """Whether glibc keeps the memory of a step for the next one; see docs/ledger.md, "On a CPU"."""
     given = {name: os.environ.get(name) for name in KEEPS_MEMORY}
     told = ", ".join(f"{name}={value}" for name, value in given.items() if value)
     remedy = "export " + " ".join(f"{name}={value}" for name, value in KEEPS_MEMORY.items())

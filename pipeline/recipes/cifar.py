@@ -55,7 +55,7 @@ CIFAR: dict[str, dict[str, Any]] = {
         "published": "nothing for this combination",
         "measured": "2,991 images/s (quartiles 2,957 to 3,029, n = 8), 2.10 times plain PyTorch, on two cores of an "
         "AMD EPYC, torch 2.15, 2026-11-20: benchmarks/results/quickstart-ledger.json. The accuracy of "
-        "that run is in the README. On a GPU: not measured.",
+        "that run is in docs/ledger.md. On a GPU: not measured.",
         "notes": {
             **_SMALL_NOTES,
             "transforms.LabelSmoothing": "0.1, the value of its source",
