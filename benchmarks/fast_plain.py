@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from drivetrain.pipeline.models.factories import airbench_net
+from drivetrain.pipeline.models import airbench_net
 from drivetrain.transforms import TestTimeFlip
 from torch import nn
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from drivetrain.pipeline.ledger.statistics import Ratio, ratio
-from drivetrain.pipeline.models.factories import cifar_resnet
+from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.telemetry.provenance import version
 from loop_contenders import DEVICE, HAND, MAKERS, SIDE, UNGUARDED, Batches
 from measuring import Contender, measure, save, summarise

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from drivetrain import Pipeline, strategies
-from drivetrain.pipeline.models.factories import cifar_resnet
+from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.runs.artifacts import Job, Outcome
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.pipeline.training.build import Built

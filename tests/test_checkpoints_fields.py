@@ -29,7 +29,16 @@ from pipeline_data import Toy, batch_norm_model
 from torch import nn
 
 EPOCHS = 3
-MISSING = object()
+
+
+class Missing:
+    """A field that is not there."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()
 MUTATIONS = [
     MISSING, None, True, "x", "", [], {}, [1], {"a": 1}, -1, -(2**40), 10**30, 2**53 + 1, 0.5, -0.5, math.nan, math.inf,
     1e308,
@@ -46,7 +55,7 @@ class Reader:
     """A run that is built once, and reads checkpoint after checkpoint without training."""
 
     def __init__(self, pipeline: Pipeline, out: Path, step: int) -> None:
-        self._pipeline, self._stack = pipeline, ExitStack()
+        self._plan, self._stack = resolve(pipeline), ExitStack()
         pipeline.fit(
             epochs=EPOCHS,
             out=out,
@@ -58,7 +67,7 @@ class Reader:
         del self.saved["sha256"]
         self._stack.enter_context(seeded(0))
         self._stack.enter_context(global_randomness_kept())
-        self._built = self._stack.enter_context(build(resolve(pipeline)))
+        self._built = self._stack.enter_context(build(self._plan))
         self._groups = [dict(group) for group in self._built.engine.optimizer.param_groups]
         self.whole = self.read(self.saved)
 
@@ -72,7 +81,7 @@ class Reader:
         checkpoint.verify()
         for group, built in zip(self._built.engine.optimizer.param_groups, self._groups, strict=True):
             group.update(built)
-        run = Run(self._pipeline, self._built, Job(EPOCHS, None, False, self.path, None, "raise"), Outcome())
+        run = Run(self._plan, self._built, Job(EPOCHS, None, False, self.path, None, "raise"), Outcome())
         finished = run._begin(Choice(checkpoint, "name", True))
         engine, methods, sums = self._built.engine, self._built.methods, run._sums
         optimizer = engine.export_optimizer()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from drivetrain import RECIPES, Pipeline
 from drivetrain.pipeline.cli.doctor import EXTRAS, KEEPS_MEMORY, memory_kept
-from drivetrain.pipeline.models.factories import cifar_resnet
+from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes.presets import KEYS
 from drivetrain.pipeline.recipes.table import PROSE
 from PIL import Image

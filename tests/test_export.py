@@ -17,7 +17,7 @@ from drivetrain.pipeline import Checkpoints, export
 from drivetrain.pipeline.checkpoints.directory import Store
 from drivetrain.pipeline.checkpoints.export import evaluated_state
 from drivetrain.pipeline.checkpoints.fingerprint import described
-from drivetrain.pipeline.models.factories import cifar_resnet
+from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.transforms import EMA, SWA, BlurPool, ChannelsLast, Factorize
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model
 from safetensors.torch import load_file

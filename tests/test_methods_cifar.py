@@ -13,7 +13,7 @@ import pytest
 from drivetrain import DataError, Pipeline
 from drivetrain.loaders import convert
 from drivetrain.loaders.datasets.names import cifar10
-from drivetrain.pipeline.models.factories import cifar_resnet
+from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.training.loop import evaluate
 from drivetrain.transforms import (
     CHANGES_MODEL,

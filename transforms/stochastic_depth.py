@@ -146,7 +146,7 @@ def _own_rate(block: nn.Module, place: str) -> bool:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return full_name(module).endswith("transforms.residual_blocks.DropBranch")
+    return full_name(module).endswith("transforms.common.residual_blocks.DropBranch")
 
 
 __all__ = ["StochasticDepth"]
