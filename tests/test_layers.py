@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -51,3 +52,14 @@ def test_the_package_itself_is_imported_relatively() -> None:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and node.level == 0:
                     assert not (node.module or "").startswith("drivetrain"), f"{path}: {node.module}"
+
+
+def test_the_walks_of_contributing_lead_somewhere() -> None:
+    """Each file is there, and defines what is named in it."""
+    walks = (ROOT / "CONTRIBUTING.md").read_text().partition("**Five walks.**")[2].partition("**Add")[0]
+    steps = re.findall(r"`([a-z_/0-9]+\.py)`\s+\(`(\w+)`\)", walks)
+    assert len(steps) >= 20
+    for file, name in steps:
+        assert re.search(rf"def {name}\b", (ROOT / file).read_text()), (file, name)
+    for walk in walks.split("\n- ")[1:3]:  # training, and a recipe
+        assert len(set(re.findall(r"`([a-z_/0-9]+\.py)`", walk))) <= 6
