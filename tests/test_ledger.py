@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -16,20 +17,26 @@ from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.cli.app import app
 from drivetrain.pipeline.ledger.comparison import differences
-from drivetrain.pipeline.ledger.rounds import (
+from drivetrain.pipeline.ledger.data import (
     COPY,
     EXTRAS,
     LOADER,
     MODEL,
     PLAIN,
     SPLIT,
+    Accuracies,
+    Trained,
     Turn,
-    same_samples,
+    VariantId,
+    in_turn,
+    only,
+    without,
 )
+from drivetrain.pipeline.ledger.record import same_samples
 from drivetrain.pipeline.ledger.statistics import ratio, ratio_of_means, t_quantile
 from typer.testing import CliRunner
 
-WHOLE = "+ FFCV loader"
+WHOLE = in_turn("FFCV loader")
 
 
 def made_up(*, model: float = 900, loader: float = 4000) -> Ledger:
@@ -43,18 +50,18 @@ def made_up(*, model: float = 900, loader: float = 4000) -> Ledger:
     return Ledger(rounds, {"recipe": "made <up>"})
 
 
-def of_speeds(*rounds: dict[str, float], **facts: Any) -> Ledger:
+def of_speeds(*rounds: dict[VariantId, float], facts: dict[str, Any] | None = None, **fields: Any) -> Ledger:
     """A ledger from images/s, with ceilings that nothing reaches."""
     ceilings = {LOADER: 1e6, MODEL: 1e6}
     made = [
         {name: Turn(1000, 1000 / speed, 0) for name, speed in (turns | ceilings).items()} for turns in rounds
     ]
-    return Ledger(made, {"recipe": None} | facts)
+    return Ledger(made, {"recipe": None} | (facts or {}), **fields)
 
 
 def test_rows_hold_ratios_within_rounds_with_their_intervals() -> None:
     plain, whole = made_up().rows
-    assert (plain.name, whole.name) == (PLAIN, WHOLE)
+    assert (plain.id, whole.id) == (PLAIN, WHOLE)
     assert (plain.ratio.value, plain.ratio.low, plain.ratio.high) == (1.0, 1.0, 1.0)
     assert (plain.images_per_s.low, plain.images_per_s.n) == (150, 3)
     assert plain.images_per_s.value == pytest.approx(200)
@@ -72,13 +79,13 @@ def test_rows_hold_ratios_within_rounds_with_their_intervals() -> None:
 def test_a_gain_is_over_the_row_before() -> None:
     rounds = [
         {
-            **turns, "+ more": Turn(1200, turns[WHOLE].seconds / 1.5, 0),
+            **turns, in_turn("more"): Turn(1200, turns[WHOLE].seconds / 1.5, 0),
             LOADER: turns[LOADER], MODEL: turns[MODEL],
         }
         for turns in made_up().rounds
     ]  # fmt: skip
     rows = Ledger(rounds, {}).rows
-    assert [row.name for row in rows] == [PLAIN, WHOLE, "+ more"]
+    assert [row.id for row in rows] == [PLAIN, WHOLE, in_turn("more")]
     assert rows[-1].gain.value == pytest.approx(1.5)
     assert rows[-1].ratio.value == pytest.approx(1.5 * rows[-2].ratio.value)
 
@@ -107,18 +114,18 @@ def test_a_ledger_prints_and_is_json(tmp_path: Path) -> None:
     assert "× 2.47" in text
     assert "What follows is not sure, with intervals as wide as these" in text
     assert text.endswith(ledger.bound)
-    assert text.index(PLAIN) < text.index(WHOLE) < text.index(LOADER)
+    assert text.index(str(PLAIN)) < text.index(str(WHOLE)) < text.index(str(LOADER))
     page = ledger._repr_html_()
     assert "2.47  (1.49 to 4.08)" in page
     assert "made &lt;up&gt;" in page
     rows = re.findall(r"<tr>(.*?)</tr>", page)
-    assert [row.split("</td>")[0].split(">")[-1] for row in rows if "border-bottom" in row] == [WHOLE]
+    assert [row.split("</td>")[0].split(">")[-1] for row in rows if "border-bottom" in row] == [str(WHOLE)]
     assert all(row.count("text-align:left") == 1 for row in rows)  # figures stand below one another
     ledger.save(tmp_path / "ledger.json")
     written = json.loads((tmp_path / "ledger.json").read_text())
     assert written == json.loads(json.dumps(ledger.to_dict()))
-    assert [row["name"] for row in written["rows"]] == [PLAIN, WHOLE]
-    assert written["rounds"][2][PLAIN] == {
+    assert [row["name"] for row in written["rows"]] == [str(PLAIN), str(WHOLE)]
+    assert written["rounds"][2][str(PLAIN)] == {
         "images": 1200,
         "seconds": 12.0,
         "waited": 3.0,
@@ -147,7 +154,7 @@ import sys
 sys.modules["matplotlib"] = None
 from drivetrain import MissingExtra
 from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.rounds import LOADER, MODEL, PLAIN, Turn
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Turn
 try:
     Ledger([{name: Turn(1, 1, 0) for name in (PLAIN, LOADER, MODEL)}], {}).save(sys.argv[1])
 except MissingExtra as error:
@@ -164,8 +171,8 @@ except MissingExtra as error:
 
 def test_a_stage_has_its_gain_alone_in_turn_and_last() -> None:
     speeds = {
-        PLAIN: 100.0, "+ a": 200, "+ b": 220, "+ c": 330, "only b": 150, "only c": 160, "without a": 250,
-        "without b": 320,
+        PLAIN: 100.0, in_turn("a"): 200, in_turn("b"): 220, in_turn("c"): 330,
+        only("b"): 150, only("c"): 160, without("a"): 250, without("b"): 320,
     }  # fmt: skip
     a, b, c = of_speeds(speeds, speeds).stages
     assert [gain.stage for gain in (a, b, c)] == ["a", "b", "c"]
@@ -173,15 +180,15 @@ def test_a_stage_has_its_gain_alone_in_turn_and_last() -> None:
     expected = [(2, 2, 330 / 250), (1.5, 1.1, 330 / 320), (1.6, 1.5, 1.5)]
     assert np.allclose(found, expected)
     # Of two stages, the whole without one is the other alone.
-    first, second = of_speeds({PLAIN: 100, "+ a": 200, "+ b": 300, "only b": 120}).stages
+    first, second = of_speeds({PLAIN: 100, in_turn("a"): 200, in_turn("b"): 300, only("b"): 120}).stages
     assert first.last is not None
     assert second.last is not None
     assert (first.last.value, second.last.value) == pytest.approx((300 / 120, 300 / 200))
 
 
 def test_what_was_left_out_is_told() -> None:
-    speeds = {PLAIN: 100.0, "+ a": 200, "+ b": 220, "+ c": 330, "without a": 250}
-    ledger = of_speeds(speeds, speeds, left_out={"only b": "no time", "only c": "no time"})
+    speeds = {PLAIN: 100.0, in_turn("a"): 200, in_turn("b"): 220, in_turn("c"): 330, without("a"): 250}
+    ledger = of_speeds(speeds, speeds, left_out={only("b"): "no time", only("c"): "no time"})
     assert [gain.alone is None for gain in ledger.stages] == [False, True, True]
     assert ledger.compound == ""
     assert "Left out: only b, only c: no time." in str(ledger)
@@ -204,7 +211,7 @@ def test_what_was_left_out_is_told() -> None:
     ],
 )
 def test_whether_the_speedups_compound(whole: tuple[float, ...], start: str) -> None:
-    rounds = [{PLAIN: 100.0, "+ a": 200.0, "only b": 200.0, "+ b": speed} for speed in whole]
+    rounds = [{PLAIN: 100.0, in_turn("a"): 200.0, only("b"): 200.0, in_turn("b"): speed} for speed in whole]
     ledger = of_speeds(*rounds)
     assert ledger.compound.startswith(start)
     if "do not" in start:
@@ -212,19 +219,26 @@ def test_whether_the_speedups_compound(whole: tuple[float, ...], start: str) -> 
 
 
 def test_the_stage_that_falls_after_the_others_is_named() -> None:
-    speeds = {PLAIN: 100.0, "+ a": 200, "only b": 200, "+ b": 400, "only c": 200, "+ c": 440}
+    speeds = {
+        PLAIN: 100.0,
+        in_turn("a"): 200,
+        only("b"): 200,
+        in_turn("b"): 400,
+        only("c"): 200,
+        in_turn("c"): 440,
+    }
     ledger = of_speeds(speeds, speeds)
     assert ledger.compound.endswith("c brings 2.00 × alone and 1.10 × after a and b.")
 
 
 def test_the_sentence_says_what_to_change_next() -> None:
-    speeds = {PLAIN: 100.0, "+ slow": 50.0, "+ b": 60.0, "only b": 120.0}
+    speeds = {PLAIN: 100.0, in_turn("slow"): 50.0, in_turn("b"): 60.0, only("b"): 120.0}
 
-    def told(asked: dict[str, Any], **ceilings: float) -> str:
+    def told(asked: dict[str, Any], ceilings: dict[VariantId, float] | None = None) -> str:
         made = of_speeds(
-            speeds, speeds, asked={"loader": "ffcv", "precision": "bf16", "compile": False} | asked
+            speeds, speeds, facts={"asked": {"loader": "ffcv", "precision": "bf16", "compile": False} | asked}
         )
-        tops = {LOADER: 1e4, MODEL: 70.0} | ceilings
+        tops = {LOADER: 1e4, MODEL: 70.0} | (ceilings or {})
         rounds = [
             turns | {name: Turn(10, 10 / top, 0) for name, top in tops.items()} for turns in made.rounds
         ]
@@ -232,12 +246,12 @@ def test_the_sentence_says_what_to_change_next() -> None:
 
     assert told({"precision": "fp32"}).endswith("in fp32, and precision='bf16' is the stage to try.")
     assert told({}).endswith("make the training step faster: without slow it is 2.00 × as fast.")
-    speeds |= {"+ slow": 60.0, "only b": 60.0}
+    speeds |= {in_turn("slow"): 60.0, only("b"): 60.0}
     assert told({}).endswith("compile=True is the stage to try.")
     assert told({"compile": True}).endswith("Next, make the training step faster.")
-    assert told({}, **{LOADER: 61}).endswith("load faster: more workers, smaller images.")
-    assert told({"loader": "torch"}, **{LOADER: 61}).endswith("change the loader: loader='ffcv'.")
-    assert told({}, **{COPY: 61}).startswith("The copy to the device binds: it moves 61 images/s; alone, ")
+    assert told({}, {LOADER: 61}).endswith("load faster: more workers, smaller images.")
+    assert told({"loader": "torch"}, {LOADER: 61}).endswith("change the loader: loader='ffcv'.")
+    assert told({}, {COPY: 61}).startswith("The copy to the device binds: it moves 61 images/s; alone, ")
 
 
 def test_the_time_is_split() -> None:
@@ -255,25 +269,28 @@ def test_what_the_extras_cost() -> None:
     assert ledger.extras is None
     assert "extras" not in str(ledger)
     more = (1.01, 1.012, 1.014)
-    for turns, factor in zip(ledger.rounds, more, strict=True):
-        turns[EXTRAS] = Turn(1200, turns[WHOLE].seconds * factor, 0)
+    plain = ledger.rounds
+
+    def with_extras(*turns: Turn) -> Ledger:
+        return Ledger([{**own, EXTRAS: turn} for own, turn in zip(plain, turns, strict=True)])
+
+    longer = [turns[WHOLE].seconds * factor for turns, factor in zip(plain, more, strict=True)]
+    ledger = with_extras(*(Turn(1200, seconds, 0) for seconds in longer))
     assert ledger.extras is not None
     assert astuple(ledger.extras) == pytest.approx(astuple(ratio(more)))
     assert ledger.to_dict()["extras"]["value"] == pytest.approx(1.012, abs=1e-4)
     assert ledger.extras_share is None  # as in a ledger that was saved before they were timed
     assert "fit's extras (bar" not in str(ledger)
-    for turns, factor in zip(ledger.rounds, more, strict=True):
-        seconds = turns[WHOLE].seconds * factor
-        turns[EXTRAS] = Turn(1200, seconds, 0, parts={"extras": 0.0125 * seconds})
+    ledger = with_extras(*(Turn(1200, seconds, 0, parts={"extras": 0.0125 * seconds}) for seconds in longer))
     assert ledger.extras_share == pytest.approx(0.0125)
     assert ledger.to_dict()["extras_share"] == pytest.approx(0.0125)
     assert "not finite) take at most 1.25% of the time.\n" in str(ledger)
-    for turns in ledger.rounds:
-        turns[EXTRAS] = Turn(1200, turns[WHOLE].seconds * 4, 0, parts={"extras": turns[WHOLE].seconds})
+    whole = [turns[WHOLE].seconds for turns in plain]
+    ledger = with_extras(*(Turn(1200, seconds * 4, 0, parts={"extras": seconds}) for seconds in whole))
     assert "not finite) take at most 25.00% of the time.\n" in str(ledger)
     # Rows are as asked for, and the last of them is the whole; that of the extras is beside them.
-    assert [row.name for row in ledger.rows] == [PLAIN, WHOLE]
-    (row,) = (line for line in str(ledger).splitlines() if EXTRAS in line)
+    assert [row.id for row in ledger.rows] == [PLAIN, WHOLE]
+    (row,) = (line for line in str(ledger).splitlines() if str(EXTRAS) in line)
     assert "0.62  (0.37 to 1.02)" in row
     assert "× 0.25" in row
 
@@ -331,10 +348,15 @@ def test_what_is_no_ledger_cannot_be_compared(content: str | None, tmp_path: Pat
 
 
 def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
-    def saved(name: str, factor: float, torch: str, **more: float) -> Path:
+    def saved(name: str, factor: float, torch: str, more: dict[VariantId, float] | None = None) -> Path:
         rounds = [
-            {PLAIN: 100 * drift, "+ a": 200 * drift * factor * shake, "without ChannelsLast": 150, SPLIT: 90}
-            | more
+            {
+                PLAIN: 100 * drift,
+                in_turn("a"): 200 * drift * factor * shake,
+                without("ChannelsLast"): 150,
+                SPLIT: 90,
+            }
+            | (more or {})
             for drift, shake in ((1.0, 1.0), (0.98, 1.01), (1.01, 0.99))
         ]
         hardware = {"cores": 2, "gpus": [], "processor": "one"}
@@ -345,18 +367,18 @@ def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
         }
         machine |= {"date": "2026-01-01", "command": "drivetrain ledger"}
         plan = [{"what": f"train {name}", "why": "asked for"}]
-        of_speeds(*rounds, provenance=machine, plan=plan).save(tmp_path / name)
+        of_speeds(*rounds, facts={"provenance": machine, "plan": plan}).save(tmp_path / name)
         return tmp_path / name
 
-    first, second = saved("a.json", 1.0, "2.14"), saved("b.json", 1.5, "2.15", **{"+ b": 500.0})
+    first, second = saved("a.json", 1.0, "2.14"), saved("b.json", 1.5, "2.15", {in_turn("b"): 500.0})
     found = compare(first, second)
     plain, stage = found.rows[:2]
-    assert SPLIT not in [row.name for row in found.rows]
-    assert (plain.name, plain.overlap, stage.name, stage.overlap) == (PLAIN, True, "+ a", False)
+    assert SPLIT not in [row.id for row in found.rows]
+    assert (plain.id, plain.overlap, stage.name, stage.overlap) == (PLAIN, True, "+ a", False)
     assert stage.speed.value == pytest.approx(1.5)
     assert stage.speed.low < 1.5 < stage.speed.high
     assert plain.speed.holds(1.0)
-    assert found.missing == {"+ b": str(second)}
+    assert found.missing == {in_turn("b"): str(second)}
     assert found.differences == [
         "Only the first's plan has: train a.json.", "Only the second's plan has: train b.json.",
         "Different versions, torch: 2.14 and 2.15."
@@ -396,10 +418,8 @@ def test_a_data_frame_has_a_line_per_turn() -> None:
 
 
 def test_accuracies_are_told_beside_the_speeds() -> None:
-    rows = {PLAIN: {"accuracy": 0.8, "seconds": 10.0, "seconds_to_target": 10.0},
-            WHOLE: {"accuracy": 0.7, "seconds": 5.0, "seconds_to_target": None}}  # fmt: skip
-    made = made_up()
-    made.facts["accuracy"] = {"epochs": 2, "target": 0.8, "rows": rows}
+    rows = {PLAIN: Trained(0.8, 10.0, 10.0), WHOLE: Trained(0.7, 5.0, None)}
+    made = dataclasses.replace(made_up(), accuracy=Accuracies(2, 0.8, rows))
     assert "70.00%" in str(made)
     assert "not reached" in str(made)
     assert "time to 80.00%" in made._repr_html_()

@@ -26,7 +26,7 @@ from drivetrain.pipeline.ledger import budget as ledger_budget
 from drivetrain.pipeline.ledger import crew as ledger_crew
 from drivetrain.pipeline.ledger import measure as ledger_module
 from drivetrain.pipeline.ledger.budget import Budget, OutOfTime, alarm, rounded_up, until
-from drivetrain.pipeline.ledger.rounds import MODEL, PLAIN
+from drivetrain.pipeline.ledger.data import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from process_state import wait_until_ended
@@ -89,16 +89,14 @@ def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[
     assert ledger.facts["seconds_asked"] == seconds
     # Every row and every variant is either measured or has a reason.
     names = [row.name for row in ledger.rows]
-    assert names == [PLAIN, "+ ChannelsLast", "+ LabelSmoothing", "+ bf16", "+ EMA"] or len(names) == 5
+    assert names == [str(PLAIN), "+ ChannelsLast", "+ LabelSmoothing", "+ bf16", "+ EMA"] or len(names) == 5
     for row in ledger.rows:
         assert (row.ratio is None) == bool(row.note), row
-    missing = set(ledger.facts["left_out"]) - {"peak memory"}
+    missing = set(ledger.left_out)
     assert not missing & set(ledger.rounds[0])
-    assert {ledger.facts["left_out"][name] for name in missing} <= {
-        "the time does not allow it; give more seconds"
-    }
+    assert {ledger.left_out[name] for name in missing} <= {"the time does not allow it; give more seconds"}
     for name in missing:
-        assert name in " ".join(str(ledger).split())
+        assert str(name) in " ".join(str(ledger).split())
     assert ledger.measured(PLAIN)
     assert ledger.measured(ledger.whole)
 
@@ -107,7 +105,7 @@ def test_slow_batches_make_shorter_turns_and_fewer_variants(toy: Toy) -> None:
     """Of 0.3 s a batch, 15 variants of three rounds of four batches would take four minutes."""
     ledger = staged(toy, 0.3).ledger(seconds=16, progress=False)
     assert ledger.facts["batches_per_turn"] < TRAIN // BATCH
-    assert len(ledger.facts["left_out"]) > 3
+    assert len(ledger.left_out) > 3
     assert ledger.ceilings[MODEL].value < BATCH / 0.3
 
 
@@ -275,7 +273,7 @@ def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
     assert f"The ledger of 1 round is in {out / 'ledger.json'}." in " ".join(done.stderr.split())
     assert sorted(path.name for path in out.iterdir()) == ["ledger.json", "ledger.png"]
     found = Ledger.load(out / "ledger.json")
-    assert found.facts["stopped"] == "it was interrupted"
+    assert found.stopped == "it was interrupted"
     assert "It ended because it was interrupted" in " ".join(done.stdout.split())
 
 
@@ -326,15 +324,15 @@ def test_ctrl_c_in_the_trainings_keeps_the_speeds_and_those_that_were_finished(
     pipeline = toy.pipeline(plain_model, loader="torch", workers=0).transform(Late(0.1))
     train = ledger_module._train_each
 
-    def first_plain(*arguments: Any) -> None:
+    def first_plain(*arguments: Any) -> Ledger:
         interrupting.append(True)
-        train(*arguments)
+        return train(*arguments)
 
     monkeypatch.setattr(ledger_module, "_train_each", first_plain)
     with pytest.raises(LedgerInterrupted) as caught:
         pipeline.ledger(seconds=20, within=0.9, accuracy=True, epochs=1, progress=False)
     assert caught.value.ledger is not None
-    assert list(caught.value.ledger.facts["accuracy"]["rows"]) == [PLAIN]
+    assert list(caught.value.ledger.accuracy.rows) == [PLAIN]
     assert caught.value.ledger.rows[1].ratio is not None
 
 
@@ -373,7 +371,7 @@ SCRIPT = """
 import sys, time
 from drivetrain import Pipeline
 from drivetrain.pipeline import LedgerInterrupted
-from drivetrain.pipeline import ledger_record
+from drivetrain.pipeline.ledger import record as ledger_record
 from drivetrain.transforms import LabelSmoothing
 from pipeline_data import Sleepy
 

@@ -16,8 +16,8 @@ import torch
 from drivetrain import DrivetrainError, LedgerError, NonFiniteError, Pipeline, StrategyError
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.ledger.crew import described
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, in_turn, without
 from drivetrain.pipeline.ledger.picture import caption, picture
-from drivetrain.pipeline.ledger.rounds import LOADER, MODEL, PLAIN, without
 from drivetrain.transforms import GradientClipping, LabelSmoothing, Report, Transform
 from pipeline_data import BATCH, Toy, plain_model
 from torch import nn
@@ -96,8 +96,8 @@ def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     ledger = pipeline_of(toy, Breaks(), Mends(), LabelSmoothing(0.1)).ledger(
         seconds=95, within=0.95, progress=False
     )
-    assert {"+ Breaks"} <= set(ledger.facts["failed"]) <= {"+ Breaks", without("Mends")}
-    assert [row.name for row in ledger.rows] == [PLAIN, "+ Breaks", "+ Mends", "+ LabelSmoothing"]
+    assert {in_turn("Breaks")} <= set(ledger.failed) <= {in_turn("Breaks"), without("Mends")}
+    assert [row.name for row in ledger.rows] == [str(PLAIN), "+ Breaks", "+ Mends", "+ LabelSmoothing"]
     assert_shown_everywhere(
         ledger, "+ Breaks", "out of memory (OutOfMemoryError): CUDA out of memory.", tmp_path
     )
@@ -118,17 +118,17 @@ def test_a_variant_that_fails_in_a_later_round_leaves_all_of_them(toy: Toy, tmp_
     ledger = pipeline_of(toy, Breaks(13), Mends(), LabelSmoothing(0.1)).ledger(
         seconds=95, within=0.95, progress=False
     )
-    assert re.search(r"\(after [1-9] rounds?\)$", ledger.facts["failed"]["+ Breaks"])
+    assert re.search(r"\(after [1-9] rounds?\)$", ledger.failed[in_turn("Breaks")])
     assert len(ledger.rounds) > 4
     assert len({tuple(turns) for turns in ledger.rounds}) == 1
-    assert "+ Breaks" not in ledger.rounds[0]
+    assert in_turn("Breaks") not in ledger.rounds[0]
     assert_shown_everywhere(ledger, "+ Breaks", "CUDA out of memory", tmp_path)
 
 
 def test_the_full_pipeline_fails_and_nothing_of_the_failed_is_kept_alive(toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline(Fragile).transform(Breaks(3))  # the FFCV loader comes first
     ledger = pipeline.ledger(seconds=95, within=0.95, progress=False)
-    assert set(ledger.facts["failed"]) >= {"+ Breaks", LOADER, MODEL}
+    assert set(ledger.failed) >= {in_turn("Breaks"), LOADER, MODEL}
     assert ledger.rows[1].ratio is not None
     assert ledger.bound == (
         "The bottleneck is not known: + Breaks failed, loader alone failed, model alone failed."
@@ -169,11 +169,12 @@ def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:
     with pytest.raises(NonFiniteError):
         pipeline.replace(transforms=()).fit(epochs=1, progress=False)
     ledger = pipeline.ledger(seconds=25, within=0.95, accuracy=True, epochs=1, progress=False)
-    rows = ledger.facts["accuracy"]["rows"]
-    assert rows[PLAIN]["accuracy"] is None
-    assert "NonFiniteError" in rows[PLAIN]["failed"]
-    assert rows["+ GradientClipping"]["accuracy"] is not None
-    assert ledger.facts["accuracy"]["target"] is None
+    assert ledger.accuracy is not None
+    rows = ledger.accuracy.rows
+    assert rows[PLAIN].accuracy is None
+    assert "NonFiniteError" in rows[PLAIN].failed
+    assert rows[in_turn("GradientClipping")].accuracy is not None
+    assert ledger.accuracy.target is None
     flat = " ".join(str(ledger).split())
     assert f"Training failed: {PLAIN}" in flat
     assert "NonFiniteError" in ledger._repr_html_()
@@ -202,7 +203,7 @@ class DiesOnRanks(nn.Module):
 def test_a_rank_that_dies_is_a_row(toy: Toy) -> None:
     pipeline = toy.pipeline(DiesOnRanks, loader="torch", workers=0).transform(LabelSmoothing(0.1))
     ledger = pipeline.distribute("ddp", devices=2).ledger(seconds=95, within=0.9, progress=False)
-    assert "was killed by SIGKILL" in ledger.facts["failed"]["+ ddp × 2"]
+    assert "was killed by SIGKILL" in ledger.failed[in_turn("ddp × 2")]
     assert ledger.rows[1].ratio is not None
     assert "failed" in str(ledger)
     assert not [c for c in psutil.Process().children() if "drivetrain" in str(c.cmdline())]

@@ -12,10 +12,10 @@ from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.cli.app import app
 from drivetrain.pipeline.ledger.comparison import differences
-from drivetrain.pipeline.ledger.rounds import LOADER, MODEL, PLAIN, Turn
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Turn, in_turn
 from typer.testing import CliRunner
 
-WHOLE = "+ FFCV loader"
+WHOLE = in_turn("FFCV loader")
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def good(tmp_path: Path) -> dict[str, Any]:
 
 
 def turn(**wrong: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda content: content["rounds"][1][WHOLE].update(wrong)
+    return lambda content: content["rounds"][1][str(WHOLE)].update(wrong)
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,21 @@ def turn(**wrong: Any) -> Callable[[dict[str, Any]], object]:
         (turn(waited=True), "round 2 of '+ FFCV loader' has a figure that is no number"),
         (lambda content: content.update(level=2), "level=2 is not between 0 and 1"),
         (
-            lambda content: content["rounds"][0].update(odd=content["rounds"][0][PLAIN]),
+            lambda content: content["rounds"][0].update(odd=content["rounds"][0][str(PLAIN)]),
             "'odd' is not in each",
         ),
         (lambda content: content.update(left_out=["b"]), "'left_out' is no table"),
-        (lambda content: content.update(costs={PLAIN: {}}), "KeyError: 'peak_bytes'"),
+        (lambda content: content.update(costs={str(PLAIN): {}}), "KeyError: 'peak_bytes'"),
         (lambda content: content.update(accuracy={}), "KeyError: 'epochs'"),
         (lambda content: content.update(provenance={"hardware": [1]}), "'hardware' is no table"),
         (lambda content: content.update(provenance={"hardware": {}}), "KeyError: 'versions'"),
-        (lambda content: content.update(failed={"+ b": 5}), "'failed' has a reason that is not a text"),
-        (lambda content: content.update(in_turn="x"), "'in_turn' is not a list of texts"),
-        (lambda content: content.update(in_turn=["+ a"]), "'in_turn' does not begin with 'plain PyTorch'"),
+        (lambda content: content.update(failed={str(WHOLE): 5}), "'failed' has a reason that is not a text"),
+        (lambda content: content.update(failed={"+ b": "no"}), "'+ b' is not among the variants"),
+        (lambda content: content.update(variants="x"), "'variants' is not a list of identities"),
+        (lambda content: content["variants"].pop(0), "'variants' does not begin with 'plain PyTorch'"),
+        (lambda content: content["variants"][1].update(stage="b"), "'+ b' is named '+ FFCV loader'"),
+        (lambda content: content["variants"][1].update(kind="pair"), "no variant of kind 'pair'"),
+        (lambda content: content.pop("variants"), "an earlier version of Drivetrain wrote it"),
         (lambda content: content.update(plan=["train"]), "'plan' has a step without"),
     ],
 )

@@ -24,12 +24,25 @@ from drivetrain.pipeline.ledger import turns as ledger_turns
 from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.crew import Loaders, Taker, largest, open_bench
+from drivetrain.pipeline.ledger.data import (
+    COPY,
+    LOADER,
+    MODEL,
+    PLAIN,
+    SPLIT,
+    Costs,
+    Trained,
+    Turn,
+    VariantId,
+    in_turn,
+    only,
+    without,
+)  # fmt: skip
 from drivetrain.pipeline.ledger.ledger import Ledger
 from drivetrain.pipeline.ledger.measure import _has_copies, _Measurement
 from drivetrain.pipeline.ledger.memory import resident_peak
 from drivetrain.pipeline.ledger.record import Record
-from drivetrain.pipeline.ledger.rounds import COPY, LOADER, MODEL, PLAIN, SPLIT, Turn, mean_turn
-from drivetrain.pipeline.ledger.turns import take_turn
+from drivetrain.pipeline.ledger.turns import mean_turn, take_turn
 from drivetrain.pipeline.ledger.variants import Variant, possible, variants
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry.history import Epoch
@@ -57,20 +70,20 @@ class SlowAtFirst(nn.Module):
         return result
 
 
-def of_speeds(*rounds: dict[str, float], **facts: Any) -> Ledger:
+def of_speeds(*rounds: dict[VariantId, float], **fields: Any) -> Ledger:
     """A ledger from images/s, with ceilings that nothing reaches."""
     ceilings = {LOADER: 1e6, MODEL: 1e6}
     made = [
         {name: Turn(1000, 1000 / speed, 0) for name, speed in (turns | ceilings).items()} for turns in rounds
     ]
-    return Ledger(made, {"recipe": None} | facts)
+    return Ledger(made, {"recipe": None}, **fields)
 
 
 def test_warm_up_is_left_out(toy: Toy) -> None:
     # It trains twice for one batch once it is built, and again to see how long a batch and rounds take.
     pipeline = toy.pipeline(SlowAtFirst(1, 3), loader="torch", workers=0)
     ledger = pipeline.ledger(seconds=12 * SLOW, within=0.99, progress=False)
-    assert "notes" not in ledger.facts  # there are rounds
+    assert not ledger.notes  # there are rounds
     assert max(turn.seconds for turns in ledger.rounds for turn in turns.values()) < SLOW
 
 
@@ -80,12 +93,13 @@ def test_compiling_is_told_and_not_counted(toy: Toy, monkeypatch: pytest.MonkeyP
     pipeline = toy.pipeline(SlowAtFirst(1), loader="torch", workers=0)
     with ExitStack() as stack:
         _, costs = open_bench(resolve(pipeline.distribute("single", compile=True)), Loaders(stack), stack)
-    assert costs["compile_seconds"] > SLOW / 2
-    told = {"held_bytes": dict.fromkeys(("parameters", "gradients", "optimizer"), 2**20)}
-    plain = told | {"peak_bytes": 300 * 2**20, "compile_seconds": None}
-    compiled = told | {"peak_bytes": None, "compile_seconds": 12.34}
-    speeds = {PLAIN: 100.0, "+ compile": 150.0}
-    text = str(of_speeds(speeds, speeds, costs={PLAIN: plain, "+ compile": compiled}))
+    assert costs.compile_seconds is not None
+    assert costs.compile_seconds > SLOW / 2
+    held = dict.fromkeys(("parameters", "gradients", "optimizer"), 2**20)
+    plain = Costs(held, 300 * 2**20, None)
+    compiled = Costs(held, None, 12.34)
+    speeds = {PLAIN: 100.0, in_turn("compile"): 150.0}
+    text = str(of_speeds(speeds, speeds, costs={PLAIN: plain, in_turn("compile"): compiled}))
     assert "Compiling took, before the measurement: + compile 12.3 s." in text
     assert "Peak memory per rank: plain PyTorch 300 MiB." in text
     (row,) = (line for line in text.splitlines() if line.startswith("│ + compile "))
@@ -103,13 +117,13 @@ def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyP
     pipeline = toy.pipeline(loader="torch", workers=0)
     with ExitStack() as stack:
         loaders = Loaders(stack)
-        whole = [Variant("whole", pipeline), Variant(LOADER, pipeline, "loader")]
+        whole = [Variant(in_turn("whole"), pipeline), Variant(LOADER, pipeline)]
         takers = [Taker(group, loaders) for group in ([Variant(PLAIN, pipeline)], whole)]
-        record = Record([PLAIN, "whole", LOADER], [PLAIN])
+        record = Record([PLAIN, in_turn("whole"), LOADER])
         measurement = _Measurement(pipeline, record, time.perf_counter(), 99, 0.1, progress=False)
         monkeypatch.setattr(ledger_crew, "take_turn", noted)
         rounds = [list(measurement.round(takers, number, batches=1)) for number in (1, 2)]
-    assert rounds == [[PLAIN, "whole", LOADER]] * 2
+    assert rounds == [[PLAIN, in_turn("whole"), LOADER]] * 2
     assert [kind for _, kind in taken] == ["train", "train", "loader", "loader", "train", "train"]
     assert taken[3:] == taken[:3][::-1]
 
@@ -139,12 +153,19 @@ def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_ends_when_each_ratio_is_narrow_not_only_the_rows() -> None:
-    calm = {PLAIN: 100.0, "+ a": 200.0, "+ b": 300.0, "+ c": 400.0, "only b": 150.0, "without a": 350.0}
-    shaken = [calm | {"+ a": 200 * by, "+ b": 300 / by} for by in (1.0, 1.01, 0.99, 1.02)]
-    in_turn = of_speeds(*shaken)
-    assert in_turn.spread == in_turn.stages[1].in_turn.spread  # twice what either row's is
-    assert in_turn.spread > 1.9 * max(row.ratio.spread for row in in_turn.rows)
-    for name in ("only b", "without a"):
+    calm = {
+        PLAIN: 100.0,
+        in_turn("a"): 200.0,
+        in_turn("b"): 300.0,
+        in_turn("c"): 400.0,
+        only("b"): 150.0,
+        without("a"): 350.0,
+    }
+    shaken = [calm | {in_turn("a"): 200 * by, in_turn("b"): 300 / by} for by in (1.0, 1.01, 0.99, 1.02)]
+    ledger = of_speeds(*shaken)
+    assert ledger.spread == ledger.stages[1].in_turn.spread  # twice what either row's is
+    assert ledger.spread > 1.9 * max(row.ratio.spread for row in ledger.rows)
+    for name in (only("b"), without("a")):
         ledger = of_speeds(*(calm | {name: 150 * by} for by in (1.0, 1.1, 0.9)))
         (moved,) = {
             gain for stage in ledger.stages for gain in (stage.alone, stage.last) if gain and gain.spread
@@ -171,19 +192,26 @@ def test_a_gpu_has_the_ceiling_of_its_copies(toy: Toy) -> None:
     for device, copies in (("cpu", False), ("cuda", True)):
         pipeline = toy.pipeline()
         assert _has_copies(pipeline.distribute("single", device=device)) is copies
-        kinds = {one.name: one.kind for one in variants(resolve(pipeline), copies=copies)}
+        kinds = {one.id: one.id.workload for one in variants(resolve(pipeline), copies=copies)}
         assert kinds.get(COPY) == ("copy" if copies else None)
 
 
 def test_the_sentence_says_how_long_is_waited_and_what_a_slow_step_is() -> None:
     parts = {"forward": 2.0, "backward": 2.0, "step": 5.0}
-    speeds = {PLAIN: 100.0, "+ a": 200.0, LOADER: 1000.0, MODEL: 210.0}
+    speeds = {PLAIN: 100.0, in_turn("a"): 200.0, LOADER: 1000.0, MODEL: 210.0}
     turns = {name: Turn(1000, 1000 / speed, 250 / speed) for name, speed in speeds.items()}
     turns[SPLIT] = Turn(1000, 10.0, 1.0, parts=parts)
     bound = Ledger([turns, turns], {"recipe": None}).bound
     assert "and waits for data 25% of the time" in bound
     assert bound.endswith("Next, make the training step faster: the optimizer's step takes 50% of the time.")
-    slow = {PLAIN: 100.0, "+ a": 80.0, "+ b": 60.0, "+ c": 50.0, "without a": 62.5, "without b": 75.0}
+    slow = {
+        PLAIN: 100.0,
+        in_turn("a"): 80.0,
+        in_turn("b"): 60.0,
+        in_turn("c"): 50.0,
+        without("a"): 62.5,
+        without("b"): 75.0,
+    }
     costly = Ledger(
         [{name: Turn(10, 10 / speed, 0) for name, speed in (slow | {LOADER: 1e3, MODEL: 51}).items()}] * 3, {}
     )
@@ -195,8 +223,8 @@ def test_the_slowest_rank_counts_and_the_largest_cost() -> None:
     ranks = [(Turn(64, seconds, 0.1 * seconds), labels) for seconds in (1.0, 3.0, 2.0)]
     assert (merged := ledger_crew._merged(ranks)).seconds == 3.0
     assert (merged.images, merged.waited) == (64, pytest.approx(0.3))
-    costs = [{"held_bytes": {"parameters": held}, "peak_bytes": peak} for held, peak in ((1, 9), (5, 2))]
-    assert largest(costs) == {"held_bytes": {"parameters": 5}, "peak_bytes": 9}
+    costs = [Costs({"parameters": held}, peak) for held, peak in ((1, 9), (5, 2))]
+    assert largest(costs) == Costs({"parameters": 5}, 9)
 
 
 def test_turns_of_a_schedule_are_weighed_by_their_shares() -> None:
@@ -215,8 +243,8 @@ def test_peak_memory_is_what_was_there_at_most() -> None:
 
 
 def test_a_variant_without_a_plan_is_not_trained(toy: Toy) -> None:
-    found = possible([Variant("no data", Pipeline(plain_model)), Variant("one", toy.pipeline())])
-    assert [one.name for one in found] == ["one"]
+    found = possible([Variant(only("no data"), Pipeline(plain_model)), Variant(only("one"), toy.pipeline())])
+    assert [one.id for one in found] == [only("one")]
 
 
 def epoch(number: int, accuracy: float, seconds: float) -> Epoch:
@@ -236,14 +264,16 @@ def test_each_variant_trains_as_long_and_its_last_accuracy_counts(
         "sgd", lr=0.005, momentum=0.9, schedule="constant"
     )
     smooth = pipeline.transform(LabelSmoothing(0.9))
-    found: dict[str, Any] = {"epochs": 3, "target": 0.01, "rows": {}}
-    train_each([Variant("one", pipeline), Variant("two", smooth)], found, progress=True)
-    assert "ledger: accuracy, training 2/2: two" in capsys.readouterr().err
-    assert (found["epochs"], found["target"]) == (3, 0.01)
-    for name, trained in (("one", pipeline), ("two", smooth)):
-        row, epochs = found["rows"][name], trained.fit(epochs=3, progress=False).history.epochs
-        assert row["accuracy"] == epochs[-1].accuracy not in [one.accuracy for one in epochs[:-1]]
-        assert row["seconds_to_target"] < row["seconds"]  # the first epoch has reached so little
+    one, two = only("one"), only("two")
+    rows: dict[VariantId, Trained] = {}
+    train_each([Variant(one, pipeline), Variant(two, smooth)], rows, 3, 0.01, progress=True)
+    assert "ledger: accuracy, training 2/2: only two" in capsys.readouterr().err
+    for name, trained in ((one, pipeline), (two, smooth)):
+        row, epochs = rows[name], trained.fit(epochs=3, progress=False).history.epochs
+        assert row.accuracy == epochs[-1].accuracy not in [epoch.accuracy for epoch in epochs[:-1]]
+        assert row.seconds_to_target is not None
+        assert row.seconds is not None
+        assert row.seconds_to_target < row.seconds  # the first epoch has reached so little
 
 
 def test_provenance_says_which_machine_revision_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,8 +322,8 @@ def test_the_command_measures_what_it_is_asked_for(toy: Toy, tmp_path: Path) -> 
     found = json.loads((out / "ledger.json").read_text())
     assert found["seconds_asked"] == 30
     assert found["stopped"]
-    assert (found["accuracy"]["epochs"], list(found["accuracy"]["rows"])) == (1, [PLAIN])
-    assert found["rounds"][0][PLAIN]["images"] == BATCH * found["batches_per_turn"] <= TRAIN
+    assert (found["accuracy"]["epochs"], list(found["accuracy"]["rows"])) == (1, [str(PLAIN)])
+    assert found["rounds"][0][str(PLAIN)]["images"] == BATCH * found["batches_per_turn"] <= TRAIN
     assert Ledger.load(out / "ledger.json").bound in " ".join(done.output.split())
     assert (out / "ledger.png").exists()
     late = CliRunner().invoke(app, ["ledger", str(file), *more[:4], "--seconds", "inf"])

@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drivetrain.pipeline import Ledger
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Turn, VariantId, in_turn, only
 from drivetrain.pipeline.ledger.picture import caption
-from drivetrain.pipeline.ledger.rounds import LOADER, MODEL, PLAIN, Turn, only
 from drivetrain.pipeline.ledger.statistics import Levels, Ratio, ratio, speed_text
 
-NAMES = (PLAIN, "+ a", "+ b", "+ c", only("b"), LOADER)
+A, B, C = map(in_turn, "abc")
+NAMES = (PLAIN, A, B, C, only("b"), LOADER)
 
 
-def rounds_of(random: np.random.Generator, rounds: int, noise: float) -> list[dict[str, float]]:
+def rounds_of(random: np.random.Generator, rounds: int, noise: float) -> list[dict[VariantId, float]]:
     """Rounds on a machine whose speed drifts a lot, with now and then a turn that takes several times as long."""
     true = np.exp(random.normal(5, 0.02, len(NAMES)))  # variants that hardly differ: signs are easily wrong
     drift = np.exp(np.cumsum(random.normal(0, 0.5, rounds)))
@@ -26,10 +27,11 @@ def rounds_of(random: np.random.Generator, rounds: int, noise: float) -> list[di
     return [dict(zip(NAMES, row, strict=True)) for row in speeds.tolist()]
 
 
-def as_ledger(rounds: list[dict[str, float]], **facts: object) -> Ledger:
+def as_ledger(rounds: list[dict[VariantId, float]], stopped: str = "") -> Ledger:
     return Ledger(
         [{name: Turn(1000, 1000 / speed, 0.0) for name, speed in speeds.items()} for speeds in rounds],
-        {"recipe": None, **facts},
+        {"recipe": None},
+        stopped=stopped,
     )
 
 
@@ -58,7 +60,7 @@ def test_medians_and_ratios_of_rounds_would_contradict() -> None:
     random, found = np.random.default_rng(0), 0
     for _ in range(200):
         rounds = rounds_of(random, 4, noise=0.05)
-        one, two = ([speeds[name] for speeds in rounds] for name in (PLAIN, "+ a"))
+        one, two = ([speeds[name] for speeds in rounds] for name in (PLAIN, A))
         over = ratio([b / a for a, b in zip(one, two, strict=True)]).value
         found += (np.median(two) > np.median(one)) != (over > 1)
     assert found > 10
@@ -73,7 +75,7 @@ def test_the_intervals_hold_the_truth_as_often_as_they_say() -> None:
             drift = np.exp(np.cumsum(random.normal(0, 0.3, count)))
             rows = (np.linspace(100, 160, len(NAMES)) * noise * drift[:, None]).tolist()
             levels = Levels([dict(zip(NAMES, row, strict=True)) for row in rows])
-            held += [levels.ratio("+ a", PLAIN).holds(112 / 100), levels.ratio("+ c", "+ a").holds(136 / 112)]
+            held += [levels.ratio(A, PLAIN).holds(112 / 100), levels.ratio(C, A).holds(136 / 112)]
         assert np.mean(held) == pytest.approx(0.95, abs=0.025), count
 
 
@@ -82,7 +84,7 @@ def test_one_odd_turn_moves_nobody() -> None:
     calm = [{name: 100.0 * (1 + number) * math.exp(random.normal(0, 0.01)) for number, name in enumerate(NAMES)}
             for _ in range(6)]  # fmt: skip
     shaken = [dict(speeds) for speeds in calm]
-    shaken[2]["+ b"] /= 10
+    shaken[2][B] /= 10
     before, after = Levels(calm), Levels(shaken)
     for one, two in permutations(NAMES, 2):
         assert after.ratio(one, two).value == pytest.approx(before.ratio(one, two).value, rel=0.02)
@@ -92,12 +94,12 @@ def test_what_an_interval_leaves_open_is_not_printed_as_a_number(tmp_path: Path)
     """8.62 × ± 8,000 % after two rounds; and one round, which has no interval at all."""
     wide = as_ledger(
         [
-            {PLAIN: 100, "+ a": 2000, "+ b": 150, only("b"): 110, LOADER: 900, MODEL: 400},
-            {PLAIN: 100, "+ a": 400, "+ b": 160, only("b"): 112, LOADER: 900, MODEL: 400},
+            {PLAIN: 100, A: 2000, B: 150, only("b"): 110, LOADER: 900, MODEL: 400},
+            {PLAIN: 100, A: 400, B: 160, only("b"): 112, LOADER: 900, MODEL: 400},
         ],
         stopped="the time of 2 s was spent",
     )
-    single = as_ledger([{PLAIN: 100, "+ a": 862, LOADER: 900, MODEL: 400}], stopped="it was interrupted")
+    single = as_ledger([{PLAIN: 100, A: 862, LOADER: 900, MODEL: 400}], stopped="it was interrupted")
     for ledger, value in ((wide, "8.94"), (single, "8.62")):
         ledger.save(tmp_path / "ledger.json")
         for text in (str(ledger), ledger._repr_html_(), " ".join(caption(ledger).split())):

@@ -18,10 +18,20 @@ import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline.ledger.crew import Loaders, Taker, groups, open_bench
+from drivetrain.pipeline.ledger.data import (
+    EXTRAS,
+    LOADER,
+    MODEL,
+    PLAIN,
+    SPLIT,
+    VariantId,
+    in_turn,
+    only,
+    without,
+)
 from drivetrain.pipeline.ledger.ledger import Ledger
 from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
 from drivetrain.pipeline.ledger.record import Record
-from drivetrain.pipeline.ledger.rounds import EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
 from drivetrain.pipeline.ledger.schedule import phases
 from drivetrain.pipeline.ledger.turns import take_turn
 from drivetrain.pipeline.ledger.variants import Variant, alone_and_without, stages, variants
@@ -47,46 +57,48 @@ OF_THE_WHOLE = [LOADER, MODEL, SPLIT, EXTRAS]
 PARAMETERS = sum(parameter.numel() for parameter in plain_model().parameters())
 
 
-def names(pipeline: Pipeline) -> list[str]:
-    return [variant.name for variant in variants(resolve(pipeline))]
+def names(pipeline: Pipeline) -> list[VariantId]:
+    return [variant.id for variant in variants(resolve(pipeline))]
 
 
 def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
     assert names(toy.pipeline(loader="torch")) == [PLAIN, *OF_THE_WHOLE]
     ddp = toy.pipeline().distribute("ddp", devices=2)
-    assert names(ddp) == [PLAIN, "+ FFCV loader", "+ ddp × 2", *OF_THE_WHOLE]
+    assert names(ddp) == [PLAIN, in_turn("FFCV loader"), in_turn("ddp × 2"), *OF_THE_WHOLE]
     found = variants(resolve(toy.pipeline().distribute("ddp", devices=2, device="cpu", precision="bf16")))
     assert [variant.spec.distribution.options.get("device") for variant in found] == ["cpu"] * len(found)
-    assert [variant.kind for variant in found[-5:]] == ["train", "loader", "model", "split", "extras"]
+    assert [variant.id.workload for variant in found[-5:]] == ["train", "loader", "model", "split", "extras"]
     flipped = variants(resolve(toy.pipeline().transform(TestTimeFlip())))
-    assert [variant.name for variant in flipped] == [
+    assert [variant.id for variant in flipped] == [
         PLAIN,
-        "+ FFCV loader",
+        in_turn("FFCV loader"),
         *OF_THE_WHOLE,
     ]  # nothing of training
     assert all(variant.spec.transforms == (TestTimeFlip(),) for variant in flipped)  # accuracies compare
     *_, group = groups(found)
-    assert [variant.name for variant in group] == ["+ ddp × 2", *OF_THE_WHOLE]
+    assert [variant.id for variant in group] == [in_turn("ddp × 2"), *OF_THE_WHOLE]
     assert names(toy.pipeline(loader="torch").distribute("single", activation_checkpointing=True))[1] == (
-        "+ activation checkpointing"
+        in_turn("activation checkpointing")
     )
 
 
 def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
-    def measured(pipeline: Pipeline) -> dict[str, list[str]]:
+    def measured(pipeline: Pipeline) -> dict[VariantId, list[str]]:
         found = {}
         for variant in alone_and_without(resolve(pipeline)):
-            found[variant.name] = [stage.name for stage in stages(resolve(variant.spec))]
+            found[variant.id] = [stage.name for stage in stages(resolve(variant.spec))]
         return found
 
     two = toy.pipeline().transform(LabelSmoothing(0.1))
     assert measured(toy.pipeline()) == {}
-    assert measured(two) == {"only LabelSmoothing": ["LabelSmoothing"]}  # and that is without the loader, too
+    assert measured(two) == {
+        only("LabelSmoothing"): ["LabelSmoothing"]
+    }  # and that is without the loader, too
     whole = two.distribute("ddp", devices=2, precision="bf16", device="cpu")
     rest = ["FFCV loader", "LabelSmoothing", "bf16", "ddp × 2"]
     assert [stage.name for stage in stages(resolve(whole))] == rest
-    expected = {f"only {name}": [name] for name in rest[1:]}
-    expected |= {f"without {name}": [other for other in rest if other != name] for name in rest[:-1]}
+    expected = {only(name): [name] for name in rest[1:]}
+    expected |= {without(name): [other for other in rest if other != name] for name in rest[:-1]}
     assert measured(whole) == expected
 
 
@@ -100,17 +112,18 @@ def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
     ledger = pipeline.ledger(seconds=95, within=0.9, progress=False)
     assert surroundings() == at_first
     rows = ["FFCV loader", "ChannelsLast", "LabelSmoothing", "bf16", "accumulate 2, clip_norm 1"]
-    turns = [PLAIN, *(f"+ {name}" for name in rows), *OF_THE_WHOLE]
-    assert [row.name for row in ledger.rows] == turns[:6]
-    further = [*(f"only {name}" for name in rows[1:]), *(f"without {name}" for name in rows[:-1])]
+    turns = [PLAIN, *map(in_turn, rows), *OF_THE_WHOLE]
+    assert [row.id for row in ledger.rows] == turns[:6]
+    further = [*map(only, rows[1:]), *map(without, rows[:-1])]
     assert [list(found) for found in ledger.rounds] == [turns + further] * len(ledger.rounds)
     assert len(ledger.rounds) >= TIGHT_ROUNDS
     # The data set has 4 batches and no turn can have more; no sample was lost, none counted twice.
     assert {turn.images for found in ledger.rounds for turn in found.values()} == {TRAIN}
     assert ledger.facts["batches_per_turn"] == TRAIN // BATCH
     assert ledger.rows[0].ratio.value == 1.0
-    assert ledger.facts["stopped"] == "every interval is within ± 90.0%"
-    assert list(ledger.facts["left_out"]) == ["peak memory"]
+    assert ledger.stopped == "every interval is within ± 90.0%"
+    assert not ledger.left_out
+    assert list(ledger.missing_costs) == ["peak memory"]
     assert ledger.waiting is not None
     assert ledger.bound.startswith("The model binds: ")
     assert ledger.ceilings[MODEL].value < BATCH / 0.04  # two microbatches, each sleeps 0.02 s
@@ -157,15 +170,16 @@ def full(toy: Toy) -> Ledger:
 
 def test_every_stage_alone_and_without(full: Ledger) -> None:
     rows = ["ChannelsLast", "LabelSmoothing", "bf16"]
-    further = ["only LabelSmoothing", "only bf16", "without ChannelsLast", "without LabelSmoothing"]
-    assert list(full.rounds[0]) == [PLAIN, *(f"+ {name}" for name in rows), *OF_THE_WHOLE, *further]
+    further = [*map(only, rows[1:]), *map(without, rows[:-1])]
+    assert list(full.rounds[0]) == [PLAIN, *map(in_turn, rows), *OF_THE_WHOLE, *further]
     assert all(gain.alone and gain.last for gain in full.stages)
     assert full.compound
-    assert list(full.facts["left_out"]) == ["peak memory"]
+    assert not full.left_out
+    assert list(full.missing_costs) == ["peak memory"]
 
 
 def test_it_ends_when_the_intervals_are_narrow(full: Ledger) -> None:
-    assert full.facts["stopped"] == "every interval is within ± 99.0%"
+    assert full.stopped == "every interval is within ± 99.0%"
     assert len(full.rounds) >= TIGHT_ROUNDS
     assert full.spread <= 0.99
 
@@ -180,22 +194,24 @@ def test_all_turns_of_a_round_have_the_same_samples(full: Ledger) -> None:
 
 
 def test_what_a_variant_holds_in_memory(full: Ledger) -> None:
-    assert set(full.facts["costs"]) == {name for name in full.rounds[0] if name not in OF_THE_WHOLE}
-    for costs in full.facts["costs"].values():
-        held = costs["held_bytes"]
+    assert set(full.costs) == {name for name in full.rounds[0] if name not in OF_THE_WHOLE}
+    for costs in full.costs.values():
+        held = costs.held_bytes
+        assert held is not None
         # SGD with momentum: weights, gradients and momentum, 4 bytes each.
         assert (held["parameters"], held["gradients"], held["optimizer"]) == (4 * PARAMETERS,) * 3
-        assert costs["compile_seconds"] is None
+        assert costs.compile_seconds is None
 
 
 def test_accuracy_of_each_variant(full: Ledger, toy: Toy) -> None:
-    found = full.facts["accuracy"]
+    found = full.accuracy
+    assert found is not None
     names = [gain.stage for gain in full.stages]
     others = [*map(only, names[1:]), *(map(without, names[:-1]) if len(names) > 2 else ())]
-    assert list(found["rows"]) == [*(row.name for row in full.rows), *others]
+    assert list(found.rows) == [*(row.id for row in full.rows), *others]
     plain = toy.pipeline(plain_model, loader="torch", workers=0).fit(epochs=2, progress=False)
-    assert found["rows"][PLAIN]["accuracy"] == plain.accuracy == found["target"]
-    assert 0 < found["rows"][PLAIN]["seconds_to_target"] <= found["rows"][PLAIN]["seconds"]
+    assert found.rows[PLAIN].accuracy == plain.accuracy == found.target
+    assert 0 < found.rows[PLAIN].seconds_to_target <= found.rows[PLAIN].seconds
     assert f"{plain.accuracy:.2%}" in str(full)
 
 
@@ -217,7 +233,7 @@ class NothingElse(Nothing):
 def test_a_variant_against_itself_is_one(toy: Toy) -> None:
     pipeline = toy.pipeline(Sleepy(0.02), loader="torch", workers=0).transform(Nothing(), NothingElse())
     ledger = pipeline.ledger(seconds=15, within=1e-4, progress=False)
-    assert [row.name for row in ledger.rows] == [PLAIN, "+ Nothing", "+ NothingElse"]
+    assert [row.id for row in ledger.rows] == [PLAIN, in_turn("Nothing"), in_turn("NothingElse")]
     # Of so wide intervals one in a thousand misses; to two decimals, as it is shown, it is 1.00.
     for row in dataclasses.replace(ledger, level=0.999).rows:
         assert row.ratio.low <= 1.005, row
@@ -259,16 +275,17 @@ def test_of_two_stages_that_do_the_same_the_second_falls(toy: Toy) -> None:
 
 def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
     pipeline = toy.pipeline(loader="torch", workers=0)
+    one, two, three = map(only, ("one", "two", "three"))
     with ExitStack() as stack:
         loaders = Loaders(stack)
         takers = [
             Taker([Variant(name, pipeline.replace(seed=seed))], loaders)
-            for name, seed in (("one", 0), ("two", 0), ("three", 1))
+            for name, seed in ((one, 0), (two, 0), (three, 1))
         ]
-        record = Record(["one", "two", "three"], ["one"])
+        record = Record([one, two, three])
         measurement = _Measurement(pipeline, record, time.perf_counter(), 99, 0.1, progress=False)
-        assert list(measurement.round(takers[:2], 1, batches=2)) == ["one", "two"]
-        with pytest.raises(DrivetrainError, match=r"'one' had 64 images .*'three' 64 "):
+        assert list(measurement.round(takers[:2], 1, batches=2)) == [one, two]
+        with pytest.raises(DrivetrainError, match=r"'only one' had 64 images .*'only three' 64 "):
             measurement.round(takers, 1, batches=2)
 
 
@@ -289,8 +306,8 @@ def test_a_turn_costs_what_a_step_costs_on_average_over_the_schedule() -> None:
         assert sum(phase.share * phase.image_size**2 for phase in found) == pytest.approx(
             mean(resizing, 1000), rel=2e-3
         )
-    (only,) = phases([LabelSmoothing(0.1)], 224)
-    assert (only.image_size, only.share) == (224, pytest.approx(1.0))
+    (one,) = phases([LabelSmoothing(0.1)], 224)
+    assert (one.image_size, one.share) == (224, pytest.approx(1.0))
     freezing = LayerFreezing(0.5, 1.0)
     both = phases([ProgressiveResizing(), freezing], 224)
     assert sum(phase.share for phase in both) == pytest.approx(1.0)
@@ -354,7 +371,7 @@ def test_an_extra_that_takes_long_is_seen_in_the_row(toy: Toy, monkeypatch: pyte
     assert ledger.extras_share is not None
     slept = SLEEP * len(ledger.rounds) / sum(turns[EXTRAS].seconds for turns in ledger.rounds)
     assert slept < ledger.extras_share < 1
-    assert EXTRAS in str(ledger)
+    assert str(EXTRAS) in str(ledger)
 
 
 @pytest.mark.parametrize("extra", [(Progress, "update"), (LossGuard, "admits")])
@@ -448,9 +465,9 @@ def test_measured_on_two_ranks(toy: Toy) -> None:
     ledger = toy.pipeline(plain_model, loader="torch", workers=0).distribute("ddp", devices=2).ledger(
         seconds=90, within=0.9, progress=False
     )  # fmt: skip
-    assert [row.name for row in ledger.rows] == [PLAIN, "+ ddp × 2"]
+    assert [row.id for row in ledger.rows] == [PLAIN, in_turn("ddp × 2")]
     assert {turn.images for turns in ledger.rounds for turn in turns.values()} == {TRAIN}
-    assert ledger.facts["costs"]["+ ddp × 2"]["held_bytes"]["parameters"] == 4 * PARAMETERS
+    assert ledger.costs[in_turn("ddp × 2")].held_bytes["parameters"] == 4 * PARAMETERS
 
 
 @pytest.mark.slow
@@ -461,11 +478,11 @@ def test_peak_memory_and_compile_time(toy: Toy) -> None:
 
     pipeline = toy.pipeline(large, loader="torch", workers=0).transform(LabelSmoothing(0.1))
     ledger = pipeline.distribute("single", compile=True).ledger(seconds=100, within=0.9, progress=False)
-    plain, _, whole = (ledger.facts["costs"][row.name] for row in ledger.rows)
+    plain, _, whole = (ledger.costs[row.id] for row in ledger.rows)
     held = 3 * 4 * 500_000 * (2 * CLASSES + 1)
-    assert plain["held_bytes"]["parameters"] * 3 >= held
-    assert held < plain["peak_bytes"] < held + 2**31
-    assert whole["peak_bytes"] > held
-    assert whole["compile_seconds"] > 0
+    assert plain.held_bytes["parameters"] * 3 >= held
+    assert held < plain.peak_bytes < held + 2**31
+    assert whole.peak_bytes > held
+    assert whole.compile_seconds > 0
     assert "Peak memory per rank: plain PyTorch" in str(ledger)
     assert "Compiling took, before the measurement: + compile" in str(ledger)

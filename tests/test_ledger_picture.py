@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from drivetrain.pipeline import Ledger
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, SPLIT, Turn, in_turn, only, without
 from drivetrain.pipeline.ledger.picture import picture
-from drivetrain.pipeline.ledger.rounds import LOADER, MODEL, PLAIN, SPLIT, Turn, only, without
 
 SPEEDS = {
-    PLAIN: 100.0, "+ a": 200.0, "+ b": 220.0, "+ c": 330.0, LOADER: 5000.0, MODEL: 350.0,
+    PLAIN: 100.0, in_turn("a"): 200.0, in_turn("b"): 220.0, in_turn("c"): 330.0, LOADER: 5000.0, MODEL: 350.0,
     only("b"): 150.0, without("a"): 250.0, without("b"): 320.0,
 }  # fmt: skip
 
@@ -37,7 +37,12 @@ def test_bars_of_throughput_with_the_ceilings_drawn_in() -> None:
     throughput, *_ = picture(made_up()).axes
     bars = [bar.get_width() for bar in throughput.patches]
     assert bars == pytest.approx([100, 200, 220, 330])
-    assert [label.get_text() for label in throughput.get_yticklabels()] == [PLAIN, "+ a", "+ b", "+ c"]
+    assert [label.get_text() for label in throughput.get_yticklabels()] == [
+        str(PLAIN),
+        "+ a",
+        "+ b",
+        "+ c",
+    ]
     # The model's ceiling is a line at its place; the loader's is far beyond, and said at the edge.
     (line,) = [line for line in throughput.lines if line.get_linestyle() == "--"]
     assert line.get_xdata() == pytest.approx([350, 350])

@@ -168,7 +168,11 @@ pipeline = Pipeline(model).load(TRAIN, VAL, **data).transform(BlurPool(), LabelS
 endless = Pipeline(Slow).load(TRAIN, VAL, **data, loader="torch")
 """
 FIT = "result = pipeline.fit(epochs=2, out='run', logger='csv', log_every=2)\nresult"
-LEDGER = str(ROOT / "benchmarks" / "results" / "quickstart-ledger.json")
+LEDGER = """
+from drivetrain.pipeline import Ledger
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Turn, in_turn
+Ledger([dict.fromkeys((PLAIN, in_turn("a"), LOADER, MODEL), Turn(64, 1.0, 0.1))])
+"""
 BAR = "application/vnd.jupyter.widget-view+json"
 
 
@@ -186,7 +190,7 @@ def test_cells_show_themselves_can_be_run_again_and_interrupted(
         ("BlurPool().apply(model())", "<td", "BlurPool"),
         ("from drivetrain.transforms import catalogue\ncatalogue()", ">transform</th>", "┃ transform"),
         (
-            f"from drivetrain.pipeline.ledger.ledger import Ledger\nLedger.load({LEDGER!r})",
+            LEDGER,
             "plain PyTorch</td>",
             "plain",
         ),

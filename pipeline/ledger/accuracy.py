@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -14,6 +13,7 @@ from ..runs.fit import fit
 from ..spec.resolve import ResolvedPlan
 from ..telemetry.history import Epoch
 from .crew import described
+from .data import Trained, VariantId
 from .variants import Variant
 
 
@@ -35,38 +35,44 @@ def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:
     return epochs
 
 
-def train_each(variants: Sequence[Variant], found: dict[str, Any], progress: bool) -> None:
+def train_each(
+    variants: Sequence[Variant],
+    rows: dict[VariantId, Trained],
+    epochs: int,
+    target: float | None,
+    progress: bool,
+) -> None:
     """Train each variant once, and add its row as soon as it is known.
 
     Args:
         variants: plain PyTorch first.
-        found: `{"epochs", "target", "rows"}`: the epochs of each; the top-1 accuracy, 0 to 1, or None, which becomes
-            what plain PyTorch reaches in the end; and the rows, which are added by name as `{"accuracy", "seconds",
-            "seconds_to_target"}`. Seconds are of whole epochs, evaluation, starting of workers and compiling
-            included; None where the target was not reached. A training that fails has `{"failed": reason}` in
-            addition, and None for the others.
+        rows: the trainings so far; see `Trained`.
+        epochs: of each.
+        target: see `Accuracies`; None for what the first variant reaches in the end.
         progress: show a bar.
     """
     with tqdm(total=len(variants), unit="training", disable=not progress, leave=False) as bar:
         for number, variant in enumerate(variants, 1):
-            bar.set_description(f"ledger: accuracy, training {number}/{len(variants)}: {variant.name}")
-            found["rows"][variant.name] = _row(variant, found)
+            bar.set_description(f"ledger: accuracy, training {number}/{len(variants)}: {variant.id}")
+            rows[variant.id] = row = _trained(variant, epochs, target, sets_target=number == 1)
+            if number == 1 and target is None:
+                target = row.accuracy
             bar.update()
 
 
-def _row(variant: Variant, found: dict[str, Any]) -> dict[str, Any]:
+def _trained(variant: Variant, epochs: int, target: float | None, sets_target: bool) -> Trained:
     try:
-        epochs = fit(variant.spec, epochs=found["epochs"], out=None, progress=False).history.epochs
+        history = fit(variant.spec, epochs=epochs, out=None, progress=False).history.epochs
     except Exception as error:  # it diverged, or lacked memory: the others are trained all the same
-        return {"accuracy": None, "seconds": None, "seconds_to_target": None, "failed": described(error)}
-    if found["target"] is None and not found["rows"]:
-        found["target"] = epochs[-1].accuracy
-    target = found["target"]
-    return {
-        "accuracy": epochs[-1].accuracy,
-        "seconds": sum(epoch.seconds for epoch in epochs),
-        "seconds_to_target": None if target is None else seconds_to(target, epochs),
-    }
+        return Trained(failed=described(error))
+    accuracy = history[-1].accuracy
+    if target is None and sets_target:
+        target = accuracy
+    return Trained(
+        accuracy,
+        sum(epoch.seconds for epoch in history),
+        None if target is None else seconds_to(target, history),
+    )
 
 
 def seconds_to(target: float, history: Sequence[Epoch]) -> float | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .data import EXTRAS, SPLIT, VariantId
 from .ledger import Ledger
-from .rounds import EXTRAS, SPLIT
 from .statistics import Ratio, ratio_of_means
 from .table import UNRESOLVED, Cells, html_table, rendered
 
@@ -18,15 +19,20 @@ class Compared:
     """A variant that both ledgers have.
 
     Attributes:
-        name: of the variant.
+        id: the variant.
         first, second: over plain PyTorch, in each ledger; None for what is no row.
         speed: images/s of the second ledger over those of the first.
     """
 
-    name: str
+    id: VariantId
     first: Ratio | None
     second: Ratio | None
     speed: Ratio
+
+    @property
+    def name(self) -> str:
+        """The variant's name."""
+        return str(self.id)
 
     @property
     def overlap(self) -> bool | None:
@@ -50,7 +56,7 @@ class Comparison:
 
     names: tuple[str, str]
     rows: list[Compared]
-    missing: dict[str, str]
+    missing: dict[VariantId, str]
     differences: list[str]
     failed: list[str] = field(default_factory=list)
 
@@ -81,7 +87,7 @@ class Comparison:
     def _sentences(self) -> list[str]:
         found = [f"first: {self.names[0]}; second: {self.names[1]}."]
         found += self.failed
-        found += [f"Only in {where}: {name}." for name, where in self.missing.items()]
+        found += [f"Only in {where}: {one}." for one, where in self.missing.items()]
         return found + (self.differences or ["Recipe, hardware, versions and revision are the same."])
 
 
@@ -100,21 +106,21 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
     names = str(first), str(second)
     ledgers = Ledger.load(first), Ledger.load(second)
     speeds = [_speeds(ledger) for ledger in ledgers]
-    ratios = [{row.name: row.ratio for row in ledger.rows} for ledger in ledgers]
+    ratios = [{row.id: row.ratio for row in ledger.rows} for ledger in ledgers]
     rows = [
         Compared(
-            name, ratios[0].get(name), ratios[1].get(name),
-            ratio_of_means(speeds[1][name], speeds[0][name], ledgers[0].level),
+            one, ratios[0].get(one), ratios[1].get(one),
+            ratio_of_means(speeds[1][one], speeds[0][one], ledgers[0].level),
         )
-        for name in speeds[0] if name in speeds[1] and name not in (SPLIT, EXTRAS)  # no variants of their own
+        for one in speeds[0] if one in speeds[1] and one not in (SPLIT, EXTRAS)  # no variants of their own
     ]  # fmt: skip
-    missing = {name: names[0] for name in speeds[0] if name not in speeds[1]}
-    missing |= {name: names[1] for name in speeds[1] if name not in speeds[0]}
+    missing = {one: names[0] for one in speeds[0] if one not in speeds[1]}
+    missing |= {one: names[1] for one in speeds[1] if one not in speeds[0]}
     failed = [
-        f"{file}: {name} {why}."
+        f"{file}: {one} {str(why).rstrip('.')}."
         for file, ledger in zip(names, ledgers, strict=True)
-        for name in {**ledger.facts.get("failed", {}), **ledger.facts.get("left_out", {})}
-        if (why := ledger.why_not(name).rstrip("."))
+        for one in ledger.variants
+        if (why := ledger.why_not(one))
     ]
     if any(not one.resolved for row in rows for one in (row.first, row.second, row.speed) if one is not None):
         failed.append(
@@ -123,11 +129,11 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
     return Comparison(names, rows, missing, differences(*(ledger.facts for ledger in ledgers)), failed)
 
 
-def _speeds(ledger: Ledger) -> dict[str, list[float]]:
-    return {name: [turns[name].speed for turns in ledger.rounds] for name in ledger.rounds[0]}
+def _speeds(ledger: Ledger) -> dict[VariantId, list[float]]:
+    return {one: [turns[one].speed for turns in ledger.rounds] for one in ledger.rounds[0]}
 
 
-def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """What else differs between two ledgers' facts, one sentence each."""
     found = []
     pairs = {"recipe": (first.get("recipe"), second.get("recipe"))}

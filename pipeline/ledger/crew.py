@@ -22,19 +22,17 @@ from ..spec.cuda_settings import cuda_settings
 from ..spec.resolve import ResolvedPlan, resolve
 from ..training.build import build, make_loader, seeded
 from .budget import OutOfTime
-from .rounds import Turn
+from .data import Costs, Turn, VariantId
 from .schedule import phases
 from .turns import Bench, Labels, WeighedEngine, digest, take_turn
-from .variants import Kind, Variant
+from .variants import Variant
 
 MIN_BATCHES = 4  # in a turn; fewer, and filling the loader's queue would count
 
 REASON_LENGTH = 300  # characters; CUDA's message for lack of memory has twice as many
 
-Costs = dict[str, Any]
-"""Of a variant on one rank: `held_bytes`, `peak_bytes`, `compile_seconds`; None where not measured."""
-Found = dict[str, tuple[Turn, Labels]]
-"""Turns by name, and a rank's labels in them."""
+Found = dict[VariantId, tuple[Turn, Labels]]
+"""Turns by variant, and a rank's labels in them."""
 
 
 class Loaders:
@@ -68,7 +66,7 @@ class Taker:
         deadline: when to stop, on `perf_counter`'s clock.
 
     Attributes:
-        names: of the variants that still take turns.
+        variants: that still take turns.
         opening: seconds that building and warming up took; 0 on ranks, which do so in each turn.
         seconds: that the last turns took, start of ranks included.
         costs: what training costs besides time; the largest over all ranks.
@@ -86,10 +84,10 @@ class Taker:
     ) -> None:
         start = perf_counter()
         self._plan = resolve(group[0].spec)
-        self._kinds = {variant.name: variant.kind for variant in group}
+        self._left = [variant.id for variant in group]
         self._stack = ExitStack()
         self.opening, self.seconds = 0.0, 0.0
-        self.costs: Costs = {}
+        self.costs = Costs()
         self._bench: Bench | None = None
         self._warm_up = batches
         if self.on_ranks:
@@ -100,81 +98,79 @@ class Taker:
         self.opening = perf_counter() - start
 
     @property
-    def names(self) -> list[str]:
+    def variants(self) -> list[VariantId]:
         """See the class."""
-        return list(self._kinds)
+        return list(self._left)
 
     @property
     def on_ranks(self) -> bool:
         """Whether it starts processes for each round."""
         return self._plan.distribution.devices > 1
 
-    def drop(self, names: Iterable[str]) -> None:
-        """These take no more turns."""
-        for name in names:
-            del self._kinds[name]
+    def drop(self, variants: Iterable[VariantId]) -> None:
+        """Let these take no more turns."""
+        for one in variants:
+            self._left.remove(one)
 
     def close(self) -> None:
         """Gives back the model, its optimizer and its loaders."""
-        self._bench, self._kinds = None, {}
+        self._bench, self._left = None, []
         self._stack.close()
 
     def take(
-        self, epoch: int, batches: int, names: Sequence[str], deadline: float = math.inf
-    ) -> tuple[dict[str, Turn], dict[str, str]]:
+        self, epoch: int, batches: int, variants: Sequence[VariantId], deadline: float = math.inf
+    ) -> tuple[dict[VariantId, Turn], dict[VariantId, str]]:
         """A turn of each of these variants, in this order; the epoch decides the samples.
 
         Returns:
-            The turns by name, and the reasons by name of those that failed. If the training itself failed, its
-            model may be in any state, and the entire group has failed.
+            The turns, and the reasons of those that failed. If the training itself failed, its model may be in any
+            state, and the entire group has failed.
 
         Raises:
             OutOfTime: at the deadline; ranks that run then are ended.
         """
         start = perf_counter()
-        kinds = {name: self._kinds[name] for name in names}
-        found = self._take_on_ranks if self._bench is None else self._take_here
-        turns, failed = found(kinds, epoch, batches, deadline)
+        take = self._take_on_ranks if self._bench is None else self._take_here
+        turns, failed = take(variants, epoch, batches, deadline)
         self.seconds = perf_counter() - start
-        if any(self._kinds[name] == "train" for name in failed):
-            why = next(reason for name, reason in failed.items() if self._kinds[name] == "train")
-            return {}, {name: failed.get(name, why) for name in self._kinds}
+        why = next((reason for one, reason in failed.items() if one.workload == "train"), None)
+        if why is not None:
+            return {}, {one: failed.get(one, why) for one in self._left}
         return turns, failed
 
     def _take_here(
-        self, kinds: dict[str, Kind], epoch: int, batches: int, deadline: float
-    ) -> tuple[dict[str, Turn], dict[str, str]]:
+        self, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float
+    ) -> tuple[dict[VariantId, Turn], dict[VariantId, str]]:
         assert self._bench is not None
         turns, failed = {}, {}
-        for name, kind in kinds.items():
+        for one in variants:
             try:
-                turns[name] = _merged([take_turn(self._bench, kind, epoch, batches, deadline)])
+                turns[one] = _merged([take_turn(self._bench, one.workload, epoch, batches, deadline)])
             except OutOfTime:
                 raise
             except Exception as error:  # of the user's model, of memory, of a transform: the others go on
-                failed[name] = described(error)
+                failed[one] = described(error)
         return turns, failed
 
     def _take_on_ranks(
-        self, kinds: dict[str, Kind], epoch: int, batches: int, deadline: float
-    ) -> tuple[dict[str, Turn], dict[str, str]]:
+        self, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float
+    ) -> tuple[dict[VariantId, Turn], dict[VariantId, str]]:
         left = deadline - perf_counter()
         if left <= 0:
             raise OutOfTime
         how = self._plan.distribution
         try:
             answers = launch(
-                _turns_on_rank, self._plan, kinds, epoch, batches, self._warm_up,
+                _turns_on_rank, self._plan, list(variants), epoch, batches, self._warm_up,
                 devices=how.devices, device=how.device, timeout=None if left == math.inf else left, patience=0.0,
             )  # fmt: skip
         except Exception as error:  # a rank raised, died or was too late
             if perf_counter() >= deadline:
                 raise OutOfTime from None
-            reason = described(error)
-            return {}, dict.fromkeys(kinds, reason)
+            return {}, dict.fromkeys(variants, described(error))
         self.costs = largest([costs for _, costs in answers])
         ranks = [turns for turns, _ in answers]
-        return {name: _merged([rank[name] for rank in ranks]) for name in kinds}, {}
+        return {one: _merged([rank[one] for rank in ranks]) for one in variants}, {}
 
 
 def described(error: BaseException) -> str:
@@ -190,12 +186,12 @@ def described(error: BaseException) -> str:
 
 
 def _turns_on_rank(
-    plan: ResolvedPlan, kinds: dict[str, Kind], epoch: int, batches: int, warm_up: int
+    plan: ResolvedPlan, variants: Sequence[VariantId], epoch: int, batches: int, warm_up: int
 ) -> tuple[Found, Costs]:
     with seeded(plan.seed), ExitStack() as stack:
         # The ranks are new: warm them up, too.
         bench, costs = open_bench(plan, Loaders(stack), stack, warm_up)
-        return {name: take_turn(bench, kind, epoch, batches) for name, kind in kinds.items()}, costs
+        return {one: take_turn(bench, one.workload, epoch, batches) for one in variants}, costs
 
 
 def _merged(ranks: Sequence[tuple[Turn, Labels]]) -> Turn:
@@ -240,11 +236,7 @@ def open_bench(
         later, _ = take_turn(bench, "train", 0, batches, deadline)
         compiling = max(first.seconds - later.seconds, 0.0)
     held = None if weighed.held is None else asdict(weighed.held)
-    return bench, {
-        "held_bytes": held,
-        "peak_bytes": _peak(engine.device, before),
-        "compile_seconds": compiling,
-    }
+    return bench, Costs(held, _peak(engine.device, before), compiling)
 
 
 def _allocated() -> list[int]:
@@ -266,16 +258,12 @@ def _peak(device: torch.device, before: list[int]) -> int | None:
 
 def largest(ranks: Sequence[Costs]) -> Costs:
     """The largest of each cost over all ranks."""
-    found: Costs = {}
-    for name in ranks[0]:
-        values = [rank[name] for rank in ranks if rank[name] is not None]
-        if not values:
-            found[name] = None
-        elif isinstance(values[0], dict):
-            found[name] = largest(values)
-        else:
-            found[name] = max(values)
-    return found
+    held = [one.held_bytes for one in ranks if one.held_bytes is not None]
+    return Costs(
+        {name: max(one[name] for one in held) for name in held[0]} if held else None,
+        max((one.peak_bytes for one in ranks if one.peak_bytes is not None), default=None),
+        max((one.compile_seconds for one in ranks if one.compile_seconds is not None), default=None),
+    )
 
 
 def groups(variants: Iterable[Variant]) -> list[list[Variant]]:

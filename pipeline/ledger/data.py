@@ -1,30 +1,188 @@
-"""What a ledger has measured, as a value: rows, stages, ceilings and shares, derived from the rounds."""
+"""What a ledger has measured, as a value: trials by variant, and rows, gains, ceilings and shares derived from them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from .rounds import CEILINGS, EXTRAS, PLAIN, SPLIT, Turn, only, without
 from .statistics import LEVEL, Figure, Levels, Ratio
+
+Kind = Literal["plain", "in_turn", "only", "without", "loader", "model", "copy", "split", "extras"]
+NAMES: dict[Kind, str] = {
+    "plain": "plain PyTorch",
+    "in_turn": "+ {}",
+    "only": "only {}",
+    "without": "without {}",
+    "loader": "loader alone",
+    "model": "model alone",
+    "copy": "copy alone",
+    "split": "the whole, its parts timed",
+    "extras": "the whole with fit's extras",
+}
+"""How each kind of variant is shown, with the stage in the braces. Names are made here and never parsed."""
+Workload = Literal["train", "loader", "model", "copy", "split", "extras"]
+"""What a trial runs: training; the loader without a model; the model on one batch in memory; the copies to the
+device; training with its parts timed; training with what `fit` does besides the steps."""
+WORKLOADS: dict[Kind, Workload] = {
+    "loader": "loader", "model": "model", "copy": "copy", "split": "split", "extras": "extras",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class VariantId:
+    """The identity of a variant.
+
+    Attributes:
+        kind: `plain` is plain PyTorch; `in_turn` the stages up to this one; `only` plain PyTorch with this stage;
+            `without` the full pipeline without it. The others run the full pipeline or a part of it; see `Workload`.
+        stage: of `in_turn`, `only` and `without`; else empty.
+    """
+
+    kind: Kind
+    stage: str = ""
+
+    def __str__(self) -> str:
+        return NAMES[self.kind].format(self.stage)
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    @property
+    def is_row(self) -> bool:
+        """Whether it is a row of the main table: plain PyTorch, or a stage added in turn."""
+        return self.kind in ("plain", "in_turn")
+
+    @property
+    def workload(self) -> Workload:
+        """What its trials run."""
+        return WORKLOADS.get(self.kind, "train")
+
+
+PLAIN, LOADER, MODEL, COPY = VariantId("plain"), VariantId("loader"), VariantId("model"), VariantId("copy")
+SPLIT, EXTRAS = VariantId("split"), VariantId("extras")
+CEILINGS = (LOADER, MODEL, COPY)
+
+
+def in_turn(stage: str) -> VariantId:
+    """Return the identity of this stage on top of those before it."""
+    return VariantId("in_turn", stage)
+
+
+def only(stage: str) -> VariantId:
+    """Return the identity of plain PyTorch with only this stage."""
+    return VariantId("only", stage)
+
+
+def without(stage: str) -> VariantId:
+    """Return the identity of the full pipeline without this stage."""
+    return VariantId("without", stage)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One measurement: images over all ranks, seconds, and seconds of these spent waiting for data.
+
+    `samples` is a digest of the labels that were trained on, in order; `parts` has the seconds of forward,
+    backward and step, or of the extras, where they were timed.
+    """
+
+    images: int
+    seconds: float
+    waited: float
+    samples: str = ""
+    parts: dict[str, float] | None = None
+
+    @property
+    def speed(self) -> float:
+        """Images/s."""
+        return self.images / self.seconds
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a variant costs besides time; the largest over its ranks, None where not measured.
+
+    Attributes:
+        held_bytes: of parameters, gradients and optimizer, by these names.
+        peak_bytes: memory that was allocated at most; on a CPU, that of the process.
+        compile_seconds: that compiling took, before the measurement.
+    """
+
+    held_bytes: Mapping[str, int] | None = None
+    peak_bytes: int | None = None
+    compile_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A variant's training.
+
+    Attributes:
+        accuracy: top-1 after the last epoch, 0 to 1; None if the training failed.
+        seconds: of whole epochs: evaluation, starting of workers and compiling included.
+        seconds_to_target: None where the target was not reached.
+        failed: why the training failed; else empty.
+    """
+
+    accuracy: float | None = None
+    seconds: float | None = None
+    seconds_to_target: float | None = None
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Accuracies:
+    """Trainings of each variant.
+
+    Attributes:
+        epochs: of each.
+        target: the top-1 accuracy, 0 to 1, whose time is measured; None if there is none.
+        rows: the trainings that ended, plain PyTorch first.
+    """
+
+    epochs: int
+    target: float | None
+    rows: Mapping[VariantId, Trained]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a variant has no figures."""
+
+    state: Literal["failed", "left out"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant: its throughput in images/s, that over plain PyTorch's, and that over the row before.
+    """A variant's throughput in images/s, that over plain PyTorch's, and that over the row before.
 
-    A variant that could not be measured has None for these, and `note` has the reason; `gain` is None too where
-    the row before was not measured.
+    A variant that could not be measured has None for these, and `missing` has the reason if it is known; `gain` is
+    None too where the row before was not measured.
     """
 
-    name: str
+    id: VariantId
     images_per_s: Figure | None
     ratio: Ratio | None
     gain: Ratio | None
-    note: str = ""
+    missing: Missing | None = None
+
+    @property
+    def name(self) -> str:
+        """The variant's name."""
+        return str(self.id)
+
+    @property
+    def note(self) -> str:
+        """Why it was not measured; empty if it was."""
+        return "" if self.missing is None else str(self.missing)
 
 
 @dataclass(frozen=True)
@@ -48,111 +206,118 @@ class LedgerData:
     """The figures of a ledger.
 
     Attributes:
-        rounds: one dict per round, from a variant's name to its turn; the raw figures. Every round has the same
+        rounds: one mapping per round, from each variant to its trial; the raw figures. Every round has the same
             variants, plain PyTorch first.
-        facts: recipe, plan, why it stopped, `failed` and `left_out` (variants without figures, with the reasons),
-            `in_turn` (names of all rows, measured or not), costs of each variant, provenance.
+        facts: what was measured and where, as JSON types: `recipe`, `plan`, `asked` (the pipeline's `loader`,
+            `precision` and `compile`), `batch_size`, `batches_per_turn`, `seconds`, `seconds_asked`, `provenance`.
+        variants: all of them, measured or not, in the order of a round.
+        stopped: why there are no more rounds.
+        failed, left_out: the reasons of variants without figures.
+        costs: of the variants where they are known.
+        missing_costs: costs that were not measured, in words, with the reasons.
+        notes: further sentences that have to be known.
+        accuracy: if each variant was trained, too.
         level: of the confidence intervals.
     """
 
-    rounds: list[dict[str, Turn]]
-    facts: dict[str, Any]
+    rounds: Sequence[Mapping[VariantId, Turn]]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    variants: Sequence[VariantId] = ()
+    stopped: str = ""
+    failed: Mapping[VariantId, str] = field(default_factory=dict)
+    left_out: Mapping[VariantId, str] = field(default_factory=dict)
+    costs: Mapping[VariantId, Costs] = field(default_factory=dict)
+    missing_costs: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    accuracy: Accuracies | None = None
     level: float = LEVEL
 
+    def __post_init__(self) -> None:
+        trained = () if self.accuracy is None else self.accuracy.rows
+        known = (*self.variants, *self.rounds[0], *self.failed, *self.left_out, *self.costs, *trained)
+        object.__setattr__(self, "rounds", tuple(map(dict, self.rounds)))
+        object.__setattr__(self, "variants", tuple(dict.fromkeys(known)))
+        object.__setattr__(self, "notes", tuple(self.notes))
+
     @property
-    def levels(self) -> Levels:
+    def levels(self) -> Levels[VariantId]:
         """The speeds of all variants on one scale."""
-        return Levels([{name: turn.speed for name, turn in turns.items()} for turns in self.rounds])
+        return Levels([{one: turn.speed for one, turn in turns.items()} for turns in self.rounds])
 
     @property
-    def _names(self) -> list[str]:
-        """Of the rows, plain PyTorch first; also those that were not measured."""
-        known: list[str] | None = self.facts.get("in_turn")
-        return known or [name for name in self.rounds[0] if name == PLAIN or name.startswith("+ ")]
+    def in_turn(self) -> list[VariantId]:
+        """The variants of the rows, plain PyTorch first and the full pipeline last, measured or not."""
+        return [one for one in self.variants if one.is_row]
 
-    def measured(self, name: str | None) -> bool:
-        """Whether that variant has turns."""
-        return name in self.rounds[0]
+    def measured(self, one: VariantId) -> bool:
+        """Whether that variant has trials."""
+        return one in self.rounds[0]
 
-    def why_not(self, name: str) -> str:
-        """Why a variant has no figures: `"failed: …"` or `"left out: …"`; empty if nothing is known."""
-        for kind in ("failed", "left_out"):
-            reason = self.facts.get(kind, {}).get(name)
-            if reason is not None:
-                return f"{kind.replace('_', ' ')}: {reason}"
-        return ""
+    def why_not(self, one: VariantId) -> Missing | None:
+        """Return why a variant has no figures; None if it has, or if nothing is known."""
+        if one in self.failed:
+            return Missing("failed", self.failed[one])
+        return Missing("left out", self.left_out[one]) if one in self.left_out else None
 
     @property
     def rows(self) -> list[Row]:
         """Plain PyTorch first, the full pipeline last."""
-        levels, names = self.levels, self._names
+        levels, rows = self.levels, self.in_turn
         return [
             Row(
-                name,
-                levels.speed(name) if self.measured(name) else None,
-                self._ratio(levels, name, PLAIN),
-                self._ratio(levels, name, last),
-                "" if self.measured(name) else self.why_not(name),
+                one,
+                levels.speed(one) if self.measured(one) else None,
+                self._ratio(levels, one, PLAIN),
+                self._ratio(levels, one, before),
+                self.why_not(one),
             )
-            for last, name in zip([PLAIN, *names], names, strict=False)
+            for before, one in zip([PLAIN, *rows], rows, strict=False)
         ]
 
-    def _ratio(self, levels: Levels, over: str | None, under: str | None) -> Ratio | None:
+    def _ratio(self, levels: Levels[VariantId], over: VariantId, under: VariantId) -> Ratio | None:
         """A variant's throughput over another's; None where one of them was not measured."""
-        if over is None or under is None or not (self.measured(over) and self.measured(under)):
+        if not (self.measured(over) and self.measured(under)):
             return None
         return levels.ratio(over, under, self.level)
 
     @property
-    def whole(self) -> str:
-        """Name of the full pipeline's turns; it may have failed, see `measured`."""
-        return self._names[-1]
+    def whole(self) -> VariantId:
+        """The full pipeline; it may have failed, see `measured`."""
+        return self.in_turn[-1]
 
     @property
     def stages(self) -> list[Gains]:
         """What each stage brings alone, in turn, and last of all."""
         levels = self.levels
-        found = []
-        for before, name in pairwise(self._names):
-            stage = name.removeprefix("+ ")
-            found.append(
-                Gains(
-                    stage,
-                    self._ratio(levels, self.turns_of_only(stage), PLAIN),
-                    self._ratio(levels, name, before),
-                    self._ratio(levels, self.whole, self._turns_without(stage)),
-                )
+        return [
+            Gains(
+                one.stage,
+                self._ratio(levels, self.id_of_only(one.stage), PLAIN),
+                self._ratio(levels, one, before),
+                self._ratio(levels, self.whole, self.id_of_without(one.stage)),
             )
-        return found
+            for before, one in pairwise(self.in_turn)
+        ]
 
-    def name_of_only(self, stage: str) -> str:
-        """Name of the turns that have that stage alone; the first in turn is one."""
-        return self._names[1] if self._names[1] == f"+ {stage}" else only(stage)
+    def id_of_only(self, stage: str) -> VariantId:
+        """Return the variant that has that stage alone; the first in turn is one."""
+        first = self.in_turn[1]
+        return first if first.stage == stage else only(stage)
 
-    def name_of_without(self, stage: str) -> str:
-        """Name of the full pipeline's turns without that stage; the last but one in turn is one."""
-        names = self._names
-        if names[-1] == f"+ {stage}":
-            return names[-2]
-        if len(names) == 3:  # of two stages, the whole without the first is the second alone
-            return only(names[2].removeprefix("+ "))
-        return without(stage)
-
-    def turns_of_only(self, stage: str) -> str | None:
-        """`name_of_only`, if it was measured."""
-        name = self.name_of_only(stage)
-        return name if self.measured(name) else None
-
-    def _turns_without(self, stage: str) -> str | None:
-        name = self.name_of_without(stage)
-        return name if self.measured(name) else None
+    def id_of_without(self, stage: str) -> VariantId:
+        """Return the full pipeline without that stage; the last but one in turn is one."""
+        rows = self.in_turn
+        if rows[-1].stage == stage:
+            return rows[-2]
+        # Of two stages, the full pipeline without the first is the second alone.
+        return only(rows[2].stage) if len(rows) == 3 else without(stage)
 
     @property
-    def ceilings(self) -> dict[str, Figure]:
+    def ceilings(self) -> dict[VariantId, Figure]:
         """Throughput in images/s of the loader without a model, of the model without a loader, and of the
         copies to the device where there is one."""
         levels = self.levels
-        return {name: levels.speed(name) for name in CEILINGS if self.measured(name)}
+        return {one: levels.speed(one) for one in CEILINGS if self.measured(one)}
 
     @property
     def waiting(self) -> float | None:
@@ -212,21 +377,21 @@ class LedgerData:
         """The widest interval of a row's ratio, a stage's gain or the extras' cost: 0.02 for ± 2 %."""
         return max(one.spread for one in self.ratios().values())
 
-    def speed(self, name: str) -> Figure:
+    def speed(self, one: VariantId) -> Figure:
         """A variant's images/s."""
-        return self.levels.speed(name)
+        return self.levels.speed(one)
 
-    def ratio(self, name: str, over: str) -> Ratio:
+    def ratio(self, one: VariantId, over: VariantId) -> Ratio:
         """A variant's throughput over another's, taken within rounds."""
-        return self.levels.ratio(name, over, self.level)
+        return self.levels.ratio(one, over, self.level)
 
-    def product_alone(self) -> dict[str, int] | None:
+    def product_alone(self) -> dict[VariantId, int] | None:
         """The product of the stages' gains alone, as powers for `Levels.product`; None if one was not measured."""
         powers = {PLAIN: 0}
-        for stage in self._names[1:]:
-            name = self.turns_of_only(stage.removeprefix("+ "))
-            if name is None:
+        for row in self.in_turn[1:]:
+            alone = self.id_of_only(row.stage)
+            if not self.measured(alone):
                 return None
-            powers[name] = 1
+            powers[alone] = 1
             powers[PLAIN] -= 1
         return powers

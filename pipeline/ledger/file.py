@@ -1,38 +1,40 @@
-"""A ledger as JSON, written and read: what is not a ledger, or not one any more, is refused, not shown as figures."""
+"""A ledger as JSON, written and read; a file that could not have been measured is rejected."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...checks import is_number, is_whole
 from ...errors import DrivetrainError
-from .data import LedgerData
+from .data import NAMES, PLAIN, Accuracies, Costs, LedgerData, Row, Trained, Turn, VariantId
 from .findings import bound, caveats, compound
 from .picture import caption
-from .rounds import PLAIN, Turn
 from .statistics import LEVEL
 from .table import text
 
 L = TypeVar("L", bound=LedgerData)
+V = TypeVar("V")
 
 DERIVED = (
     "rows", "stages", "ceilings", "waiting", "split", "extras", "extras_share", "compound", "bound", "caveats",
 )  # fmt: skip
-"""What `Ledger.to_dict` computes from the rounds; it is not a fact of its own."""
-TABLES = ("asked", "costs", "failed", "left_out", "provenance")
-"""The facts that have names and values."""
+"""What `Ledger.to_dict` computes from the rounds."""
 
 
 def to_dict(ledger: LedgerData) -> dict[str, Any]:
-    """All of it as plain JSON types, the raw rounds included. An interval without an upper end ends in None."""
-    found = {
-        "rows": [asdict(row) for row in ledger.rows],
+    """All of it as plain JSON types, the raw rounds included. An interval without an upper end ends in None.
+
+    Variants are named by their display names; `variants` has the identity of each.
+    """
+    derived = {
+        "rows": [_row(row) for row in ledger.rows],
         "stages": [asdict(stage) for stage in ledger.stages],
-        "ceilings": {name: asdict(one) for name, one in ledger.ceilings.items()},
+        "ceilings": _named(ledger.ceilings),
         "waiting": ledger.waiting,
         "split": ledger.split,
         "extras": asdict(ledger.extras) if ledger.extras else None,
@@ -43,10 +45,34 @@ def to_dict(ledger: LedgerData) -> dict[str, Any]:
         "level": ledger.level,
     }
     return {
-        **{name: _finite(value) for name, value in found.items()},
+        **{name: _finite(value) for name, value in derived.items()},
         **ledger.facts,
-        "rounds": [{name: asdict(turn) for name, turn in turns.items()} for turns in ledger.rounds],
+        "stopped": ledger.stopped,
+        "failed": {str(one): reason for one, reason in ledger.failed.items()},
+        "left_out": {str(one): reason for one, reason in ledger.left_out.items()},
+        "costs": _named(ledger.costs),
+        "missing_costs": dict(ledger.missing_costs),
+        "notes": list(ledger.notes),
+        "accuracy": None
+        if ledger.accuracy is None
+        else {
+            "epochs": ledger.accuracy.epochs,
+            "target": ledger.accuracy.target,
+            "rows": _named(ledger.accuracy.rows),
+        },
+        "variants": [{"name": str(one), **asdict(one)} for one in ledger.variants],
+        "rounds": [_named(turns) for turns in ledger.rounds],
     }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    figures = {"images_per_s": row.images_per_s, "ratio": row.ratio, "gain": row.gain}
+    values = {name: None if one is None else asdict(one) for name, one in figures.items()}
+    return {"name": row.name, **asdict(row.id), **values, "note": row.note}
+
+
+def _named(table: Mapping[VariantId, Any]) -> dict[str, Any]:
+    return {str(one): asdict(value) for one, value in table.items()}
 
 
 def _finite(value: Any) -> Any:
@@ -59,20 +85,13 @@ def _finite(value: Any) -> Any:
 
 
 def read(path: str | Path, kind: type[L]) -> L:
-    """The ledger in a file, as a value of its class; see `Ledger.load`.
+    """Return the ledger in a file, as a value of its class; see `Ledger.load`.
 
     Raises:
-        DrivetrainError: if the file is not there, or is no ledger.
+        DrivetrainError: if the file is not there, or is not a ledger.
     """
     try:
-        found = json.loads(Path(path).read_text())
-        rounds = [{name: Turn(**turn) for name, turn in turns.items()} for turns in found.pop("rounds")]
-        _check_rounds(rounds)
-        ledger = kind(rounds, found, found.pop("level", LEVEL))
-        for name in DERIVED:
-            found.pop(name, None)
-        found.pop("pairs", None)  # of ledgers before they were dropped
-        _check_facts(ledger)
+        ledger = _parsed(json.loads(Path(path).read_text()), kind)
         to_dict(ledger)  # whatever else is missing is missed here
         text(ledger)
         caption(ledger)
@@ -85,10 +104,92 @@ def read(path: str | Path, kind: type[L]) -> L:
     return ledger
 
 
+def _parsed(content: dict[str, Any], kind: type[L]) -> L:
+    rounds = [{name: Turn(**turn) for name, turn in turns.items()} for turns in content.pop("rounds")]
+    if "variants" not in content:
+        raise ValueError("it has no 'variants': an earlier version of Drivetrain wrote it; measure again")
+    known = _identities(content.pop("variants"))
+    _check_rounds(rounds)
+    for name in DERIVED:
+        content.pop(name, None)
+
+    def table(name: str, value: Any) -> dict[VariantId, Any]:
+        return {_known(known, key): one for key, one in _table(name, value).items()}
+
+    def reasons(name: str) -> dict[VariantId, str]:
+        found = table(name, content.pop(name, None))
+        if not all(isinstance(reason, str) for reason in found.values()):
+            raise ValueError(f"{name!r} has a reason that is not a text")
+        return found
+
+    notes = content.pop("notes", None) or []
+    if not (isinstance(notes, list) and all(isinstance(one, str) for one in notes)):
+        raise ValueError("'notes' is not a list of texts")
+    level = content.pop("level", LEVEL)
+    if not is_number(level, "(0, 1)"):
+        raise ValueError(f"level={level!r} is not between 0 and 1")
+    accuracy = content.pop("accuracy", None)
+    if accuracy is not None:
+        epochs, target = accuracy["epochs"], accuracy["target"]
+        rows = {one: Trained(**row) for one, row in table("accuracy", accuracy["rows"]).items()}
+        accuracy = Accuracies(epochs, target, rows)
+    fields: dict[str, Any] = {
+        "stopped": content.pop("stopped", ""),
+        "failed": reasons("failed"),
+        "left_out": reasons("left_out"),
+        "costs": {
+            one: Costs(peak_bytes=cost["peak_bytes"], **{k: v for k, v in cost.items() if k != "peak_bytes"})
+            for one, cost in table("costs", content.pop("costs", None)).items()
+        },
+        "missing_costs": _table("missing_costs", content.pop("missing_costs", None)),
+    }
+    _check_facts(content)
+    return kind(
+        [{_known(known, name): turn for name, turn in turns.items()} for turns in rounds],
+        content, tuple(known.values()), notes=notes, accuracy=accuracy, level=level, **fields,
+    )  # fmt: skip
+
+
+def _identities(entries: Any) -> dict[str, VariantId]:
+    """The variants by name.
+
+    Raises:
+        ValueError: for an identity that does not exist or has another name, or if plain PyTorch is not the first.
+    """
+    if not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
+        raise ValueError("'variants' is not a list of identities")
+    found: dict[str, VariantId] = {}
+    for entry in entries:
+        kind, stage = entry["kind"], entry["stage"]
+        if kind not in NAMES or not isinstance(stage, str) or bool(stage) != ("{}" in NAMES[kind]):
+            raise ValueError(f"there is no variant of kind {kind!r} with stage {stage!r}")
+        one = VariantId(kind, stage)
+        if entry["name"] != str(one):
+            raise ValueError(f"the variant {str(one)!r} is named {entry['name']!r}")
+        found[str(one)] = one
+    if next(iter(found.values()), None) != PLAIN:
+        raise ValueError(f"'variants' does not begin with {str(PLAIN)!r}")
+    return found
+
+
+def _known(known: dict[str, VariantId], name: str) -> VariantId:
+    if name not in known:
+        raise ValueError(f"{name!r} is not among the variants")
+    return known[name]
+
+
+def _table(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value or {}, dict):
+        raise ValueError(f"{name!r} is no table of names and values")
+    return value or {}
+
+
 def _check_rounds(rounds: list[dict[str, Turn]]) -> None:
     """Raises ValueError for turns that could not have been measured: no figure can be made of them."""
-    if next(iter(rounds[0])) != PLAIN:  # a tool that sorts the names would make another variant the whole
-        raise ValueError(f"{PLAIN!r} is not the first of a round: the order of the variants is lost")
+    if next(iter(rounds[0])) != str(
+        PLAIN
+    ):  # a tool that sorts the names would change the order of the variants
+        raise ValueError(f"{str(PLAIN)!r} is not the first of a round: the order of the variants is lost")
     for number, turns in enumerate(rounds, 1):
         if turns.keys() != rounds[0].keys():
             odd = sorted(turns.keys() ^ rounds[0].keys())
@@ -105,26 +206,11 @@ def _check_rounds(rounds: list[dict[str, Turn]]) -> None:
                 raise ValueError(f"round {number} of {name!r} waited {turn.waited} of {turn.seconds} seconds")
 
 
-def _check_facts(ledger: LedgerData) -> None:
+def _check_facts(facts: dict[str, Any]) -> None:
     """Raises ValueError for facts that cannot be shown or compared; which ones there are is free."""
-    if not is_number(ledger.level, "(0, 1)"):
-        raise ValueError(f"level={ledger.level!r} is not between 0 and 1")
-    facts: dict[str, Any] = ledger.facts
-    machine = facts.get("provenance") or {}
-    tables = [(name, facts.get(name) or {}) for name in TABLES]
-    tables += [(name, machine.get(name) or {}) for name in ("hardware", "environment", "versions")]
-    for name, value in tables:
-        if not isinstance(value, dict):
-            raise ValueError(f"{name!r} is no table of names and values")
-    for name in ("failed", "left_out"):
-        if not all(isinstance(reason, str) for reason in (facts.get(name) or {}).values()):
-            raise ValueError(f"{name!r} has a reason that is not a text")
-    for name in ("in_turn", "notes"):
-        value = facts.get(name) or []
-        if not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
-            raise ValueError(f"{name!r} is not a list of texts")
-    rows = facts.get("in_turn")
-    if rows is not None and rows[:1] != [PLAIN]:
-        raise ValueError(f"'in_turn' does not begin with {PLAIN!r}")
+    _table("asked", facts.get("asked"))
+    machine = _table("provenance", facts.get("provenance"))
+    for name in ("hardware", "environment", "versions"):
+        _table(name, machine.get(name))
     if not all(isinstance(step, dict) and {"what", "why"} <= step.keys() for step in facts.get("plan") or []):
         raise ValueError("'plan' has a step without 'what' or 'why'")

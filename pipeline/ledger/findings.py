@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from .data import Gains, LedgerData
-from .rounds import COPY, LOADER, MODEL, PLAIN
+from collections.abc import Mapping
+from typing import Any
+
+from .data import COPY, LOADER, MODEL, PLAIN, Gains, LedgerData
 from .statistics import Ratio, speed_text
 
 ALIKE = 0.9  # two ceilings closer than this bind alike
@@ -15,14 +17,16 @@ NOISY = 0.3
 
 def bound(ledger: LedgerData) -> str:
     """Which of loader, copy and model binds, how far the whole is from it, and what to change next."""
-    missing = [name for name in (ledger.whole, LOADER, MODEL) if not ledger.measured(name)]
+    missing = [one for one in (ledger.whole, LOADER, MODEL) if not ledger.measured(one)]
     if missing:
-        why = [f"{name} {ledger.why_not(name).partition(':')[0] or 'was not measured'}" for name in missing]
+        why = [
+            f"{one} {why.state if (why := ledger.why_not(one)) else 'was not measured'}" for one in missing
+        ]
         return f"The bottleneck is not known: {', '.join(why)}."
     whole = ledger.speed(ledger.whole).value
-    tops = {name: one.value for name, one in ledger.ceilings.items()}
+    tops = {one: figure.value for one, figure in ledger.ceilings.items()}
     loader, model = tops[LOADER], tops[MODEL]
-    lowest = min(tops, key=lambda name: tops[name])
+    lowest = min(tops, key=lambda one: tops[one])
     reach = f"the whole reaches {speed_text(whole)} images/s, {whole / tops[lowest]:.0%} of"
     alone = f"alone, the loader gives {speed_text(loader)} images/s and the model takes {speed_text(model)}"
     waits = f"and waits for data {ledger.waiting:.0%} of the time"
@@ -69,7 +73,7 @@ def compound(ledger: LedgerData) -> str:
     levels = ledger.levels
     product = levels.product(powers, ledger.level)
     total = levels.ratio(ledger.whole, PLAIN, ledger.level)
-    share = {name: -power for name, power in powers.items()}
+    share = {one: -power for one, power in powers.items()}
     share[PLAIN] -= 1
     share[ledger.whole] = share.get(ledger.whole, 0) + 1
     kept = levels.product(share, ledger.level)
@@ -113,19 +117,18 @@ def _kept_in_turn(gain: Gains) -> float | None:
 
 def caveats(ledger: LedgerData) -> list[str]:
     """See `Ledger.caveats`."""
-    facts, found = ledger.facts, []
+    found = []
     rounds = f"{len(ledger.rounds)} round{'s' * (len(ledger.rounds) != 1)}"
-    if "stopped" in facts:
+    if ledger.stopped:
         widest = ledger.spread
         width = f"± {widest:.1%}" if _shown(widest) else "too wide to mean anything"
-        found.append(f"It ended because {facts['stopped']}; the widest interval is {width} after {rounds}.")
-    found += facts.get("notes", [])
-    found += _by_reason("Failed", facts.get("failed", {}))
-    found += _by_reason("Left out", facts.get("left_out", {}))
-    trained = facts.get("accuracy", {}).get("rows", {})
-    found += _by_reason(
-        "Training failed", {name: row["failed"] for name, row in trained.items() if row.get("failed")}
-    )
+        found.append(f"It ended because {ledger.stopped}; the widest interval is {width} after {rounds}.")
+    found += ledger.notes
+    found += _by_reason("Failed", ledger.failed)
+    found += _by_reason("Left out", {**ledger.left_out, **ledger.missing_costs})
+    if ledger.accuracy is not None:
+        reasons = {one: row.failed for one, row in ledger.accuracy.rows.items() if row.failed}
+        found += _by_reason("Training failed", reasons)
     unresolved = [name for name, one in ledger.ratios().items() if not one.resolved]
     if unresolved:
         found.append(
@@ -151,9 +154,9 @@ def _too_few(ledger: LedgerData) -> str:
     return f"{rounds} rounds that differ this much are too few; give more seconds, on a quiet machine"
 
 
-def _by_reason(head: str, reasons: dict[str, str]) -> list[str]:
+def _by_reason(head: str, reasons: Mapping[Any, str]) -> list[str]:
     """One sentence for each reason, with all that it is the reason for."""
     names: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        names.setdefault(reason.rstrip("."), []).append(name)
+    for one, reason in reasons.items():
+        names.setdefault(reason.rstrip("."), []).append(str(one))
     return [f"{head}: {', '.join(which)}: {reason}." for reason, which in names.items()]

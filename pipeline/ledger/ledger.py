@@ -60,9 +60,9 @@ class Ledger(LedgerData):
             raise MissingExtra("pandas is needed to make a data frame: pip install pandas") from error
         return pandas.DataFrame(
             [
-                {"round": number, "variant": name, **asdict(turn), "images_per_s": turn.speed}
+                {"round": number, "variant": str(one), **asdict(turn), "images_per_s": turn.speed}
                 for number, turns in enumerate(self.rounds, 1)
-                for name, turn in turns.items()
+                for one, turn in turns.items()
             ]
         ).drop(columns=["samples", "parts"])
 

@@ -16,6 +16,7 @@ A variant that fails, in whatever place, becomes a row with the reason, and the 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from contextlib import ExitStack
 from time import perf_counter
@@ -35,10 +36,10 @@ from ..training.build import seeded
 from .accuracy import check_accuracy, train_each
 from .budget import Budget, OutOfTime, alarm, rounded_up
 from .crew import MIN_BATCHES, Loaders, Taker, described, groups
+from .data import PLAIN, Accuracies, LedgerData, Trained, Turn, VariantId
 from .ledger import Ledger, LedgerInterrupted
 from .memory import PEAK_RESERVE, PEAK_SECONDS, peak_bytes
-from .record import NO_TIME, Record
-from .rounds import PLAIN, Turn, same_samples
+from .record import NO_TIME, Record, same_samples
 from .variants import Variant, alone_and_without, in_turn, possible, variants
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30  # each stage in turn must leave time for so many
@@ -84,7 +85,7 @@ def measure(
     }
     found = _measured(plan, seconds, within, progress, facts)
     if accuracy and epochs is not None:
-        _train_each(found, plan, epochs, target, progress)
+        return _train_each(found, plan, epochs, target, progress)
     return found
 
 
@@ -110,8 +111,7 @@ def _measured(
     """
     begin = perf_counter()
     always = variants(plan, copies=_has_copies(plan))
-    rows = [variant.name for variant in in_turn(plan)]
-    record = Record([v.name for v in (*always, *alone_and_without(plan))], rows)
+    record = Record([variant.id for variant in (*always, *alone_and_without(plan))])
     interrupted, error = False, ""
     try:
         # Turns draw random numbers, as training does; the caller's stay as they are.
@@ -121,12 +121,11 @@ def _measured(
         interrupted = True
     except _NoLedger as failure:
         error = str(failure)
-    found = record.ledger(interrupted)
+    found = record.ledger(facts, interrupted)
     if found is not None:
-        batch_size = facts["batch_size"]
         used = {"seconds": round(perf_counter() - begin, 1), "seconds_asked": seconds}
-        turn = {"batches_per_turn": found.rounds[0][PLAIN].images // batch_size}
-        found.facts.update(facts | turn | used | {"provenance": provenance()})
+        turn = {"batches_per_turn": found.rounds[0][PLAIN].images // plan.data.batch_size}
+        found = dataclasses.replace(found, facts={**facts, **turn, **used, "provenance": provenance()})
     # Raised here, these do not hold the frames of the measurement.
     if interrupted:
         raise LedgerInterrupted(found)
@@ -138,22 +137,25 @@ def _measured(
 
 def _train_each(
     ledger: Ledger, plan: ResolvedPlan, epochs: int, target: float | None, progress: bool
-) -> None:
-    """Adds the accuracies to the ledger.
+) -> Ledger:
+    """Return the ledger with the accuracies.
 
     Raises:
         LedgerInterrupted: on Ctrl-C, with those of the trainings that were finished.
     """
-    found = ledger.facts["accuracy"] = {"epochs": epochs, "target": target, "rows": {}}
+    rows: dict[VariantId, Trained] = {}
     interrupted = False
     try:
-        train_each([*in_turn(plan), *possible(alone_and_without(plan))], found, progress)
+        chosen = [*in_turn(plan), *possible(alone_and_without(plan))]
+        train_each(chosen, rows, epochs, target, progress)
     except KeyboardInterrupt:
         interrupted = True
-    if not found["rows"]:
-        del ledger.facts["accuracy"]
+    if rows:
+        reached = rows[PLAIN].accuracy if target is None else target
+        ledger = dataclasses.replace(ledger, accuracy=Accuracies(epochs, reached, rows))
     if interrupted:
         raise LedgerInterrupted(ledger)
+    return ledger
 
 
 class _NoLedger(Exception):
@@ -235,31 +237,31 @@ class _Measurement:
         enough = self._budget.seconds >= PEAK_SECONDS
         if not enough:
             reason = f"it takes two processes, and less than {PEAK_SECONDS} s were given"
-            self._record.left_out["peak memory"] = reason
+            self._record.missing_costs["peak memory"] = reason
         return enough
 
     def _weigh(self) -> None:
         """Adds the peak memory of plain PyTorch and of the full pipeline, each only if the time allows it."""
+        record = self._record
         for variant in (in_turn(self._plan)[0], in_turn(self._plan)[-1]):
-            name = variant.name
-            if name not in self._record.costs:
+            if variant.id not in record.costs:
                 continue
-            self._budget.show(f"peak memory of {name}")
+            what = f"peak memory of {variant.id}"
+            self._budget.show(what)
             if self._budget.left < PEAK_RESERVE / 4:
-                self._record.left_out[f"peak memory of {name}"] = NO_TIME
+                record.missing_costs[what] = NO_TIME
                 continue
             try:
                 peak = peak_bytes(resolve(variant.spec), self._batches, self._budget.left)
             except DrivetrainError as error:
-                late = self._budget.left <= 0
-                self._record.left_out[f"peak memory of {name}"] = NO_TIME if late else described(error)
+                record.missing_costs[what] = NO_TIME if self._budget.left <= 0 else described(error)
             else:
-                self._record.costs[name]["peak_bytes"] = peak
+                record.costs[variant.id] = dataclasses.replace(record.costs[variant.id], peak_bytes=peak)
 
     def _open(self, group: list[Variant], batches: int) -> Taker | None:
         """The variants of a pipeline, built and warmed up; None if they failed."""
-        names = [variant.name for variant in group]
-        self._budget.show(f"warming up {names[0]}")
+        first = group[0].id
+        self._budget.show(f"warming up {first}")
         if perf_counter() > self._deadline:
             raise OutOfTime
         try:
@@ -267,57 +269,59 @@ class _Measurement:
         except OutOfTime:
             raise
         except Exception as error:
-            if names[0] == PLAIN:
+            if first == PLAIN:
                 if isinstance(error, DrivetrainError):  # of the model, the data, the device: as fit has it
                     raise
                 raise LedgerError(f"{PLAIN_FAILED}: {described(error)}") from error
             reason = described(error)
         else:
             self._takers.append(taker)
-            self._takers.sort(key=lambda one: self._record.names.index(one.names[0]))
+            self._takers.sort(key=lambda one: self._record.variants.index(one.variants[0]))
             if not taker.on_ranks:  # these know it after a turn
-                self._record.costs[names[0]] = taker.costs
+                self._record.costs[first] = taker.costs
             return taker
-        for name in names:
-            self._record.fail(name, reason)
+        for variant in group:
+            self._record.fail(variant.id, reason)
         _free_memory()
         return None
 
     def _first(self, taker: Taker) -> None:
         """The first turns of some variants; where they are in this process, the training's own before the others."""
-        names = taker.names
+        left = taker.variants
         seconds = 0.0
-        if self._batches == 1 and names[0] in self._record.first:  # plain PyTorch's, which has shown that
-            names, seconds = names[1:], taker.seconds
-        for part in [names] if taker.on_ranks else [names[:1], names[1:]]:
+        if self._batches == 1 and left[0] in self._record.first:  # plain PyTorch's, which has shown that
+            left, seconds = left[1:], taker.seconds
+        for part in [left] if taker.on_ranks else [left[:1], left[1:]]:
             if part and taker in self._takers:
                 self._record.first |= self._take(taker, part, 0, self._batches)
                 seconds += taker.seconds
         taker.seconds = seconds
         same_samples(self._record.first)
 
-    def _take(self, taker: Taker, names: list[str], number: int, batches: int) -> dict[str, Turn]:
+    def _take(
+        self, taker: Taker, variants: list[VariantId], number: int, batches: int
+    ) -> dict[VariantId, Turn]:
         """Turns of these variants, as far as they do not fail.
 
         Raises:
             OutOfTime: at the deadline.
             _NoLedger: if it is plain PyTorch that fails.
         """
-        self._budget.show(f"round {number}, {names[0]}" if number else f"first turn of {names[0]}")
-        turns, failed = taker.take(number, batches, names, self._deadline)
-        for name, reason in failed.items():
-            if name == PLAIN:
+        self._budget.show(f"round {number}, {variants[0]}" if number else f"first turn of {variants[0]}")
+        turns, failed = taker.take(number, batches, variants, self._deadline)
+        for one, reason in failed.items():
+            if one == PLAIN:
                 self._record.stopped = "plain PyTorch failed"
                 raise _NoLedger(f"{PLAIN_FAILED}: {reason}")
-            self._record.fail(name, reason)
+            self._record.fail(one, reason)
         taker.drop(failed)
-        if not taker.names:
+        if not taker.variants:
             self._takers.remove(taker)
             taker.close()
         if failed:
             _free_memory()
         elif taker.on_ranks:
-            self._record.costs[taker.names[0]] = taker.costs
+            self._record.costs[taker.variants[0]] = taker.costs
         return turns
 
     def _least(self) -> None:
@@ -348,16 +352,16 @@ class _Measurement:
             rounds = MIN_ROUNDS if variant in between else TIGHT_ROUNDS
             ranks = variant.spec.distribution.devices > 1
             alike = [t for t in self._takers if t.on_ranks == ranks]
-            turn = _mean([t.seconds / (1 if ranks else len(t.names)) for t in alike])
+            turn = _mean([t.seconds / (1 if ranks else len(t.variants)) for t in alike])
             opening = _mean([t.opening for t in alike])
             spent = sum(taker.seconds for taker in self._takers) + turn
             if perf_counter() + opening + turn + rounds * spent > self._deadline:
-                self._record.left_out[variant.name] = NO_TIME
+                self._record.left_out[variant.id] = NO_TIME
                 continue
             try:
                 resolve(variant.spec)
             except DrivetrainError as error:
-                self._record.left_out[variant.name] = f"it cannot be measured: {error}"
+                self._record.left_out[variant.id] = f"it cannot be measured: {error}"
                 continue
             taker = self._open([variant], self._batches)
             if taker is not None:
@@ -369,7 +373,7 @@ class _Measurement:
         starting = 0.0  # of ranks, in a round
         for taker in self._takers:
             if taker.on_ranks:
-                starting += taker.seconds - sum(turns[name].seconds for name in taker.names)
+                starting += taker.seconds - sum(turns[one].seconds for one in taker.variants)
         training = max(sum(taker.seconds for taker in self._takers) - starting, 1e-6)
         per_round = (self._deadline - perf_counter()) / AIM_ROUNDS - starting
         batches = max(int(self._batches * per_round / training), self._batches)
@@ -378,12 +382,12 @@ class _Measurement:
             start, number = perf_counter(), len(record.rounds) + 1
             if (
                 number > TIGHT_ROUNDS
-                and Ledger(record.rounds, {"in_turn": record.in_turn}).spread <= self._within
+                and LedgerData(record.rounds, {}, record.variants).spread <= self._within
             ):
                 record.stopped = f"every interval is within ± {self._within:.1%}"
             elif number > MAX_ROUNDS:
                 record.stopped = f"{MAX_ROUNDS} rounds are the most"
-            elif number > 1 and len(record.rounds[0]) == 1 < len(record.names):
+            elif number > 1 and len(record.rounds[0]) == 1 < len(record.variants):
                 record.stopped = "all variants but plain PyTorch failed"
             elif start + longest > self._deadline:
                 record.stopped = self._spent()
@@ -393,13 +397,13 @@ class _Measurement:
                 continue
             return
 
-    def round(self, takers: list[Taker], number: int, batches: int) -> dict[str, Turn]:
-        """One turn of every variant that does not fail, by name, in the order of the rows."""
+    def round(self, takers: list[Taker], number: int, batches: int) -> dict[VariantId, Turn]:
+        """One turn of every variant that does not fail, in the order of the rows."""
         backwards = number % 2 == 0  # every second round, so that none always follows the same neighbour
-        found: dict[str, Turn] = {}
+        found: dict[VariantId, Turn] = {}
         for taker in takers[:: -1 if backwards else 1]:
-            found |= self._take(taker, taker.names[:: -1 if backwards else 1], number, batches)
-        found = {name: found[name] for taker in takers for name in taker.names}
+            found |= self._take(taker, taker.variants[:: -1 if backwards else 1], number, batches)
+        found = {one: found[one] for taker in takers for one in taker.variants}
         same_samples(found)
         return found
 

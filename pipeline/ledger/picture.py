@@ -7,9 +7,8 @@ import textwrap
 from typing import Any
 
 from ...errors import require
-from .data import LedgerData, Row
+from .data import COPY, LOADER, MODEL, PLAIN, LedgerData, Row, VariantId
 from .findings import bound, caveats, compound
-from .rounds import COPY, LOADER, MODEL, PLAIN
 from .statistics import Figure, speed_text
 from .table import ratio_text
 
@@ -66,14 +65,14 @@ def _throughput(axes: Any, ledger: LedgerData) -> None:
             [speed.value - speed.low for _, _, speed in drawn],
             [speed.high - speed.value for _, _, speed in drawn],
         ],
-        color=[PALE if row.name == PLAIN else BAR for _, row, _ in drawn],
+        color=[PALE if row.id == PLAIN else BAR for _, row, _ in drawn],
         ecolor=INK,
         capsize=3,
         height=0.62,
     )
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     longest = max(speed.high for _, _, speed in drawn)
-    tops = {name: one.value for name, one in ledger.ceilings.items()}
+    tops = {one: figure.value for one, figure in ledger.ceilings.items()}
     reach = 1.1 * max(longest, *(top for top in tops.values() if top < 1.5 * longest), 0)
     for place, row, speed in drawn:
         _label(axes, place, ledger, row, speed, inside=speed.low > 0.45 * reach)
@@ -81,8 +80,8 @@ def _throughput(axes: Any, ledger: LedgerData) -> None:
         if row.images_per_s is None:
             note = textwrap.shorten(row.note or "left out", 70, placeholder=" …")
             axes.text(0, place, f"  {note}", va="center", color=INK, fontsize=9, style="italic")
-    for number, (name, top) in enumerate(sorted(tops.items(), key=lambda item: item[1])):
-        _ceiling(axes, name, top, reach, height=-0.62 - 0.34 * number)
+    for number, (one, top) in enumerate(sorted(tops.items(), key=lambda item: item[1])):
+        _ceiling(axes, one, top, reach, height=-0.62 - 0.34 * number)
     axes.set_ylim(len(rows) - 0.5, -0.62 - 0.34 * len(tops))
     axes.set_xlim(0, reach)
     axes.set_xlabel("training throughput, images/s (trimmed mean, quartiles)")
@@ -91,9 +90,9 @@ def _throughput(axes: Any, ledger: LedgerData) -> None:
 
 def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *, inside: bool) -> None:
     """The figures of a bar: within it where they fit, else behind it."""
-    plain = row.name == PLAIN
+    plain = row.id == PLAIN
     resolved = row.ratio is not None and row.ratio.resolved
-    over = f"{row.ratio.value:.2f} ×" if row.ratio and resolved else ratio_text(ledger, row.ratio, row.name)
+    over = f"{row.ratio.value:.2f} ×" if row.ratio and resolved else ratio_text(ledger, row.ratio, row.id)
     text = f"{speed_text(speed.value)} images/s    {over}"
     if inside:
         color = INK if plain else "white"
@@ -102,14 +101,14 @@ def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *
         axes.text(speed.high, place, f"  {text}", va="center", color=INK, fontsize=9, bbox=BEHIND)
 
 
-def _ceiling(axes: Any, name: str, value: float, reach: float, *, height: float) -> None:
+def _ceiling(axes: Any, ceiling: VariantId, value: float, reach: float, *, height: float) -> None:
     """A dashed line where the ceiling stands; one beyond the picture is said at its edge."""
-    color = CEILING[name]
+    color = CEILING[ceiling]
     if value <= reach:
         axes.axvline(value, color=color, linestyle="--", linewidth=1.2)
-        text, at = f"{name}: {speed_text(value)} ", value
+        text, at = f"{ceiling}: {speed_text(value)} ", value
     else:
-        text, at = f"{name}: {speed_text(value)} →", reach
+        text, at = f"{ceiling}: {speed_text(value)} →", reach
     axes.text(at, height, text, ha="right", va="center", color=color, fontsize=8, bbox=BEHIND)
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...errors import DrivetrainError
+from .data import COPY, MODEL, PLAIN, Costs, Turn, VariantId
 from .ledger import Ledger
-from .rounds import PLAIN, Turn
 
 NO_TIME = "the time does not allow it; give more seconds"
 NOT_REACHED = "the ledger was interrupted before its turn"
+
+
+NOT_INTERLEAVED = (
+    "No round in which the variants take turns is complete: these are their first turns, one after the other, and a "
+    "machine whose speed changed in between favours some of them."
+)
 
 
 @dataclass
@@ -17,57 +25,71 @@ class Record:
     """The state of a measurement.
 
     Attributes:
-        names: of all variants, in the order of a round: plain PyTorch first.
-        in_turn: of these the rows, plain PyTorch first and the full pipeline last.
+        variants: all of them, in the order of a round: plain PyTorch first.
         first: the first turn of each variant, from which the time of a round is known; they are not interleaved.
         rounds: the rounds that are complete. All have the same variants.
-        failed, left_out: variants without figures, with the reasons.
-        costs: of each variant; see `ledger_crew.Costs`.
-        stopped: why there are no more rounds.
+        failed, left_out, costs, missing_costs, stopped: see `LedgerData`.
     """
 
-    names: list[str]
-    in_turn: list[str]
-    first: dict[str, Turn] = field(default_factory=dict)
-    rounds: list[dict[str, Turn]] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    costs: dict[str, Any] = field(default_factory=dict)
+    variants: list[VariantId]
+    first: dict[VariantId, Turn] = field(default_factory=dict)
+    rounds: list[dict[VariantId, Turn]] = field(default_factory=list)
+    failed: dict[VariantId, str] = field(default_factory=dict)
+    left_out: dict[VariantId, str] = field(default_factory=dict)
+    costs: dict[VariantId, Costs] = field(default_factory=dict)
+    missing_costs: dict[str, str] = field(default_factory=dict)
     stopped: str = ""
 
-    def fail(self, name: str, reason: str) -> None:
-        """Takes a variant out of every round, those before included, so that all rounds have the same ones."""
+    @property
+    def in_turn(self) -> list[VariantId]:
+        """The variants of the rows, plain PyTorch first and the full pipeline last."""
+        return [one for one in self.variants if one.is_row]
+
+    def fail(self, one: VariantId, reason: str) -> None:
+        """Take a variant out of every round, those before included, so that all rounds have the same ones."""
         count = len(self.rounds)
-        after = f" (after {count} round{'s' * (count > 1)})" if count and name in self.rounds[0] else ""
-        self.failed[name] = f"{reason}{after}"
-        self.costs.pop(name, None)
+        after = f" (after {count} round{'s' * (count > 1)})" if count and one in self.rounds[0] else ""
+        self.failed[one] = f"{reason}{after}"
+        self.costs.pop(one, None)
         for turns in (self.first, *self.rounds):
-            turns.pop(name, None)
+            turns.pop(one, None)
 
     def enough(self) -> bool:
         """Whether it is a ledger: plain PyTorch and the full pipeline have had a turn, or the latter failed."""
         whole = self.in_turn[-1]
         return bool(self.rounds) or (PLAIN in self.first and (whole in self.first or whole in self.failed))
 
-    def ledger(self, interrupted: bool = False) -> Ledger | None:
-        """The ledger of what is known; None if it is not `enough`."""
+    def ledger(self, facts: Mapping[str, Any], interrupted: bool = False) -> Ledger | None:
+        """Return the ledger of what is known; None if it is not `enough`."""
         if not self.enough():
             return None
-        rounds = self.rounds or [{name: self.first[name] for name in self.names if name in self.first}]
-        missing = [
-            n for n in self.names if n not in rounds[0] and n not in self.failed and n not in self.left_out
-        ]
-        left_out = self.left_out | dict.fromkeys(missing, NOT_REACHED if interrupted else NO_TIME)
-        facts: dict[str, Any] = {
-            "in_turn": self.in_turn,
-            "stopped": "it was interrupted" if interrupted else self.stopped,
-            "failed": self.failed,
-            "left_out": left_out,
-            "costs": {name: self.costs[name] for name in self.names if name in self.costs},
-        }
-        if not self.rounds:
-            facts["notes"] = [
-                "No round in which the variants take turns is complete: these are their first turns, one "
-                "after the other, and a machine whose speed changed in between favours some of them."
-            ]
-        return Ledger(rounds, facts)
+        rounds = self.rounds or [{one: self.first[one] for one in self.variants if one in self.first}]
+        known = {*rounds[0], *self.failed, *self.left_out}
+        missing = [one for one in self.variants if one not in known]
+        return Ledger(
+            rounds,
+            facts,
+            self.variants,
+            stopped="it was interrupted" if interrupted else self.stopped,
+            failed=dict(self.failed),
+            left_out=self.left_out | dict.fromkeys(missing, NOT_REACHED if interrupted else NO_TIME),
+            costs={one: self.costs[one] for one in self.variants if one in self.costs},
+            missing_costs=dict(self.missing_costs),
+            notes=() if self.rounds else (NOT_INTERLEAVED,),
+        )
+
+
+def same_samples(turns: dict[VariantId, Turn]) -> None:
+    """Hold the turns of a round to one and the same samples in the same batches.
+
+    Raises:
+        DrivetrainError: naming two variants that were given different ones; their speeds do not compare.
+    """
+    first, *others = [one for one in turns if one not in (MODEL, COPY)]  # which repeat one batch
+    for other in others:
+        if (turns[other].samples, turns[other].images) != (turns[first].samples, turns[first].images):
+            raise DrivetrainError(
+                f"In one round '{first}' had {turns[first].images} images (labels {turns[first].samples}) and "
+                f"'{other}' {turns[other].images} (labels {turns[other].samples}): they cannot be compared. Use a "
+                "data set, seed and loader settings that give both the same samples."
+            )

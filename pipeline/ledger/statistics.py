@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+K = TypeVar("K", bound=Hashable)
 
 LEVEL = 0.95
 """Of the confidence intervals."""
@@ -61,7 +64,7 @@ def quartiles(values: Sequence[float], value: float) -> Figure:
     return Figure(value, min(low, value), max(high, value), len(values))
 
 
-class Levels:
+class Levels(Generic[K]):
     """The typical speed of each variant, all on one scale, fitted to rounds in which every variant had a turn.
 
     The logarithm of a turn's speed is taken as the sum of its variant's level, of the round's own effect (the
@@ -74,7 +77,7 @@ class Levels:
         rounds: speeds by variant, positive; each round has all of them.
     """
 
-    def __init__(self, rounds: Sequence[Mapping[str, float]]) -> None:
+    def __init__(self, rounds: Sequence[Mapping[K, float]]) -> None:
         names = list(rounds[0])
         logs = np.log(np.array([[speeds[name] for name in names] for speeds in rounds], np.float64))
         drift = np.zeros(len(rounds))
@@ -87,18 +90,18 @@ class Levels:
         self._logs = dict(zip(names, logs.T, strict=True))
         self._levels = {name: trimmed_mean(turns) + middle for name, turns in zip(names, still, strict=True)}
 
-    def speed(self, name: str) -> Figure:
+    def speed(self, name: K) -> Figure:
         """A variant's level, with the quartiles of its turns as they were measured."""
         return quartiles(self._speeds[name], math.exp(self._levels[name]))
 
-    def ratio(self, over: str, under: str, level: float = LEVEL) -> Ratio:
+    def ratio(self, over: K, under: K, level: float = LEVEL) -> Ratio:
         """The speed of one variant over that of another; see `product`."""
         powers = dict.fromkeys((over, under), 0)
         powers[over] += 1
         powers[under] -= 1
         return self.product(powers, level)
 
-    def product(self, powers: Mapping[str, int], level: float = LEVEL) -> Ratio:
+    def product(self, powers: Mapping[K, int], level: float = LEVEL) -> Ratio:
         """The product of the variants' levels, each to its power, which sum to 0.
 
         The interval is that of `ratio`, from the same product within each round, where the drift cancels.

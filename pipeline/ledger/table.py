@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 from rich.markup import escape
 from rich.table import Table
 
 from ...transforms.common.table import drawn
-from .data import LedgerData
+from .data import EXTRAS, PLAIN, Accuracies, Costs, LedgerData, Trained, VariantId
 from .findings import bound, caveats, compound
-from .rounds import EXTRAS, PLAIN
 from .statistics import Figure, Ratio, speed_text
 
 
@@ -77,29 +76,27 @@ def tables(ledger: LedgerData) -> list[Cells]:
     found = [_rows(ledger)]
     if len(ledger.stages) > 1:
         found.append(_stages(ledger))
-    if "accuracy" in ledger.facts:
-        found.append(_accuracies(ledger.facts["accuracy"]))
+    if ledger.accuracy is not None:
+        found.append(_accuracies(ledger.accuracy))
     return found
 
 
 def _rows(ledger: LedgerData) -> Cells:
-    costs = ledger.facts.get("costs", {})
-    names = [row.name for row in ledger.rows]
     rows = [
         (
             row.name,
-            _figure(row.images_per_s) if row.images_per_s else row.note.partition(":")[0],
-            "1.00" if row.name == PLAIN else ratio_text(ledger, row.ratio, row.name),
-            "" if row.name == PLAIN else _gain(ledger, row.gain, row.name, before),
-            _memory(costs.get(row.name, {})),
+            _figure(row.images_per_s) if row.images_per_s else row.missing.state if row.missing else "",
+            "1.00" if row.id == PLAIN else ratio_text(ledger, row.ratio, row.id),
+            "" if row.id == PLAIN else _gain(ledger, row.gain, row.id, before),
+            _memory(ledger.costs.get(row.id, Costs())),
         )
-        for before, row in zip([PLAIN, *names], ledger.rows, strict=False)
+        for before, row in zip([PLAIN, *ledger.in_turn], ledger.rows, strict=False)
     ]
     whole = len(rows)
     if ledger.extras:
         gain = f"× {1 / ledger.extras.value:.2f}" if ledger.extras.resolved else UNRESOLVED
         over = ratio_text(ledger, ledger.ratio(EXTRAS, PLAIN), EXTRAS)
-        rows.append((EXTRAS, _figure(ledger.speed(EXTRAS)), over, gain, ""))
+        rows.append((str(EXTRAS), _figure(ledger.speed(EXTRAS)), over, gain, ""))
     rows += [(f"ceiling: {name}", _figure(one), "", "", "") for name, one in ledger.ceilings.items()]
     return Cells(
         f"Ledger: {ledger.facts.get('recipe') or 'your pipeline'}",
@@ -112,25 +109,23 @@ def _rows(ledger: LedgerData) -> Cells:
     )
 
 
-def _gain(ledger: LedgerData, gain: Ratio | None, name: str, before: str) -> str:
+def _gain(ledger: LedgerData, gain: Ratio | None, one: VariantId, before: VariantId) -> str:
     """The ratio to the row before, without its interval, which the second table has."""
     if gain is not None and gain.resolved:
         return f"× {gain.value:.2f}"
-    return ratio_text(ledger, gain, name, before)
+    return ratio_text(ledger, gain, one, before)
 
 
 def _stages(ledger: LedgerData) -> Cells:
-    rows, names = [], [row.name for row in ledger.rows]
-    for before, gain in zip(names, ledger.stages, strict=False):
-        own = f"+ {gain.stage}"
-        rows.append(
-            (
-                gain.stage,
-                ratio_text(ledger, gain.alone, ledger.name_of_only(gain.stage)),
-                ratio_text(ledger, gain.in_turn, own, before),
-                ratio_text(ledger, gain.last, ledger.name_of_without(gain.stage), ledger.whole),
-            )
+    rows = [
+        (
+            gain.stage,
+            ratio_text(ledger, gain.alone, ledger.id_of_only(gain.stage)),
+            ratio_text(ledger, gain.in_turn, own, before),
+            ratio_text(ledger, gain.last, ledger.id_of_without(gain.stage), ledger.whole),
         )
+        for (before, own), gain in zip(pairwise(ledger.in_turn), ledger.stages, strict=True)
+    ]
     return Cells(
         "What each stage brings",
         ("stage", "alone, over plain", "added in turn", "added last"),
@@ -139,26 +134,25 @@ def _stages(ledger: LedgerData) -> Cells:
     )
 
 
-def _accuracies(found: dict[str, Any]) -> Cells:
-    def line(name: str, row: dict[str, Any]) -> tuple[str, ...]:
-        if row.get("failed"):
-            return name, "failed", "", ""
-        return name, f"{row['accuracy']:.2%}", _seconds(row["seconds"]), _time_to(found, row)
+def _accuracies(found: Accuracies) -> Cells:
+    def line(one: VariantId, row: Trained) -> tuple[str, ...]:
+        if row.accuracy is None or row.seconds is None:
+            return str(one), "failed", "", ""
+        return str(one), f"{row.accuracy:.2%}", _seconds(row.seconds), _time_to(found.target, row)
 
-    title = f"Trained for {found['epochs']} epoch(s), once each, from one seed"
-    target = found["target"]
+    target = "target" if found.target is None else f"{found.target:.2%}"
     return Cells(
-        title,
-        ("", "top-1", "time", "time to target" if target is None else f"time to {target:.2%}"),
-        [line(name, row) for name, row in found["rows"].items()],
+        f"Trained for {found.epochs} epoch(s), once each, from one seed",
+        ("", "top-1", "time", f"time to {target}"),
+        [line(one, row) for one, row in found.rows.items()],
         "times of whole epochs, evaluation included",
     )
 
 
-def _time_to(found: dict[str, Any], row: dict[str, Any]) -> str:
-    if found["target"] is None:  # plain PyTorch's accuracy, and its training failed
+def _time_to(target: float | None, row: Trained) -> str:
+    if target is None:  # plain PyTorch's accuracy, and its training failed
         return ""
-    return "not reached" if row["seconds_to_target"] is None else _seconds(row["seconds_to_target"])
+    return "not reached" if row.seconds_to_target is None else _seconds(row.seconds_to_target)
 
 
 def _seconds(value: float) -> str:
@@ -167,7 +161,6 @@ def _seconds(value: float) -> str:
 
 def sentences(ledger: LedgerData) -> list[str]:
     """What is printed below the tables; the bound comes last."""
-    facts = ledger.facts
     found = []
     if ledger.split:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in ledger.split.items())
@@ -177,22 +170,28 @@ def sentences(ledger: LedgerData) -> list[str]:
             "fit's extras (bar, CSV log, guard against losses that are not finite) take at most "
             f"{ledger.extras_share:.2%} of the time."
         )
-    found += _costs(facts.get("costs", {}))
+    found += _costs(ledger.costs)
     return [*found, *caveats(ledger), *filter(None, [compound(ledger)]), bound(ledger)]
 
 
-def _costs(costs: dict[str, Any]) -> list[str]:
+def _costs(costs: Mapping[VariantId, Costs]) -> list[str]:
     """Peak memory and compile time, where they were measured."""
-    peaks = [f"{name} {cost['peak_bytes'] / 2**20:,.0f} MiB"
-             for name, cost in costs.items() if cost["peak_bytes"] is not None]  # fmt: skip
-    compiling = [f"{name} {cost['compile_seconds']:.1f} s"
-                 for name, cost in costs.items() if cost["compile_seconds"] is not None]  # fmt: skip
+    peaks = [
+        f"{one} {cost.peak_bytes / 2**20:,.0f} MiB"
+        for one, cost in costs.items()
+        if cost.peak_bytes is not None
+    ]
+    compiling = [
+        f"{one} {cost.compile_seconds:.1f} s"
+        for one, cost in costs.items()
+        if cost.compile_seconds is not None
+    ]
     found = [f"Peak memory per rank: {', '.join(peaks)}."] if peaks else []
     return found + ([f"Compiling took, before the measurement: {', '.join(compiling)}."] if compiling else [])
 
 
-def _memory(cost: dict[str, Any]) -> str:
-    held = cost.get("held_bytes")
+def _memory(cost: Costs) -> str:
+    held = cost.held_bytes
     if held is None:
         return ""
     return f"{(held['parameters'] + held['gradients'] + held['optimizer']) / 2**20:,.1f}"
@@ -206,10 +205,13 @@ UNRESOLVED = "not resolved"
 """In the place of a ratio whose interval leaves it open; a caveat gives the reason."""
 
 
-def ratio_text(ledger: LedgerData, one: Ratio | None, name: str, other: str = PLAIN) -> str:
-    """A ratio with its interval; or why there is none: `name` or `other`, which it is of, was not measured."""
-    if one is not None:
-        return f"{one.value:.2f}  ({one.low:.2f} to {one.high:.2f})" if one.resolved else UNRESOLVED
-    if ledger.measured(name):
+def ratio_text(ledger: LedgerData, ratio: Ratio | None, one: VariantId, other: VariantId = PLAIN) -> str:
+    """A ratio with its interval; or why there is none: `one` or `other`, which it is of, was not measured."""
+    if ratio is not None:
+        if not ratio.resolved:
+            return UNRESOLVED
+        return f"{ratio.value:.2f}  ({ratio.low:.2f} to {ratio.high:.2f})"
+    if ledger.measured(one):
         return f"needs {other}"
-    return ledger.why_not(name).partition(":")[0] or "left out"
+    why = ledger.why_not(one)
+    return "left out" if why is None else why.state

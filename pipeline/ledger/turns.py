@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar, cast
@@ -32,9 +32,8 @@ from ..training.guard import LossGuard
 from ..training.hooks import Methods
 from ..training.loop import train_epoch
 from .budget import until
-from .rounds import Turn, mean_turn
+from .data import Turn, Workload
 from .schedule import Phase
-from .variants import Kind
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ class Bench:
 
 
 def take_turn(
-    bench: Bench, kind: Kind, epoch: int, batches: int, deadline: float = math.inf
+    bench: Bench, kind: Workload, epoch: int, batches: int, deadline: float = math.inf
 ) -> tuple[Turn, Labels]:
     """A turn over `batches` global batches, and this rank's labels in it.
 
@@ -70,6 +69,21 @@ def take_turn(
         with bench.settings(), _frozen(bench, phase):
             found.append(_one_turn(bench, bench.loader(phase.image_size), kind, epoch, batches, deadline))
     return mean_turn([turn for turn, _ in found], [phase.share for phase in bench.phases]), found[0][1]
+
+
+def mean_turn(turns: Sequence[Turn], shares: Sequence[float]) -> Turn:
+    """Turns on the same samples as one, the time of each counted by its share; the shares add up to 1."""
+
+    def mixed(seconds: Sequence[float]) -> float:
+        return float(np.dot(shares, seconds))
+
+    parts = [turn.parts or {} for turn in turns]
+    return replace(
+        turns[0],
+        seconds=mixed([turn.seconds for turn in turns]),
+        waited=mixed([turn.waited for turn in turns]),
+        parts={name: mixed([part[name] for part in parts]) for name in parts[0]} or None,
+    )
 
 
 @contextmanager
@@ -88,7 +102,7 @@ def _frozen(bench: Bench, phase: Phase) -> Iterator[None]:
 
 
 def _one_turn(
-    bench: Bench, loader: EpochLoader, kind: Kind, epoch: int, batches: int, deadline: float
+    bench: Bench, loader: EpochLoader, kind: Workload, epoch: int, batches: int, deadline: float
 ) -> tuple[Turn, Labels]:
     engine, methods = bench.built.engine, bench.built.methods
     batch_size = loader.settings.batch_size

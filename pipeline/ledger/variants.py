@@ -7,27 +7,23 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from ...errors import DrivetrainError
 from ...transforms import Transform
 from ..spec.config import Distribution
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
-from .rounds import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, without
-
-Kind = Literal["train", "loader", "model", "copy", "split", "extras"]
-"""What a turn runs: training; the loader without a model; the model on one batch in memory; the copies to the
-device; training with its parts timed; training with what `fit` has beside the steps."""
+from . import data as identity
+from .data import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, VariantId, only, without
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A pipeline to measure, the name of its turns, and what of it runs."""
+    """A pipeline to measure, and which variant it is."""
 
-    name: str
+    id: VariantId
     spec: PipelineSpec
-    kind: Kind = "train"
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ def in_turn(plan: ResolvedPlan) -> list[Variant]:
     """Plain PyTorch, then each stage on top of those before it, up to the whole."""
     found = [Variant(PLAIN, plain(plan))]
     for stage in stages(plan):
-        found.append(Variant(f"+ {stage.name}", stage.add(found[-1].spec)))
+        found.append(Variant(identity.in_turn(stage.name), stage.add(found[-1].spec)))
     return found
 
 
@@ -113,10 +109,7 @@ def of_the_whole(whole: PipelineSpec, *, copies: bool) -> list[Variant]:
     Args:
         copies: whether its batches are copied to a device.
     """
-    kinds: dict[str, Kind] = {LOADER: "loader", MODEL: "model"}
-    kinds |= {COPY: "copy"} if copies else {}
-    kinds |= {SPLIT: "split", EXTRAS: "extras"}
-    return [Variant(name, whole, kind) for name, kind in kinds.items()]
+    return [Variant(one, whole) for one in (LOADER, MODEL, *([COPY] if copies else []), SPLIT, EXTRAS)]
 
 
 def variants(plan: ResolvedPlan, *, copies: bool = False) -> list[Variant]:
