@@ -19,8 +19,8 @@ from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.runs.artifacts import Job, Outcome
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.pipeline.training.build import Built
-from drivetrain.pipeline.training.guard import LossGuard
-from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.guard import NonFiniteGuard
+from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies import Engine
 from measuring import Contender, handlers_kept
@@ -124,10 +124,10 @@ def prepared(model: nn.Module) -> Engine:
 def ours(model: nn.Module, batches: Batches, *, guarded: bool = True) -> Contender:
     """Seconds of a turn of `train_epoch`, with the guard that `fit` has."""
     engine = prepared(model)
-    guard = LossGuard(engine, "raise", lambda: 0, lambda: "") if guarded else None
+    guard = NonFiniteGuard(engine, "raise", lambda: "") if guarded else None
 
     def turn() -> float:
-        train_epoch(engine, batches, functional.cross_entropy, guard=guard)
+        train_epoch(engine, batches, functional.cross_entropy, observer=guard)
         batches.stop()
         return batches.take()
 
@@ -140,7 +140,7 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
     Its checkpoint, history and weights are written after an epoch, and do not count.
     """
     loader: Any = AsLoader(batches)
-    built = Built(prepared(model), loader, None, functional.cross_entropy, Methods(()), ())
+    built = Built(prepared(model), loader, None, functional.cross_entropy, TrainingHooks(()), ())
     pipeline = Pipeline(cifar_resnet).load("in memory", batch_size=len(batches.first), image_size=SIDE)
     pipeline = pipeline.optimize("sgd", lr=RATE, momentum=MOMENTUM, schedule="constant")
 

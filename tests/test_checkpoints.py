@@ -387,6 +387,20 @@ def test_an_earlier_run_is_replaced_with_a_word_and_as_a_whole(toy: Toy, tmp_pat
     assert "off held a run of 1 epoch; it is replaced.\n" in capsys.readouterr().out
 
 
+def test_a_run_from_another_folder_without_checkpoints_clears_those_of_an_earlier_run(
+    toy: Toy, tmp_path: Path
+) -> None:
+    pipeline = toy.pipeline(plain_model)
+    for name in ("from", "here"):
+        fit(pipeline, epochs=1, out=tmp_path / name)
+    assert checkpoints_in(tmp_path / "here")
+    fit(pipeline, epochs=1, out=tmp_path / "here", resume=tmp_path / "from", checkpoints=None)
+    assert checkpoints_in(tmp_path / "here") == []
+    assert checkpoints_in(tmp_path / "from")
+    fit(pipeline, epochs=1, out=tmp_path / "from", resume="auto", checkpoints=None)
+    assert checkpoints_in(tmp_path / "from")  # it goes on in this folder
+
+
 def test_two_runs_in_one_folder_are_refused(toy: Toy, tmp_path: Path) -> None:
     with claimed(tmp_path):
         with pytest.raises(DrivetrainError, match=r"Another run is training in .*out="):

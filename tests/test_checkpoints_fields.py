@@ -20,7 +20,7 @@ from drivetrain.pipeline.checkpoints.resume import Choice, global_randomness_kep
 from drivetrain.pipeline.runs.artifacts import Job, Outcome
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.pipeline.spec.resolve import resolve
-from drivetrain.pipeline.telemetry.meter import Sums
+from drivetrain.pipeline.telemetry.state import EpochMeter
 from drivetrain.pipeline.training.build import build, seeded
 from drivetrain.transforms import EMA, SWA, GyroDropout
 from hypothesis import HealthCheck, given, settings
@@ -82,16 +82,17 @@ class Reader:
         for group, built in zip(self._built.engine.optimizer.param_groups, self._groups, strict=True):
             group.update(built)
         run = Run(self._plan, self._built, Job(EPOCHS, None, False, self.path, None, "raise"), Outcome())
-        finished = run._begin(Choice(checkpoint, "name", True))
-        engine, methods, sums = self._built.engine, self._built.methods, run._sums
+        run._begin(Choice(checkpoint, "name", True))
+        engine, hooks = self._built.engine, self._built.hooks
+        m = hooks.state.meter
         optimizer = engine.export_optimizer()
         for group in optimizer.groups:
             group.pop("lr")  # which the schedule sets before the next step
         return {
-            "finished": finished, "model": engine.export_state(), "optimizer": asdict(optimizer),
-            "methods": methods.state_dict(engine), "step": methods.clock.step, "schedule": run._schedule.step,
-            "loader": self._built.train.state_dict(), "sums": [sums.total, sums.counted, sums.skipped],
-            "random": torch.get_rng_state(), "history": [asdict(e) for e in run._records.history.epochs],
+            "finished": hooks.state.epoch, "model": engine.export_state(), "optimizer": asdict(optimizer),
+            "methods": hooks.state_dict(engine), "step": hooks.state.step,
+            "loader": self._built.train.state_dict(), "meter": [m.total, m.counted, m.skipped],
+            "random": torch.get_rng_state(), "history": [asdict(e) for e in run._artifacts.history.epochs],
         }  # fmt: skip
 
 
@@ -182,27 +183,26 @@ def test_any_edited_value_is_refused_or_makes_no_difference(
     (("step",), -1, r"its step is -1, which is not an integer from 0"),
     (("epoch",), -2, r"its epoch is -2, which is not"),
     (("step",), 10**30, r"its step is 1000000000000000000000000000000, which is not an integer"),
-    (("step",), 7, r"its schedule.step is 6, which is not 7, as after 1 epochs and 2 steps"),
+    (("step",), 7, r"its step is 7, after 1 epochs and 2 steps of a run with 4 steps"),
     (("step_in_epoch",), 3, r"its step is 6, which is not possible after 1 epochs and 3 steps"),
     (("run",), 5, r"its run is 5, which is not a text"),
     (("loader", "position"), 10**6, r"its loader.position is 1000000, which is not 2"),
-    (("schedule", "step"), 5, r"its schedule.step is 5, which is not 6"),
     (("optimizer", "groups", 0, "weight_decay"), -5, r"its optimizer.groups\[0\].weight_decay is -5, and this"),
     (("optimizer", "groups", 0, "betas"), [0.9, math.nan], r"its optimizer.groups\[0\].betas is"),
     (("ranks", 0, "random", "numpy", 2), 10**6, r"its ranks\[0\].random.numpy\[2\] is 1000000, which is not"),
     (("ranks", 0, "random", "python", 1, 624), 625, r"its ranks\[0\].random.python\[1\]\[624\] is 625"),
-    (("sums", "total"), math.nan, r"its sums.total is nan, which is not a finite number"),
-    (("sums", "counted"), 1, r"its sums.counted and skipped is 1, which is not 2"),
+    (("meter", "total"), math.nan, r"its meter.total is nan, which is not a finite number"),
+    (("meter", "counted"), 1, r"its meter.counted and skipped is 1, which is not 2"),
     (("history", "epochs", 0, "accuracy"), 7, r"its history.epochs\[0\].accuracy is 7, .* in \[0, 1\]"),
     (("history", "epochs"), [], r"its number of history.epochs is 0, which is not 1"),
     (("history", "resumed"), 5, r"its history.resumed is 5, which is not a list"),
     (("methods", "EMA", "steps"), 7, r"its methods.EMA.steps is 7, which is not possible after 6 steps"),
-    (("sums", "overflowed"), 3, r"its sums.overflowed is 3, which is not possible in 2 steps"),
+    (("meter", "overflowed"), 3, r"its meter.overflowed is 3, which is not possible in 2 steps"),
     (("methods", "EMA", "averages"), 5, r"its methods.EMA.averages is 5"),
     (("files", "optimizer.safetensors"), MISSING, r"'optimizer.safetensors' is not among its files"),
     (("files", "model.safetensors", "bytes"), MISSING, r"its files.*bytes is None, which is not there"),
     (("facts", "epochs"), -3, r"its facts.epochs is -3, which is not"),
-    (("sums", "surprise"), 1, r"its sums.surprise is 1, which is not a field"),
+    (("meter", "surprise"), 1, r"its meter.surprise is 1, which is not a field"),
     (("loader", "batches"), -4, r"its loader.batches is -4, which is not"),
 ], ids=str)  # fmt: skip
 def test_the_error_names_field_value_and_remedy(
@@ -230,8 +230,8 @@ def test_a_state_that_could_not_be_read_is_not_written(
     """Else the checkpoints before it would be removed for one that nothing can resume from."""
     pipeline = toy.pipeline(batch_norm_model)
     pipeline.fit(epochs=1, out=tmp_path, progress=False)
-    monkeypatch.setattr(Sums, "state_dict", lambda self, engine: {"total": math.nan})  # noqa: ARG005
-    with pytest.raises(CheckpointError, match=r"step-00000008 is damaged: its sums"):
+    monkeypatch.setattr(EpochMeter, "state_dict", lambda self, engine: {"total": math.nan})  # noqa: ARG005
+    with pytest.raises(CheckpointError, match=r"step-00000008 could not be written: its meter"):
         pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto")
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
 
@@ -240,7 +240,7 @@ def test_another_length_of_the_epochs_is_refused(readers: list[Reader], tmp_path
     """Numbers that agree with each other, but not with the run."""
     reader = readers[1]
     state = json.loads(json.dumps(reader.saved))
-    state["step"], state["loader"]["position"], state["schedule"]["step"] = 10, 5, 10
+    state["step"], state["loader"]["position"] = 10, 5
     with pytest.raises(CheckpointError, match="of a run with 4 steps in an epoch"):
         reader.read(state)
     reader.read(reader.saved)

@@ -172,7 +172,7 @@ def test_values_that_do_not_belong_are_typed_errors(toy: Toy, saved: Path, tmp_p
     """Although every digest is right."""
     for changes in (
         {"format": 99}, {"run": 1}, {"files": {}, "ranks": []}, {"optimizer": {}}, {"optimizer": {"groups": [{}]}},
-        {"schedule": {}}, {"sums": {"total": "much"}}, {"history": {"epochs": [{"epoch": 1}]}}, {"facts": {}},
+        {"meter": {"total": "much"}}, {"history": {"epochs": [{"epoch": 1}]}}, {"facts": {}},
         {"loader": {"epoch": -1}}, {"methods": {"counts": 1}}, {"ranks": [{}]},
         {"ranks": [{"random": 1, "numbers": 2}]},
     ):  # fmt: skip

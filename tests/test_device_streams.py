@@ -12,11 +12,12 @@ import torch
 from drivetrain import NonFiniteError, strategies
 from drivetrain.pipeline.telemetry import host_copy
 from drivetrain.pipeline.telemetry.host_copy import HostCopy
-from drivetrain.pipeline.telemetry.meter import Sums
+from drivetrain.pipeline.telemetry.observer import Observer
 from drivetrain.pipeline.telemetry.progress import Progress
+from drivetrain.pipeline.telemetry.state import TrainState
 from drivetrain.pipeline.training import guard as nonfinite
-from drivetrain.pipeline.training.guard import LossGuard
-from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.guard import NonFiniteGuard
+from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import evaluate, train_epoch
 from drivetrain.strategies.deepspeed.engine import DeepSpeedEngine
 from drivetrain.transforms import EMA, SWA, Lookahead, Transform
@@ -87,12 +88,12 @@ def test_the_loop_runs_on_its_engines_device(monkeypatch: pytest.MonkeyPatch) ->
         seen: list[torch.device] = []
         engine.model.register_forward_hook(lambda *_: seen.append(stack[-1]))
         monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **k: torch.ones(*a, **k) * 0)  # noqa: ARG005
-        train_epoch(engine, batches, nn.functional.cross_entropy, sums=Sums(torch.ones(())))
+        train_epoch(engine, batches, nn.functional.cross_entropy)
         evaluate(engine, batches)
         assert seen == [SECOND, SECOND]
         assert stack == [torch.device("cuda", 0)]
         with pytest.raises(ZeroDivisionError):
-            train_epoch(engine, batches, lambda *_: 1 / 0, sums=Sums(torch.ones(())))  # type: ignore[arg-type]
+            train_epoch(engine, batches, lambda *_: 1 / 0)  # type: ignore[arg-type]
         assert stack == [torch.device("cuda", 0)]
 
 
@@ -121,40 +122,39 @@ class OnGpu:
         return self._value
 
 
-def late_guard(monkeypatch: pytest.MonkeyPatch) -> tuple[LossGuard, SimpleNamespace]:
-    """A guard on a GPU, whose copies are counted, and the clock that it reads."""
+def late_guard(monkeypatch: pytest.MonkeyPatch) -> tuple[NonFiniteGuard, TrainState]:
+    """A guard on a GPU, whose copies are counted, and the position that it is told."""
     monkeypatch.setattr(nonfinite, "HostCopy", Queued)
     monkeypatch.setattr(Queued, "waited", [])
-    clock = SimpleNamespace(step=0)
     engine: Any = SimpleNamespace(world_size=1, device=SECOND)
-    return LossGuard(engine, "raise", lambda: clock.step, str), clock
+    return NonFiniteGuard(engine, "raise", str), TrainState()
 
 
-def step(guard: LossGuard, clock: SimpleNamespace, loss: float, norm: float) -> None:
-    clock.step += 1
-    guard.admits(torch.tensor(loss))
-    guard.check_step(OnGpu(norm), False)  # type: ignore[arg-type]
+def step(guard: NonFiniteGuard, state: TrainState, loss: float, norm: float) -> None:
+    guard.should_step(state, torch.tensor(loss))
+    guard.on_optimizer_step(state, OnGpu(norm), False)  # type: ignore[arg-type]
+    state.step += 1
 
 
 def test_the_norm_is_looked_at_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard, clock = late_guard(monkeypatch)
-    step(guard, clock, 0.5, 1.0)
+    guard, state = late_guard(monkeypatch)
+    step(guard, state, 0.5, 1.0)
     assert Queued.waited == []
-    step(guard, clock, 0.25, torch.inf)
+    step(guard, state, 0.25, torch.inf)
     assert Queued.waited == [[0.5], 1.0]
     with pytest.raises(
         NonFiniteError, match="At step 2 the norm of the gradients is inf, with a finite loss"
     ):
-        step(guard, clock, 0.1, 1.0)
+        step(guard, state, 0.1, 1.0)
 
 
 def test_a_bad_loss_comes_before_its_norm_and_both_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard, clock = late_guard(monkeypatch)
-    step(guard, clock, torch.nan, torch.nan)
+    guard, state = late_guard(monkeypatch)
+    step(guard, state, torch.nan, torch.nan)
     with pytest.raises(NonFiniteError, match="At step 1 the loss is nan on rank 0"):
-        step(guard, clock, 0.5, 1.0)
-    guard, clock = late_guard(monkeypatch)
-    step(guard, clock, 0.5, torch.nan)
+        step(guard, state, 0.5, 1.0)
+    guard, state = late_guard(monkeypatch)
+    step(guard, state, 0.5, torch.nan)
     with pytest.raises(NonFiniteError, match="At step 1 the norm of the gradients is nan"):
         guard.flush()
 
@@ -167,12 +167,12 @@ def test_the_bar_waits_for_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         arrived = property(lambda _: here[0])  # type: ignore[assignment]
 
     monkeypatch.setattr("drivetrain.pipeline.telemetry.progress.HostCopy", Slow)
-    sums = Sums(torch.zeros(()))
+    state = TrainState()
     with Progress(1, 1, 30, show=True) as bar:
-        bar.update(10, torch.tensor(0.5), sums)
+        bar.on_step_end(state, torch.tensor(0.5), 10)
         assert "0.5000" not in str(bar._bar)
         here[0] = True
-        bar.update(10, torch.tensor(0.25), sums)
+        bar.on_step_end(state, torch.tensor(0.25), 10)
         assert "0.5000" in str(bar._bar)
 
 
@@ -186,17 +186,18 @@ def test_a_step_reads_nothing_from_the_device(method: Transform | None) -> None:
             batch_norm_model(), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
             clip_norm=1.0, accumulate=2, precision=precision,
         )  # fmt: skip
-        methods = Methods([] if method is None else [method])
+        methods = TrainingHooks([] if method is None else [method])
         methods.begin(engine, len(batches))
         lines: list[str] = []
 
-        def after(*_: object) -> None:
-            lines.extend(syncs.found)  # noqa: B023 — of this turn
-            syncs.found.clear()
+        class After(Observer):
+            def on_step_end(self, *_: object) -> None:
+                lines.extend(syncs.found)  # noqa: B023 — of this turn
+                syncs.found.clear()
 
         with HostSyncs() as syncs:
             # What comes after the last step, once an epoch, may wait.
-            train_epoch(engine, batches, nn.functional.cross_entropy, watch=after, methods=methods)
+            train_epoch(engine, batches, nn.functional.cross_entropy, methods, observer=After())
         # SWA looks once, as it begins, which buffers are finite.
         lines = [line for line in lines if "averaging.py" not in line or method != SWA(start=0.5, end=0.9)]
         assert len(lines) == reads, lines

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from drivetrain import NonFiniteError, Pipeline, strategies
 from drivetrain.pipeline.checkpoints.format import Checkpoint
-from drivetrain.pipeline.training.guard import LossGuard
-from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.guard import NonFiniteGuard
+from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA, SWA, GradientClipping, Lookahead, Transform
@@ -91,12 +91,12 @@ def trained(
     engine = strategies.get("single", device="cpu").prepare(
         plain_model(), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), precision=precision
     )
-    methods = Methods([method])
+    methods = TrainingHooks([method])
     methods.begin(engine, 100)
-    guard = LossGuard(engine, "skip", lambda: 0, str)
-    stats = train_epoch(engine, batches, overflows_on_class_0, methods=methods, guard=guard)
+    guard = NonFiniteGuard(engine, "skip", str)
+    stats = train_epoch(engine, batches, overflows_on_class_0, methods, observer=guard)
     state = methods.state_dict(engine)[type(method).__name__]
-    return state, engine.export_state(), (stats.overflowed, stats.skipped, methods.clock.step)
+    return state, engine.export_state(), (stats.overflowed, stats.skipped, methods.state.step)
 
 
 @pytest.mark.parametrize("cause", ["overflow", "loss"])

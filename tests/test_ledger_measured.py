@@ -39,7 +39,7 @@ from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry import progress
 from drivetrain.pipeline.telemetry.loggers import CSVLogger
 from drivetrain.pipeline.telemetry.progress import Progress
-from drivetrain.pipeline.training.guard import LossGuard
+from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.transforms import (
     ChannelsLast,
     LabelSmoothing,
@@ -374,7 +374,7 @@ def test_an_extra_that_takes_long_is_seen_in_the_row(toy: Toy, monkeypatch: pyte
     assert str(EXTRAS) in str(ledger)
 
 
-@pytest.mark.parametrize("extra", [(Progress, "update"), (LossGuard, "admits")])
+@pytest.mark.parametrize("extra", [(Progress, "on_step_end"), (NonFiniteGuard, "should_step")])
 def test_bar_and_guard_are_extras(extra: tuple[Any, str], toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, name = extra
     work, calls = getattr(kind, name), []

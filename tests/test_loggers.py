@@ -102,7 +102,7 @@ def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> Non
     assert sum(values["step/loss"] for values in steps[:STEPS]) / STEPS == pytest.approx(first.loss, abs=1e-6)
     for values in steps:
         assert values["step/lr"] == 0.1
-        assert 0 <= values["step/waiting"] <= 1
+        assert 0 <= values["step/data_wait_fraction"] <= 1
         assert values["step/images_per_s"] > 0
 
     rows = rows_of(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import strategies
-from drivetrain.pipeline.training.guard import LossGuard
+from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.loop import train_epoch
 from pipeline_data import BATCH, CLASSES, SIDE, batch_norm_model
 from torch.nn import functional
@@ -55,8 +55,8 @@ def by_hand() -> Callable[[int], object]:
 
 def ours(*, guarded: bool, accumulate: int = 1) -> Callable[[int], object]:
     engine = strategies.get("single", device="cpu").prepare(batch_norm_model(), sgd, accumulate=accumulate)
-    guard = LossGuard(engine, "raise", lambda: 1, str) if guarded else None
-    return lambda steps: train_epoch(engine, batches(steps), functional.cross_entropy, guard=guard)
+    guard = NonFiniteGuard(engine, "raise", str) if guarded else None
+    return lambda steps: train_epoch(engine, batches(steps), functional.cross_entropy, observer=guard)
 
 
 def in_a_step(train: Callable[[int], object]) -> Counter[str]:

@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from drivetrain import Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
-from drivetrain.pipeline.spec.optimizers import Optimization, Schedule
+from drivetrain.pipeline.spec.optimizers import Optimization
 from drivetrain.pipeline.telemetry.history import COLUMNS
-from drivetrain.pipeline.telemetry.meter import Sums
 from drivetrain.pipeline.telemetry.progress import Progress
+from drivetrain.pipeline.telemetry.state import EpochMeter, TrainState
+from drivetrain.pipeline.training.schedule import Schedule
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
 from pipeline_data import (
     BATCH,
@@ -144,7 +145,7 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
     for number, epoch in enumerate(result.history.epochs, 1):
         assert epoch.epoch == number
         assert epoch.lr == 0.1
-        assert 0 <= epoch.waiting <= 1
+        assert 0 <= epoch.data_wait_fraction <= 1
         # The training of TRAIN images took a part of the epoch's time.
         assert TRAIN / epoch.images_per_s < epoch.seconds
         assert round(epoch.accuracy * VAL, 6) == round(epoch.accuracy * VAL)  # type: ignore[operator]
@@ -161,7 +162,7 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
     for number, (line, epoch) in enumerate(zip(lines, result.history.epochs, strict=True), 1):
         for figure in (
             f"epoch {number}  ", f"loss {epoch.loss:.4f}  ", f"accuracy {epoch.accuracy:.2%}  ",
-            f"{epoch.images_per_s:,.0f} images/s  ", f"waiting {epoch.waiting:.0%}  ",
+            f"{epoch.images_per_s:,.0f} images/s  ", f"waiting {epoch.data_wait_fraction:.0%}  ",
         ):  # fmt: skip
             assert figure in line
 
@@ -181,11 +182,11 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
 def test_the_bar_shows_every_figure() -> None:
     """As people see it in the middle of the second epoch: epoch, loss, accuracy, images/s, waiting, time left."""
     file = io.StringIO()
-    sums = Sums(torch.zeros(()), seconds=2.0, waited=0.5)
+    state = TrainState(meter=EpochMeter(seconds=2.0, data_wait_s=0.5))
     with Progress(2, 3, 128, 0.8125, show=True, file=file) as bar:
-        bar.update(32, torch.tensor(1.25), sums)
+        bar.on_step_end(state, torch.tensor(1.25), 32)
         time.sleep(0.6)  # it is drawn every half second
-        bar.update(32, torch.tensor(1.25), sums)
+        bar.on_step_end(state, torch.tensor(1.25), 32)
     drawn = file.getvalue().split("\r")
     seen = [text for text in drawn if "loss 1.2500, accuracy 81.25%, waiting 25%" in text]
     assert seen, drawn
@@ -291,10 +292,9 @@ def test_schedules(schedule: str) -> None:
     optimizer = torch.optim.SGD([{"params": [layers.weight]}, {"params": [layers.bias], "lr": 1.0}], lr=2.0)
     made = Schedule(optimization, optimizer, 8)
     rates = []
-    for _ in range(8):
-        made.advance()
-        rates.append(made.lr)
-        assert optimizer.param_groups[1]["lr"] == pytest.approx(made.lr / 2)
+    for step in range(8):
+        rates.append(made.set_lr(step))
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([rates[-1], rates[-1] / 2])
     progress = np.arange(6) / 6
     falling = {"constant": np.ones(6), "linear": 1 - progress, "cosine": (1 + np.cos(np.pi * progress)) / 2}
     assert rates == pytest.approx([2 / 3, 4 / 3, *(2.0 * falling[schedule])])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
-from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.transforms import (
     EMA,
@@ -65,9 +65,9 @@ def test_mixing_comes_before_smoothing_and_keeps_each_rows_sum(toy: Toy) -> None
 
     pipeline = toy.pipeline().transform(LabelSmoothing(0.1), CutMix(), MixUp())
     with pipeline.build() as built:
-        built.methods.begin(built.engine, 10)
+        built.hooks.begin(built.engine, 10)
         images, labels = next(iter(built.train))
-        ((mixed, targets),) = built.methods.microbatches(built.engine, images, labels, spy)
+        ((mixed, targets),) = built.hooks.microbatches(built.engine, images, labels, spy)
         loss = built.loss(torch.zeros(BATCH, CLASSES), targets)
     assert mixed.shape == images.shape
     assert targets.shape == (BATCH, CLASSES)
@@ -101,12 +101,12 @@ def test_images_grow_in_the_decoder(toy: Toy) -> None:
     resizing = ProgressiveResizing(initial_scale=0.5, delay=0.25, finetune=0.25, size_increment=2)
     sizes = []
     with toy.pipeline().transform(resizing).build() as built:
-        methods, loader = built.methods, built.train
+        methods, loader = built.hooks, built.train
         methods.begin(built.engine, 8 * len(loader))
         for _ in range(8):
             methods.begin_epoch(built.engine, loader, SIDE)
             shapes = {tuple(images.shape[2:]) for images, _ in loader}
-            methods.clock.step += len(loader)
+            methods.state.step += len(loader)
             sizes.append(shapes)
     assert [next(iter(shapes))[0] for shapes in sizes] == [8, 8, 8, 12, 12, 16, 16, 16]
     assert all(len(shapes) == 1 for shapes in sizes)
@@ -120,9 +120,9 @@ def test_too_few_epochs_to_grow(toy: Toy) -> None:
 
 def test_in_the_end_the_model_has_the_average(toy: Toy) -> None:
     with toy.pipeline().transform(EMA(half_life=3)).build() as built:
-        engine, methods = built.engine, built.methods
+        engine, methods = built.engine, built.hooks
         methods.begin(engine, len(built.train))
-        train_epoch(engine, built.train, built.loss, methods=methods)
+        train_epoch(engine, built.train, built.loss, hooks=methods)
         trained = engine.export_state()
         with methods.evaluating():
             average = engine.export_state()
@@ -149,7 +149,7 @@ def test_flipped_images_count_in_evaluation(toy: Toy) -> None:
 
 def test_sam_takes_its_gradient_nearby_and_counts_batches_once(toy: Toy) -> None:
     with toy.pipeline(batch_norm_model).transform(SAM(rho=0.5)).build() as built:
-        engine, methods = built.engine, built.methods
+        engine, methods = built.engine, built.hooks
         methods.begin(engine, 1)
         parts = methods.microbatches(engine, *next(iter(built.train)), built.loss)
         weight = engine.plain_model[0].weight
@@ -172,11 +172,11 @@ def test_frozen_layers_stop(toy: Toy) -> None:
     pipeline = toy.pipeline(batch_norm_model).transform(LayerFreezing(0.0, 1.0))
     with pipeline.build() as built:
         model = built.engine.plain_model
-        built.methods.begin(built.engine, 2)
-        built.methods.begin_epoch(built.engine, built.train, SIDE)
+        built.hooks.begin(built.engine, 2)
+        built.hooks.begin_epoch(built.engine, built.train, SIDE)
         assert all(parameter.requires_grad for parameter in model.parameters())
-        built.methods.clock.step = 1
-        built.methods.begin_epoch(built.engine, built.train, SIDE)
+        built.hooks.state.step = 1
+        built.hooks.begin_epoch(built.engine, built.train, SIDE)
         assert [parameter.requires_grad for parameter in model.parameters()] == [False, *[True] * 4]
 
 
@@ -190,13 +190,13 @@ def test_no_weight_decay_reaches_the_optimizer(toy: Toy) -> None:
 
 def test_selection_keeps_half_of_every_other_batch(toy: Toy) -> None:
     with toy.pipeline().transform(SelectiveBackprop(0.0, 1.0)).build() as built:
-        built.methods.begin(built.engine, 100)
+        built.hooks.begin(built.engine, 100)
         sizes = []
         for images, labels in built.train:
-            ((kept, targets),) = built.methods.microbatches(built.engine, images, labels, built.loss)
+            ((kept, targets),) = built.hooks.microbatches(built.engine, images, labels, built.loss)
             assert len(kept) == len(targets)
             sizes.append(len(kept))
-            built.methods.after_step()
+            built.hooks.after_step()
     assert sizes == [BATCH // 2, BATCH] * (TRAIN // BATCH // 2)
 
 
@@ -208,8 +208,8 @@ def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
         def mixed(
             rank: int, accumulate: int, batch: slice, seed: int = 0, step: int = 3
         ) -> list[torch.Tensor]:
-            methods = Methods([MixUp()], seed, CLASSES)
-            methods.clock.step = step
+            methods = TrainingHooks([MixUp()], seed, CLASSES)
+            methods.state.step = step
             built.engine.rank, built.engine.accumulate = rank, accumulate
             return [
                 one for one, _ in methods.microbatches(built.engine, images[batch], labels[batch], built.loss)
@@ -282,6 +282,6 @@ def test_the_result_exports_plain_names(toy: Toy) -> None:
 def test_a_plain_pipeline_does_nothing_more(toy: Toy) -> None:
     with toy.pipeline(plain_model).build() as built:
         images, labels = next(iter(built.train))
-        ((same, targets),) = built.methods.microbatches(built.engine, images, labels, built.loss)
+        ((same, targets),) = built.hooks.microbatches(built.engine, images, labels, built.loss)
     assert torch.equal(same, images)
     assert torch.equal(targets, labels)

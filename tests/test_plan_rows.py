@@ -186,7 +186,7 @@ def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:
     with pipeline.build() as built:
         layer = built.engine.plain_model[-2]
         assert layer.hold == len(built.train) // 2 * 3
-        built.methods.begin(built.engine, 100)
+        built.hooks.begin(built.engine, 100)
         assert layer.hold == 150
     assert pipeline.fit(epochs=1, progress=False).accuracy is not None
 
@@ -253,14 +253,14 @@ def test_layer_freezing_under_ddp_needs_the_search(toy: Toy) -> None:
 def both_of(rank_pipeline: Callable[[], Pipeline]) -> Any:
     """The running statistics of BatchNorm that one rank evaluates with."""
     with rank_pipeline().build() as built:
-        built.methods.begin(built.engine, len(built.train))
+        built.hooks.begin(built.engine, len(built.train))
         for images, labels in built.train:
-            for part, targets in built.methods.microbatches(built.engine, images, labels, built.loss):
+            for part, targets in built.hooks.microbatches(built.engine, images, labels, built.loss):
                 built.engine.backward(built.loss(built.engine.model(part), targets))
             built.engine.step()
-            built.methods.after_step()
+            built.hooks.after_step()
         built.engine.sync_buffers()
-        with built.methods.evaluating():
+        with built.hooks.evaluating():
             built.engine.sync_buffers()
             return built.engine.plain_model[1].running_mean.tolist()
 

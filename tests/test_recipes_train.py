@@ -11,6 +11,7 @@ import torch
 from drivetrain import RECIPES, Pipeline
 from drivetrain.loaders import convert
 from drivetrain.pipeline.recipes.presets import complete
+from drivetrain.pipeline.telemetry.observer import Observer
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies.registry import STRATEGIES
 from host_syncs import HostSyncs
@@ -101,16 +102,21 @@ def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: d
     found: list[str] = []
     with built.train:
         batches = [batch for _ in range(3) for batch in built.train]
-    built.methods.begin(built.engine, len(batches))
+    built.hooks.begin(built.engine, len(batches))
+
+    class Seen(Observer):
+        def on_step_end(self, *_: object) -> None:
+            found.extend(syncs.found)
+
     with HostSyncs() as syncs:
         train_epoch(
             built.engine,
             batches,
             built.loss,
-            methods=built.methods,
-            watch=lambda *_: found.extend(syncs.found),
+            hooks=built.hooks,
+            observer=Seen(),
         )
-    assert built.methods.clock.step == len(batches)
+    assert built.hooks.state.step == len(batches)
     assert [line for line in found if not any(place in line for place in ON_THE_HOST)] == []
 
 

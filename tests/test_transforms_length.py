@@ -11,7 +11,7 @@ import pytest
 import torch
 from drivetrain import strategies
 from drivetrain.loaders import FFCVLoader
-from drivetrain.pipeline.training.hooks import Methods
+from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.transforms import (
     CHANGES_MODEL,
@@ -76,7 +76,7 @@ def run(transform: Transform, epochs: int, train: str) -> list[Any]:
     engine = strategies.get("single", device="cpu").prepare(
         model, transform.optimizer(lambda p: torch.optim.SGD(p, lr=0.1))
     )
-    methods, seen = Methods([transform], seed=0, classes=CLASSES), list[Any]()
+    methods, seen = TrainingHooks([transform], seed=0, classes=CLASSES), list[Any]()
     loss = transform.loss(F.cross_entropy)
     tokens = torch.randint(10, (PER_EPOCH, 8, 40))
     labels = torch.arange(8) % CLASSES
@@ -97,7 +97,7 @@ def run(transform: Transform, epochs: int, train: str) -> list[Any]:
         methods.begin(engine, epochs * PER_EPOCH)
         for _ in range(EPOCHS):
             methods.begin_epoch(engine, loader, SIDE)
-            train_epoch(engine, loader, looked, methods=methods)
+            train_epoch(engine, loader, looked, hooks=methods)
             seen.append([p.requires_grad for p in model.parameters()])
             seen.append({name: value.clone() for name, value in model.state_dict().items()})
             with methods.evaluating():

@@ -13,29 +13,32 @@ from ...strategies import Engine
 from ...strategies.common.optimizer_state import Entry
 from ...strategies.engine import copied
 from ...transforms.common.tensors import buffers_kept
-from ..telemetry.meter import Sums
-from ..training.hooks import Methods
+from ..training.build import Built
+from ..training.hooks import TrainingHooks
 from .format import OWN, Part
 
 AVERAGE = "::"
 """Stands between a method or a parameter and what is kept of it in a tensor's name."""
 
 
-def take(engine: Engine, methods: Methods, sums: Sums) -> tuple[Part, dict[str, Any]]:
-    """This rank's part of the state of model, optimizer, methods and random numbers, and the JSON values that
-    are the run's as a whole. Every rank must call it.
+def capture_state(built: Built) -> tuple[Part, dict[str, Any]]:
+    """Return this rank's part of the state of model, optimizer, hooks and random numbers, and the JSON values that
+    are the run's as a whole, its position included. Every rank must call it.
 
     Buffers that each rank keeps for itself (BatchNorm's running statistics, and averages of them) are saved as
     those of all ranks together (`Engine.pool_buffers`), from which any number of ranks resumes, and also as each
     rank's own, with which the same number resumes bit for bit.
     """
+    engine, hooks = built.engine, built.hooks
     keep, writers = _division(engine)
-    own = _own_buffers(engine) | _randomness(engine) | {"loss": sums.total.detach().cpu().clone()}
+    own = (
+        _own_buffers(engine) | _randomness(engine) | {"loss": hooks.state.meter.total.detach().cpu().clone()}
+    )
     with buffers_kept(engine.plain_model):
         engine.sync_buffers()
         model = engine.export_state(keep)
     optimizer = engine.export_optimizer(keep)
-    averages, own_averages, values = _methods(engine, methods, keep)
+    averages, own_averages, values = _methods(engine, hooks, keep)
     tensors, numbers = _flat(optimizer.entries)
     shared = {"model": model, "optimizer": tensors, "methods": averages}
     part = Part(
@@ -46,7 +49,8 @@ def take(engine: Engine, methods: Methods, sums: Sums) -> tuple[Part, dict[str, 
     whole = {
         "optimizer": {"groups": optimizer.groups, "loss_scale": dict(optimizer.loss_scale)},
         "methods": values,
-        "sums": sums.state_dict(engine),
+        "loader": built.train.state_dict(),
+        **hooks.state.state_dict(engine),
         "parameters": sorted(name for name, _ in engine.plain_model.named_parameters()),
     }
     return part, whole
@@ -90,7 +94,7 @@ def _python_randomness() -> dict[str, Any]:
 
 
 def _methods(
-    engine: Engine, methods: Methods, keep: Any
+    engine: Engine, hooks: TrainingHooks, keep: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
     """The averages that this rank writes; those that are its own; and the JSON values, in which
     `{"tensors": prefix}` stands for averages."""
@@ -98,7 +102,7 @@ def _methods(
     whole: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
-    for method, state in methods.state_dict(engine).items():
+    for method, state in hooks.state_dict(engine).items():
         values[method] = {}
         for key, value in state.items():
             if not isinstance(value, dict) or not value:

@@ -28,18 +28,16 @@ class _Wrong(Exception):
         super().__init__(f"its {place} is {value!r:.60}, which is not {expected}")
 
 
-def check_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Checks the types and ranges of a state, and that its numbers agree with each other.
-
-    Raises:
-        CheckpointError: naming the first field that cannot be used, and its value.
-    """
+def fault_of(state: Mapping[str, Any]) -> str:
+    """Return the first field of a state whose type, range or agreement with the others is wrong, with its value; ""
+    if there is none."""
     try:
         _STATE("state", state)
         _check_position(state)
         _check_methods(state)
     except _Wrong as wrong:
-        raise CheckpointError(f"{path} is damaged: {wrong}. {REMEDY}") from None
+        return str(wrong)
+    return ""
 
 
 def check_length(path: Path, state: Mapping[str, Any], steps: int) -> None:
@@ -189,7 +187,7 @@ def _loss_scale(place: str, value: Any) -> None:
 _COUNT, _SPAN = _whole(), _number("[0, inf)")
 _EPOCH: dict[str, Rule] = {
     "epoch": _whole(1), "loss": _number(), "val_loss": _or_null(_number()), "accuracy": _or_null(_number("[0, 1]")),
-    "images_per_s": _SPAN, "waiting": _SPAN, "seconds": _SPAN, "lr": _SPAN, "skipped": _COUNT,
+    "images_per_s": _SPAN, "data_wait_fraction": _SPAN, "seconds": _SPAN, "lr": _SPAN, "skipped": _COUNT,
 }  # fmt: skip
 _DEFAULTS = {f.name for f in dataclasses.fields(Epoch) if f.default is not dataclasses.MISSING}
 _STATE = _record(
@@ -207,7 +205,6 @@ _STATE = _record(
                 "loss_scale": _loss_scale,
             }
         ),
-        "schedule": _record({"step": _COUNT}),
         "methods": _record({"counts": _named(_COUNT)}, more=True),
         "loader": _record(
             {
@@ -217,12 +214,11 @@ _STATE = _record(
             {"batches": _whole(1)},
             more=True,
         ),
-        "sums": _record(
+        "meter": _record(
             {
-                "total": _number("(-3e38, 3e38)"), "counted": _COUNT, "skipped": _COUNT, "images": _COUNT,
-                "seconds": _SPAN, "waited": _SPAN, "elapsed": _SPAN,
-            },
-            {"overflowed": _COUNT},
+                "total": _number("(-3e38, 3e38)"), "counted": _COUNT, "skipped": _COUNT, "overflowed": _COUNT,
+                "images": _COUNT, "seconds": _SPAN, "data_wait_s": _SPAN,
+            }
         ),
         "history": _record(
             {
@@ -258,26 +254,26 @@ _STATE = _record(
 
 
 def _check_position(state: Mapping[str, Any]) -> None:
-    """Whether epochs, steps, the loader's place, the sums and the history are of one moment."""
+    """Whether epochs, steps, the loader's place, the meter and the history are of one moment."""
     epoch, within, step = state["epoch"], state["step_in_epoch"], state["step"]
     steps, rest = divmod(step - within, epoch) if epoch else (within + 1, step - within)
     if rest or within >= steps:
         raise _Wrong("step", step, f"possible after {epoch} epochs and {within} steps")
     place = (epoch, within) if within or not epoch else (epoch - 1, steps)
-    loader, sums, history = state["loader"], state["sums"], state["history"]["epochs"]
+    loader, meter, history = state["loader"], state["meter"], state["history"]["epochs"]
     for name, value, expected in (
         ("loader.epoch", loader["epoch"], place[0]), ("loader.position", loader["position"], place[1]),
-        ("schedule.step", state["schedule"]["step"], step), ("number of history.epochs", len(history), epoch),
-        ("sums.counted and skipped", sums["counted"] + sums["skipped"], within),
+        ("number of history.epochs", len(history), epoch),
+        ("meter.counted and skipped", meter["counted"] + meter["skipped"], within),
         *((f"history.epochs[{n}].epoch", each["epoch"], n + 1) for n, each in enumerate(history)),
     ):  # fmt: skip
         if value != expected:
             raise _Wrong(name, value, f"{expected}, as after {epoch} epochs and {within} steps")
     images = within * (state["facts"]["batch_size"] + len(state["ranks"]))  # a share is rounded up
-    if sums.get("overflowed", 0) > sums["counted"]:
-        raise _Wrong("sums.overflowed", sums["overflowed"], f"possible in {sums['counted']} steps")
-    if sums["images"] > images:
-        raise _Wrong("sums.images", sums["images"], f"possible in {within} steps")
+    if meter["overflowed"] > meter["counted"]:
+        raise _Wrong("meter.overflowed", meter["overflowed"], f"possible in {meter['counted']} steps")
+    if meter["images"] > images:
+        raise _Wrong("meter.images", meter["images"], f"possible in {within} steps")
 
 
 _TENSORS = _record({"tensors": _text})

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 
 from ...errors import CheckpointError
 from ...files import atomic_file, sync
-from .fields import REMEDY, check_state
+from .fields import REMEDY, fault_of
 
 FORMAT = 1
 STATE = "state.json"
@@ -95,7 +95,10 @@ def finish(folder: Path, target: Path, state: Mapping[str, Any], ranks: int) -> 
         digests = {name: {key: about[key] for key in ("bytes", "sha256")} for name, about in files.items()}
         whole = {"format": FORMAT, **state, "files": digests, "ranks": [note["own"] for note in notes]}
         # Else nothing could read it, and the ones before would be removed for it.
-        check_state(target, json.loads(_canonical(whole)))
+        if fault := fault_of(json.loads(_canonical(whole))):
+            raise CheckpointError(
+                f"The checkpoint {target} could not be written: {fault}. The checkpoints before it are kept."
+            )
         with atomic_file(folder / STATE) as file:
             file.write(_canonical({**whole, "sha256": _digest(whole)}))
         for rank in range(ranks):
@@ -248,7 +251,8 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {STATE} is not as it was written. {REMEDY}")
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} has the format {state.get('format')!r}; this version reads {FORMAT}.")
-    check_state(path, state)
+    if fault := fault_of(state):
+        raise CheckpointError(f"{path} is damaged: {fault}. {REMEDY}")
     names = _file_names(state)
     for name in sorted(set(state["files"]) - names):  # it could lead out of the folder
         raise CheckpointError(

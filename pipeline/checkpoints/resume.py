@@ -18,7 +18,6 @@ from ...errors import CheckpointError, DrivetrainError
 from ...strategies import Engine
 from ...strategies.common.optimizer_state import Entry, OptimizerState
 from ..telemetry.history import Epoch, History
-from ..telemetry.meter import Sums
 from ..training.build import Built
 from .capture import AVERAGE
 from .directory import Store, find
@@ -71,6 +70,8 @@ def begin(engine: Engine, choice: Choice, store: Store | None, saves: bool) -> N
             saves or store.run is not None
         ):  # which would be taken for that of this run
             store.begin(choice.run, origin)
+        if store is not None and not saves and not choice.goes_on:
+            store.clear()  # with `saves`, an earlier run's go when the first of this one is complete
         return {}
 
     _on_rank_0(engine, claim)
@@ -144,7 +145,7 @@ def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
 
 
 def load_methods(checkpoint: Checkpoint, built: Built) -> None:
-    """Gives the methods what they have kept, and this rank the buffers of its own, after `Methods.begin`.
+    """Gives the methods what they have kept, and this rank the buffers of its own, after `TrainingHooks.begin`.
 
     Raises:
         CheckpointError: if the checkpoint does not hold them.
@@ -153,21 +154,20 @@ def load_methods(checkpoint: Checkpoint, built: Built) -> None:
     with restoring(checkpoint):
         own: Mapping[str, torch.Tensor] = own_tensors(checkpoint, engine) or {}
         values = with_averages(checkpoint.state["methods"], checkpoint.tensors("methods"), own)
-        built.methods.load_state_dict(engine, values)
+        built.hooks.load_state_dict(engine, values)
         with torch.no_grad():
             for name, buffer in engine.plain_model.named_buffers():
                 if f"buffer{AVERAGE}{name}" in own:
                     buffer.copy_(own[f"buffer{AVERAGE}{name}"])
 
 
-def load_sums(checkpoint: Checkpoint, engine: Engine) -> Sums:
-    """The sums of the epoch that was interrupted."""
+def load_position(checkpoint: Checkpoint, built: Built) -> None:
+    """Continue at the checkpoint's position, after `TrainingHooks.begin`."""
+    engine = built.engine
     with restoring(checkpoint):
-        sums = Sums.of(checkpoint.state["sums"], engine.device)
         own = own_tensors(checkpoint, engine)
-        if own is not None:
-            sums.total = own["loss"].to(engine.device)
-        return sums
+        total = torch.tensor(float(checkpoint.state["meter"]["total"])) if own is None else own["loss"]
+        built.hooks.state.load_state_dict(checkpoint.state, total.to(engine.device))
 
 
 def load_history(checkpoint: Checkpoint) -> History:

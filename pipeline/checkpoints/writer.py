@@ -20,7 +20,7 @@ _ROUND = 0.02  # seconds between two looks at whether the other ranks have writt
 _PATIENCE = 3.0  # seconds that a run which fails waits for what is being written
 
 
-class Saver:
+class CheckpointWriter:
     """Writes the checkpoints of one run; each rank has one, and all make the same calls.
 
     The ranks write to one folder, which must be the same for all: a shared file system where there are

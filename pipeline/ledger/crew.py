@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ...errors import DrivetrainError, StrategyError
 from ...loaders.epochs import EpochLoader
-from ...strategies import Engine, launch
+from ...strategies import launch
 from ...transforms import LayerFreezing
 from ..spec.cuda_settings import cuda_settings
 from ..spec.resolve import ResolvedPlan, resolve
@@ -24,7 +24,7 @@ from ..training.build import build, make_loader, seeded
 from .budget import OutOfTime
 from .data import Costs, Turn, VariantId
 from .schedule import phases
-from .turns import Bench, Labels, WeighedEngine, digest, take_turn
+from .turns import Bench, Labels, MemoryScale, digest, take_turn
 from .variants import Variant
 
 MIN_BATCHES = 4  # in a turn; fewer, and filling the loader's queue would count
@@ -225,17 +225,15 @@ def open_bench(
     )
     if plan.distribution.compile:
         take_turn(bench, "loader", 0, batches, deadline)  # its workers start now, and not in the first turn
-    weighed = WeighedEngine(engine)
-    built.engine = cast(Engine, weighed)
-    first, _ = take_turn(bench, "train", 0, batches, deadline)
-    if weighed.steps < 2:  # in the first step there is no optimizer state yet
-        take_turn(bench, "train", 0, batches, deadline)
-    built.engine = engine
+    scale = MemoryScale(engine)
+    first, _ = take_turn(bench, "train", 0, batches, deadline, scale)
+    if scale.steps < 2:  # in the first step there is no optimizer state yet
+        take_turn(bench, "train", 0, batches, deadline, scale)
     compiling = None
     if plan.distribution.compile:
         later, _ = take_turn(bench, "train", 0, batches, deadline)
         compiling = max(first.seconds - later.seconds, 0.0)
-    held = None if weighed.held is None else asdict(weighed.held)
+    held = None if scale.held is None else asdict(scale.held)
     return bench, Costs(held, _peak(engine.device, before), compiling)
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,19 +23,17 @@ from ...loaders.epochs import Batch, EpochLoader
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
 from ...transforms import LayerFreezing
-from ..telemetry.loggers import LOG_EVERY, Loggers
-from ..telemetry.meter import Sums
+from ..telemetry.loggers import LOG_EVERY
 from ..telemetry.metrics import Metrics
+from ..telemetry.observer import Observer, Observers, Phase
 from ..telemetry.progress import Progress
+from ..telemetry.state import TrainState
 from ..training.build import Built
-from ..training.guard import LossGuard
-from ..training.hooks import Methods
+from ..training.guard import NonFiniteGuard
 from ..training.loop import train_epoch
 from .budget import until
 from .data import Turn, Workload
-from .schedule import Phase
-
-T = TypeVar("T")
+from .schedule import Phase as SchedulePhase
 
 Labels = list[NDArray[Any]]
 """Of each of this rank's batches, in order."""
@@ -46,7 +44,7 @@ class Bench:
     """What a variant's turns need on this rank: what was built, its schedule, and a loader for each size."""
 
     built: Built
-    phases: Sequence[Phase]
+    phases: Sequence[SchedulePhase]
     loader: Callable[[int], EpochLoader]
     freezing: LayerFreezing | None
     settings: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -54,12 +52,18 @@ class Bench:
 
 
 def take_turn(
-    bench: Bench, kind: Workload, epoch: int, batches: int, deadline: float = math.inf
+    bench: Bench,
+    kind: Workload,
+    epoch: int,
+    batches: int,
+    deadline: float = math.inf,
+    observer: Observer | None = None,
 ) -> tuple[Turn, Labels]:
     """A turn over `batches` global batches, and this rank's labels in it.
 
     Where the pipeline's schedule changes the image size or the frozen layers, the turn is taken at each of
-    the schedule's phases, on the same samples, and each counts by the share it has in a training.
+    the schedule's phases, on the same samples, and each counts by the share it has in a training. `observer`
+    follows the steps of kind "train".
 
     Raises:
         OutOfTime: before the first batch that would begin after the deadline (on `perf_counter`'s clock).
@@ -67,7 +71,8 @@ def take_turn(
     found = []
     for phase in bench.phases:
         with bench.settings(), _frozen(bench, phase):
-            found.append(_one_turn(bench, bench.loader(phase.image_size), kind, epoch, batches, deadline))
+            loader = bench.loader(phase.image_size)
+            found.append(_one_turn(bench, loader, kind, epoch, batches, deadline, observer))
     return mean_turn([turn for turn, _ in found], [phase.share for phase in bench.phases]), found[0][1]
 
 
@@ -87,7 +92,7 @@ def mean_turn(turns: Sequence[Turn], shares: Sequence[float]) -> Turn:
 
 
 @contextmanager
-def _frozen(bench: Bench, phase: Phase) -> Iterator[None]:
+def _frozen(bench: Bench, phase: SchedulePhase) -> Iterator[None]:
     """Inside it the layers are frozen that are frozen then; `LayerFreezing` itself thaws none."""
     if bench.freezing is None:
         yield
@@ -102,9 +107,15 @@ def _frozen(bench: Bench, phase: Phase) -> Iterator[None]:
 
 
 def _one_turn(
-    bench: Bench, loader: EpochLoader, kind: Workload, epoch: int, batches: int, deadline: float
+    bench: Bench,
+    loader: EpochLoader,
+    kind: Workload,
+    epoch: int,
+    batches: int,
+    deadline: float,
+    observer: Observer | None,
 ) -> tuple[Turn, Labels]:
-    engine, methods = bench.built.engine, bench.built.methods
+    engine, hooks = bench.built.engine, bench.built.hooks
     batch_size = loader.settings.batch_size
     batches = min(batches, loader.samples // batch_size)
     # One batch is loaded to its end, so that no loader works ahead while another thing is measured.
@@ -114,10 +125,9 @@ def _one_turn(
     source: Any = list(loader) * batches if kind in ("model", "copy") else _recorded(loader, seen)
     copies = _Copies(loader, source[0]) if kind == "copy" else None
     source = until(deadline, source)
-    timed = TimedEngine(engine) if kind == "split" else None
-    parts = timed.seconds if timed else None
-    methods.begin(engine, batches)  # takes the averages' first copies; a training does so once
-    with _extras(engine, methods, batches, batch_size) if kind == "extras" else nullcontext() as extras:
+    parts: dict[str, float] | None = None
+    hooks.begin(engine, batches)  # takes the averages' first copies; a training does so once
+    with _extras(engine, batches, batch_size) if kind == "extras" else nullcontext() as extras:
         engine.barrier()
         _wait_for(engine)
         start = perf_counter()
@@ -128,10 +138,14 @@ def _one_turn(
             images = sum(len(batch[0]) for batch in source) * engine.world_size
             waited = perf_counter() - start
         else:
-            trained = cast(Engine, timed or engine)
-            beside = extras.arguments if extras else {}
-            stats = train_epoch(trained, source, bench.built.loss, methods=methods, **beside)
-            images, waited = stats.images, stats.waited
+            if kind == "split":
+                observer = timed = PhaseClock(engine)
+                parts = timed.seconds
+            elif extras is not None:
+                observer = extras
+                extras.on_start(hooks.state)
+            stats = train_epoch(engine, source, bench.built.loss, hooks, observer=observer)
+            images, waited = stats.images, stats.data_wait_s
             parts = {"extras": extras.seconds} if extras else parts
         _wait_for(engine)
         seconds = perf_counter() - start
@@ -140,52 +154,61 @@ def _one_turn(
 
 
 @contextmanager
-def _extras(engine: Engine, methods: Methods, steps: int, batch_size: int) -> Iterator[_Extras]:
-    """What `fit` has beside the steps: bar, CSV log and guard.
+def _extras(engine: Engine, steps: int, batch_size: int) -> Iterator[TimedObservers]:
+    """What `fit` does beside the steps: bar, CSV log and guard.
 
     The bar is drawn to nowhere; the log goes into a folder that is removed. Checkpoints are not among them:
     they belong to epochs, and a turn is not one.
     """
-    sums, lead = Sums(torch.zeros((), device=engine.device)), engine.rank == 0
+    lead = engine.rank == 0
     with (
         tempfile.TemporaryDirectory() as folder,
         Path(os.devnull).open("w") as nowhere,
         Progress(1, 1, steps * batch_size, show=lead, file=nowhere) as bar,
     ):
         # A turn of fewer steps than lie between two entries logs once.
-        metrics = Metrics(Loggers(("csv",) if lead else (), Path(folder), 0), min(LOG_EVERY, steps))
-
-        def after_step(images: int, loss: torch.Tensor) -> None:
-            bar.update(images, loss, sums)
-            lr = float(engine.optimizer.param_groups[0]["lr"])
-            metrics.after_step(methods.clock.step, loss, lr, sums)
-
-        guard = _Lenient(engine, "raise", lambda: methods.clock.step + 1, str)
-        yield _Extras(after_step, guard, sums)
-        metrics.close()
+        metrics = Metrics(("csv",) if lead else (), Path(folder), min(LOG_EVERY, steps))
+        yield TimedObservers(RecordingGuard(engine, "raise", str), bar, metrics)
+        metrics.on_end(failed=False)
 
 
-class _Extras:
-    """Times what `fit` does beside each step: `seconds`, of this process (a GPU is not waited for)."""
+class TimedObservers(Observers):
+    """Observers whose work at each step is timed: `seconds`, of this process (a GPU is not waited for)."""
 
-    def __init__(self, watch: Callable[..., None], guard: LossGuard, sums: Sums) -> None:
+    def __init__(self, *observers: Observer) -> None:
+        super().__init__(*observers)
         self.seconds = 0.0
-        for name in ("begin", "admits", "check_step", "flush"):
-            setattr(guard, name, self._timed(getattr(guard, name)))
-        self.arguments: dict[str, Any] = {"watch": self._timed(watch), "guard": guard, "sums": sums}
-        """Of `train_epoch`."""
 
-    def _timed(self, work: Callable[..., T]) -> Callable[..., T]:
-        def timed(*arguments: Any) -> T:
-            start = perf_counter()
-            found = work(*arguments)
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = perf_counter()
+        try:
+            yield
+        finally:
             self.seconds += perf_counter() - start
-            return found
 
-        return timed
+    def on_step_start(self, state: TrainState) -> None:
+        with self._timed():
+            super().on_step_start(state)
+
+    def should_step(self, state: TrainState, loss: torch.Tensor) -> bool:
+        with self._timed():
+            return super().should_step(state, loss)
+
+    def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:
+        with self._timed():
+            super().on_optimizer_step(state, norm, skipped)
+
+    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:
+        with self._timed():
+            super().on_step_end(state, loss, images)
+
+    def flush(self) -> None:
+        with self._timed():
+            super().flush()
 
 
-class _Lenient(LossGuard):
+class RecordingGuard(NonFiniteGuard):
     """Looks at every loss, and stops nothing: a ledger has the peak rate at once, and its weights go away."""
 
     def _judged(self, step: int, losses: list[float]) -> bool:
@@ -193,9 +216,13 @@ class _Lenient(LossGuard):
             super()._judged(step, losses)
         return True
 
-    def check_step(self, norm: torch.Tensor | None, skipped: bool) -> None:
+    def _check_norm(self, step: int, value: float) -> None:
         with suppress(NonFiniteError):
-            super().check_step(norm, skipped)
+            super()._check_norm(step, value)
+
+    def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:
+        with suppress(NonFiniteError):
+            super().on_optimizer_step(state, norm, skipped)
 
 
 def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
@@ -245,59 +272,32 @@ class _Copies:
         return times * len(self._sources[0])
 
 
-class _WrappedEngine:
-    """An engine whose methods can be overridden one by one; everything else is the engine's own."""
+class PhaseClock(Observer):
+    """Time the phases of each step; a GPU is waited for at each change, so that each phase has its own time."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
-class TimedEngine(_WrappedEngine):
-    """An engine that times its parts; a GPU is waited for before and after each, so that each has its own time.
-
-    `seconds` has those of forward (the batch methods' own forwards included), backward and step.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
         self.seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        self._engine, self._phase, self._since = engine, "other", 0.0
 
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def on_phase(self, phase: Phase) -> None:
+        """Add the time of the phase that ends here."""
+        if phase == self._phase:
+            return
         _wait_for(self._engine)
-        start = perf_counter()
-        yield
-        _wait_for(self._engine)
-        self.seconds[part] += perf_counter() - start
-
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """The engine's, timed."""
-        with self._timed("forward"), self._engine.forward_context():
-            yield
-
-    def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """The engine's, timed."""
-        with self._timed("backward"):
-            self._engine.backward(loss, last_microbatch)
-
-    def step(self) -> torch.Tensor | None:
-        """The engine's, timed."""
-        with self._timed("step"):
-            return self._engine.step()
+        if self._phase in self.seconds:
+            self.seconds[self._phase] += perf_counter() - self._since
+        self._phase, self._since = phase, perf_counter()
 
 
-class WeighedEngine(_WrappedEngine):
-    """An engine that notes before each step what it holds in memory; `held` is that of the last one."""
+class MemoryScale(Observer):
+    """Note before each optimizer step what the engine holds in memory; `held` is that of the last one."""
 
-    held: HeldBytes | None = None
-    steps = 0
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.steps = engine, 0
+        self.held: HeldBytes | None = None
 
-    def step(self) -> torch.Tensor | None:
-        """The engine's."""
-        self.held = held_bytes(self._engine)
-        self.steps += 1
-        return self._engine.step()
+    def on_phase(self, phase: Phase) -> None:
+        """Weigh the engine."""
+        if phase == "step":
+            self.held = held_bytes(self._engine)
+            self.steps += 1

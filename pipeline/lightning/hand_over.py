@@ -35,7 +35,7 @@ from ..training.build import (
     seeded,
     training_loss,
 )
-from ..training.hooks import Methods, in_parts
+from ..training.hooks import TrainingHooks, split_microbatches
 from .strategies import check_trainer, share, trainer_arguments
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -135,7 +135,7 @@ class Module(pl.LightningModule):
         self.model = parts.model
         self._plan, self._epochs, self._steps = plan, epochs, epochs * steps
         self._loss = training_loss(plan)
-        self._methods = Methods(plan.transforms, plan.seed, parts.classes)
+        self._hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
         self._sums = torch.zeros(3)
         self._random = ExitStack()
         for parameter in self.model.parameters():
@@ -164,7 +164,7 @@ class Module(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         """Tells surgeries how long the training is, and sets torch's random numbers, which `on_fit_end` puts back."""
-        self._methods.clock.total = self._steps
+        self._hooks.state.total_steps = self._steps
         for transform in self._plan.transforms:
             transform.begin(self.model, self._steps)
         self._random.enter_context(seeded(self._plan.seed))
@@ -180,9 +180,9 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss `()` of one microbatch."""
         accumulate = self._plan.distribution.accumulate
-        self._methods.clock.step = self.trainer.global_step
+        self._hooks.state.step = self.trainer.global_step
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
-        images, targets = self._methods.mixed(batch, number, self.model, self._loss)
+        images, targets = self._hooks.apply_batch_transforms(batch, number, self.model, self._loss)
         loss = self._loss(self.model(images).float(), targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
         # Lightning divides what it gets by `accumulate`, and DeepSpeed does so once more.
@@ -198,7 +198,7 @@ class Module(pl.LightningModule):
         if not len(images):
             self.model(images.new_zeros(1, *images.shape[1:]))  # shards are gathered on all ranks or none
             return
-        logits = self._methods.predict(self.model, images).float()
+        logits = self._hooks.predict(self.model, images).float()
         self._sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         self._sums[1] += (logits.argmax(1) == labels).sum()
         self._sums[2] += len(labels)
@@ -302,4 +302,4 @@ class Microbatches:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for images, labels in self._loader:
-            yield from in_parts(images, labels, self._parts)
+            yield from split_microbatches(images, labels, self._parts)

@@ -13,9 +13,10 @@ import torch
 from ..checkpoints.directory import Checkpoints
 from ..checkpoints.weights import load_weights, save_weights
 from ..telemetry.history import Epoch, History
-from ..telemetry.loggers import LOG_EVERY, Loggers
-from ..telemetry.metrics import Metrics
-from ..telemetry.progress import say
+from ..telemetry.loggers import LOG_EVERY
+from ..telemetry.observer import Observer
+from ..telemetry.progress import echo
+from ..telemetry.state import TrainState
 from ..training.guard import OnNonFinite
 from .folder import HISTORY, MODEL, clear_results, draw_curves, read_history, write
 from .interrupts import interrupts_held
@@ -55,10 +56,10 @@ class Outcome:
     history: History = field(default_factory=History)
 
 
-class Records:
-    """History and weights, in memory and in the run's folder; curves; figures for loggers; and what is said.
+class RunArtifacts(Observer):
+    """History and weights, in memory and in the run's folder; its texts; curves; and messages.
 
-    Every rank has one; rank 0 alone writes, logs and speaks.
+    Every rank has one; rank 0 alone writes and prints.
 
     Args:
         job: what the run was told.
@@ -68,7 +69,6 @@ class Records:
 
     Attributes:
         history: of the epochs that are finished.
-        metrics: figures on their way to the loggers, from `begin` on.
     """
 
     def __init__(self, job: Job, outcome: Outcome, lead: bool, facts: dict[str, Any]) -> None:
@@ -76,20 +76,16 @@ class Records:
         self._folder = job.folder if lead else None
         self._next_picture = perf_counter() + PICTURE
         self.history = History([], facts)
-        self.metrics = Metrics(Loggers((), None, 0), job.log_every)
 
     def clear(self) -> None:
         """The results of another run in the folder go, before any of this one are there."""
         if self._folder is not None:
             clear_results(self._folder)
 
-    def begin(self, step: int) -> None:
-        """How the run was asked for goes into its folder, and its loggers begin after `step` steps."""
-        if not self._lead:
-            return
+    def on_start(self, state: TrainState) -> None:  # noqa: ARG002
+        """Write the texts that describe the run into its folder."""
         if self._folder is not None:
             write(self._folder, self._job.texts)
-        self.metrics = Metrics(Loggers(self._job.loggers, self._folder, step), self._job.log_every)
 
     def keep(self, history: History, weights: Weights) -> None:
         """Weights and history are of the same epoch, in memory and on disk. Every rank must call it."""
@@ -118,17 +114,13 @@ class Records:
         if saved is not None and saved.epochs == history.epochs:
             self._outcome.state = load_weights(self._folder / MODEL, epochs=len(history.epochs))
 
-    def draw_if_due(self) -> None:
-        """Draws the curves so far, but seldom: a picture takes a fifth of a second."""
+    def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
+        """Draw the curves so far, but seldom: a picture takes a fifth of a second."""
         if self._folder is not None and perf_counter() > self._next_picture:
             draw_curves(self._folder)
             self._next_picture = perf_counter() + PICTURE
 
-    def say(self, text: str) -> None:
-        """Shows a line to people, if they are to see any."""
+    def echo(self, text: str) -> None:
+        """Print a line, if the run shows its progress."""
         if self._lead and self._job.progress:
-            say(text)
-
-    def close(self) -> None:
-        """Ends the loggers."""
-        self.metrics.close()
+            echo(text)

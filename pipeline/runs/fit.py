@@ -23,7 +23,7 @@ from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
 from ..telemetry.loggers import LOG_EVERY, Choice
 from ..telemetry.loggers import check as check_loggers
-from ..telemetry.progress import in_cell, say
+from ..telemetry.progress import echo, in_cell
 from ..training.build import build, build_model, seeded, source_file
 from ..training.guard import OnNonFinite, check_choice
 from .artifacts import Job, Outcome
@@ -117,7 +117,7 @@ def _fit(plan: ResolvedPlan, job: Job) -> FitResult:
 
 def _tell(note: str, progress: bool) -> None:
     if note and progress and leads():
-        say(note)
+        echo(note)
 
 
 def leads() -> bool:

@@ -215,31 +215,3 @@ def _wrong_kind(value: object, usual: object) -> str:
 
 def _name(factory: object) -> str:
     return getattr(factory, "__qualname__", type(factory).__qualname__)
-
-
-class Schedule:
-    """Sets the learning rate of each step of a run.
-
-    Args:
-        optimization: with the shape of the schedule.
-        optimizer: whose groups' learning rates, as built, are the peak.
-        steps: optimizer steps of the whole run.
-    """
-
-    def __init__(self, optimization: Optimization, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        self._optimization, self._optimizer, self._steps = optimization, optimizer, steps
-        self._peaks = [group["lr"] for group in optimizer.param_groups]
-        self.step = 0
-        """The rates that were set so far."""
-
-    @property
-    def lr(self) -> float:
-        """Of the first parameter group, now."""
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    def advance(self) -> None:
-        """Sets the rate for the step that is about to be taken."""
-        factor = self._optimization.lr_factor(self.step, self._steps)
-        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
-        self.step += 1

@@ -19,7 +19,7 @@ class Epoch:
         loss: mean training loss, of the training loss function.
         val_loss, accuracy: mean cross entropy and top-1 (0 to 1) on the validation data; None without.
         images_per_s: of training, over all ranks, evaluation left out.
-        waiting: share of the training time spent waiting for data, 0 to 1.
+        data_wait_fraction: share of the training time spent waiting for data, 0 to 1.
         seconds: of the whole epoch, evaluation included.
         lr: learning rate at its end.
         skipped: steps not taken: their loss was not finite (`fit(on_nonfinite="skip")`), or their gradients
@@ -31,7 +31,7 @@ class Epoch:
     val_loss: float | None
     accuracy: float | None
     images_per_s: float
-    waiting: float
+    data_wait_fraction: float
     seconds: float
     lr: float
     skipped: int = 0
@@ -42,7 +42,7 @@ class Epoch:
             parts += [f"val loss {self.val_loss:.4f}", f"accuracy {self.accuracy:.2%}"]
         parts += [
             f"{self.images_per_s:,.0f} images/s",
-            f"waiting {self.waiting:.0%}",
+            f"waiting {self.data_wait_fraction:.0%}",
             f"{self.seconds:.1f} s",
         ]
         if self.skipped:
@@ -56,7 +56,7 @@ COLUMNS = {
     "val_loss": ("val loss", ".4f"),
     "accuracy": ("accuracy", ".2%"),
     "images_per_s": ("images/s", ",.0f"),
-    "waiting": ("waiting", ".0%"),
+    "data_wait_fraction": ("waiting for data", ".0%"),
     "seconds": ("seconds", ".1f"),
     "lr": ("lr at its end", ".3g"),
     "skipped": ("steps skipped", "d"),

@@ -27,7 +27,7 @@ LOG_EVERY = 50
 """Optimizer steps between two entries: so few that they cost nothing to speak of."""
 NAMES, METRICS = ("csv", "tensorboard"), "metrics.csv"
 EPOCH = tuple(COLUMNS)
-STEP = ("step/loss", "step/lr", "step/images_per_s", "step/waiting")
+STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
 
 
 class Logger(Protocol):

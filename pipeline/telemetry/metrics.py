@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -10,47 +11,57 @@ import torch
 from .history import Epoch
 from .host_copy import HostCopy
 from .loggers import Loggers
-from .meter import Sums
+from .observer import Observer
+from .state import TrainState
 
 
-class Metrics:
-    """Logs every `every` steps and after each epoch; on ranks without loggers it does nothing.
+class Metrics(Observer):
+    """Log every `every` steps and after each epoch; without loggers, as on most ranks, do nothing.
 
     A loss on a CUDA device is copied behind the queued work, and logged when it has arrived: at a later step, at
     the latest with the next entry.
 
     Args:
-        loggers: where the figures go.
+        chosen: loggers, from `loggers.check`; where the figures go.
+        folder: of the run.
         every: optimizer steps between two entries.
     """
 
-    def __init__(self, loggers: Loggers, every: int) -> None:
-        self._loggers, self._every = loggers, every
+    def __init__(self, chosen: tuple[object, ...], folder: Path | None, every: int) -> None:
+        self._chosen, self._folder, self._every = chosen, folder, every
+        self._loggers = Loggers((), None, 0)
         self._late: tuple[int, dict[str, float], HostCopy] | None = None
-        self._since = self._now(None)
+        self._since = 0.0, 0, 0.0
+
+    def on_start(self, state: TrainState) -> None:
+        """Open the loggers; they continue after `state.step` steps."""
+        self._loggers = Loggers(self._chosen, self._folder, state.step)
+
+    def on_epoch_start(self, state: TrainState) -> None:
+        """The time before this, of an evaluation, is not of the next entry."""
+        self._since = self._now(state)
 
     @staticmethod
-    def _now(sums: Sums | None) -> tuple[float, int, float]:
-        return perf_counter(), 0 if sums is None else sums.images, 0.0 if sums is None else sums.waited
+    def _now(state: TrainState) -> tuple[float, int, float]:
+        return perf_counter(), state.meter.images, state.meter.data_wait_s
 
-    def begin_epoch(self, sums: Sums) -> None:
-        """The time before this, of an evaluation, is not of the next entry."""
-        if self._loggers:
-            self._since = self._now(sums)
-
-    def after_step(self, step: int, loss: torch.Tensor, lr: float, sums: Sums) -> None:
-        """After step number `step`, from 1: its loss `()` on this rank, its learning rate, the epoch's sums."""
+    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
+        """Log the loss on this rank, the learning rate, and throughput since the last entry, if one is due."""
         if not self._loggers:
             return
         if self._late is not None and self._late[2].arrived:
             self._arrive()
-        if step % self._every:
+        if state.step % self._every:
             return
-        before, self._since = self._since, self._now(sums)
-        seconds, images, waited = (now - then for now, then in zip(self._since, before, strict=True))
-        values = {"step/lr": lr, "step/images_per_s": images / seconds, "step/waiting": waited / seconds}
+        before, self._since = self._since, self._now(state)
+        seconds, done, waited = (now - then for now, then in zip(self._since, before, strict=True))
+        values = {
+            "step/lr": state.lr,
+            "step/images_per_s": done / seconds,
+            "step/data_wait_fraction": waited / seconds,
+        }
         self._arrive()
-        self._late = step, values, HostCopy(loss)
+        self._late = state.step, values, HostCopy(loss)
         if self._late[2].arrived:
             self._arrive()
 
@@ -61,14 +72,14 @@ class Metrics:
             step, values, loss = late
             self._loggers.log({"step/loss": loss.values(), **values}, step)
 
-    def after_epoch(self, step: int, epoch: Epoch) -> None:
-        """After the epoch's evaluation, `step` steps of the training being done."""
+    def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
+        """Log the epoch."""
         if self._loggers:
             self._arrive()
             self._loggers.log(
-                {name: value for name, value in asdict(epoch).items() if value is not None}, step
+                {name: value for name, value in asdict(epoch).items() if value is not None}, state.step
             )
 
-    def close(self) -> None:
-        """Ends what was started."""
+    def on_end(self, *, failed: bool) -> None:  # noqa: ARG002
+        """Close the loggers."""
         self._loggers.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from time import perf_counter
 from typing import Self, TextIO
 
@@ -10,13 +11,15 @@ import torch
 from tqdm import tqdm as text_bar
 from tqdm.auto import tqdm
 
+from .history import Epoch
 from .host_copy import HostCopy
-from .meter import Sums
+from .observer import Observer
+from .state import TrainState
 
 _REFRESH = 0.5  # seconds between two losses; each is a copy from the device, which is not waited for
 
 
-class Progress:
+class Progress(Observer):
     """A bar over the images of one epoch: loss, accuracy, share of time waiting for data, images/s, time left.
 
     Args:
@@ -37,7 +40,7 @@ class Progress:
         show: bool,
         file: TextIO | None = None,
     ) -> None:
-        self._show, self._next = show, 0.0
+        self._show, self._next, self._epochs = show, 0.0, epochs
         self._loss: HostCopy | None = None
         self._accuracy = "" if accuracy is None else f", accuracy {accuracy:.2%}"
         self._bar = (tqdm if file is None else text_bar)(
@@ -45,30 +48,32 @@ class Progress:
             mininterval=_REFRESH, dynamic_ncols=True, file=file,
         )  # fmt: skip
 
-    def update(self, images: int, loss: torch.Tensor, sums: Sums) -> None:
-        """After a step: its images, its loss, and the epoch's sums."""
+    def on_epoch_start(self, state: TrainState) -> None:
+        """Skip what another process has trained on before."""
+        if state.meter.images:
+            self._bar.update(state.meter.images)
+            self._bar.unpause()
+
+    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:
+        """Advance by the step's images, and show the last loss that has arrived."""
         if not self._show:
             return
         if self._loss is None and perf_counter() >= self._next:
             self._next = perf_counter() + _REFRESH
             self._loss = HostCopy(loss)
         if self._loss is not None and self._loss.arrived:
-            waiting = sums.waited / max(sums.seconds, 1e-9)
+            waiting = state.meter.data_wait_s / max(state.meter.seconds, 1e-9)
             text = f"loss {self._loss.values():.4f}{self._accuracy}, waiting {waiting:.0%}"
             self._bar.set_postfix_str(text, refresh=False)
             self._loss = None
         self._bar.update(images)
 
-    def skip(self, images: int) -> None:
-        """Images of the epoch that were trained on before, in another process."""
-        if images:
-            self._bar.update(images)
-            self._bar.unpause()
-
-    def line(self, text: str) -> None:
-        """Prints a line that stays."""
+    def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
+        """Print a line that stays: the epoch, and the time left if the next ones take as long."""
         if self._show:
-            say(text)
+            seconds = round((self._epochs - state.epoch) * epoch.seconds)
+            echo(f"{epoch}  {timedelta(seconds=seconds)} left" if seconds else f"{epoch}")
+        self._bar.close()
 
     def __enter__(self) -> Self:
         return self
@@ -91,6 +96,6 @@ def place_of_bar(asked_in_cell: bool) -> TextIO | None:
     return sys.stdout if asked_in_cell and not in_cell() else None
 
 
-def say(text: str) -> None:
-    """Prints a line that stays, above any bar."""
+def echo(text: str) -> None:
+    """Print a line that stays, above any bar."""
     tqdm.write(text)

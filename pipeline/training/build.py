@@ -26,7 +26,7 @@ from ..spec.config import Data, Distribution
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from .checks import check_loss, check_output, count_classes
-from .hooks import Methods
+from .hooks import TrainingHooks
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Built:
         engine: the wrapped model and its optimizer; see `strategies.Engine`.
         train, val: loaders of `(images (B, 3, H, W), labels (B,))`, B being this rank's share.
         loss: to train with; evaluation uses plain cross entropy.
-        methods: what else the loop does: mixed batches, averaged weights and the like.
+        hooks: what else the loop does (mixed batches, averaged weights and the like), with the run's position.
         reports: what each transform changed.
     """
 
@@ -45,7 +45,7 @@ class Built:
     train: EpochLoader
     val: EpochLoader | None
     loss: Loss
-    methods: Methods
+    hooks: TrainingHooks
     reports: tuple[Report, ...]
 
     def close(self) -> None:
@@ -81,8 +81,8 @@ def build(plan: ResolvedPlan) -> Built:
             if loader is not None:
                 loader.close()
         train, val = make_loaders(plan, engine.device)
-    methods = Methods(plan.transforms, plan.seed, parts.classes)
-    return Built(engine, train, val, parts.loss(engine.device), methods, parts.reports)
+    hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
+    return Built(engine, train, val, parts.loss(engine.device), hooks, parts.reports)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from ...errors import NonFiniteError, PlanError, suggest
 from ...strategies import Engine
 from ...transforms.common.tensors import locals_of
 from ..telemetry.host_copy import HostCopy
+from ..telemetry.observer import Observer
+from ..telemetry.state import TrainState
 
 OnNonFinite = Literal["raise", "skip"]
 
@@ -30,25 +32,8 @@ def check_choice(how: str) -> None:
         raise PlanError(f"on_nonfinite={how!r} is not known.{suggest(str(how), get_args(OnNonFinite))}")
 
 
-class Unguarded:
-    """Admits every step."""
-
-    def begin(self) -> None:
-        """To be called before a step's forward."""
-
-    def admits(self, loss: torch.Tensor) -> bool:  # noqa: ARG002
-        """Whether the optimizer may step with this loss `()`; every rank must ask, and gets the same answer."""
-        return True
-
-    def check_step(self, norm: torch.Tensor | None, skipped: bool) -> None:
-        """Looks at what the step gave: the gradients' norm `()`, if there is one, and `Engine.skipped`."""
-
-    def flush(self) -> None:
-        """Looks at what has not been looked at yet; before a checkpoint and at an epoch's end."""
-
-
-class LossGuard(Unguarded):
-    """Stops a training, or skips the step, when a rank's loss is not finite.
+class NonFiniteGuard(Observer):
+    """Stop a training, or skip the step, when a rank's loss is not finite.
 
     With `"raise"` the loss is looked at before the optimizer steps where that costs nothing, on the CPU; on
     CUDA one step later, when the next one is queued, so that the device never waits. With `"skip"` every step
@@ -64,29 +49,26 @@ class LossGuard(Unguarded):
     Args:
         engine: to agree with the other ranks: one number each, a step.
         how: `"raise"` or `"skip"`.
-        step: gives the number of the step, from 1.
         advice: completes an error: the last good checkpoint, what to change.
     """
 
-    def __init__(
-        self, engine: Engine, how: OnNonFinite, step: Callable[[], int], advice: Callable[[], str]
-    ) -> None:
+    def __init__(self, engine: Engine, how: OnNonFinite, advice: Callable[[], str]) -> None:
         self._engine, self._skip = engine, how == "skip"
-        self._step, self._advice = step, advice
+        self._advice = advice
         self._at_once = self._skip or engine.device.type != "cuda"
         self._late: tuple[int, HostCopy] | None = None
         self._late_norm: tuple[int, HostCopy] | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._overflows = 0
 
-    def begin(self) -> None:
-        """Copies the buffers, if the step may be skipped."""
+    def on_step_start(self, state: TrainState) -> None:  # noqa: ARG002
+        """Copy the buffers, if the step may be skipped."""
         if self._skip:
             self._buffers = [(buffer, buffer.clone()) for buffer in self._engine.plain_model.buffers()]
 
     @torch.no_grad()
-    def admits(self, loss: torch.Tensor) -> bool:
-        """See `Unguarded.admits`.
+    def should_step(self, state: TrainState, loss: torch.Tensor) -> bool:
+        """Return whether the loss is finite on every rank; every rank must ask.
 
         Raises:
             NonFiniteError: naming step and rank; for the step before, on CUDA.
@@ -94,8 +76,8 @@ class LossGuard(Unguarded):
         losses = self._of_all_ranks(loss)
         if self._at_once:
             self._look_at_norm()
-            return self._judged(self._step(), losses.tolist())
-        late, self._late = self._late, (self._step(), HostCopy(losses))
+            return self._judged(state.step + 1, losses.tolist())
+        late, self._late = self._late, (state.step + 1, HostCopy(losses))
         self._look(late)
         self._look_at_norm()
         return True
@@ -108,25 +90,26 @@ class LossGuard(Unguarded):
         losses[self._engine.rank] = loss
         return self._engine.reduce(losses, "sum")
 
-    def check_step(self, norm: torch.Tensor | None, skipped: bool) -> None:
-        """See `Unguarded.check_step`.
+    def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:
+        """Check the norm, and count overflows that follow each other.
 
         Raises:
             NonFiniteError: naming the step; for the norm of the step before, on CUDA.
         """
         self._overflows = self._overflows + 1 if skipped else 0
+        step = state.step + 1
         if self._overflows == OVERFLOWS:
             raise NonFiniteError(
-                f"At step {self._step()} the gradients overflowed in fp16 for the {OVERFLOWS}th step in a row, at "
+                f"At step {step} the gradients overflowed in fp16 for the {OVERFLOWS}th step in a row, at "
                 f"every loss scale: they are not finite, with a finite loss. {self._advice()}"
             )
         if norm is not None and norm.device.type == "cuda":
-            self._late_norm = self._step(), HostCopy(norm)
+            self._late_norm = step, HostCopy(norm)
         elif norm is not None:
-            self._check_norm(self._step(), norm.item())
+            self._check_norm(step, norm.item())
 
     def flush(self) -> None:
-        """See `Unguarded.flush`.
+        """Check what is still on its way from the device.
 
         Raises:
             NonFiniteError: naming step and rank.

@@ -1,10 +1,9 @@
-"""The training methods of a run: what changes batches, gradients, weights and evaluation, in the plan's order."""
+"""The training hooks of a run: what changes batches, gradients, weights and evaluation, in the plan's order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +26,7 @@ from ...transforms import (
 )
 from ...transforms.common.tensors import buffers_kept
 from ...transforms.gyro_dropout import GyroDropoutLayer
+from ..telemetry.state import TrainState
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]
 """Images `(b, 3, H, W)` and targets, `(b,)` class numbers or `(b, C)` probabilities."""
@@ -34,37 +34,27 @@ Microbatch = tuple[torch.Tensor, torch.Tensor]
 T = TypeVar("T", bound=Transform)
 
 
-def in_parts(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
-    """A batch in so many equal parts; in one, itself, without an operation."""
+def split_microbatches(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
+    """Split a batch into equal microbatches; into one without an operation."""
     if number == 1:
         return [(images, labels)]
     return list(zip(images.chunk(number), labels.chunk(number), strict=True))
 
 
-@dataclass
-class Clock:
-    """Where a training stands: optimizer steps of the whole, and those done."""
-
-    total: int
-    step: int = 0
-
-    @property
-    def progress(self) -> float:
-        """The share of the training that is done, 0 to 1."""
-        return min(self.step / max(self.total, 1), 1.0)
-
-
-class Methods:
-    """The methods of one run on one rank. Without any, each step here does nothing.
+class TrainingHooks:
+    """What the transforms of one run do in the loop, on one rank. Without any, each hook does nothing.
 
     Args:
         transforms: of the pipeline, in the plan's order; of surgeries only `begin` is called, of losses nothing.
         seed: of the random numbers that mix batches.
         classes: their number, for soft targets.
+
+    Attributes:
+        state: the position of the run; `begin` makes a new one.
     """
 
     def __init__(self, transforms: Sequence[Transform], seed: int = 0, classes: int | None = None) -> None:
-        self.clock = Clock(total=1)
+        self.state = TrainState()
         self._seed, self._classes, self._all = seed, classes, tuple(transforms)
         self._resizing = _only(transforms, ProgressiveResizing)
         self._batch = [t for t in transforms if t.kind == "batch" and t is not self._resizing]
@@ -74,8 +64,8 @@ class Methods:
         self._sessions: list[Session] = []
 
     def begin(self, engine: Engine, total: int) -> None:
-        """Starts a training of so many steps, with the wrapped model's weights as they are now."""
-        self.clock = Clock(total)
+        """Start a training of so many steps, with the wrapped model's weights as they are now."""
+        self.state = TrainState(total)
         for transform in self._all:
             transform.begin(engine.plain_model, total)
         self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
@@ -86,12 +76,12 @@ class Methods:
         Said, not refused: the same recipe is right for more epochs, and trying it out for one is no fault.
         """
         average = _only(self._loop, EMA)
-        share = 0.0 if average is None else average.share_of_start(self.clock.total)
+        share = 0.0 if average is None else average.share_of_start(self.state.total_steps)
         if share < 0.1:
             return ""
         return (
-            f"{average}: after all {self.clock.total} steps its average, which evaluation and the result take, is "
-            f"still {share:.0%} the weights from before the training. Train longer, or choose a shorter half-life."
+            f"{average}: after all {self.state.total_steps} steps its average, which evaluation and the result take, "
+            f"is still {share:.0%} the weights from before the training. Train longer, or choose a shorter half-life."
         )
 
     def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: int) -> None:
@@ -99,50 +89,53 @@ class Methods:
 
         An epoch has one size, that of its middle.
         """
+        start = self.state.epoch_start  # in a run that resumes within the epoch, too
         if self._resizing is not None:
-            middle = (self.clock.step + len(loader) / 2) / max(self.clock.total, 1)
-            size = self._resizing.size(image_size, min(middle, 1.0))
+            size = self._resizing.size(image_size, self.state.progress_at(start + len(loader) / 2))
             if size != loader.settings.image_size:
                 loader.set_image_size(size)
         if self._freezing is not None:
-            self._freezing.freeze(engine.plain_model, self.clock.progress)
+            self._freezing.freeze(engine.plain_model, self.state.progress_at(start))
 
     def microbatches(
         self, engine: Engine, images: torch.Tensor, labels: torch.Tensor, loss: Loss
     ) -> list[Microbatch]:
-        """This rank's batch in `engine.accumulate` parts, each mixed, cut or chosen by the batch methods.
+        """Split this rank's batch into `engine.accumulate` microbatches, and apply the batch transforms to each.
 
-        Random numbers are those of (seed, step, number of the part among all ranks' parts), so that two
-        ranks mix as one process does with twice the parts.
+        Random numbers follow from (seed, step, number of the microbatch over all ranks), so that two ranks mix as
+        one process does with twice the microbatches.
         """
-        parts = in_parts(images, labels, engine.accumulate)
+        split = split_microbatches(images, labels, engine.accumulate)
         if not self._batch:
-            return parts
-        first = engine.rank * engine.accumulate
+            return split
+        first, apply = engine.rank * engine.accumulate, self.apply_batch_transforms
         with engine.forward_context():
-            return [self.mixed(part, first + n, engine.model, loss) for n, part in enumerate(parts)]
+            return [apply(one, first + n, engine.model, loss) for n, one in enumerate(split)]
 
-    def mixed(self, part: Microbatch, number: int, model: nn.Module, loss: Loss) -> Microbatch:
-        """Part `number`, counted over all ranks, as `microbatches` gives it; inside the precision's context."""
+    def apply_batch_transforms(
+        self, microbatch: Microbatch, number: int, model: nn.Module, loss: Loss
+    ) -> Microbatch:
+        """Return microbatch `number`, counted over all ranks, mixed, cut or chosen; call it in the precision's
+        context."""
         if not self._batch:
-            return part
-        key = [self._seed, self.clock.step, number]
+            return microbatch
+        key = [self._seed, self.state.step, number]
         state = np.random.SeedSequence(key).generate_state(1, np.uint64)
         context = BatchContext(
             generator=torch.Generator().manual_seed(int(state[0])),
-            progress=self.clock.progress,
+            progress=self.state.progress,
             classes=self._classes,
             model=model,
             loss=loss,
-            step=self.clock.step,
+            step=self.state.step,
         )
         for transform in self._batch:
-            part = transform.batch(*part, context)
-        return part
+            microbatch = transform.batch(*microbatch, context)
+        return microbatch
 
-    def refine(self, engine: Engine, gradients: Callable[[], object]) -> None:
-        """SAM: the gradients once more, at the worst weights nearby; the weights are put back."""
-        if self._sam is None or not self._sam.applies(self.clock.step):
+    def second_pass(self, engine: Engine, gradients: Callable[[], object]) -> None:
+        """With SAM, compute the gradients again at the worst weights nearby, and restore the weights."""
+        if self._sam is None or not self._sam.applies(self.state.step):
             return
         restore = self._sam.perturb(engine.plain_model.parameters())
         engine.zero()
@@ -156,14 +149,14 @@ class Methods:
             self._clipping.clip(engine.plain_model.parameters())
 
     def after_step(self, *, taken: bool = True) -> None:
-        """Counts the step, and lets averages take it in unless the optimizer skipped it.
+        """Count the step, and add it to the averages unless the optimizer skipped it.
 
         The weights are then those of the step before: to average them once more would count them twice.
         """
-        self.clock.step += 1
+        self.state.step += 1
         if taken:
             for session in self._sessions:
-                session.after_step(self.clock.progress)
+                session.after_step(self.state.progress)
 
     def finish(self) -> None:
         """Ends the training: the model keeps the weights that are evaluated."""
@@ -171,7 +164,7 @@ class Methods:
             session.finish()
 
     def state_dict(self, engine: Engine) -> dict[str, Any]:
-        """What a checkpoint needs beside the clock's step: JSON values and tensors (not copied, perhaps parts)."""
+        """What a checkpoint needs beside the position: JSON values and tensors (not copied, perhaps parts)."""
         counts = {name: layer.step for name, layer in _counting(engine)}
         return {"counts": counts, **{_key(t): s.state_dict() for t, s in self._with_sessions()}}
 

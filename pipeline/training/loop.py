@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -14,12 +14,9 @@ from ...loaders.epochs import Batch
 from ...strategies import Engine
 from ...strategies.devices import current_device
 from ...transforms import Loss
-from ..telemetry.meter import Sums
-from .guard import Unguarded
-from .hooks import Methods, Microbatch
-
-Watch = Callable[[int, torch.Tensor], None]
-"""Called after each step with the number of images (all ranks) and the step's loss, still on the device."""
+from ..telemetry.observer import Observer
+from .hooks import Microbatch, TrainingHooks
+from .schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class EpochStats:
     loss: float
     images: int
     seconds: float
-    waited: float
+    data_wait_s: float
     skipped: int = 0
     overflowed: int = 0
 
@@ -39,80 +36,89 @@ def train_epoch(
     engine: Engine,
     batches: Iterable[Batch],
     loss: Loss,
-    before_step: Callable[[], None] | None = None,
-    watch: Watch | None = None,
-    methods: Methods | None = None,
-    sums: Sums | None = None,
-    guard: Unguarded | None = None,
+    hooks: TrainingHooks | None = None,
+    schedule: Schedule | None = None,
+    observer: Observer | None = None,
 ) -> EpochStats:
-    """Trains on each batch once.
+    """Train on each batch once.
 
     Args:
         engine: the model, made by a strategy.
         batches: `(images (B, 3, H, W), labels (B,))`; B divides by `engine.accumulate`.
         loss: logits and labels to a scalar, the mean over the batch.
-        before_step: called before each optimizer step; sets the learning rate.
-        watch: called after each step.
-        methods: what changes batches, gradients and weights; None: nothing does.
-        sums: those of the epoch's batches before these; None: there were none. Is kept up to date.
-        guard: looks at each loss; None: nobody does.
+        hooks: what changes batches, gradients and weights, with the run's position; None: nothing does.
+        schedule: sets the learning rate of each step; None: it stays.
+        observer: follows the epoch, and may veto a step; None: nobody does.
     """
-    methods, guard = methods or Methods(()), guard or Unguarded()
-    sums = sums or Sums(torch.zeros((), device=engine.device))
+    hooks, observer = hooks or TrainingHooks(()), observer or Observer()
+    state, meter = hooks.state, hooks.state.begin_epoch(engine.device)
     engine.model.train()
-    waiting, start, before = Stopwatch(), perf_counter(), (sums.seconds, sums.waited)
+    waiting, start, before = Stopwatch(), perf_counter(), (meter.seconds, meter.data_wait_s)
+    observer.on_epoch_start(state)
     with current_device(engine.device):
         for images, labels in waiting.around(batches):
-            guard.begin()
-            parts = methods.microbatches(engine, images, labels, loss)
-            step_loss = add_gradients(engine, parts, loss)
-            if before_step is not None:
-                before_step()
-            admitted = guard.admits(step_loss)
+            observer.on_step_start(state)
+            observer.on_phase("forward")
+            microbatches = hooks.microbatches(engine, images, labels, loss)
+            step_loss = add_gradients(engine, microbatches, loss, observer)
+            if schedule is not None:
+                state.lr = schedule.set_lr(state.step)
+            admitted = observer.should_step(state, step_loss)
             if admitted:
-                methods.refine(engine, partial(add_gradients, engine, parts, loss))
-                methods.clip(engine)
-                guard.check_step(engine.step(), engine.skipped)
-                sums.total += step_loss
-                sums.counted += 1
-                sums.overflowed += engine.skipped
+                hooks.second_pass(engine, partial(add_gradients, engine, microbatches, loss, observer))
+                hooks.clip(engine)
+                observer.on_phase("step")
+                norm = engine.step()
+                observer.on_phase("other")
+                observer.on_optimizer_step(state, norm, engine.skipped)
+                meter.total += step_loss
+                meter.counted += 1
+                meter.overflowed += engine.skipped
             else:
                 engine.zero()
-                sums.skipped += 1
-            methods.after_step(taken=admitted and not engine.skipped)
-            sums.images += len(images) * engine.world_size
-            sums.seconds, sums.waited = before[0] + perf_counter() - start, before[1] + waiting.seconds
-            if watch is not None:
-                watch(len(images) * engine.world_size, step_loss)
-        guard.flush()
-    mean = engine.reduce(sums.total / max(sums.counted, 1)).item()
+                meter.skipped += 1
+            hooks.after_step(taken=admitted and not engine.skipped)
+            meter.images += len(images) * engine.world_size
+            meter.seconds, meter.data_wait_s = before[0] + perf_counter() - start, before[1] + waiting.seconds
+            observer.on_step_end(state, step_loss, len(images) * engine.world_size)
+        observer.flush()
+    mean = engine.reduce(meter.total / max(meter.counted, 1)).item()
     seconds = before[0] + perf_counter() - start
-    return EpochStats(mean, sums.images, seconds, sums.waited, sums.skipped, sums.overflowed)
+    state.end_epoch()
+    return EpochStats(mean, meter.images, seconds, meter.data_wait_s, meter.skipped, meter.overflowed)
 
 
-def add_gradients(engine: Engine, parts: list[Microbatch], loss: Loss) -> torch.Tensor:
-    """Forward and backward of each microbatch; the mean of their losses, still on the device."""
+def add_gradients(
+    engine: Engine, microbatches: list[Microbatch], loss: Loss, observer: Observer
+) -> torch.Tensor:
+    """Run forward and backward of each microbatch; return the mean of their losses, still on the device."""
     losses = []
-    for number, (images, targets) in enumerate(parts, 1):
+    for number, (images, targets) in enumerate(microbatches, 1):
+        observer.on_phase("forward")
         with engine.forward_context():
             logits = engine.model(images)
+        observer.on_phase("other")
         value = loss(logits.float(), targets)
-        engine.backward(value, last_microbatch=number == len(parts))
+        observer.on_phase("backward")
+        engine.backward(value, last_microbatch=number == len(microbatches))
+        observer.on_phase("other")
         losses.append(value.detach())
     return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: Iterable[Batch], methods: Methods | None = None) -> tuple[float, float]:
+def evaluate(
+    engine: Engine, batches: Iterable[Batch], hooks: TrainingHooks | None = None
+) -> tuple[float, float]:
     """Mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks.
 
     Args:
         engine: the model, made by a strategy.
         batches: `(images (B, 3, H, W), labels (B,))`.
-        methods: how an image is predicted; None: by the model alone. Which weights count is the caller's:
-            `with methods.evaluating()`.
+        hooks: how an image is predicted; None: by the model alone. Which weights count is the caller's:
+            `with hooks.evaluating()`.
     """
-    methods = methods or Methods(())
+    hooks = hooks or TrainingHooks(())
     engine.model.eval()
     sums = torch.zeros(3, device=engine.device, dtype=torch.float64)
     with current_device(engine.device):
@@ -122,7 +128,7 @@ def evaluate(engine: Engine, batches: Iterable[Batch], methods: Methods | None =
                 engine.plain_model(images.new_zeros(1, *images.shape[1:]))
                 continue
             with engine.forward_context():
-                logits = methods.predict(engine.plain_model, images)
+                logits = hooks.predict(engine.plain_model, images)
             logits = logits.float()
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(1) == labels).sum()

@@ -1,0 +1,72 @@
+"""When a run saves checkpoints: at the end of each epoch, and every so many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ...errors import NonFiniteError
+from ..checkpoints.capture import all_finite, capture_state
+from ..checkpoints.writer import CheckpointWriter
+from ..telemetry.history import Epoch
+from ..telemetry.observer import Observer
+from ..telemetry.state import TrainState
+from ..training.build import Built
+
+
+class SaveCheckpoints(Observer):
+    """Save the state of a run.
+
+    Args:
+        built: what trains.
+        writer: of the files.
+        every_steps: optimizer steps between two checkpoints within an epoch; None: none there.
+        content: gives what a checkpoint holds beside the captured state.
+        guard: is flushed before a checkpoint within an epoch.
+        advice: completes an error.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        writer: CheckpointWriter,
+        every_steps: int | None,
+        content: Callable[[], dict[str, Any]],
+        guard: Observer,
+        advice: Callable[[], str],
+    ) -> None:
+        self._built, self._writer, self._every = built, writer, every_steps
+        self._content, self._guard, self._advice = content, guard, advice
+
+    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
+        """Save within an epoch; its end has a checkpoint anyway."""
+        if self._every is None or state.meter.steps >= len(self._built.train):
+            return
+        if state.step % self._every == 0:
+            self._guard.flush()
+            self._save(state)
+
+    def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
+        """Save."""
+        self._save(state)
+
+    def on_end(self, *, failed: bool) -> None:
+        """Wait for what is being written; after a failure not for long, and without the other ranks."""
+        with ExitStack() as stack:
+            stack.callback(self._writer.give_up)
+            if not failed:
+                self._writer.close()
+                stack.pop_all()
+
+    def _save(self, state: TrainState) -> None:
+        engine = self._built.engine
+        part, captured = capture_state(self._built)
+        bad = torch.tensor(float(not all_finite(part, captured["parameters"])))
+        if engine.reduce(bad, "sum").item():  # each rank has looked at what it writes
+            raise NonFiniteError(
+                f"After step {state.step} the weights are not finite; they were not saved. {self._advice()}"
+            )
+        self._writer.save(state.step, part, {**captured, **self._content()})
