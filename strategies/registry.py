@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ..errors import DrivetrainError, StrategyError, suggest
-from ..markup import html_table
+from ..table import Table
 from . import plugins
 from .base import Strategy
 
@@ -201,11 +201,11 @@ class StrategyTable(list[StrategyRow]):
         )
 
     def _repr_html_(self) -> str:
-        rows = (
+        rows = [
             (row.name, "yes" if row.runs_here else f"no: {row.why_not}", row.extra, row.summary)
             for row in self
-        )
-        return html_table(("strategy", "runs here", "extra", "what it does"), rows)
+        ]
+        return Table(("strategy", "runs here", "extra", "what it does"), rows).html()
 
 
 def available() -> StrategyTable:

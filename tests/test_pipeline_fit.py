@@ -153,7 +153,7 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
     page = result.history._repr_html_()
     assert list(COLUMNS) == list(asdict(last))
     assert page.count("<tr>") == 1 + len(result.history.epochs)
-    assert f"<td>{result.accuracy:.2%}</td>" in page
+    assert f">{result.accuracy:.2%}</td>" in page
     assert "the plan" in result._repr_html_()
     assert "what was changed" in result._repr_html_()
     assert "<td" in result.reports[0]._repr_html_()

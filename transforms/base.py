@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, suggest
-from ..markup import html_table
+from ..table import Table
 
 Kind = Literal[
     "image", "surgery", "memory_format", "optimizer", "batch", "loss", "schedule", "loop", "evaluation"
@@ -66,7 +66,7 @@ class Report:
         rows += [("left alone", name or "(the model)", reason) for name, reason in self.skipped]
         rows += [("note", "", note) for note in self.notes]
         title = f"<b>{html.escape(self.transform)}</b>: changed {len(self.changed)} module(s)"
-        return title + html_table((), rows) if rows else title
+        return title + Table((), rows).html() if rows else title
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...table import Table
 from .data import EXTRAS, SPLIT, VariantId
 from .ledger import Ledger
 from .statistics import Ratio, ratio_of_means
-from .table import UNRESOLVED, Cells, html_table, rendered
+from .table import UNRESOLVED, WIDTH
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,14 @@ class Comparison:
     failed: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        return "\n".join([rendered(self._cells()), *self._sentences()])
+        return "\n".join([self._table().text(WIDTH), *self._sentences()])
 
     def _repr_html_(self) -> str:
-        return html_table(self._cells()) + "".join(f"<p>{html.escape(s)}</p>" for s in self._sentences())
+        return self._table().html() + "".join(f"<p>{html.escape(s)}</p>" for s in self._sentences())
 
-    def _cells(self) -> Cells:
+    def _table(self) -> Table:
         said = {True: "yes", False: "no", None: ""}
-        return Cells(
-            "Two ledgers",
+        return Table(
             ("", "over plain: first", "over plain: second", "overlap", "speed: second over first"),
             [
                 (
@@ -81,7 +81,9 @@ class Comparison:
                 )
                 for row in self.rows
             ],
+            "Two ledgers",
             "intervals in brackets; images/s of two runs are not interleaved: the machine may have changed",
+            figures=True,
         )
 
     def _sentences(self) -> list[str]:

@@ -3,75 +3,34 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import pairwise
 
-from rich.markup import escape
-from rich.table import Table
-
-from ...transforms.common.table import drawn
+from ...table import Table
 from .data import EXTRAS, PLAIN, Accuracies, Costs, LedgerData, Trained, VariantId
 from .findings import bound, caveats, compound
 from .statistics import Figure, Ratio, speed_text
 
-
-@dataclass(frozen=True)
-class Cells:
-    """A table: its title, column heads, rows, the caption below it, and after which row a line is drawn."""
-
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str = ""
-    line_after: int | None = None
+WIDTH = 110
+"""Of a table in a terminal."""
 
 
 def text(ledger: LedgerData) -> str:
     """For a terminal."""
-    return "\n".join([*map(rendered, tables(ledger)), *sentences(ledger)])
+    return "\n".join([*(table.text(WIDTH) for table in tables(ledger)), *sentences(ledger)])
 
 
 def html_text(ledger: LedgerData) -> str:
     """For a notebook."""
     return "".join(
-        [*map(html_table, tables(ledger)), *(f"<p>{html.escape(s)}</p>" for s in sentences(ledger))]
+        [
+            *(table.html() for table in tables(ledger)),
+            *(f"<p>{html.escape(s)}</p>" for s in sentences(ledger)),
+        ]
     )
 
 
-def rendered(cells: Cells) -> str:
-    """A table drawn with lines."""
-    table = Table(
-        title=escape(cells.title), caption=escape(cells.caption), title_justify="left", caption_justify="left"
-    )
-    for number, head in enumerate(cells.heads):
-        table.add_column(head, justify="right" if number else "left", no_wrap=True)
-    for number, row in enumerate(cells.rows, 1):
-        table.add_row(*map(escape, row), end_section=number == cells.line_after)
-    return drawn(table, 110)
-
-
-def html_table(cells: Cells) -> str:
-    """A table as HTML, aligned and with the line as in a terminal; notebooks differ in what they do by themselves."""
-
-    def line(row: Sequence[str], tag: str, look: str = "") -> str:
-        sides = ["left", *["right"] * (len(row) - 1)]
-        cells = (
-            f"<{tag} style='text-align:{side};white-space:nowrap{look}'>{html.escape(cell)}</{tag}>"
-            for side, cell in zip(sides, row, strict=True)
-        )
-        return f"<tr>{''.join(cells)}</tr>"
-
-    title = f"<caption style='text-align:left'>{html.escape(cells.title)}</caption>"
-    body = "".join(
-        line(row, "td", ";border-bottom:1px solid" if number == cells.line_after else "")
-        for number, row in enumerate(cells.rows, 1)
-    )
-    foot = f"<p><i>{html.escape(cells.caption)}</i></p>" if cells.caption else ""
-    return f"<table>{title}{line(cells.heads, 'th')}{body}</table>{foot}"
-
-
-def tables(ledger: LedgerData) -> list[Cells]:
+def tables(ledger: LedgerData) -> list[Table]:
     """The rows in turn with the ceilings; the stages; accuracies, if they were asked for."""
     found = [_rows(ledger)]
     if len(ledger.stages) > 1:
@@ -81,7 +40,7 @@ def tables(ledger: LedgerData) -> list[Cells]:
     return found
 
 
-def _rows(ledger: LedgerData) -> Cells:
+def _rows(ledger: LedgerData) -> Table:
     rows = [
         (
             row.name,
@@ -98,14 +57,15 @@ def _rows(ledger: LedgerData) -> Cells:
         over = ratio_text(ledger, ledger.ratio(EXTRAS, PLAIN), EXTRAS)
         rows.append((str(EXTRAS), _figure(ledger.speed(EXTRAS)), over, gain, ""))
     rows += [(f"ceiling: {name}", _figure(one), "", "", "") for name, one in ledger.ceilings.items()]
-    return Cells(
-        f"Ledger: {ledger.facts.get('recipe') or 'your pipeline'}",
+    return Table(
         ("", "images/s", "over plain", "this stage", "MiB held"),
         rows,
+        f"Ledger: {ledger.facts.get('recipe') or 'your pipeline'}",
         f"images/s: trimmed mean, and quartiles, of {len(ledger.rounds)} interleaved round"
         f"{'s' * (len(ledger.rounds) != 1)}; ratios: of these means, with the {ledger.level:.0%} interval from within "
         "the rounds; MiB held: weights, gradients, optimizer of a rank",
-        whole,
+        figures=True,
+        line_after=whole,
     )
 
 
@@ -116,7 +76,7 @@ def _gain(ledger: LedgerData, gain: Ratio | None, one: VariantId, before: Varian
     return ratio_text(ledger, gain, one, before)
 
 
-def _stages(ledger: LedgerData) -> Cells:
+def _stages(ledger: LedgerData) -> Table:
     rows = [
         (
             gain.stage,
@@ -126,26 +86,28 @@ def _stages(ledger: LedgerData) -> Cells:
         )
         for (before, own), gain in zip(pairwise(ledger.in_turn), ledger.stages, strict=True)
     ]
-    return Cells(
-        "What each stage brings",
+    return Table(
         ("stage", "alone, over plain", "added in turn", "added last"),
         rows,
-        "added last: the whole, over the whole without it",
+        "What each stage brings",
+        "added last: the full pipeline, over the full pipeline without it",
+        figures=True,
     )
 
 
-def _accuracies(found: Accuracies) -> Cells:
+def _accuracies(found: Accuracies) -> Table:
     def line(one: VariantId, row: Trained) -> tuple[str, ...]:
         if row.accuracy is None or row.seconds is None:
             return str(one), "failed", "", ""
         return str(one), f"{row.accuracy:.2%}", _seconds(row.seconds), _time_to(found.target, row)
 
     target = "target" if found.target is None else f"{found.target:.2%}"
-    return Cells(
-        f"Trained for {found.epochs} epoch(s), once each, from one seed",
+    return Table(
         ("", "top-1", "time", f"time to {target}"),
         [line(one, row) for one, row in found.rows.items()],
+        f"Trained for {found.epochs} epoch(s), once each, from one seed",
         "times of whole epochs, evaluation included",
+        figures=True,
     )
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from ... import strategies
-from ...markup import html_table
 from ...strategies import Strategy
+from ...table import Table
 from ...transforms import CHANGES_MODEL, Transform
-from ...transforms.common.table import drawn
 from .config import PRECISIONS, Data, Distribution
 from .cuda_settings import choose_benchmark, uses_gpu
 from .kinds import KIND_ORDER
@@ -51,17 +47,15 @@ class Plan:
         """`{"steps": [{"what", "asked_by", "why"}, …]}`."""
         return {"steps": [asdict(step) for step in self.steps]}
 
+    def _table(self) -> Table:
+        rows = [(str(number), *astuple(step)) for number, step in enumerate(self.steps, 1)]
+        return Table(("", "step", "asked for by", "why here"), rows, title="Plan")
+
     def __repr__(self) -> str:
-        table = Table(title="Plan", title_justify="left")
-        for column in ("", "step", "asked for by", "why here"):
-            table.add_column(column, overflow="fold")
-        for number, step in enumerate(self.steps, 1):
-            table.add_row(str(number), *map(escape, (step.what, step.asked_by, step.why)))
-        return drawn(table, 120)
+        return self._table().text(120)
 
     def _repr_html_(self) -> str:
-        rows = ((str(number), *asdict(step).values()) for number, step in enumerate(self.steps, 1))
-        return html_table(("", "step", "asked for by", "why here"), rows)
+        return self._table().html()
 
 
 def lay_out(

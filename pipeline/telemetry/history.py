@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...files import atomic_file
+from ...table import Table
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,8 @@ class History:
         if not self.epochs:
             return "<i>no finished epoch</i>"
         measured = [n for n in COLUMNS if any(getattr(epoch, n) is not None for epoch in self.epochs)]
-        head = "".join(f"<th>{COLUMNS[name][0]}</th>" for name in measured)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{_cell(name, getattr(epoch, name))}</td>" for name in measured) + "</tr>"
-            for epoch in self.epochs
-        )
-        return f"<table><tr>{head}</tr>{body}</table>"
+        rows = [[_cell(name, getattr(epoch, name)) for name in measured] for epoch in self.epochs]
+        return Table([COLUMNS[name][0] for name in measured], rows, figures=True).html()
 
 
 def _cell(name: str, value: Any) -> str:

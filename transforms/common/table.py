@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from ...markup import html_table
+from ...table import Table
 from ..base import CHANGES_MODEL, Transform
 
 HEADS = ("transform", "kind", "defaults", "renames", "compiles", "ddp", "fsdp", "deepspeed", "source")
@@ -46,29 +41,18 @@ class CatalogueRow:
 class Catalogue(list[CatalogueRow]):
     """The rows of `catalogue()`, which print as a table; in a notebook, as one in HTML."""
 
+    def _table(self) -> Table:
+        return Table(HEADS, list(map(dataclasses.astuple, self)), title="Transforms")
+
     def __repr__(self) -> str:
-        table = Table(title="Transforms", title_justify="left")
-        for head in HEADS:
-            table.add_column(head, overflow="fold")
-        for row in self:
-            table.add_row(*map(escape, dataclasses.astuple(row)))
-        return drawn(table, 160)
+        return self._table().text(160)
 
     def _repr_html_(self) -> str:
-        return html_table(HEADS, map(dataclasses.astuple, self))
+        return self._table().html()
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The same as plain JSON types."""
         return [dataclasses.asdict(row) for row in self]
-
-
-def drawn(table: Table, width: int) -> str:
-    """The table as text of at most `width` columns, without colours."""
-    # Asked for, since in a notebook rich would by itself show the table in the cell and leave the file empty, and
-    # FORCE_COLOR, which Jupyter sets, would put escape sequences into it.
-    console = Console(file=io.StringIO(), width=width, force_jupyter=False, force_terminal=False)
-    console.print(table)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
 
 
 def make_catalogue(transforms: Iterable[type[Transform]]) -> Catalogue:
