@@ -18,6 +18,7 @@ from drivetrain import Pipeline, strategies
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.runs.artifacts import Job, Outcome
 from drivetrain.pipeline.runs.run import Run
+from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.training.build import Built
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.hooks import TrainingHooks
@@ -152,7 +153,7 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
             contextlib.redirect_stdout(nowhere),
         ):
             job = Job(1, Path(folder), True, None, None, "raise", loggers=("csv",))
-            Run(pipeline, built, job, Outcome()).train()
+            Run(resolve(pipeline), built, job, Outcome()).train()
             entries = len((Path(folder) / "metrics.csv").read_text().splitlines()) - 2  # head, and the epoch
         if entries != len(batches) // job.log_every:
             raise RuntimeError(f"{entries} steps were logged")

@@ -20,6 +20,7 @@ from drivetrain import RECIPES, Pipeline
 from drivetrain.loaders import convert
 from drivetrain.pipeline.runs.artifacts import Job, Outcome
 from drivetrain.pipeline.runs.run import Run
+from drivetrain.pipeline.spec.resolve import resolve
 from gpu_device import Device
 from pipeline_data import CLASSES, Toy, batch_norm_model, evaluated, numbers, toy_arrays
 from test_recipes_train import BATCH, SIDE, shrunk
@@ -94,7 +95,7 @@ def test_no_step_of_a_recipe_waits_for_the_device(
     strict: Any = Strict(built.train, device)
     assert pipeline.epochs is not None
     job = Job(pipeline.epochs, tmp_path, True, None, None, "raise", loggers=("csv",), log_every=2)
-    Run(pipeline, replace(built, train=strict), job, Outcome()).train()
+    Run(resolve(pipeline), replace(built, train=strict), job, Outcome()).train()
     assert strict.steps == 3 * pipeline.epochs
     device.holds(*built.engine.plain_model.parameters())
 

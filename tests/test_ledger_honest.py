@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -44,6 +45,7 @@ from drivetrain.pipeline.ledger.memory import resident_peak
 from drivetrain.pipeline.ledger.record import Record
 from drivetrain.pipeline.ledger.turns import mean_turn, take_turn
 from drivetrain.pipeline.ledger.variants import Variant, possible, variants
+from drivetrain.pipeline.spec.config import DistributedConfig
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry.history import Epoch
 from drivetrain.pipeline.telemetry.provenance import provenance
@@ -120,7 +122,7 @@ def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyP
         whole = [Variant(in_turn("whole"), pipeline), Variant(LOADER, pipeline)]
         takers = [Taker(group, loaders) for group in ([Variant(PLAIN, pipeline)], whole)]
         record = Record([PLAIN, in_turn("whole"), LOADER])
-        measurement = _Measurement(pipeline, record, time.perf_counter(), 99, 0.1, progress=False)
+        measurement = _Measurement(resolve(pipeline), record, time.perf_counter(), 99, 0.1, progress=False)
         monkeypatch.setattr(ledger_crew, "take_turn", noted)
         rounds = [list(measurement.round(takers, number, batches=1)) for number in (1, 2)]
     assert rounds == [[PLAIN, in_turn("whole"), LOADER]] * 2
@@ -190,9 +192,10 @@ def test_the_whole_is_the_pipeline_that_was_asked_for(toy: Toy) -> None:
 
 def test_a_gpu_has_the_ceiling_of_its_copies(toy: Toy) -> None:
     for device, copies in (("cpu", False), ("cuda", True)):
-        pipeline = toy.pipeline()
-        assert _has_copies(pipeline.distribute("single", device=device)) is copies
-        kinds = {one.id: one.id.workload for one in variants(resolve(pipeline), copies=copies)}
+        plan = resolve(toy.pipeline())
+        there = dataclasses.replace(plan, distribution=DistributedConfig(options={"device": device}))
+        assert _has_copies(there) is copies
+        kinds = {one.id: one.id.workload for one in variants(plan, copies=copies)}
         assert kinds.get(COPY) == ("copy" if copies else None)
 
 

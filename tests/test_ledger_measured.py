@@ -283,7 +283,7 @@ def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
             for name, seed in ((one, 0), (two, 0), (three, 1))
         ]
         record = Record([one, two, three])
-        measurement = _Measurement(pipeline, record, time.perf_counter(), 99, 0.1, progress=False)
+        measurement = _Measurement(resolve(pipeline), record, time.perf_counter(), 99, 0.1, progress=False)
         assert list(measurement.round(takers[:2], 1, batches=2)) == [one, two]
         with pytest.raises(DrivetrainError, match=r"'only one' had 64 images .*'only three' 64 "):
             measurement.round(takers, 1, batches=2)

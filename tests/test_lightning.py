@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import DrivetrainError, Pipeline, PlanError
-from drivetrain.pipeline.spec.config import Distribution
+from drivetrain.pipeline.spec.config import DistributedConfig
 from drivetrain.transforms import (
     EMA,
     SAM,
@@ -108,7 +108,7 @@ def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:
 def test_our_strategies_by_lightnings_names(name: str, options: dict[str, Any], expected: str) -> None:
     from drivetrain.pipeline.lightning.strategies import to_strategy
 
-    how = Distribution(name, 1 if name == "single" else 2, options=options)
+    how = DistributedConfig(name, devices=1 if name == "single" else 2, options=options)
     assert to_strategy(how) == expected
 
 
@@ -116,18 +116,18 @@ def test_our_strategies_that_have_no_name_there() -> None:
     from drivetrain.pipeline.lightning.strategies import to_strategy
     from torch.distributed.fsdp import ShardingStrategy
 
-    gradients: Any = to_strategy(Distribution("fsdp_grad_op", 2))
+    gradients: Any = to_strategy(DistributedConfig("fsdp_grad_op", devices=2))
     assert gradients.sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
-    groups: Any = to_strategy(Distribution("hsdp", 8, options={"shard_size": 4}))
+    groups: Any = to_strategy(DistributedConfig("hsdp", devices=8, options={"shard_size": 4}))
     assert groups.sharding_strategy == ShardingStrategy.HYBRID_SHARD
     assert groups.kwargs["device_mesh"] == (2, 4)
     for name in ("zero_redundancy", "fairscale_oss", "auto", "dp"):
         with pytest.raises(
             PlanError, match=rf"no strategy that does what '{name}' does.*to_lightning\(strat"
         ):
-            to_strategy(Distribution(name, 2))
+            to_strategy(DistributedConfig(name, devices=2))
     with pytest.raises(PlanError, match=r"distribute\('fsdp', wrap=…\) is an option of our strategy"):
-        to_strategy(Distribution("fsdp", 2, options={"wrap": False}))
+        to_strategy(DistributedConfig("fsdp", devices=2, options={"wrap": False}))
 
 
 def test_what_the_trainer_is_told(toy: Toy) -> None:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from drivetrain import Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
-from drivetrain.pipeline.spec.optimizers import Optimization
+from drivetrain.pipeline.spec.config import OptimizerConfig
 from drivetrain.pipeline.telemetry.history import COLUMNS
 from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.telemetry.state import EpochMeter, TrainState
@@ -287,7 +287,7 @@ def test_the_same_from_a_module_as_from_its_factory(toy: Toy) -> None:
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_schedules(schedule: str) -> None:
-    optimization = Optimization("sgd", {"lr": 2.0}, schedule, warmup=0.25)
+    optimization = OptimizerConfig("sgd", {"lr": 2.0}, schedule=schedule, warmup=0.25)
     layers = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([{"params": [layers.weight]}, {"params": [layers.bias], "lr": 1.0}], lr=2.0)
     made = Schedule(optimization, optimizer, 8)

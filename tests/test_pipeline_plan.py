@@ -109,7 +109,7 @@ def test_the_builder_is_a_value(toy: Toy) -> None:
     right = base.optimize("adamw", lr=0.01)
     assert (repr(base), vars(base)) == (described, seen)
     assert (left.transforms, right.transforms) == ((LabelSmoothing(0.1),), ())
-    assert (left.distribution.precision, right.distribution.precision) == ("bf16", "fp32")
+    assert (left.distributed.precision, right.distributed.precision) == ("bf16", "fp32")
     with pytest.raises(AttributeError):
         base.seed = 3  # type: ignore[misc]
     for module in (pickle, cloudpickle):

@@ -36,7 +36,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "data": lambda p: p.load("a.beton", "b.beton", batch_size=8, image_size=16, workers=1, scale=(0.4, 1.0)),
     "transforms": lambda p: p.transform(LabelSmoothing(0.1)),
     "distribution": lambda p: p.distribute("ddp", devices=2, device="cpu"),
-    "optimized": lambda p: p.replace(optimized=False),
     "seed": lambda p: p.replace(seed=4),
     "epochs": lambda p: p.replace(epochs=4),
     "recipe": lambda p: p.replace(recipe=None),
@@ -114,7 +113,7 @@ def test_every_method_returns_the_subclass() -> None:
     assert repr(full(Mine)).startswith("Mine(")
     assert type(Mine.from_recipe("baseline", epochs=2).transform(BlurPool())) is Mine
     fixed = Fixed("here").load("a.beton", batch_size=8, image_size=16).optimize("adamw", lr=1e-3)
-    assert (type(fixed), fixed.name, fixed.optimized) == (Fixed, "here", True)
+    assert (type(fixed), fixed.name, fixed.optimization is not None) == (Fixed, "here", True)
     again = pickle.loads(pickle.dumps(fixed))
     assert (again, again.name) == (fixed, "here")
 

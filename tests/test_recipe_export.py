@@ -12,7 +12,6 @@ import recipe_factories
 import torch
 import torchvision
 from drivetrain import RECIPES, Pipeline, RecipeError, strategies
-from drivetrain.pipeline.spec.config import ONE_DEVICE
 from drivetrain.pipeline.spec.plan import Plan
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.strategies.registry import STRATEGIES
@@ -76,8 +75,8 @@ def test_a_pipeline_comes_back(name: str) -> None:
     pipeline = PIPELINES[name]()
     recipe = round_trip(pipeline)
     assert_equal(Pipeline.from_recipe(recipe), pipeline)
-    assert ("optimizer" in recipe) == pipeline.optimized
-    assert ("strategy" in recipe) == (pipeline.distribution is not ONE_DEVICE)
+    assert ("optimizer" in recipe) == (pipeline.optimization is not None)
+    assert ("strategy" in recipe) == (pipeline.distribution is not None)
 
 
 def test_models_have_the_names_that_people_know() -> None:

@@ -108,7 +108,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "number that is too large": ("warmup: 1e999\n", r"mine.yaml: its values must be those of JSON"),
     "date": (
         "model: resnet18\nseed: 2026-11-20\n",
-        r"mine.yaml, line 2: seed='2026-11-20' must be a whole number",
+        r"mine.yaml, line 2: seed='2026-11-20' must be an integer",
     ),
     "comments alone": ("# model: resnet18\n", r"mine.yaml: it holds None"),
     "no mapping": ("- model\n", r"mine.yaml: it holds \['model'\]"),

@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer's value as text": ({"optimizer.lr": "fast"}, r"baseline: optimize\('sgd'\): lr='fast' must be a number"),
     "schedule of the optimizer": ({"optimizer.schedule": "linear"}, "baseline: optimizer.schedule .*give schedule=…"),
     "batch size as text": ({"batch_size": "many"}, "baseline: .*batch_size='many'"),
-    "epochs": ({"epochs": 0}, "epochs=0 must be a whole number from 1 on or null"),
+    "epochs": ({"epochs": 0}, "epochs=0 must be a positive integer or null"),
     "epochs as text": ({"epochs": "3"}, "epochs='3' must be"),
     "epochs as a truth": ({"epochs": True}, "epochs=True must be"),
     "number as text": (
@@ -281,14 +281,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not a number as text": ({"optimizer.lr": "NaN"}, "optimizer: lr='NaN' is text. A recipe's numbers are finite"),
     "infinity as YAML has it": ({"warmup": "-.inf"}, "warmup='-.inf' must be a number: .* numbers are finite"),
     "note": ({"notes": {"bach_size": "ours"}}, "no key 'bach_size'.*Did you mean 'batch_size'"),
-    "evaluated size": ({"eval_image_size": 0}, "eval_image_size=0 must be a whole number from 1 on or null"),
+    "evaluated size": ({"eval_image_size": 0}, "eval_image_size=0 must be a positive integer or null"),
     "strategy's option": (
         {"strategy_options": {"devce": "cpu"}},
         "baseline: .*'devce'.*Did you mean 'device'",
     ),
     "seed": ({"seed": None}, "baseline: seed=None must be"),
     "warm-up": ({"warmup": "long"}, "baseline: warmup='long'"),
-    "workers": ({"workers": "all"}, "baseline: workers='all' must be a whole number or null"),
+    "workers": ({"workers": "all"}, "baseline: workers='all' must be an integer or null"),
     "threads": (
         {"workers": -3, "loader": "ffcv"},
         "workers=-3 must be a positive integer with loader='ffcv'",

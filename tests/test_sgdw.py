@@ -7,7 +7,7 @@ import copy
 import composer_reference
 import pytest
 import torch
-from drivetrain.pipeline.spec.optimizers import Optimization
+from drivetrain.pipeline.spec.config import OptimizerConfig
 from drivetrain.pipeline.spec.sgdw import SGDW
 from drivetrain.pipeline.training.schedule import Schedule
 from drivetrain.transforms import NoWeightDecay
@@ -45,7 +45,7 @@ def test_weights_without_a_gradient_and_groups_without_decay_stay() -> None:
     with torch.no_grad():
         model.bias.fill_(1.0)
     idle = nn.Parameter(torch.ones(2, 2))
-    factory = NoWeightDecay().optimizer(Optimization("sgdw", {"lr": 1.0, "weight_decay": 0.5}).factory)
+    factory = NoWeightDecay().optimizer(OptimizerConfig("sgdw", {"lr": 1.0, "weight_decay": 0.5}).factory)
     optimizer = factory([*model.parameters(), idle])
     weight = model.weight.detach().clone()
     model.weight.grad, model.bias.grad = torch.zeros(2, 2), torch.zeros(2)
@@ -57,7 +57,7 @@ def test_weights_without_a_gradient_and_groups_without_decay_stay() -> None:
 
 def test_decay_follows_the_schedule_and_its_state_travels() -> None:
     weight = nn.Parameter(torch.ones(1))
-    optimization = Optimization("sgdw", {"lr": 0.2, "weight_decay": 0.1}, "linear")
+    optimization = OptimizerConfig("sgdw", {"lr": 0.2, "weight_decay": 0.1}, schedule="linear")
     optimizer = optimization.factory([weight])
     schedule, expected = Schedule(optimization, optimizer, 4), 1.0
     for step in range(4):

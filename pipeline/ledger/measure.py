@@ -350,7 +350,7 @@ class _Measurement:
         between = in_turn(self._plan)[1:-1]
         for variant in (*between, *alone_and_without(self._plan)):
             rounds = MIN_ROUNDS if variant in between else TIGHT_ROUNDS
-            ranks = variant.spec.distribution.devices > 1
+            ranks = variant.spec.distributed.devices > 1
             alike = [t for t in self._takers if t.on_ranks == ranks]
             turn = _mean([t.seconds / (1 if ranks else len(t.variants)) for t in alike])
             opening = _mean([t.opening for t in alike])

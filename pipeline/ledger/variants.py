@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import DrivetrainError
 from ...transforms import Transform
-from ..spec.config import Distribution
+from ..spec.config import DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
 from . import data as identity
@@ -40,7 +40,7 @@ def plain(plan: ResolvedPlan) -> PipelineSpec:
     What acts in evaluation only (TestTimeFlip) stays: it is no stage of training, and accuracies compare with it.
     """
     device = plan.distribution.device
-    one = Distribution(options={} if device is None else {"device": device})
+    one = DistributedConfig(options={} if device is None else {"device": device})
     kept = tuple(t for t in plan.transforms if t.kind == "evaluation")
     data = dataclasses.replace(plan.data, loader="torch")
     return plan.spec.replace(data=data, transforms=kept, distribution=one)
@@ -57,12 +57,12 @@ def stages(plan: ResolvedPlan) -> list[Stage]:
         for transform in plan.transforms
         if transform.kind != "evaluation"
     ]
-    one = plain(plan).distribution
+    one = plain(plan).distributed
     if how.precision != one.precision:
         found.append(Stage(how.precision, lambda spec: _distributed(spec, precision=how.precision)))
     if how.compile:
         found.append(Stage("compile", lambda spec: _distributed(spec, compile=how.compile)))
-    if dataclasses.replace(how, precision=one.precision, compile=one.compile, asked=one.asked) != one:
+    if dataclasses.replace(how, precision=one.precision, compile=one.compile) != one:
         found.append(Stage(_distribution_name(how), lambda spec: _strategy(spec, how)))
     return found
 
@@ -72,16 +72,16 @@ def _transformed(spec: PipelineSpec, transform: Transform) -> PipelineSpec:
 
 
 def _distributed(spec: PipelineSpec, **changes: Any) -> PipelineSpec:
-    return spec.replace(distribution=dataclasses.replace(spec.distribution, **changes))
+    return spec.replace(distribution=dataclasses.replace(spec.distributed, **changes))
 
 
-def _strategy(spec: PipelineSpec, how: Distribution) -> PipelineSpec:
+def _strategy(spec: PipelineSpec, how: DistributedConfig) -> PipelineSpec:
     """The strategy and what it was told, on top of the pipeline's own precision and compiling."""
-    own = spec.distribution
+    own = spec.distributed
     return spec.replace(distribution=dataclasses.replace(how, precision=own.precision, compile=own.compile))
 
 
-def _distribution_name(how: Distribution) -> str:
+def _distribution_name(how: DistributedConfig) -> str:
     parts = [f"{how.name} × {how.devices}"] if how.name != "single" else []
     parts += ["activation checkpointing"] if how.activation_checkpointing else []
     parts += [f"accumulate {how.accumulate}"] if how.accumulate > 1 else []

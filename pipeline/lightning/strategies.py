@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import (
 
 from ... import strategies
 from ...errors import PlanError, suggest
-from ..spec.config import Distribution
+from ..spec.config import DistributedConfig
 from ..spec.resolve import ResolvedPlan
 from ..spec.rules import check_rules
 
@@ -31,7 +31,7 @@ OWN = {
 """Arguments of the Trainer that the module and its data were made for, and where each is said."""
 
 
-def trainer_arguments(how: Distribution, given: dict[str, Any]) -> dict[str, Any]:
+def trainer_arguments(how: DistributedConfig, given: dict[str, Any]) -> dict[str, Any]:
     """Strategy, devices and accelerator for Lightning's Trainer, and whatever else was `given` for it.
 
     Raises:
@@ -61,7 +61,7 @@ def _check_name(strategy: object) -> None:
         )
 
 
-def to_strategy(how: Distribution) -> str | Strategy:
+def to_strategy(how: DistributedConfig) -> str | Strategy:
     """What `distribute` was told in Lightning's terms: a name, or an object where no name says it.
 
     Raises:
@@ -138,7 +138,9 @@ def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
                 f"Trainer({name}={here[name]}), and the pipeline was handed over for {made_for[name]}; say it in "
                 f"{place}."
             )
-    check_rules(plan.spec.replace(distribution=Distribution(_kind(trainer.strategy), trainer.world_size)))
+    check_rules(
+        plan.spec.replace(distribution=DistributedConfig(_kind(trainer.strategy), devices=trainer.world_size))
+    )
 
 
 def _kind(strategy: Strategy) -> str:

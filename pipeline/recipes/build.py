@@ -8,58 +8,52 @@ from typing import Any, TypeVar
 
 from ... import transforms
 from ...errors import DataError, PlanError, RecipeError, StrategyError
+from ..spec.config import DataConfig, DistributedConfig, OptimizerConfig
+from ..spec.options import Config, options_of
 from ..spec.pipeline_spec import PipelineSpec
 from .presets import completed
+from .schema import keys_of
 
-_OPTIMIZED = ("schedule", "warmup", "base_batch_size", "scale_lr")
-_DISTRIBUTED = (
-    "devices", "precision", "accumulate", "clip_norm", "activation_checkpointing", "compile", "cudnn_benchmark",
-    "matmul_precision",
-)  # fmt: skip
-_LOADED = ("batch_size", "image_size", "eval_image_size", "loader", "workers")
-_KEYS_OF_THEIR_OWN = {
-    "model_options": ("model", "seed"),
-    "loading": ("train", "val", *_LOADED),
-    "optimizer": _OPTIMIZED,
-    "strategy_options": ("strategy", *_DISTRIBUTED),
+_OPTIONS = {"model_options": {"model", "seed"}} | {
+    options_of(config)[config.EXTRA].recipe_key: {*keys_of(config)}
+    for config in (DataConfig, OptimizerConfig, DistributedConfig)
 }
-"""What the options of a stage cannot hold, because the recipe itself has a key for it."""
-
+"""For each key that holds options of the model, the loader, the optimizer or the strategy, the keys that the recipe
+itself has for such options."""
 
 P = TypeVar("P", bound=PipelineSpec)
 
 
 def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any], kind: type[P]) -> P:
     """See `Pipeline.from_recipe`; `kind` is its class."""
-    full, asked, origin = completed(recipe, overrides)
-    for head, keys in _KEYS_OF_THEIR_OWN.items():
-        for key in keys:
+    full, given, origin = completed(recipe, overrides)
+    for head, keys in _OPTIONS.items():
+        for key in keys - {head}:
             if key in full[head]:
                 raise RecipeError(
                     f"{origin.at(head)}: {head}.{key} is a key of the recipe itself; give {key}=…."
                 )
     try:
-        pipeline = _loaded(full, kind).transform(*(transforms.get(**entry) for entry in full["transforms"]))
-        if asked & {"optimizer", *_OPTIMIZED}:
-            options = _tuples(full["optimizer"])
-            pipeline = pipeline.optimize(
-                options.pop("name"), **{key: full[key] for key in _OPTIMIZED}, **options
-            )
-        if asked & {"strategy", "strategy_options", *_DISTRIBUTED}:
-            pipeline = pipeline.distribute(
-                full["strategy"], **{key: full[key] for key in _DISTRIBUTED}, **full["strategy_options"]
-            )
+        pipeline = kind(full["model"], seed=full["seed"], **full["model_options"])
+        pipeline = pipeline.load(**_arguments(DataConfig, full))
+        pipeline = pipeline.transform(*(transforms.get(**entry) for entry in full["transforms"]))
+        if given & keys_of(OptimizerConfig).keys():
+            arguments = _arguments(OptimizerConfig, full)
+            pipeline = pipeline.optimize(arguments.pop("name"), **arguments)
+        if given & keys_of(DistributedConfig).keys():
+            pipeline = pipeline.distribute(**_arguments(DistributedConfig, full))
     except (PlanError, DataError, StrategyError, TypeError) as error:
         raise RecipeError(f"Recipe {origin.name}: {error}") from error
     return pipeline.replace(epochs=full["epochs"], recipe=full["name"])
 
 
-def _loaded(full: Mapping[str, Any], kind: type[P]) -> P:
-    return kind(full["model"], seed=full["seed"], **full["model_options"]).load(
-        full["train"], full["val"], **{key: full[key] for key in _LOADED}, **_tuples(full["loading"])
-    )
+def _arguments(config: type[Config], full: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the builder's method that makes this config."""
+    found = {option.name: full[key] for key, option in keys_of(config).items()}
+    extra = found.pop(config.EXTRA)
+    return found | (extra if config is DistributedConfig else _tuples(extra))
 
 
 def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON and YAML know no tuples, which settings and optimizers want."""
+    """Replace lists by tuples, which settings and optimizers take, and JSON and YAML do not have."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}

@@ -15,45 +15,37 @@ from ... import strategies
 from ...errors import PlanError, RecipeError, StrategyError
 from ...transforms import to_dict
 from ..models.factories import name_of_factory
-from ..spec.config import Distribution
+from ..spec.config import DistributedConfig, OptimizerConfig
+from ..spec.options import Config
 from ..spec.pipeline_spec import PipelineSpec
+from .schema import keys_of
 
 
 def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
     """See `Pipeline.to_recipe`."""
-    data, optimization = pipeline.data, pipeline.optimization
+    data, optimization, distribution = pipeline.data, pipeline.optimization, pipeline.distribution
     if data is None:
         raise RecipeError("The pipeline has no data, and a recipe names some. Add .load('train.beton', …).")
-    found: dict[str, Any] = {} if pipeline.recipe is None else {"name": pipeline.recipe}
-    found |= {
-        "model": _model(pipeline),
-        "model_options": _plain("model_options", pipeline.model_options),
-        "train": data.train,
-        "val": data.val,
-        "loader": data.loader,
-        "workers": data.workers,
-        "batch_size": data.batch_size,
-        "image_size": data.image_size,
-        "eval_image_size": data.eval_image_size,
-        "loading": _plain("loading", data.settings),
-        "transforms": _transforms(pipeline),
-    }
-    if pipeline.optimized:
-        if not isinstance(optimization.optimizer, str):
-            raise RecipeError(
-                f"The optimizer is made by {optimization.optimizer!r:.80}, which has no name in a recipe. Give "
-                ".optimize() the name of one, such as 'sgd', and its options."
-            )
-        found["optimizer"] = {"name": optimization.optimizer, **_plain("optimizer", optimization.options)}
-        found |= {
-            "schedule": optimization.schedule,
-            "warmup": optimization.warmup,
-            "base_batch_size": optimization.base_batch_size,
-            "scale_lr": optimization.scale_lr,
-        }
-    if pipeline.distribution.asked:
-        found |= _distribution(pipeline.distribution)
-    return found | {"epochs": pipeline.epochs, "seed": pipeline.seed}
+    recipe: dict[str, Any] = {} if pipeline.recipe is None else {"name": pipeline.recipe}
+    recipe |= {"model": _model(pipeline), "model_options": _plain("model_options", pipeline.model_options)}
+    recipe |= _values(data)
+    recipe["transforms"] = _transforms(pipeline)
+    if optimization is not None:
+        recipe |= _values(optimization, optimizer={"name": _optimizer(optimization), **optimization.options})
+    if distribution is not None:
+        recipe |= _values(
+            distribution,
+            strategy=distribution.name,
+            strategy_options=_strategy_options(distribution),
+            activation_checkpointing=_checkpointed(distribution),
+        )
+    return recipe | {"epochs": pipeline.epochs, "seed": pipeline.seed}
+
+
+def _values(config: Config, **replaced: Any) -> dict[str, Any]:
+    """Return the values of a config by their keys, some of them `replaced`, in JSON's types."""
+    values = {key: getattr(config, option.name) for key, option in keys_of(type(config)).items()} | replaced
+    return {key: _plain(key, value) for key, value in values.items()}
 
 
 def _model(pipeline: PipelineSpec) -> str:
@@ -79,28 +71,25 @@ def _transforms(pipeline: PipelineSpec) -> list[dict[str, Any]]:
     return [_plain(f"transforms: {entry['name']}", entry) for entry in found]
 
 
-def _distribution(how: Distribution) -> dict[str, Any]:
-    policy = how.activation_checkpointing
-    if callable(policy):
+def _optimizer(optimization: OptimizerConfig) -> str:
+    if not isinstance(optimization.optimizer, str):
+        raise RecipeError(
+            f"The optimizer is made by {optimization.optimizer!r:.80}, which has no name in a recipe. Give "
+            ".optimize() the name of one, such as 'sgd', and its options."
+        )
+    return optimization.optimizer
+
+
+def _checkpointed(how: DistributedConfig) -> Any:
+    if callable(how.activation_checkpointing):
         raise RecipeError(
             "distribute(activation_checkpointing=…) is a function, which no recipe can name. Give the names of "
             "the modules' classes, or True for the model's blocks."
         )
-    return {
-        "strategy": how.name,
-        "strategy_options": _plain("strategy_options", _strategy_options(how)),
-        "devices": how.devices,
-        "precision": how.precision,
-        "accumulate": how.accumulate,
-        "clip_norm": how.clip_norm,
-        "activation_checkpointing": policy if isinstance(policy, bool) else sorted(policy),
-        "compile": how.compile,
-        "cudnn_benchmark": how.cudnn_benchmark,
-        "matmul_precision": how.matmul_precision,
-    }
+    return how.activation_checkpointing
 
 
-def _strategy_options(how: Distribution) -> Mapping[str, Any]:
+def _strategy_options(how: DistributedConfig) -> Mapping[str, Any]:
     """The options that make an equal strategy by name."""
     if isinstance(how.strategy, str):
         return how.options

@@ -21,7 +21,7 @@ __all__ = ["DEFAULTS", "KEYS", "RECIPES", "complete", "completed", "parse_overri
 RECIPES: dict[str, dict[str, Any]] = {
     name: copy.deepcopy(recipe) for name, recipe in (CIFAR | RESNETS | TRANSFORMERS).items()
 }
-"""Every recipe by name. Each value's meaning is in `recipe_schema.KEYS`; `complete` writes out the defaults."""
+"""Every recipe by name. Each value's meaning is in `schema.KEYS`; `complete` writes out the defaults."""
 
 
 def complete(

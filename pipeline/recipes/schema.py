@@ -1,87 +1,92 @@
-"""The one schema of recipes: every key with its meaning, its default, and the kind of value it takes."""
+"""The schema of recipes: every key with its meaning, its default, and the kinds of values it takes.
+
+The options of the builder's methods derive from their configs; only what is not an option of one is described here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from inspect import Parameter
 from typing import Any
 
-from ...checks import is_flag, is_number, is_whole
 from ...errors import RecipeError, suggest
+from ..spec.config import DataConfig, DistributedConfig, OptimizerConfig
+from ..spec.options import (
+    LIST,
+    MAPPING,
+    NATURAL,
+    NOTES,
+    NULL,
+    POSITIVE,
+    TEXT,
+    Config,
+    Option,
+    options_of,
+)
 
-KEYS = {
-    "description": "what the recipe is for",
-    "source": "the publication that its values are from",
-    "published": "what the source has reached with them, on what",
-    "measured": "what Drivetrain's authors have measured, on what",
-    "notes": "for single values: where they are from, or how they differ from the source; {key: text}",
-    "model": "name of the model: one of Drivetrain's or torchvision's, or package.module:factory",
-    "model_options": "arguments of the model's factory; another model needs its own: model_options={…}",
-    "train": "training data: a .beton file (its path is relative to the working directory, not to the recipe's file), "
-    "or a data set by name (cifar10:train)",
-    "val": "validation data, likewise; null: none",
-    "loader": "ffcv, or torch for the plain PyTorch baseline",
-    "workers": "loader threads (ffcv) or processes (torch) per rank; null: one per core",
-    "batch_size": "global batch, in images",
-    "image_size": "side of the square images, in pixels",
-    "eval_image_size": "side of the images in evaluation, in pixels; null: image_size",
-    "loading": "the loader's further settings: crop, scale, padding, eval_ratio, mean, std, …",
-    "transforms": "list of transforms, each {name, …options}",
-    "optimizer": "{name: sgd, sgdw or adamw, lr, momentum, weight_decay, …}",
-    "schedule": "learning rate: cosine, linear or constant",
-    "warmup": "share of all steps, 0 to 1, in which the learning rate rises",
-    "base_batch_size": "global batch, in images, that optimizer.lr was chosen for; null: the recipe's own batch_size, "
-    "before it is replaced",
-    "scale_lr": "whether optimizer.lr is scaled from base_batch_size to batch_size: in proportion for sgd and sgdw, "
-    "with the square root for adamw",
-    "strategy": "how it is distributed: a name of drivetrain.strategies.available()",
-    "strategy_options": "the strategy's own options, such as {device: cpu}",
-    "devices": "number of ranks",
-    "precision": "fp32, bf16 or fp16",
-    "accumulate": "microbatches per step and rank",
-    "clip_norm": "largest norm of all gradients together; null: no clipping",
-    "activation_checkpointing": "true: the model's blocks forget their activations; or a list of class names",
-    "compile": "whether torch.compile compiles the model; or the name of its mode",
-    "cudnn_benchmark": "on GPUs: whether cuDNN measures its convolutions and takes the fastest; null: where images "
-    "keep their size",
-    "matmul_precision": "on GPUs: highest, high (TF32) or medium, of float32 matrix products; null: as torch has it",
-    "epochs": "passes over the training data; null: fit(epochs=…) says it",
-    "seed": "of weights, order and augmentation",
+_BEFORE = {
+    "description": Option("what the recipe is for", (TEXT,), default=""),
+    "source": Option("the publication that its values are from", (TEXT,), default=""),
+    "published": Option("what the source has reached with them, on what", (TEXT,), default=""),
+    "measured": Option("what Drivetrain's authors have measured, on what", (TEXT,), default=""),
+    "notes": Option(
+        "for single values: where they are from, or how they differ from the source; {key: text}",
+        (NOTES,),
+        default={},
+    ),
+    "model": Option(
+        "name of the model: one of Drivetrain's or torchvision's, or package.module:factory", (TEXT,)
+    ),
+    "model_options": Option(
+        "arguments of the model's factory; another model needs its own: model_options={…}",
+        (MAPPING,),
+        default={},
+    ),
 }
-"""Every key of a recipe, with its meaning. A recipe may leave out those of `DEFAULTS`, and may have a `name`."""
+_TRANSFORMS = {"transforms": Option("list of transforms, each {name, …options}", (LIST,), default=[])}
+_AFTER = {
+    "epochs": Option(
+        "passes over the training data; null: set by fit(epochs=…)", (POSITIVE, NULL), default=None
+    ),
+    "seed": Option("of weights, order and augmentation", (NATURAL,), default=0),
+}
+
+
+def keys_of(config: type[Config]) -> dict[str, Option]:
+    """Return the options of a config that recipes have, by their keys; the key `optimizer` holds two fields."""
+    found = {option.recipe_key: option for option in options_of(config).values() if option.recipe_key}
+    for option in options_of(config).values():
+        if isinstance(option.default, Mapping):
+            found[option.recipe_key] = dataclasses.replace(option, default=dict(option.default))
+    if config is OptimizerConfig:
+        name, rest = options_of(config)["optimizer"], found["optimizer"]
+        found["optimizer"] = dataclasses.replace(
+            rest,
+            help=f"{{name: {name.help}, {rest.help}}}",
+            default={"name": name.default, **rest.default},
+        )
+    return found
+
+
+SCHEMA = (
+    _BEFORE
+    | keys_of(DataConfig)
+    | _TRANSFORMS
+    | keys_of(OptimizerConfig)
+    | keys_of(DistributedConfig)
+    | _AFTER
+)
+"""Every key of a recipe. A recipe may also have a `name`. Ranges, names and options are checked by the stages."""
+
+KEYS = {key: option.recipe_help for key, option in SCHEMA.items()}
+"""The meaning of every key."""
 
 DEFAULTS: dict[str, Any] = {
-    "description": "",
-    "source": "",
-    "published": "",
-    "measured": "",
-    "notes": {},
-    "model_options": {},
-    "val": None,
-    "loader": "ffcv",
-    "workers": None,
-    "eval_image_size": None,
-    "loading": {},
-    "transforms": [],
-    "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-    "schedule": "cosine",
-    "warmup": 0.0,
-    "base_batch_size": None,
-    "scale_lr": False,
-    "strategy": "single",
-    "strategy_options": {},
-    "devices": 1,
-    "precision": "fp32",
-    "accumulate": 1,
-    "clip_norm": None,
-    "activation_checkpointing": False,
-    "compile": False,
-    "cudnn_benchmark": None,
-    "matmul_precision": None,
-    "epochs": None,
-    "seed": 0,
+    key: option.default for key, option in SCHEMA.items() if option.default is not Parameter.empty
 }
+"""The keys that a recipe may leave out, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -102,90 +107,15 @@ class Origin:
         return f"Recipe {self.name}" + (f", line {line}" if line is not None else "")
 
 
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _path(value: object) -> bool:
-    return isinstance(value, str | Path) and value != ""
-
-
-def _mapping(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-
-
-def _texts(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
-
-
-def _notes(value: object) -> bool:
-    return isinstance(value, Mapping) and _texts([*value, *value.values()])
-
-
-def _list(value: object) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _whole(value: object) -> bool:
-    return is_whole(value, 0)
-
-
-def _positive(value: object) -> bool:
-    return is_whole(value, 1)
-
-
-def _none(value: object) -> bool:
-    return value is None
-
-
-_NAMES: dict[Callable[[object], bool], str] = {
-    _text: "text",
-    _path: "text that is not empty",
-    is_flag: "true or false",
-    _mapping: "a dict",
-    _notes: "a dict of texts",
-    _texts: "a list of texts",
-    _list: "a list",
-    is_whole: "a whole number",
-    _whole: "a whole number from 0 on",
-    _positive: "a whole number from 1 on",
-    is_number: "a number",
-    _none: "null",
-}
-"""The kinds of values."""
-
-_KINDS: dict[str, tuple[Callable[[object], bool], ...]] = {
-    **dict.fromkeys(("description", "source", "published", "measured", "model"), (_text,)),
-    **dict.fromkeys(("loader", "schedule", "strategy", "precision"), (_text,)),
-    **dict.fromkeys(("model_options", "loading", "optimizer", "strategy_options"), (_mapping,)),
-    **dict.fromkeys(("batch_size", "image_size", "devices", "accumulate"), (_positive,)),
-    **dict.fromkeys(("eval_image_size", "epochs", "base_batch_size"), (_positive, _none)),
-    "notes": (_notes,),
-    "train": (_path,),
-    "val": (_path, _none),
-    "workers": (is_whole, _none),
-    "transforms": (_list,),
-    "warmup": (is_number,),
-    "clip_norm": (is_number, _none),
-    "activation_checkpointing": (is_flag, _texts),
-    "compile": (is_flag, _text),
-    "cudnn_benchmark": (is_flag, _none),
-    "matmul_precision": (_text, _none),
-    "scale_lr": (is_flag,),
-    "seed": (_whole,),
-}
-"""What each key's value may be. Ranges, names and options are checked by the stages they go to."""
-
-
 def check_key(key: str, origin: Origin) -> None:
-    """Raises RecipeError for a key that no recipe has, with the nearest one. A dotted key is its first part's."""
+    """Raise RecipeError for a key that no recipe has, with the nearest one. A dotted key is its first part's."""
     head = key.partition(".")[0]
     if head not in KEYS:
         raise RecipeError(f"{origin.at(head)}: a recipe has no key {head!r}.{suggest(head, KEYS)}")
 
 
 def check_values(full: Mapping[str, Any], origin: Origin) -> None:
-    """Holds a complete recipe to the schema.
+    """Check a complete recipe against the schema.
 
     Raises:
         RecipeError: naming the key, its value, and what it may be.
@@ -203,7 +133,8 @@ def check_values(full: Mapping[str, Any], origin: Origin) -> None:
         raise RecipeError(f"{origin.at('name')}: name={name!r:.200} must be text: what the recipe is called.")
     if not isinstance(full["optimizer"].get("name"), str):
         raise RecipeError(
-            f"{origin.at('optimizer')}: optimizer={dict(full['optimizer'])} needs a name: sgd, sgdw or adamw."
+            f"{origin.at('optimizer')}: optimizer={dict(full['optimizer'])} needs a name: "
+            f"{options_of(OptimizerConfig)['optimizer'].help}."
         )
     for entry in full["transforms"]:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
@@ -214,10 +145,10 @@ def check_values(full: Mapping[str, Any], origin: Origin) -> None:
 
 
 def _check_kind(key: str, value: object, origin: Origin) -> None:
-    kinds = _KINDS[key]
-    if not any(kind(value) for kind in kinds):
-        allowed = " or ".join(_NAMES[kind] for kind in kinds)
-        hint = "" if _text in kinds else _number_hint(value)
+    kinds = SCHEMA[key].kinds
+    if not any(kind.fits(value) for kind in kinds):
+        allowed = " or ".join(kind.name for kind in kinds)
+        hint = "" if TEXT in kinds else _number_hint(value)
         raise RecipeError(f"{origin.at(key)}: {key}={value!r:.200} must be {allowed}: {KEYS[key]}.{hint}")
 
 

@@ -1,21 +1,43 @@
-"""What `.load()` and `.distribute()` were told, as values that check themselves."""
+"""What `load`, `optimize` and `distribute` were given, as values that check themselves: each option is one field here.
+
+An option is added by adding a field: builder, recipes, command line, plan and documentation derive from it, and a test
+names the one place that type checkers need besides (`PipelineSpec`). torch is not imported before a config is made.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ... import strategies
-from ...checks import check_whole, make_plain
+from ...checks import check_whole, is_number
 from ...errors import PlanError, suggest
-from ...loaders.settings import Settings
-from ...strategies import Strategy
 from .frozen import FrozenDict
+from .options import (
+    FLAG,
+    INTEGER,
+    MAPPING,
+    NULL,
+    NUMBER,
+    PATH,
+    POSITIVE,
+    TEXT,
+    TEXTS,
+    Config,
+    known,
+    option,
+    whole,
+)
 
-LOADERS = ("ffcv", "torch")
+if TYPE_CHECKING:
+    import torch
+
+    from ...strategies import OptimizerFactory, Strategy
+
 MatmulPrecision = Literal["highest", "high", "medium"]
 PRECISIONS: dict[str, str] = {
     "highest": "full float32",
@@ -24,34 +46,110 @@ PRECISIONS: dict[str, str] = {
 }
 """Names of `torch.set_float32_matmul_precision`, and what they mean on a GPU."""
 
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda _: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+}
+"""The learning rate's factor by the progress after warm-up, from 0 to 1."""
 
-# What a loader is told by the pipeline itself: by load()'s own arguments, the seed, and the strategy.
+Arguments = tuple[list[str], dict[str, Any]]
+"""Of a call: the text of each positional argument, and the named ones."""
+
+# Settings of a loader that the pipeline sets: from load()'s own options, the seed, and the strategy.
 _NOT_SETTINGS = {
     "batch_size", "image_size", "train", "seed", "rank", "world_size", "drop_last", "pad_last", "dtype", "order",
     "fields",
 }  # fmt: skip
 
 
-Arguments = tuple[list[str], dict[str, Any]]
-"""Of a call: the text of each positional argument, and the named ones."""
-
-
 @dataclass(frozen=True)
-class Data:
-    """What `Pipeline.load` was told; see there.
+class DataConfig(Config):
+    """The options of `Pipeline.load`.
 
     Raises:
         PlanError, DataError: naming the value that cannot be used.
     """
 
-    train: str
-    val: str | None
-    batch_size: int
-    image_size: int
-    loader: str = "ffcv"
-    workers: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=FrozenDict)
-    eval_image_size: int | None = None
+    EXTRA: ClassVar[str] = "settings"
+
+    train: str = field(
+        metadata=option(
+            "training data: a .beton file (a relative path is relative to the working directory), or a data set by "
+            "name (cifar10:train)",
+            PATH,
+            in_plan=False,
+        )
+    )
+    val: str | None = field(
+        default=None,
+        metadata=option(
+            "data to evaluate on after each epoch, likewise; None: none", PATH, NULL, in_plan=False
+        ),
+    )
+    _: KW_ONLY
+    batch_size: int = field(
+        metadata=option(
+            "global batch, in images",
+            POSITIVE,
+            more="The same samples make up step k on one device or on eight.",
+            in_plan=False,
+        )
+    )
+    image_size: int = field(
+        metadata=option("side of the square images, in pixels", POSITIVE, in_plan=False),
+    )
+    eval_image_size: int | None = field(
+        default=None,
+        metadata=option(
+            "side of the images in evaluation, in pixels; None: image_size",
+            POSITIVE,
+            NULL,
+            more="A model that is trained on random crops is often at its best on somewhat larger images (Touvron et "
+            "al. 2019, arXiv:1906.06423).",
+            check=whole(1, none="image_size"),
+            in_plan=False,
+        ),
+    )
+    loader: str = field(
+        default="ffcv",
+        metadata=option(
+            "ffcv, or torch for the plain PyTorch baseline",
+            TEXT,
+            check=known("loader", ("ffcv", "torch")),
+            in_plan=False,
+        ),
+    )
+    workers: int | None = field(
+        default=None,
+        metadata=option(
+            "loader threads (ffcv) or processes (torch) per rank; None: one per core", INTEGER, NULL
+        ),
+    )
+    settings: Mapping[str, Any] = field(
+        default_factory=FrozenDict,
+        metadata=option(
+            "the loader's further settings: crop, scale, padding, flip, eval_ratio, mean, std, …",
+            MAPPING,
+            key="loading",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        from ...loaders.settings import Settings
+
+        super().__post_init__()
+        if self.workers is not None:
+            also = f" with loader={self.loader!r}, or None for one per core"
+            check_whole("workers", self.workers, PlanError, 0 if self.loader == "torch" else 1, also=also)
+        names = {f.name for f in dataclasses.fields(Settings)} - _NOT_SETTINGS
+        for name in self.settings:
+            if name not in names:
+                raise PlanError(f"load() has no setting {name!r}.{suggest(name, names)}")
+        try:
+            Settings(batch_size=self.batch_size, image_size=self.image_size, **self.settings)
+        except (TypeError, IndexError) as error:  # a number where a pair belongs, and the like
+            raise PlanError(f"load() cannot use the settings {dict(self.settings)}: {error}.") from error
 
     @property
     def eval_size(self) -> int:
@@ -59,68 +157,306 @@ class Data:
         return self.image_size if self.eval_image_size is None else self.eval_image_size
 
     def arguments(self) -> Arguments:
-        """The arguments of `load()` that give this."""
+        """Return the arguments of `load()` that make this."""
         sources = [self.train] if self.val is None else [self.train, self.val]
-        return [*map(repr, sources)], changed(self, "train", "val", "settings") | dict(self.settings)
+        named = {name: value for name, value in self.changed().items() if name not in ("train", "val")}
+        return [*map(repr, sources)], named | dict(self.settings)
 
-    def __post_init__(self) -> None:
-        make_plain(self)
-        object.__setattr__(self, "settings", FrozenDict(self.settings))
-        if self.loader not in LOADERS:
-            raise PlanError(f"No loader is named {self.loader!r}.{suggest(str(self.loader), LOADERS)}")
-        least = 0 if self.loader == "torch" else 1
-        if self.workers is not None:
-            also = f" with loader={self.loader!r}, or None for one per core"
-            check_whole("workers", self.workers, PlanError, least, also=also)
-        if self.eval_image_size is not None:
-            check_whole(
-                "eval_image_size", self.eval_image_size, PlanError, 1, also=", or None for image_size"
-            )
-        known = {f.name for f in dataclasses.fields(Settings)} - _NOT_SETTINGS
-        for name in self.settings:
-            if name not in known:
-                raise PlanError(f"load() has no setting {name!r}.{suggest(name, known)}")
-        try:
-            Settings(batch_size=self.batch_size, image_size=self.image_size, **self.settings)
-        except (TypeError, IndexError) as error:  # a number where a pair belongs, and the like
-            raise PlanError(f"load() cannot use the settings {dict(self.settings)}: {error}.") from error
+
+def _check_share(name: str, value: Any) -> None:
+    if not is_number(value, "[0, 1)"):
+        raise PlanError(f"{name}={value!r} is a share of all steps; it must lie from 0 to below 1.")
+
+
+def _check_scaled(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise PlanError(
+            f"{name}={value!r} must be True or False; the batch size to scale from is base_batch_size."
+        )
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """What `Pipeline.distribute` was told; see there.
+class OptimizerConfig(Config):
+    """The options of `Pipeline.optimize`.
+
+    Raises:
+        PlanError: naming the value that cannot be used.
+    """
+
+    EXTRA: ClassVar[str] = "options"
+
+    optimizer: str | OptimizerFactory = field(
+        default="sgd",
+        metadata=option(
+            "sgd, sgdw or adamw",
+            key="",
+            more="Or a factory: a function `parameters -> Optimizer`, never an optimizer. It is called when surgery "
+            "and wrapping have made the final parameters.",
+            in_plan=False,
+        ),
+    )
+    options: Mapping[str, Any] = field(
+        default_factory=lambda: FrozenDict({"lr": 0.1, "momentum": 0.9}),
+        metadata=option(
+            "lr, momentum, weight_decay, …",
+            MAPPING,
+            key="optimizer",
+            more="The optimizer's own arguments.",
+        ),
+    )
+    _: KW_ONLY
+    schedule: str = field(
+        default="cosine",
+        metadata=option(
+            "learning rate, step by step: cosine, linear or constant",
+            TEXT,
+            check=known("schedule", SCHEDULES),
+            in_plan=False,
+        ),
+    )
+    warmup: float = field(
+        default=0.0,
+        metadata=option(
+            "share of all steps, 0 to 1, in which the learning rate rises linearly to its peak",
+            NUMBER,
+            check=_check_share,
+            in_plan=False,
+        ),
+    )
+    base_batch_size: int | None = field(
+        default=None,
+        metadata=option(
+            "global batch, in images, that the learning rate was chosen for; None: the pipeline's own, in a recipe "
+            "the one before it is replaced",
+            POSITIVE,
+            NULL,
+            more="The plan states how far the learning rate per image is from that, where `load` has another.",
+            check=whole(1, none="the batch size of load()"),
+            in_plan=False,
+        ),
+    )
+    scale_lr: bool = field(
+        default=False,
+        metadata=option(
+            "whether the learning rate is scaled from base_batch_size to the batch size: in proportion for sgd and "
+            "sgdw, with the square root for adamw",
+            FLAG,
+            more="See Goyal et al. 2017, arXiv:1706.02677, and Malladi et al. 2022, arXiv:2205.10287. In a pipeline "
+            "that comes from a recipe, the base is the recipe's own batch size unless it is given.",
+            check=_check_scaled,
+            in_plan=False,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        from .optimizers import check_optimizer, check_options
+
+        check_optimizer(self.optimizer, self.options)
+        super().__post_init__()
+        if self.scale_lr and self.base_batch_size is None:
+            raise PlanError(
+                "scale_lr=True needs the batch size that the learning rate was chosen for: give base_batch_size=…."
+            )
+        if self.scale_lr and not isinstance(self.optimizer, str):
+            raise PlanError(
+                "scale_lr=True needs an optimizer with a name, such as 'sgd'; scale lr in your factory."
+            )
+        if isinstance(self.optimizer, str):
+            check_options(self.optimizer, self.options)
+
+    def arguments(self) -> Arguments:
+        """Return the arguments of `optimize()` that make this."""
+        factory = self.optimizer
+        name = getattr(factory, "__qualname__", type(factory).__qualname__)
+        named = {name: value for name, value in self.changed().items() if name != "optimizer"}
+        return [repr(factory) if isinstance(factory, str) else name], dict(self.options) | named
+
+    @property
+    def lr(self) -> float:
+        """The peak of the learning rate as it was given, or the optimizer's default."""
+        from .optimizers import default_lr
+
+        return float(self.options["lr"] if "lr" in self.options else default_lr(str(self.optimizer)))
+
+    @property
+    def _adaptive(self) -> bool:
+        """Whether a step does not grow with the gradient, so that lr follows the root of the batch size."""
+        return self.optimizer == "adamw"
+
+    @property
+    def scaling(self) -> str:
+        """How the learning rate follows the batch size: `"linear"` (SGD: Goyal et al. 2017, arXiv:1706.02677) or
+        `"square root"` (Adam and its kind: Malladi et al. 2022, arXiv:2205.10287)."""
+        return "square root" if self._adaptive else "linear"
+
+    def lr_for(self, batch_size: int) -> float:
+        """Return the learning rate scaled from the base batch size to this one."""
+        ratio = batch_size / (self.base_batch_size or batch_size)
+        return self.lr * (math.sqrt(ratio) if self._adaptive else ratio)
+
+    def at(self, batch_size: int) -> OptimizerConfig:
+        """Return what trains with batches of this size: with `scale_lr`, the learning rate is scaled."""
+        if not self.scale_lr:
+            return self
+        options = {**self.options, "lr": self.lr_for(batch_size)}
+        return dataclasses.replace(self, options=options, base_batch_size=batch_size)
+
+    def note(self, batch_size: int) -> str:
+        """Return what the plan states about learning rate and batch size; "" where they were chosen together."""
+        base = self.base_batch_size
+        if base is None or not isinstance(self.optimizer, str) or (base == batch_size and not self.scale_lr):
+            return ""
+        given = f"lr={self.lr:g} is for batches of {base:,} images"
+        scaled = f"{self.lr_for(batch_size):.4g}"
+        if self.scale_lr:
+            return f"{given}; scaled to {scaled} for {batch_size:,} ({self.scaling}, scale_lr)"
+        ratio = base / batch_size
+        per_image = f"{ratio:.3g} times" if ratio >= 1 else f"1/{1 / ratio:.3g} of"
+        return (
+            f"caution: {given}; with {batch_size:,} the learning rate per image is {per_image} that. "
+            f"scale_lr=True makes it {scaled} ({self.scaling})"
+        )
+
+    def factory(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        """Build the optimizer; strategies call it when the parameters are the final ones."""
+        from .optimizers import OPTIMIZERS
+
+        if isinstance(self.optimizer, str):
+            return OPTIMIZERS[self.optimizer](parameters, **self.options)
+        return self.optimizer(parameters)
+
+    def lr_factor(self, step: int, steps: int) -> float:
+        """Return the factor on the learning rate at step `step` of `steps`, both counted from 0."""
+        warm = self.warmup * steps
+        if step < warm:
+            return (step + 1) / (warm + 1)
+        return SCHEDULES[self.schedule]((step - warm) / max(steps - warm, 1))
+
+    def describe(self) -> str:
+        """Return the optimizer and its options in one line."""
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        name = self.optimizer if isinstance(self.optimizer, str) else "your factory"
+        warm = f", warm-up {self.warmup:.0%} of all steps" if self.warmup else ""
+        if not options:
+            return f"{name}, {self.schedule}{warm}"
+        return f"{name} ({options}), {self.schedule} schedule{warm}"
+
+
+def _check_benchmark(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise PlanError(f"{name}={value!r} must be True, False, or None to let the plan choose.")
+
+
+def _check_matmul_precision(name: str, value: Any) -> None:
+    if value is not None and value not in tuple(PRECISIONS):
+        raise PlanError(f"{name}={value!r} is not known.{suggest(str(value), PRECISIONS)}")
+
+
+@dataclass(frozen=True)
+class DistributedConfig(Config):
+    """The options of `Pipeline.distribute`.
 
     Raises:
         PlanError, StrategyError: naming the value that cannot be used.
     """
 
-    strategy: str | Strategy = "single"
-    devices: int = 1
-    precision: strategies.Precision = "fp32"
-    accumulate: int = 1
-    clip_norm: float | None = None
-    activation_checkpointing: strategies.Policy = False
-    compile: bool | str = False
-    options: Mapping[str, Any] = field(default_factory=FrozenDict)
-    asked: bool = False
-    cudnn_benchmark: bool | None = None
-    matmul_precision: MatmulPrecision | None = None
+    EXTRA: ClassVar[str] = "options"
 
-    def arguments(self) -> Arguments:
-        """The arguments of `distribute()` that give this."""
-        return [repr(self.strategy)], changed(self, "strategy", "options", "asked") | dict(self.options)
+    strategy: str | Strategy = field(
+        default="single",
+        metadata=option(
+            "name of a strategy of drivetrain.strategies.available()",
+            TEXT,
+            more="Or a strategy object.",
+            in_plan=False,
+        ),
+    )
+    _: KW_ONLY
+    devices: int = field(
+        default=1,
+        metadata=option(
+            "number of ranks",
+            POSITIVE,
+            more="Outside torchrun, more than one start as fresh interpreters.",
+            check=whole(1),
+            in_plan=False,
+        ),
+    )
+    precision: strategies.Precision = field(
+        default="fp32",
+        metadata=option("fp32; or bf16 or fp16: autocast over fp32 weights", TEXT, in_plan=False),
+    )
+    accumulate: int = field(
+        default=1, metadata=option("microbatches per step and rank", POSITIVE, in_plan=False)
+    )
+    clip_norm: float | None = field(
+        default=None,
+        metadata=option("largest norm of all gradients together; None: no clipping", NUMBER, NULL),
+    )
+    activation_checkpointing: strategies.Policy = field(
+        default=False,
+        metadata=option(
+            "modules that recompute their activations in the backward: True for the model's blocks, or a list of class "
+            "names",
+            FLAG,
+            TEXTS,
+            more="Or a function of name and module.",
+            in_plan=False,
+        ),
+    )
+    compile: bool | str = field(
+        default=False,
+        metadata=option(
+            "whether torch.compile compiles the model in place; or the name of its mode",
+            FLAG,
+            TEXT,
+            in_plan=False,
+        ),
+    )
+    cudnn_benchmark: bool | None = field(
+        default=None,
+        metadata=option(
+            "on GPUs: whether cuDNN measures its convolutions and takes the fastest; None: where images "
+            "keep their size",
+            FLAG,
+            NULL,
+            more="They are measured at the first batch of each size. With None they are not where torch is set to "
+            "deterministic algorithms, because the choice may be another in each run. Restored after the run.",
+            check=_check_benchmark,
+            in_plan=False,
+        ),
+    )
+    matmul_precision: MatmulPrecision | None = field(
+        default=None,
+        metadata=option(
+            "on GPUs: precision of float32 matrix products, highest (float32), high (TF32) or medium; None: as torch "
+            "has it",
+            TEXT,
+            NULL,
+            more="TF32 is several times as fast on GPUs that have it, but changes the numbers. Convolutions are not "
+            "concerned: cuDNN computes those of float32 in TF32 by default. Restored after the run.",
+            check=_check_matmul_precision,
+            in_plan=False,
+        ),
+    )
+    options: Mapping[str, Any] = field(
+        default_factory=FrozenDict,
+        metadata=option("the strategy's own options, such as device", MAPPING, key="strategy_options"),
+    )
 
     def __post_init__(self) -> None:
-        make_plain(self)
-        object.__setattr__(self, "options", FrozenDict(self.options))
         policy = self.activation_checkpointing
         if isinstance(policy, Collection) and not isinstance(policy, str):
             names = sorted(set(policy)) if all(isinstance(name, str) for name in policy) else policy
             object.__setattr__(self, "activation_checkpointing", tuple(names))  # a list might change
         strategies.get(self.strategy, **self.options)
-        check_whole("devices", self.devices, PlanError, 1)
+        super().__post_init__()
         strategies.Options.of(self.step_options)
-        _check_cuda(self.cudnn_benchmark, self.matmul_precision)
+
+    def arguments(self) -> Arguments:
+        """Return the arguments of `distribute()` that make this."""
+        named = {name: value for name, value in self.changed().items() if name != "strategy"}
+        return [repr(self.strategy)], named | dict(self.options)
 
     @property
     def device(self) -> str | None:
@@ -130,7 +466,7 @@ class Distribution:
 
     @property
     def step_options(self) -> strategies.PrepareOptions:
-        """What every strategy's `prepare` is told."""
+        """The options of `Strategy.prepare`, which all strategies share."""
         return {
             "precision": self.precision,
             "clip_norm": self.clip_norm,
@@ -145,32 +481,11 @@ class Distribution:
         return self.strategy if isinstance(self.strategy, str) else self.strategy.name
 
 
-def _check_cuda(cudnn_benchmark: object, matmul_precision: object) -> None:
-    """Raise PlanError for a value that means nothing."""
-    if cudnn_benchmark is not None and not isinstance(cudnn_benchmark, bool):
-        raise PlanError(
-            f"cudnn_benchmark={cudnn_benchmark!r} must be True, False, or None to let the plan choose."
-        )
-    if matmul_precision is not None and matmul_precision not in tuple(PRECISIONS):
-        raise PlanError(
-            f"matmul_precision={matmul_precision!r} is not known.{suggest(str(matmul_precision), PRECISIONS)}"
-        )
-
-
-def changed(value: Any, *others: str) -> dict[str, Any]:
-    """The fields of a dataclass that do not have their defaults, but for those named."""
-    return {
-        f.name: getattr(value, f.name)
-        for f in dataclasses.fields(value)
-        if f.name not in others and getattr(value, f.name) != f.default
-    }
-
-
 def source_name(source: object, argument: str) -> str:
-    """A data source as text.
+    """Return a data source as text.
 
     Raises:
-        PlanError: if it is no path or name, such as a data set that was not converted.
+        PlanError: if it is not a path or a name, such as a data set that was not converted.
     """
     if not isinstance(source, str | Path):
         raise PlanError(
@@ -178,7 +493,3 @@ def source_name(source: object, argument: str) -> str:
             f"a {type(source).__name__}. Convert a data set first: drivetrain.loaders.convert(it, 'train.beton')."
         )
     return str(source)
-
-
-ONE_DEVICE = Distribution()
-"""Of a pipeline whose `distribute` was not called."""

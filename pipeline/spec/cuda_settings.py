@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from ...transforms import ProgressiveResizing, Transform
-from .config import Distribution
+from .config import DistributedConfig
 
 
-def uses_gpu(how: Distribution) -> bool:
+def uses_gpu(how: DistributedConfig) -> bool:
     """Return whether the strategy trains on CUDA here."""
     return torch.cuda.is_available() if how.device is None else torch.device(how.device).type == "cuda"
 
 
-def choose_benchmark(how: Distribution, transforms: Sequence[Transform]) -> tuple[bool, str]:
+def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) -> tuple[bool, str]:
     """Return whether cuDNN tries its algorithms at the first batch of each size, and the reason.
 
     It is worth it where images keep their size, which all batches of a pipeline do but for ProgressiveResizing's.
@@ -35,7 +35,7 @@ def choose_benchmark(how: Distribution, transforms: Sequence[Transform]) -> tupl
 
 
 @contextmanager
-def cuda_settings(how: Distribution, transforms: Sequence[Transform]) -> Iterator[None]:
+def cuda_settings(how: DistributedConfig, transforms: Sequence[Transform]) -> Iterator[None]:
     """Inside it torch's switches are those of the pipeline; after it as before, also after an error.
 
     Without a GPU nothing is touched: the precision of float32 matmuls concerns some CPUs, too.

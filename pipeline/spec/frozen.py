@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 
 class FrozenDict(Mapping[str, Any]):
@@ -65,7 +65,8 @@ def _same(one: Any, other: Any) -> bool:
     """Whether two values are equal. Arrays and tensors, whose `==` is an array, are compared as a whole."""
     if one is other:
         return True
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+    torch = sys.modules.get("torch")  # without it, nothing is a tensor
+    if torch is not None and (isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and one.device == other.device and torch.equal(one, other)
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):

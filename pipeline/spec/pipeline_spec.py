@@ -18,10 +18,10 @@ from ...errors import PlanError
 from ...strategies import OptimizerFactory, Strategy
 from ...transforms import Transform
 from ..models.factories import model_factory
-from .config import ONE_DEVICE, Data, Distribution, MatmulPrecision, source_name
+from .config import DataConfig, DistributedConfig, MatmulPrecision, OptimizerConfig, source_name
 from .frozen import FrozenDict
 from .kinds import check_hook, sort_transforms
-from .optimizers import Optimization
+from .options import documented
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -45,11 +45,10 @@ class PipelineSpec:
 
     model: Callable[..., nn.Module] | nn.Module
     model_options: Mapping[str, Any]
-    optimization: Optimization
-    data: Data | None = None
+    data: DataConfig | None = None
     transforms: tuple[Transform, ...] = ()
-    distribution: Distribution = ONE_DEVICE
-    optimized: bool = False
+    optimization: OptimizerConfig | None = None
+    distribution: DistributedConfig | None = None
     seed: int = 0
     epochs: int | None = None
     recipe: str | None = None
@@ -63,7 +62,7 @@ class PipelineSpec:
             return
         if isinstance(model, str):
             model = model_factory(model)
-        self._take(model=model, model_options=model_options, seed=seed, optimization=Optimization())
+        self._take(model=model, model_options=model_options, seed=seed)
 
     def _take(self, **fields: Any) -> None:
         """Takes values for fields, checked. The others have their defaults from the class."""
@@ -102,6 +101,12 @@ class PipelineSpec:
             return f"a copy of your {type(self.model).__name__}"
         return getattr(self.model, "__name__", type(self.model).__name__)
 
+    @property
+    def distributed(self) -> DistributedConfig:
+        """What `distribute` was given; its defaults where it was not called, and `distribution` is None."""
+        return self.distribution or DistributedConfig()
+
+    @documented(DataConfig)
     def load(
         self,
         train: str | Path,
@@ -114,29 +119,23 @@ class PipelineSpec:
         workers: int | None = None,
         **settings: Any,
     ) -> Self:
-        """The data: `.beton` files, or `"cifar10:train"` and `"cifar10:test"`.
+        """Set the data: `.beton` files, or data sets by name such as `"cifar10:train"` and `"cifar10:test"`.
 
-        Args:
-            train, val: files to train on, and to evaluate on after each epoch.
-            batch_size: the *global* batch: the same samples make up step k on one device or on eight.
-            image_size: side of the square images, in pixels.
-            eval_image_size: their side in evaluation; None: image_size. A model that is trained on random
-                crops is often at its best on somewhat larger images (Touvron et al. 2019, arXiv:1906.06423).
-            loader: `"ffcv"`, or `"torch"` for the plain PyTorch baseline.
-            workers: threads (`ffcv`) or processes (`torch`) per rank; None: one per core.
-            settings: the loader's others: `crop`, `scale`, `padding`, `flip`, `mean`, `std`, …
+        Raises:
+            PlanError, DataError: naming the value that cannot be used.
         """
-        names = source_name(train, "train"), None if val is None else source_name(val, "val")
-        data = Data(*names, batch_size, image_size, loader, workers, settings, eval_image_size)
-        before, optimization = self.data, self.optimization
-        replaced = before is not None and self.optimized and before.batch_size != batch_size
-        if before is not None and replaced and optimization.base_batch_size is None:
+        arguments = locals()
+        arguments["train"] = source_name(train, "train")
+        arguments["val"] = None if val is None else source_name(val, "val")
+        data, before, optimization = DataConfig.of(arguments), self.data, self.optimization
+        replaced = before is not None and before.batch_size != batch_size
+        if before and replaced and optimization is not None and optimization.base_batch_size is None:
             # The learning rate was chosen for the batch size before.
             optimization = dataclasses.replace(optimization, base_batch_size=before.batch_size)
         return self.replace(data=data, optimization=optimization)
 
     def transform(self, *transforms: Transform) -> Self:
-        """Adds transforms, in any order; the plan sorts them.
+        """Add transforms, in any order; the plan sorts them.
 
         Raises:
             PlanError: if one is not a transform, is there twice, or does not define the method of its kind.
@@ -151,6 +150,7 @@ class PipelineSpec:
         sort_transforms((*self.transforms, *transforms))
         return self.replace(transforms=(*self.transforms, *transforms))
 
+    @documented(OptimizerConfig)
     def optimize(
         self,
         optimizer: str | OptimizerFactory,
@@ -161,29 +161,18 @@ class PipelineSpec:
         scale_lr: bool = False,
         **options: Any,
     ) -> Self:
-        """The optimizer, by name (`"sgd"`, `"sgdw"`, `"adamw"`) with its options, or as a factory.
-
-        Args:
-            optimizer: a factory is a function `parameters -> Optimizer`, never an optimizer: it is
-                called when surgery and wrapping have made the final parameters.
-            schedule: of the learning rate, step by step: `"cosine"`, `"linear"` or `"constant"`.
-            warmup: share of all steps in which the learning rate rises to its peak.
-            base_batch_size: the global batch, in images, that `lr` was chosen for; None: the pipeline's own. The plan
-                states how far the learning rate per image is from that, where `load` has another.
-            scale_lr: whether `lr` is scaled from `base_batch_size` to the pipeline's batch size: in proportion for
-                SGD (Goyal et al. 2017, arXiv:1706.02677), with the square root for AdamW (Malladi et al. 2022,
-                arXiv:2205.10287). In a pipeline that comes from a recipe, the base is the recipe's own
-                batch size unless it is given.
-            options: the optimizer's own, e.g. `lr=2.0, momentum=0.9, weight_decay=5e-5`.
+        """Set the optimizer, by name with its options (`lr=2.0, momentum=0.9, weight_decay=5e-5`), or as a factory.
 
         Raises:
             PlanError: for an unknown name, with the nearest one, or a value that cannot be used.
         """
+        arguments = locals()
         if scale_lr is True and base_batch_size is None and self.recipe is not None and self.data is not None:
-            base_batch_size = self.optimization.base_batch_size or self.data.batch_size
-        optimization = Optimization(optimizer, options, schedule, warmup, base_batch_size, scale_lr)
-        return self.replace(optimization=optimization, optimized=True)
+            chosen_for = None if self.optimization is None else self.optimization.base_batch_size
+            arguments["base_batch_size"] = chosen_for or self.data.batch_size
+        return self.replace(optimization=OptimizerConfig.of(arguments))
 
+    @documented(DistributedConfig)
     def distribute(
         self,
         strategy: str | Strategy,
@@ -198,48 +187,16 @@ class PipelineSpec:
         matmul_precision: MatmulPrecision | None = None,
         **options: Any,
     ) -> Self:
-        """The strategy that trains the model, by name or as an object.
-
-        Args:
-            strategy: see `drivetrain.strategies.available()`.
-            devices: ranks. Outside torchrun, more than one start as fresh interpreters.
-            precision: `"fp32"`, or `"bf16"` or `"fp16"`: autocast over fp32 weights.
-            accumulate: microbatches into which each rank splits its share of a batch.
-            clip_norm: largest norm of all gradients together; None: no clipping.
-            activation_checkpointing: modules that forget their activations and compute them again in the
-                backward: True for the model's blocks, class names, or a function of name and module.
-            compile: have `torch.compile` compile the model in place; a string is its mode.
-            cudnn_benchmark: on GPUs, have cuDNN measure its convolutions at the first batch of each size and take the
-                fastest. None: where images keep their size, and torch is not set to deterministic algorithms, because
-                the choice may be another in each run. Put back after the run.
-            matmul_precision: on GPUs, the precision of float32 matrix products: `"highest"` (float32), `"high"`
-                (TF32, several times as fast on GPUs that have it) or `"medium"`. None, the default, leaves it as it
-                is, in torch `"highest"`: another would change the numbers. Put back after the run. Convolutions are
-                not concerned: cuDNN computes those of float32 in TF32 by default, whatever this says.
-            options: the strategy's own.
+        """Set the strategy that trains the model, by name or as an object.
 
         Raises:
-            StrategyError: for an unknown strategy, with the nearest name, or a value that means nothing.
-            PlanError: for `devices` that are no number of ranks, and settings of the GPU that mean nothing.
+            StrategyError: for an unknown strategy, with the nearest name, or a value that cannot be used.
+            PlanError: for `devices` or settings of the GPU that cannot be used.
         """
-        return self.replace(
-            distribution=Distribution(
-                strategy,
-                devices,
-                precision,
-                accumulate,
-                clip_norm,
-                activation_checkpointing,
-                compile,
-                options,
-                asked=True,
-                cudnn_benchmark=cudnn_benchmark,
-                matmul_precision=matmul_precision,
-            )
-        )
+        return self.replace(distribution=DistributedConfig.of(locals()))
 
     def __repr__(self) -> str:
-        """The calls that make an equal pipeline, as far as text can; what has its default is left out."""
+        """Return the calls that make an equal pipeline, as far as text can; what has its default is left out."""
         head = {"seed": self.seed} if self.seed else {}
         name = type(self.model).__name__ if isinstance(self.model, nn.Module) else self.model_name
         lines = [f"{type(self).__name__}({_call((name,), {**head, **self.model_options})})"]
@@ -247,9 +204,9 @@ class PipelineSpec:
             lines.append(f"  .load({_call(*self.data.arguments())})")
         if self.transforms:
             lines.append(f"  .transform({', '.join(map(repr, self.transforms))})")
-        if self.optimized:
+        if self.optimization is not None:
             lines.append(f"  .optimize({_call(*self.optimization.arguments())})")
-        if self.distribution.asked:
+        if self.distribution is not None:
             lines.append(f"  .distribute({_call(*self.distribution.arguments())})")
         about = [] if self.recipe is None else [f"recipe {self.recipe!r}"]
         about += [] if self.epochs is None else [f"epochs={self.epochs}"]

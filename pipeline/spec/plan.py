@@ -9,7 +9,7 @@ from ... import strategies
 from ...strategies import Strategy
 from ...table import Table
 from ...transforms import CHANGES_MODEL, Transform
-from .config import PRECISIONS, Data, Distribution
+from .config import PRECISIONS, DataConfig, DistributedConfig, OptimizerConfig
 from .cuda_settings import choose_benchmark, uses_gpu
 from .kinds import KIND_ORDER
 from .pipeline_spec import PipelineSpec
@@ -59,13 +59,14 @@ class Plan:
 
 
 def lay_out(
-    spec: PipelineSpec, data: Data, transforms: tuple[Transform, ...], strategy: Strategy
+    spec: PipelineSpec, data: DataConfig, transforms: tuple[Transform, ...], strategy: Strategy
 ) -> tuple[Step, ...]:
     """Return the steps of a pipeline whose transforms are in order."""
-    how, ordered = spec.distribution, transforms
+    how, optimization = spec.distributed, spec.optimization or OptimizerConfig()
+    ordered = transforms
     steps = [
         Step(f"load {data.train}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
-             f"{data.image_size} px{_eval_size(data)}; every rank takes its slice of each batch"),
+             f"{data.image_size} px{_eval_size(data)}{data.for_plan()}; every rank takes its slice of each batch"),
         *(_transform_step(t) for t in ordered if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()", f"with the seed {spec.seed}, the same on every rank"),
     ]  # fmt: skip
@@ -74,12 +75,13 @@ def lay_out(
     steps += _gpu_steps(how, transforms)
     steps += [
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
-        Step(f"wrap with {strategy.name}", ".distribute()" if how.asked else "default",
-             f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) a step: after surgery"),
-        Step(f"optimizer: {spec.optimization.at(data.batch_size).describe()}",
-             ".optimize()" if spec.optimized else "default",
-             "; ".join(filter(None, ["made when the parameters are the final ones",
-                                     spec.optimization.note(data.batch_size)]))),
+        Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
+             f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) a step{how.for_plan()}: "
+             "after surgery"),
+        Step(f"optimizer: {optimization.at(data.batch_size).describe()}",
+             "default" if spec.optimization is None else ".optimize()",
+             "; ".join(filter(None, [f"made when the parameters are the final ones{optimization.for_plan()}",
+                                     optimization.note(data.batch_size)]))),
     ]  # fmt: skip
     later = [t for t in ordered if t.kind not in ("image", *CHANGES_MODEL)]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
@@ -88,11 +90,11 @@ def lay_out(
     return tuple(steps)
 
 
-def _eval_size(data: Data) -> str:
+def _eval_size(data: DataConfig) -> str:
     return "" if data.eval_size == data.image_size else f" ({data.eval_size} px in evaluation)"
 
 
-def _wrapping_steps(how: Distribution) -> list[Step]:
+def _wrapping_steps(how: DistributedConfig) -> list[Step]:
     """What is done to the final modules before they are wrapped."""
     steps = []
     if how.activation_checkpointing:
@@ -106,7 +108,7 @@ def _wrapping_steps(how: Distribution) -> list[Step]:
     return steps
 
 
-def _gpu_steps(how: Distribution, transforms: tuple[Transform, ...]) -> list[Step]:
+def _gpu_steps(how: DistributedConfig, transforms: tuple[Transform, ...]) -> list[Step]:
     """What is set in torch for the run, where a GPU trains."""
     if not uses_gpu(how):
         return []

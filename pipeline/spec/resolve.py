@@ -16,9 +16,8 @@ from ... import strategies
 from ...errors import PlanError
 from ...strategies import Strategy
 from ...transforms import Transform
-from .config import Data, Distribution
+from .config import DataConfig, DistributedConfig, OptimizerConfig
 from .kinds import sort_transforms
-from .optimizers import Optimization
 from .pipeline_spec import PipelineSpec
 from .plan import Step, lay_out
 from .rules import check_epochs, check_rules
@@ -35,22 +34,19 @@ class ResolvedPlan:
         transforms: in the order in which they are applied.
         strategy: that trains.
         optimization: the optimizer and its schedule, the learning rate scaled to the batch size.
+        distribution: the strategy's name, devices, precision, and so on.
         train_settings: the training loader's further settings: those of `load`, and of the image transforms.
         steps: for people, as `Plan` prints them.
     """
 
     spec: PipelineSpec
-    data: Data
+    data: DataConfig
     transforms: tuple[Transform, ...]
     strategy: Strategy
-    optimization: Optimization
+    optimization: OptimizerConfig
+    distribution: DistributedConfig
     train_settings: Mapping[str, Any]
     steps: tuple[Step, ...]
-
-    @property
-    def distribution(self) -> Distribution:
-        """How it is distributed."""
-        return self.spec.distribution
 
     @property
     def model(self) -> Callable[..., nn.Module] | nn.Module:
@@ -94,7 +90,7 @@ def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
         PlanError, StrategyError: naming the parts that do not go together, and the remedy.
         DataError: for a file that is missing, cannot be read, or is not a finished `.beton` file.
     """
-    data, how = spec.data, spec.distribution
+    data, how = spec.data, spec.distributed
     if data is None:
         raise PlanError(
             "The pipeline has no data. Add .load('train.beton', 'val.beton', batch_size=…, image_size=…)."
@@ -110,16 +106,17 @@ def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
     transforms = sort_transforms(spec.transforms)
     settings = train_settings(data, transforms)
     check_rules(spec)
-    optimization = spec.optimization.at(data.batch_size)
+    optimization = spec.optimization or OptimizerConfig()
     steps = lay_out(spec, data, transforms, strategy)
     if spec.epochs is not None:
         check_epochs(spec, spec.epochs)
     if files:
         check_sources(data, how.devices)
-    return ResolvedPlan(spec, data, transforms, strategy, optimization, settings, steps)
+    scaled = optimization.at(data.batch_size)
+    return ResolvedPlan(spec, data, transforms, strategy, scaled, how, settings, steps)
 
 
-def train_settings(data: Data, transforms: tuple[Transform, ...]) -> dict[str, Any]:
+def train_settings(data: DataConfig, transforms: tuple[Transform, ...]) -> dict[str, Any]:
     """The training loader's settings: those of `load()`, and what the image transforms ask for.
 
     Raises:

@@ -59,7 +59,7 @@ def check_epochs(spec: PipelineSpec, epochs: int) -> None:
 
 
 def _unsafe_strategies(spec: PipelineSpec) -> None:
-    how = spec.distribution
+    how = spec.distributed
     strategy = strategies.get(how.strategy, **how.options).name  # "deepspeed" alone does not say which stage
     for transform in spec.transforms:
         if any(belongs(strategy, unsafe) for unsafe in transform.unsafe_with):
@@ -70,7 +70,7 @@ def _unsafe_strategies(spec: PipelineSpec) -> None:
 
 
 def _unused_parameters(spec: PipelineSpec) -> None:
-    how = spec.distribution
+    how = spec.distributed
     if family(how.name) not in ("ddp", "auto") or how.devices == 1:
         return
     strategy = strategies.get(how.strategy, **how.options)
@@ -87,16 +87,16 @@ def _unused_parameters(spec: PipelineSpec) -> None:
 
 def _clipped_twice(spec: PipelineSpec) -> None:
     clipping = _find(spec, GradientClipping)
-    if clipping is not None and spec.distribution.clip_norm is not None:
+    if clipping is not None and spec.distributed.clip_norm is not None:
         raise PlanError(
-            f"{clipping} and distribute(clip_norm={spec.distribution.clip_norm}) both bound the gradients. "
+            f"{clipping} and distribute(clip_norm={spec.distributed.clip_norm}) both bound the gradients. "
             "Leave one of the two out."
         )
 
 
 def _clipping_of_shards(spec: PipelineSpec) -> None:
     clipping = _find(spec, GradientClipping)
-    strategy = spec.distribution.name
+    strategy = spec.distributed.name
     if clipping is None or family(strategy) in ("single", "ddp", "dp"):
         return
     does = "might shard" if family(strategy) == "auto" else "shards"
@@ -132,18 +132,18 @@ def _sequences_of_images(spec: PipelineSpec) -> None:
 
 
 def _compiled(spec: PipelineSpec) -> None:
-    if not spec.distribution.compile:
+    if not spec.distributed.compile:
         return
     for transform in spec.transforms:
         if not transform.compile_safe:
             raise PlanError(
                 f"{_name(transform)} does not compile whole (see its documentation), and distribute(compile="
-                f"{spec.distribution.compile!r}) asks for it. Leave one of the two out."
+                f"{spec.distributed.compile!r}) asks for it. Leave one of the two out."
             )
 
 
 def _counted_forwards(spec: PipelineSpec) -> None:
-    if spec.distribution.activation_checkpointing and _find(spec, GyroDropout):
+    if spec.distributed.activation_checkpointing and _find(spec, GyroDropout):
         raise PlanError(
             "GyroDropout counts forwards, and activation_checkpointing runs each twice: the second would drop other "
             "features. Leave one of the two out."

@@ -7,10 +7,10 @@ from pathlib import Path
 from ...errors import DataError
 from ...loaders.beton.tables import read_header
 from ...loaders.order import check_batch_size
-from .config import Data
+from .config import DataConfig
 
 
-def check_sources(data: Data, devices: int) -> None:
+def check_sources(data: DataConfig, devices: int) -> None:
     """Looks at the files of a pipeline as far as their headers; data sets by name are not fetched.
 
     Raises:

@@ -22,7 +22,7 @@ from ...loaders.epochs import EpochLoader
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...transforms import CHANGES_MODEL, CutMix, Loss, MixUp, Report, Transform
-from ..spec.config import Data, Distribution
+from ..spec.config import DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from .checks import check_loss, check_output, count_classes
@@ -127,7 +127,7 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
     return Parts(plan, model, reports, classes)
 
 
-def expected_device(how: Distribution) -> torch.device:
+def expected_device(how: DistributedConfig) -> torch.device:
     """Return the device that this rank's strategy is expected to train on; the engine has the last word.
 
     A loader is made for a device, because what it keeps in memory depends on it, and before the model is prepared.
@@ -177,7 +177,7 @@ def make_loader(
     return loader
 
 
-def source_file(data: Data, source: str, *, progress: bool = True) -> Path:
+def source_file(data: DataConfig, source: str, *, progress: bool = True) -> Path:
     """The file (for the torch loader, also the folder) of a data source; made now if it is a named one."""
     if data.loader == "torch" and Path(source).is_dir():
         return Path(source)

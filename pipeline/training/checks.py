@@ -16,10 +16,10 @@ from ...loaders.epochs import EpochLoader
 from ...strategies import Precision
 from ...strategies.options import HALF
 from ...transforms import Loss
-from ..spec.config import Data
+from ..spec.config import DataConfig
 
 
-def count_classes(train: EpochLoader, val: EpochLoader | None, data: Data) -> int:
+def count_classes(train: EpochLoader, val: EpochLoader | None, data: DataConfig) -> int:
     """The number of classes: of the names, where a file has some, else the largest training label plus one.
 
     Validation data without names may lack the last classes.
@@ -58,7 +58,7 @@ def _names_and_labels(loader: EpochLoader, source: str) -> tuple[list[str], NDAr
     return loader.classes, labels
 
 
-def _difference(data: Data, names: list[str], val_names: list[str]) -> str:
+def _difference(data: DataConfig, names: list[str], val_names: list[str]) -> str:
     remedy = "Convert both from data of the same classes."
     if len(names) != len(val_names):
         return f"{data.train} has {len(names)} classes, {data.val} has {len(val_names)}. {remedy}"
@@ -66,7 +66,7 @@ def _difference(data: Data, names: list[str], val_names: list[str]) -> str:
     return f"Class {number} is {names[number]!r} in {data.train} and {val_names[number]!r} in {data.val}. {remedy}"
 
 
-def check_output(model: nn.Module, classes: int, data: Data, precision: Precision) -> None:
+def check_output(model: nn.Module, classes: int, data: DataConfig, precision: Precision) -> None:
     """Compares the model's output with the number of classes, by a forward of two images in either mode.
 
     The model's buffers stay as they are. Random numbers are drawn if the model draws some.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..spec.optimizers import Optimization
+from ..spec.config import OptimizerConfig
 
 
 class Schedule:
@@ -16,7 +16,7 @@ class Schedule:
         steps: optimizer steps of the full run.
     """
 
-    def __init__(self, optimization: Optimization, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    def __init__(self, optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self._optimization, self._optimizer, self._steps = optimization, optimizer, steps
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 

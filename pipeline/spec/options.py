@@ -1,0 +1,208 @@
+"""One option of a pipeline: the field of a config that owns it. Signatures, documentation and recipes derive from it.
+
+torch is not imported: `drivetrain recipes` prints the options, and a command that only prints should start at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass
+from inspect import Parameter
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from ...checks import check_whole, is_flag, is_number, is_whole, make_plain
+from ...errors import PlanError, suggest
+from .frozen import FrozenDict
+
+F = TypeVar("F", bound=Callable[..., Any])
+Check = Callable[[str, Any], None]
+"""Raises PlanError for a value that cannot be used; called with the option's name and the value."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value that a recipe may hold: the test, and the name in messages."""
+
+    fits: Callable[[object], bool]
+    name: str
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+TEXT = Kind(lambda value: isinstance(value, str), "text")
+PATH = Kind(lambda value: isinstance(value, str | Path) and value != "", "text that is not empty")
+FLAG = Kind(is_flag, "true or false")
+MAPPING = Kind(_is_mapping, "a dict")
+NOTES = Kind(lambda value: _is_mapping(value) and _is_texts([*value.values()]), "a dict of texts")  # type: ignore[attr-defined]
+TEXTS = Kind(_is_texts, "a list of texts")
+LIST = Kind(lambda value: isinstance(value, list | tuple), "a list")
+INTEGER = Kind(is_whole, "an integer")
+NATURAL = Kind(lambda value: is_whole(value, 0), "an integer, 0 or more")
+POSITIVE = Kind(lambda value: is_whole(value, 1), "a positive integer")
+NUMBER = Kind(is_number, "a number")
+NULL = Kind(lambda value: value is None, "null")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field of a config declares about itself.
+
+    Attributes:
+        help: the meaning, in one phrase without a final period; documentation, recipes and errors print it.
+        kinds: what a recipe may hold for it.
+        key: in recipes; None: the field's name, "": it has none.
+        more: further sentences for the documentation.
+        check: of the value, where it does not depend on other options.
+        in_plan: whether the plan prints `name=value` where it is not the default; False where the plan has words for
+            it.
+        name: of the field.
+        default: of the field; `inspect.Parameter.empty`: it must be given.
+    """
+
+    help: str
+    kinds: tuple[Kind, ...] = ()
+    key: str | None = None
+    more: str = ""
+    check: Check | None = None
+    in_plan: bool = True
+    name: str = ""
+    default: Any = Parameter.empty
+
+    @property
+    def recipe_key(self) -> str:
+        """The key in recipes; "" if there is none."""
+        return self.name if self.key is None else self.key
+
+    @property
+    def recipe_help(self) -> str:
+        """The meaning in the words of YAML and JSON."""
+        text = self.help.replace("`", "")
+        return text.replace("None", "null").replace("True", "true").replace("False", "false")
+
+
+def option(help: str, *kinds: Kind, **more: Any) -> dict[str, Option]:
+    """Return the metadata of a config's field: `devices: int = field(default=1, metadata=option("…", POSITIVE))`.
+
+    See `Option` for the arguments.
+    """
+    return {"option": Option(help, kinds, **more)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Base of the configs: what one method of the builder was given, one field per option.
+
+    Attributes:
+        EXTRA: the field that holds the further options, those of the loader, the optimizer or the strategy.
+    """
+
+    EXTRA: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        object.__setattr__(self, self.EXTRA, FrozenDict(getattr(self, self.EXTRA)))
+        for one in options_of(type(self)).values():
+            if one.check is not None:
+                one.check(one.name, getattr(self, one.name))
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the config of a method's arguments, as `locals()` holds them at its beginning.
+
+        An option that the method's signature does not name arrives among the further options.
+        """
+        known = options_of(cls).keys() - {cls.EXTRA}
+        extra = arguments[cls.EXTRA]
+        given = {name: value for name, value in {**arguments, **extra}.items() if name in known}
+        given[cls.EXTRA] = {name: value for name, value in extra.items() if name not in known}
+        return cls(**given)
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options that do not have their defaults."""
+        return {
+            name: getattr(self, name)
+            for name, one in options_of(type(self)).items()
+            if name != self.EXTRA and getattr(self, name) != one.default
+        }
+
+    def for_plan(self) -> str:
+        """Return `, name=value` for each option that does not have its default and for which the plan has no words."""
+        options = options_of(type(self))
+        return "".join(f", {name}={value}" for name, value in self.changed().items() if options[name].in_plan)
+
+
+def options_of(config: type[Config]) -> dict[str, Option]:
+    """Return every option of a config by the name of its field."""
+    return {
+        field.name: dataclasses.replace(field.metadata["option"], name=field.name, default=_default(field))
+        for field in dataclasses.fields(config)
+    }
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return Parameter.empty if field.default is MISSING else field.default
+
+
+def documented(config: type[Config]) -> Callable[[F], F]:
+    """Return a decorator that completes the docstring and the signature of the method that makes a config.
+
+    The arguments are described by the options' own help. An option that the method does not name yet is added to the
+    signature that people and tools see; the method names them all for type checkers.
+    """
+
+    def complete(function: F) -> F:
+        options = options_of(config)
+        summary, raises, errors = inspect.cleandoc(function.__doc__ or "").partition("Raises:")
+        described = "\n".join(_described(one) for one in options.values())
+        function.__doc__ = f"{summary}Args:\n{described}\n\n{raises}{errors}".rstrip()
+        signature = inspect.signature(function)
+        *named, extra = signature.parameters.values()
+        names = {parameter.name for parameter in (*named, extra)}
+        new = [
+            Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default)
+            for one in options.values()
+            if one.name not in names
+        ]
+        vars(function)["__signature__"] = signature.replace(parameters=[*named, *new, extra])
+        return function
+
+    return complete
+
+
+def _described(one: Option) -> str:
+    text = f"{one.name}: {one.help}. {one.more}".strip()
+    return textwrap.fill(
+        text, 110, initial_indent="    ", subsequent_indent="        ", break_long_words=False
+    )
+
+
+def whole(low: int, *, none: str = "") -> Check:
+    """Return a check for an integer from `low` on; with `none`, the meaning of None, also for None."""
+
+    def check(name: str, value: Any) -> None:
+        if not (none and value is None):
+            check_whole(name, value, PlanError, low, also=f", or None for {none}" if none else "")
+
+    return check
+
+
+def known(what: str, names: Any) -> Check:
+    """Return a check for one of the names of `what`, such as `"loader"`."""
+
+    def check(_: str, value: Any) -> None:
+        if not isinstance(value, str) or value not in names:
+            raise PlanError(f"No {what} is named {value!r}.{suggest(str(value), names)}")
+
+    return check
