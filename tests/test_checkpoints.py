@@ -401,6 +401,16 @@ def test_a_run_from_another_folder_without_checkpoints_clears_those_of_an_earlie
     assert checkpoints_in(tmp_path / "from")  # it goes on in this folder
 
 
+def test_a_rank_that_is_left_over_disables_neither_lock_nor_curves(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with claimed(tmp_path), pytest.raises(DrivetrainError, match="Another run is training in"):
+        fit(toy.pipeline(plain_model), epochs=1, out=tmp_path)
+    fit(toy.pipeline(plain_model), epochs=1, out=tmp_path)
+    assert (tmp_path / "curves.png").exists()
+
+
 def test_two_runs_in_one_folder_are_refused(toy: Toy, tmp_path: Path) -> None:
     with claimed(tmp_path):
         with pytest.raises(DrivetrainError, match=r"Another run is training in .*out="):

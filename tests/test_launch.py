@@ -16,7 +16,30 @@ import pytest
 import torch
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import launch
+from drivetrain.strategies.launching.group import is_main_process, is_rank
 from strategy_jobs import Unloadable, fail_on_rank_1, surroundings, wait_for_ever
+
+
+def test_which_process_is_a_rank_and_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is left over from another program makes no rank."""
+    with monkeypatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name, raising=False)
+        assert (is_rank(), is_main_process()) == (False, True)
+        for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+            patch.setenv(name, value)
+            assert (is_rank(), is_main_process()) == (False, True)
+        patch.setenv("MASTER_PORT", "1")
+        assert (is_rank(), is_main_process()) == (True, False)
+        patch.setenv("RANK", "0")
+        assert (is_rank(), is_main_process()) == (True, True)
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_the_first_of_a_group_is_its_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "1")
+        assert (is_rank(), is_main_process()) == (True, True)
 
 
 def traces() -> dict[str, Any]:

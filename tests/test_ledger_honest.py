@@ -49,6 +49,7 @@ from drivetrain.pipeline.spec.config import DistributedConfig
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry.history import Epoch
 from drivetrain.pipeline.telemetry.provenance import provenance
+from drivetrain.strategies import Single
 from drivetrain.transforms import LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from torch import nn
@@ -128,6 +129,27 @@ def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyP
     assert rounds == [[PLAIN, in_turn("whole"), LOADER]] * 2
     assert [kind for _, kind in taken] == ["train", "train", "loader", "loader", "train", "train"]
     assert taken[3:] == taken[:3][::-1]
+
+
+class InGroup(Single):
+    """Trains on one device, in a process group."""
+
+    needs_group = True
+
+
+def test_a_strategy_that_needs_a_process_group_is_measured_on_a_rank(toy: Toy) -> None:
+    with ExitStack() as stack:
+        for strategy, on_ranks in ((InGroup("cpu"), True), (Single("cpu"), False)):
+            pipeline = toy.pipeline(loader="torch", workers=0).distribute(strategy)
+            taker = Taker([Variant(PLAIN, pipeline)], Loaders(stack))
+            assert taker.on_ranks == on_ranks
+            taker.close()
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_a_rank_measures_no_ledger(toy: Toy) -> None:
+    with pytest.raises(PlanError, match="Start it without torchrun, and outside a process group"):
+        toy.pipeline().ledger(seconds=1)
 
 
 def test_a_turn_ends_when_the_device_has_done_its_work(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

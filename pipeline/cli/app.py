@@ -171,8 +171,9 @@ def train(
     the file's folder. Under torchrun: torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8.
     """
     changes = _checked(recipe, overrides, data, val)
+    from ...strategies.launching.group import is_main_process
     from ..pipeline import CHECKPOINTS, Pipeline
-    from ..runs.fit import fit, leads
+    from ..runs.fit import fit
     from ..runs.result import TrainingInterrupted
 
     if ledger:
@@ -189,7 +190,7 @@ def train(
     except TrainingInterrupted as interrupt:
         interrupt.add_note(_what_is_left(interrupt, out))
         raise
-    if not leads():  # under torchrun every rank is here, and one of them tells
+    if not is_main_process():  # under torchrun every rank is here, and one of them tells
         return
     for report in result.reports:
         print(report)

@@ -17,6 +17,7 @@ import torch
 from ...errors import DrivetrainError, StrategyError
 from ...loaders.epochs import EpochLoader
 from ...strategies import launch
+from ...strategies.launching.group import needs_ranks
 from ...transforms import LayerFreezing
 from ..spec.cuda_settings import cuda_settings
 from ..spec.resolve import ResolvedPlan, resolve
@@ -105,7 +106,7 @@ class Taker:
     @property
     def on_ranks(self) -> bool:
         """Whether it starts processes for each round."""
-        return self._plan.distribution.devices > 1
+        return needs_ranks(self._plan.strategy, self._plan.distribution.devices)
 
     def drop(self, variants: Iterable[VariantId]) -> None:
         """Let these take no more turns."""

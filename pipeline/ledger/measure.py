@@ -26,7 +26,7 @@ import torch
 
 from ...checks import is_number
 from ...errors import DrivetrainError, LedgerError, PlanError
-from ...strategies.launching.group import under_torchrun
+from ...strategies.launching.group import is_rank, needs_ranks
 from ..runs.fit import with_files
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
@@ -90,14 +90,17 @@ def measure(
 
 
 def check_asked(seconds: float, within: float = WITHIN) -> None:
-    """Raises PlanError for what no ledger can be measured with, and under torchrun."""
+    """Raises PlanError for what no ledger can be measured with, and in a process that is a rank."""
     if not is_number(seconds, "(0, inf)"):
         said = f"{seconds:g}" if is_number(seconds) else repr(seconds)
         raise PlanError(f"seconds={said} (--seconds, --ledger-seconds) must be positive and finite.")
     if not is_number(within, "(0, 1)"):
         raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 asks for intervals of ± 2 %.")
-    if under_torchrun():
-        raise PlanError("The ledger starts its ranks itself, between other turns. Start it without torchrun.")
+    if is_rank():
+        raise PlanError(
+            "The ledger starts its ranks itself, between other turns. Start it without torchrun, and outside a process "
+            "group."
+        )
 
 
 def _measured(
@@ -350,18 +353,18 @@ class _Measurement:
         between = in_turn(self._plan)[1:-1]
         for variant in (*between, *alone_and_without(self._plan)):
             rounds = MIN_ROUNDS if variant in between else TIGHT_ROUNDS
-            ranks = variant.spec.distributed.devices > 1
+            try:
+                plan = resolve(variant.spec)
+            except DrivetrainError as error:
+                self._record.left_out[variant.id] = f"it cannot be measured: {error}"
+                continue
+            ranks = needs_ranks(plan.strategy, plan.distribution.devices)
             alike = [t for t in self._takers if t.on_ranks == ranks]
             turn = _mean([t.seconds / (1 if ranks else len(t.variants)) for t in alike])
             opening = _mean([t.opening for t in alike])
             spent = sum(taker.seconds for taker in self._takers) + turn
             if perf_counter() + opening + turn + rounds * spent > self._deadline:
                 self._record.left_out[variant.id] = NO_TIME
-                continue
-            try:
-                resolve(variant.spec)
-            except DrivetrainError as error:
-                self._record.left_out[variant.id] = f"it cannot be measured: {error}"
                 continue
             taker = self._open([variant], self._batches)
             if taker is not None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ... import strategies
 from ...errors import DrivetrainError, PlanError, StrategyError
-from ...strategies.launching.group import under_torchrun
+from ...strategies.launching.group import is_main_process, is_rank, needs_ranks, under_torchrun
 from ...transforms import NothingChanged
 from ..checkpoints.directory import Checkpoints
 from ..checkpoints.resume import global_randomness_kept
@@ -59,9 +56,9 @@ def fit(
     texts, note = descriptions(plan) if folder is not None else ({}, "")
     job = Job(
         epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell(),
-        plan=f"{Plan(plan.steps)!r}" if show_plan else "", each_rank=under_torchrun() or _in_group(),
+        plan=f"{Plan(plan.steps)!r}" if show_plan else "", each_rank=is_rank(),
     )  # fmt: skip
-    with claimed(folder) if folder is not None and leads() else nullcontext():
+    with claimed(folder) if folder is not None and is_main_process() else nullcontext():
         plan = with_files(plan, progress)
         for text in (note, "" if folder is None else replaced(folder, resume)):
             _tell(text, progress)
@@ -116,15 +113,8 @@ def _fit(plan: ResolvedPlan, job: Job) -> FitResult:
 
 
 def _tell(note: str, progress: bool) -> None:
-    if note and progress and leads():
+    if note and progress and is_main_process():
         echo(note)
-
-
-def leads() -> bool:
-    """Whether this process is the only one that fits, or the first of several."""
-    if _in_group():
-        return dist.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _run(plan: ResolvedPlan, job: Job) -> Outcome:
@@ -142,24 +132,12 @@ def _run(plan: ResolvedPlan, job: Job) -> Outcome:
 
 def _is_alone(plan: ResolvedPlan) -> bool:
     """Whether this process trains, and no other."""
-    return (
-        plan.distribution.devices == 1
-        and not getattr(plan.strategy, "needs_group", False)
-        and not _in_ranks()
-    )
+    return not needs_ranks(plan.strategy, plan.distribution.devices) and not under_torchrun()
 
 
 def _is_rank(plan: ResolvedPlan) -> bool:
     """Whether this process trains, alone or with others, and none is started for it."""
-    return _is_alone(plan) or _in_ranks() or _in_group()
-
-
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _in_ranks() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return _is_alone(plan) or is_rank()
 
 
 def with_files(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
@@ -197,7 +175,7 @@ def train_rank(plan: ResolvedPlan, job: Job) -> Outcome:
             cuda_settings(plan.distribution, plan.transforms),
             build(plan) as built,
         ):
-            if job.plan and leads():
+            if job.plan and is_main_process():
                 print(job.plan, flush=True)
             Run(plan, built, job, outcome).train()
     except KeyboardInterrupt:

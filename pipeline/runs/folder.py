@@ -14,6 +14,7 @@ import yaml
 
 from ...errors import DrivetrainError, RecipeError
 from ...files import atomic_file
+from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import Store
 from ..recipes.export import to_recipe
 from ..spec.plan import Plan
@@ -123,14 +124,14 @@ def read_history(folder: Path) -> History | None:
 
 
 def draw_curves(folder: Path) -> str:
-    """Draws `curves.png` of the history that is in the folder; of several ranks under torchrun, by the first.
+    """Draws `curves.png` of the history that is in the folder; of several ranks, by the first.
 
     It never raises: the training's result, or its error, is worth more than its picture.
 
     Returns:
         A note on why there is no picture, or "": there is one, or nothing to draw.
     """
-    if os.environ.get("RANK", "0") != "0" or not os.path.lexists(folder / HISTORY):
+    if not is_main_process() or not os.path.lexists(folder / HISTORY):
         return ""
     try:
         history = read_history(folder)

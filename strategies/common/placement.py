@@ -12,7 +12,7 @@ from ... import machine
 from ...errors import StrategyError
 from ..base import OptimizerFactory
 from ..devices import pick_device, rank_device, refuse_shared_gpu
-from ..launching.group import join_group, under_torchrun
+from ..launching.group import is_rank, join_group, under_torchrun
 from ..options import Options
 from .recompute import recompute_activations
 
@@ -66,7 +66,7 @@ def check_ranks(strategy: str, device: str | None, devices: int) -> None:
             f"strategy {strategy!r}: device={device!r} is not one for all ranks; use 'cpu' or 'cuda' "
             f"(the index is the rank's), or 'single' for one given device."
         )
-    if _is_rank():
+    if is_rank():
         # Those of one machine see the same GPUs, or each one of its own. The check of the largest number is the
         # same on all of them, so that none waits for another that has failed.
         alone = torch.cuda.device_count() == 1
@@ -74,16 +74,11 @@ def check_ranks(strategy: str, device: str | None, devices: int) -> None:
     else:
         found = pick_device(device, machine.local_ranks(devices) - 1)
     cores = machine.cores()
-    if found.type == "cpu" and devices > RANKS_PER_CORE * cores and not _is_rank():
+    if found.type == "cpu" and devices > RANKS_PER_CORE * cores and not is_rank():
         raise StrategyError(
             f"strategy {strategy!r}: devices={devices} would start {devices} processes on the {cores} CPU core(s) "
             f"here; use at most {RANKS_PER_CORE * cores}. Where ranks run on other machines, start them by torchrun."
         )
-
-
-def _is_rank() -> bool:
-    """Whether the ranks have been started already, by whoever decided on their number."""
-    return under_torchrun() or dist.is_initialized()
 
 
 def refuse_sync_batch_norm(strategy: str, model: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""This process's place among the ranks: torchrun's environment, and joining the process group."""
+"""This process's place among the ranks: whether it is one, the first, and joining the process group."""
 
 from __future__ import annotations
 
@@ -15,6 +15,31 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def under_torchrun() -> bool:
     """Whether torchrun (or something that sets the same variables) started this process."""
     return all(name in os.environ for name in _TORCHRUN)
+
+
+def in_group() -> bool:
+    """Whether a process group runs here."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank that something else has started: its group runs, or torchrun's variables are set.
+
+    Single variables, such as a RANK that a shell has left, do not make a rank.
+    """
+    return in_group() or under_torchrun()
+
+
+def is_main_process() -> bool:
+    """Whether this process is rank 0, or no rank at all."""
+    if in_group():
+        return dist.get_rank() == 0
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def needs_ranks(strategy: object, devices: int) -> bool:
+    """Whether a strategy trains in a process group: on several devices, or with `needs_group` on one, too."""
+    return devices > 1 or bool(getattr(strategy, "needs_group", False))
 
 
 def join_group(init_method: str = "env://", device: str | None = None) -> None:

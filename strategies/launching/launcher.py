@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,7 @@ import cloudpickle
 
 from ...errors import StrategyError
 from .. import plugins
-from .group import join_group, under_torchrun
+from .group import in_group, is_rank, join_group
 from .ranks import Rank, Ranks, Report
 
 Result = TypeVar("Result")
@@ -65,7 +64,7 @@ def launch(
     """
     if devices < 1:
         raise StrategyError(f"launch: devices={devices} must be 1 or more.")
-    if under_torchrun() or _in_group():
+    if is_rank():
         return [_call_here(function, args, devices, device)]
     job = _pickle_job(function, args)
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -79,23 +78,18 @@ def launch(
     return [_load_result(number, report) for number, report in enumerate(reports) if report]
 
 
-def _in_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
-
-
 def _call_here(
     function: Callable[..., Result], args: tuple[Any, ...], devices: int, device: str | None
 ) -> Result:
     import torch.distributed as dist
 
-    world_size = dist.get_world_size() if _in_group() else int(os.environ["WORLD_SIZE"])
+    world_size = dist.get_world_size() if in_group() else int(os.environ["WORLD_SIZE"])
     if world_size != devices:
         raise StrategyError(
             f"launch: devices={devices}, but this process is one of {world_size} ranks that are already "
             f"running; pass devices={world_size}, or start {devices} with torchrun."
         )
-    if _in_group():
+    if in_group():
         return function(*args)
     join_group(device=device)
     result = function(*args)
