@@ -71,7 +71,7 @@ NOT_HERE = "use fewer devices" if torch.cuda.is_available() else "sees none here
 @pytest.mark.parametrize(
     ("strategy", "devices", "words"),
     [
-        (Single("tpu9"), 1, "no device of torch"),
+        (Single("tpu9"), 1, "not a torch device"),
         (Single("meta"), 1, "not supported"),
         (Single("cuda:99"), 1, NOT_HERE),
         (DDP("cuda"), 99, NOT_HERE),

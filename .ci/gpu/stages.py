@@ -130,7 +130,7 @@ def _ledger(state: Path, photos: Path | None, rehearse: bool) -> Stage:  # noqa:
     tiny = ("batch_size=32", "model_options.width=2", *small) if rehearse else ()
     command = (
         sys.executable, "-m", "drivetrain", "ledger", "cifar10-quickstart", *tiny,
-        "--seconds", "20" if rehearse else "240", "--out", "{out}",
+        "--seconds", "90" if rehearse else "240", "--out", "{out}",
     )  # fmt: skip
     unit = Unit("cifar10-quickstart", command, _json("ledger.json"))
     return Stage("ledger", (unit,), lambda results: results["cifar10-quickstart"])
