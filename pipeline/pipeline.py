@@ -204,8 +204,8 @@ class Pipeline(PipelineSpec):
         the CSV log every 50 steps, the guard against losses that are not finite) is off, and has a row of its own.
 
         `seconds` includes everything but the fetching of a named data set and the trainings of `accuracy`: building,
-        warm-up, compiling, rounds and peak memory. Plain PyTorch and the full pipeline, one turn each, are the least
-        that is a ledger. What fits besides is decided by how long these take: turns of fewer batches, fewer rounds,
+        warm-up, compiling, rounds and peak memory. Plain PyTorch and the full pipeline, one trial each, are the least
+        that is a ledger. What fits besides is decided by how long these take: trials of fewer batches, fewer rounds,
         fewer variants. What is left out is in `facts["left_out"]`, with the reason. When the time is over, no further
         batch begins, and one that runs is interrupted; in another thread than the main one it is waited for. So a
         ledger takes longer by at most one batch, or the building of one model.

@@ -34,8 +34,8 @@ LOAD = "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch_si
         (
             ["matplotlib.figure"],
             "from drivetrain.pipeline.ledger.ledger import Ledger; "
-            "from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Turn; "
-            "Ledger([dict.fromkeys([PLAIN, LOADER, MODEL], Turn(1, 1.0, 0.0))])"
+            "from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial; "
+            "Ledger([dict.fromkeys([PLAIN, LOADER, MODEL], Trial(1, 1.0, 0.0))])"
             ".save('a.png')",
             "plot",
         ),

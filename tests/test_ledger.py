@@ -26,7 +26,7 @@ from drivetrain.pipeline.ledger.data import (
     SPLIT,
     Accuracies,
     Trained,
-    Turn,
+    Trial,
     VariantId,
     in_turn,
     only,
@@ -43,9 +43,9 @@ def made_up(*, model: float = 900, loader: float = 4000) -> Ledger:
     """Three rounds on a machine that gets slower; the FFCV loader is 2, 2.5 and 3 times as fast."""
     rounds = []
     for speed, faster in ((400, 2), (200, 2.5), (100, 3)):
-        turns = {PLAIN: speed, WHOLE: speed * faster, LOADER: loader, MODEL: model}
+        trials = {PLAIN: speed, WHOLE: speed * faster, LOADER: loader, MODEL: model}
         rounds.append(
-            {name: Turn(1200, 1200 / images, 0.25 * 1200 / images) for name, images in turns.items()}
+            {name: Trial(1200, 1200 / images, 0.25 * 1200 / images) for name, images in trials.items()}
         )
     return Ledger(rounds, {"recipe": "made <up>"})
 
@@ -54,7 +54,8 @@ def of_speeds(*rounds: dict[VariantId, float], facts: dict[str, Any] | None = No
     """A ledger from images/s, with ceilings that nothing reaches."""
     ceilings = {LOADER: 1e6, MODEL: 1e6}
     made = [
-        {name: Turn(1000, 1000 / speed, 0) for name, speed in (turns | ceilings).items()} for turns in rounds
+        {name: Trial(1000, 1000 / speed, 0) for name, speed in (trials | ceilings).items()}
+        for trials in rounds
     ]
     return Ledger(made, {"recipe": None} | (facts or {}), **fields)
 
@@ -79,10 +80,10 @@ def test_rows_hold_ratios_within_rounds_with_their_intervals() -> None:
 def test_a_gain_is_over_the_row_before() -> None:
     rounds = [
         {
-            **turns, in_turn("more"): Turn(1200, turns[WHOLE].seconds / 1.5, 0),
-            LOADER: turns[LOADER], MODEL: turns[MODEL],
+            **trials, in_turn("more"): Trial(1200, trials[WHOLE].seconds / 1.5, 0),
+            LOADER: trials[LOADER], MODEL: trials[MODEL],
         }
-        for turns in made_up().rounds
+        for trials in made_up().rounds
     ]  # fmt: skip
     rows = Ledger(rounds, {}).rows
     assert [row.id for row in rows] == [PLAIN, WHOLE, in_turn("more")]
@@ -93,17 +94,17 @@ def test_a_gain_is_over_the_row_before() -> None:
 @pytest.mark.parametrize(
     ("speeds", "start"),
     [
-        ({"model": 900, "loader": 4000}, "The model binds: "),
-        ({"model": 900, "loader": 600}, "The loader binds: "),
-        ({"model": 900, "loader": 950}, "Loader and model bind alike: "),
-        ({"model": 900, "loader": 850}, "Loader and model bind alike: "),
+        ({"model": 900, "loader": 4000}, "The model is the bottleneck: "),
+        ({"model": 900, "loader": 600}, "The loader is the bottleneck: "),
+        ({"model": 900, "loader": 950}, "Loader and model are both the bottleneck: "),
+        ({"model": 900, "loader": 850}, "Loader and model are both the bottleneck: "),
     ],
 )
 def test_the_bound_names_the_lower_ceiling(speeds: dict[str, float], start: str) -> None:
     bound = made_up(**speeds).bound
     assert bound.startswith(start)
     whole, low = made_up().speed(WHOLE).value, min(speeds.values())
-    assert f"the whole reaches {whole:,.0f} images/s, {whole / low:.0%} of" in bound
+    assert f"The full pipeline reaches {whole:,.0f} images/s, {whole / low:.0%} of" in bound
     assert f"{speeds['loader']:,.0f} images/s" in bound
     assert f"{speeds['model']:,.0f}" in bound
 
@@ -154,9 +155,9 @@ import sys
 sys.modules["matplotlib"] = None
 from drivetrain import MissingExtra
 from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Turn
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial
 try:
-    Ledger([{name: Turn(1, 1, 0) for name in (PLAIN, LOADER, MODEL)}], {}).save(sys.argv[1])
+    Ledger([{name: Trial(1, 1, 0) for name in (PLAIN, LOADER, MODEL)}], {}).save(sys.argv[1])
 except MissingExtra as error:
     print(error)
 """
@@ -179,7 +180,7 @@ def test_a_stage_has_its_gain_alone_in_turn_and_last() -> None:
     found = [(gain.alone.value, gain.in_turn.value, gain.last.value) for gain in (a, b, c)]  # type: ignore[union-attr]
     expected = [(2, 2, 330 / 250), (1.5, 1.1, 330 / 320), (1.6, 1.5, 1.5)]
     assert np.allclose(found, expected)
-    # Of two stages, the whole without one is the other alone.
+    # Of two stages, the full pipeline without one is the other alone.
     first, second = of_speeds({PLAIN: 100, in_turn("a"): 200, in_turn("b"): 300, only("b"): 120}).stages
     assert first.last is not None
     assert second.last is not None
@@ -240,7 +241,7 @@ def test_the_sentence_says_what_to_change_next() -> None:
         )
         tops = {LOADER: 1e4, MODEL: 70.0} | (ceilings or {})
         rounds = [
-            turns | {name: Turn(10, 10 / top, 0) for name, top in tops.items()} for turns in made.rounds
+            trials | {name: Trial(10, 10 / top, 0) for name, top in tops.items()} for trials in made.rounds
         ]
         return Ledger(rounds, made.facts).bound
 
@@ -251,14 +252,16 @@ def test_the_sentence_says_what_to_change_next() -> None:
     assert told({"compile": True}).endswith("Next, make the training step faster.")
     assert told({}, {LOADER: 61}).endswith("load faster: more workers, smaller images.")
     assert told({"loader": "torch"}, {LOADER: 61}).endswith("change the loader: loader='ffcv'.")
-    assert told({}, {COPY: 61}).startswith("The copy to the device binds: it moves 61 images/s; alone, ")
+    assert told({}, {COPY: 61}).startswith(
+        "The copy to the device is the bottleneck: it moves 61 images/s; the loader alone "
+    )
 
 
 def test_the_time_is_split() -> None:
     parts = {"forward": 3.0, "backward": 4.0, "step": 1.0}
-    turns = made_up().rounds[0] | {SPLIT: Turn(1200, 10.0, 1.5, parts=parts), EXTRAS: Turn(1200, 3.03, 0)}
-    ledger = Ledger([turns, turns], {"recipe": None})
-    assert ledger.split == pytest.approx(
+    trials = made_up().rounds[0] | {SPLIT: Trial(1200, 10.0, 1.5, parts=parts), EXTRAS: Trial(1200, 3.03, 0)}
+    ledger = Ledger([trials, trials], {"recipe": None})
+    assert ledger.time_breakdown == pytest.approx(
         {"waiting": 0.15, "forward": 0.3, "backward": 0.4, "step": 0.1, "other": 0.05}
     )
     assert "waiting 15%, forward 30%, backward 40%, step 10%, other 5%" in str(ledger)
@@ -271,24 +274,24 @@ def test_what_the_extras_cost() -> None:
     more = (1.01, 1.012, 1.014)
     plain = ledger.rounds
 
-    def with_extras(*turns: Turn) -> Ledger:
-        return Ledger([{**own, EXTRAS: turn} for own, turn in zip(plain, turns, strict=True)])
+    def with_extras(*trials: Trial) -> Ledger:
+        return Ledger([{**own, EXTRAS: trial} for own, trial in zip(plain, trials, strict=True)])
 
-    longer = [turns[WHOLE].seconds * factor for turns, factor in zip(plain, more, strict=True)]
-    ledger = with_extras(*(Turn(1200, seconds, 0) for seconds in longer))
+    longer = [trials[WHOLE].seconds * factor for trials, factor in zip(plain, more, strict=True)]
+    ledger = with_extras(*(Trial(1200, seconds, 0) for seconds in longer))
     assert ledger.extras is not None
     assert astuple(ledger.extras) == pytest.approx(astuple(ratio(more)))
     assert ledger.to_dict()["extras"]["value"] == pytest.approx(1.012, abs=1e-4)
     assert ledger.extras_share is None  # as in a ledger that was saved before they were timed
     assert "fit's extras (bar" not in str(ledger)
-    ledger = with_extras(*(Turn(1200, seconds, 0, parts={"extras": 0.0125 * seconds}) for seconds in longer))
+    ledger = with_extras(*(Trial(1200, seconds, 0, parts={"extras": 0.0125 * seconds}) for seconds in longer))
     assert ledger.extras_share == pytest.approx(0.0125)
     assert ledger.to_dict()["extras_share"] == pytest.approx(0.0125)
     assert "not finite) take at most 1.25% of the time.\n" in str(ledger)
-    whole = [turns[WHOLE].seconds for turns in plain]
-    ledger = with_extras(*(Turn(1200, seconds * 4, 0, parts={"extras": seconds}) for seconds in whole))
+    whole = [trials[WHOLE].seconds for trials in plain]
+    ledger = with_extras(*(Trial(1200, seconds * 4, 0, parts={"extras": seconds}) for seconds in whole))
     assert "not finite) take at most 25.00% of the time.\n" in str(ledger)
-    # Rows are as asked for, and the last of them is the whole; that of the extras is beside them.
+    # Rows are as asked for, and the last of them is the full pipeline; that of the extras is beside them.
     assert [row.id for row in ledger.rows] == [PLAIN, WHOLE]
     (row,) = (line for line in str(ledger).splitlines() if str(EXTRAS) in line)
     assert "0.62  (0.37 to 1.02)" in row
@@ -296,13 +299,15 @@ def test_what_the_extras_cost() -> None:
 
 
 def test_a_round_has_the_same_samples_throughout() -> None:
-    def turn(samples: str, images: int = 8) -> Turn:
-        return Turn(images, 1.0, 0.0, samples)
+    def trial(samples: str, images: int = 8) -> Trial:
+        return Trial(images, 1.0, 0.0, samples)
 
-    same_samples({PLAIN: turn("x"), WHOLE: turn("x"), LOADER: turn("x"), MODEL: turn(""), COPY: turn("")})
-    for odd in (turn("y"), turn("x", 16)):
+    same_samples(
+        {PLAIN: trial("x"), WHOLE: trial("x"), LOADER: trial("x"), MODEL: trial(""), COPY: trial("")}
+    )
+    for odd in (trial("y"), trial("x", 16)):
         with pytest.raises(DrivetrainError, match=r"'plain PyTorch' had 8 images .*'\+ FFCV loader'"):
-            same_samples({PLAIN: turn("x"), WHOLE: odd})
+            same_samples({PLAIN: trial("x"), WHOLE: odd})
 
 
 def test_students_t_is_that_of_the_tables() -> None:
@@ -343,7 +348,7 @@ def test_what_is_no_ledger_cannot_be_compared(content: str | None, tmp_path: Pat
     made_up().save(tmp_path / "good.json")
     if content is not None:
         (tmp_path / "bad.json").write_text(content)
-    with pytest.raises(DrivetrainError, match=r"bad\.json (is no ledger|could not be read: No such file)"):
+    with pytest.raises(DrivetrainError, match=r"bad\.json (is not a ledger|could not be read: No such file)"):
         compare(tmp_path / "good.json", tmp_path / "bad.json")
 
 

@@ -23,8 +23,8 @@ from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline import Ledger, LedgerInterrupted
 from drivetrain.pipeline.cli import app as cli
 from drivetrain.pipeline.ledger import budget as ledger_budget
-from drivetrain.pipeline.ledger import crew as ledger_crew
 from drivetrain.pipeline.ledger import measure as ledger_module
+from drivetrain.pipeline.ledger import runner as ledger_runner
 from drivetrain.pipeline.ledger.budget import Budget, OutOfTime, alarm, rounded_up, until
 from drivetrain.pipeline.ledger.data import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
@@ -53,11 +53,11 @@ class Slow(nn.Module):
 
 @pytest.fixture
 def longest(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds of each thing that cannot be stopped: a turn, or building and warming up a variant."""
+    """The seconds of each thing that cannot be stopped: a trial, or building and warming up a variant."""
     found: list[float] = []
 
     def timed(name: str) -> None:
-        work = getattr(ledger_crew, name)
+        work = getattr(ledger_runner, name)
 
         def run(*arguments: Any, **more: Any) -> Any:
             start = time.perf_counter()
@@ -66,10 +66,10 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             finally:
                 found.append(time.perf_counter() - start)
 
-        monkeypatch.setattr(ledger_crew, name, run)
+        monkeypatch.setattr(ledger_runner, name, run)
 
-    timed("take_turn")
-    timed("open_bench")
+    timed("run_trial")
+    timed("build_variant")
     return found
 
 
@@ -80,7 +80,7 @@ def staged(toy: Toy, seconds: float, **load: Any) -> Any:
 
 @pytest.mark.parametrize(("sleep", "seconds"), [(0.05, 6.0), (0.25, 12.0), (0.02, 16.0)])
 def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[float]) -> None:
-    """Also on a machine that is slow, because the turns are measured in this very run."""
+    """Also on a machine that is slow, because the trials are measured in this very run."""
     start = time.perf_counter()
     ledger = staged(toy, sleep).ledger(seconds=seconds, within=0.001, progress=False)
     used = time.perf_counter() - start
@@ -104,7 +104,7 @@ def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[
 def test_slow_batches_make_shorter_turns_and_fewer_variants(toy: Toy) -> None:
     """Of 0.3 s a batch, 15 variants of three rounds of four batches would take four minutes."""
     ledger = staged(toy, 0.3).ledger(seconds=16, progress=False)
-    assert ledger.facts["batches_per_turn"] < TRAIN // BATCH
+    assert ledger.facts["batches_per_trial"] < TRAIN // BATCH
     assert len(ledger.left_out) > 3
     assert ledger.ceilings[MODEL].value < BATCH / 0.3
 
@@ -140,7 +140,7 @@ def test_the_least_is_one_turn_each(toy: Toy) -> None:
     assert len(ledger.rounds) == 1
     flat = " ".join(str(ledger).split())
     assert "not resolved" in flat
-    assert "No round in which the variants take turns is complete" in flat
+    assert "No round that interleaves the variants is complete" in flat
 
 
 def test_a_batch_that_would_begin_too_late_does_not() -> None:
@@ -182,7 +182,7 @@ def test_what_never_ends_is_interrupted(when: str, toy: Toy, request: pytest.Fix
         request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     before, start = handlers(), time.monotonic()
-    with pytest.raises(LedgerError, match="plain PyTorch was still at its first turn"):
+    with pytest.raises(LedgerError, match="plain PyTorch was still at its first trial"):
         pipeline.ledger(seconds=2, progress=False)
     assert time.monotonic() - start < 15
     assert handlers() == before
@@ -245,7 +245,7 @@ def test_what_is_refused_on_the_command_line_leaves_no_folder(toy: Toy, tmp_path
 
 def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C comes when that round begins."""
-    work, came = ledger_crew.Taker.take, []
+    work, came = ledger_runner.VariantRunner.run, []
 
     def counted(self: Any, epoch: int, *arguments: Any) -> Any:
         if epoch == number and not came:
@@ -253,7 +253,7 @@ def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGINT)
         return work(self, epoch, *arguments)
 
-    monkeypatch.setattr(ledger_crew.Taker, "take", counted)
+    monkeypatch.setattr(ledger_runner.VariantRunner, "run", counted)
 
 
 def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
@@ -273,8 +273,8 @@ def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
     assert f"The ledger of 1 round is in {out / 'ledger.json'}." in " ".join(done.stderr.split())
     assert sorted(path.name for path in out.iterdir()) == ["ledger.json", "ledger.png"]
     found = Ledger.load(out / "ledger.json")
-    assert found.stopped == "it was interrupted"
-    assert "It ended because it was interrupted" in " ".join(done.stdout.split())
+    assert found.stopped == "Interrupted (Ctrl-C)"
+    assert "Interrupted (Ctrl-C) after" in " ".join(done.stdout.split())
 
 
 def interrupt_after(seconds: float) -> threading.Thread:
@@ -301,7 +301,7 @@ def test_ctrl_c_gives_the_ledger_so_far_and_keeps_no_model(toy: Toy, monkeypatch
     assert isinstance(interrupt, LedgerInterrupted)
     assert interrupt.ledger is not None
     assert len(interrupt.ledger.rounds) == 2  # the third was not complete
-    assert "It ended because it was interrupted" in str(interrupt.ledger)
+    assert "Interrupted (Ctrl-C) after" in str(interrupt.ledger)
     assert "after 2 round(s)" in str(interrupt)
     assert interrupt.ledger.facts["provenance"]["versions"]
     assert interrupt.__context__ is None
@@ -376,8 +376,8 @@ from drivetrain.transforms import LabelSmoothing
 from pipeline_data import Sleepy
 
 class Rounds(list):
-    def append(self, turns):
-        super().append(turns)
+    def append(self, trials):
+        super().append(trials)
         print("round", flush=True)
 
 make = ledger_record.Record.__init__

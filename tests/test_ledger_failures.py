@@ -15,9 +15,9 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, LedgerError, NonFiniteError, Pipeline, StrategyError
 from drivetrain.pipeline import Ledger, compare
-from drivetrain.pipeline.ledger.crew import described
 from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, in_turn, without
 from drivetrain.pipeline.ledger.picture import caption, picture
+from drivetrain.pipeline.ledger.runner import described
 from drivetrain.transforms import GradientClipping, LabelSmoothing, Report, Transform
 from pipeline_data import BATCH, Toy, plain_model
 from torch import nn
@@ -107,20 +107,20 @@ def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     table = str(ledger)
     assert "needs + Breaks" in table
     assert ledger.compound == ""
-    assert "bind" in ledger.bound
+    assert "bottleneck: " in ledger.bound
     assert "out of memory" in described(
         RuntimeError("[enforce fail] DefaultCPUAllocator: not enough: out of memory")
     )
 
 
 def test_a_variant_that_fails_in_a_later_round_leaves_all_of_them(toy: Toy, tmp_path: Path) -> None:
-    """After warm-up and its first turn, at most four batches each, and after a round or more."""
+    """After warm-up and its first trial, at most four batches each, and after a round or more."""
     ledger = pipeline_of(toy, Breaks(13), Mends(), LabelSmoothing(0.1)).ledger(
         seconds=95, within=0.95, progress=False
     )
     assert re.search(r"\(after [1-9] rounds?\)$", ledger.failed[in_turn("Breaks")])
     assert len(ledger.rounds) > 4
-    assert len({tuple(turns) for turns in ledger.rounds}) == 1
+    assert len({tuple(trials) for trials in ledger.rounds}) == 1
     assert in_turn("Breaks") not in ledger.rounds[0]
     assert_shown_everywhere(ledger, "+ Breaks", "CUDA out of memory", tmp_path)
 
@@ -149,14 +149,14 @@ def test_plain_pytorch_fails(toy: Toy) -> None:
     with pytest.raises(LedgerError, match=r"Plain PyTorch failed.*out of memory") as caught:
         failing(1).ledger(seconds=30, progress=False)
     assert caught.value.ledger is None
-    # Two warm-up batches, the one that shows how long it takes, a first turn of at most four, then rounds of four.
+    # Two warm-up batches, the one that shows how long it takes, a first trial of at most four, then rounds of four.
     with pytest.raises(LedgerError, match=r"Plain PyTorch failed.*out of memory") as caught:
         failing(18).transform(Mends()).ledger(seconds=60, within=0.01, progress=False)
     found = caught.value.ledger
     assert isinstance(found, Ledger)
     assert len(found.rounds) >= 1
     assert [row.ratio is None for row in found.rows] == [False, False]
-    assert found.caveats[0].startswith("It ended because plain PyTorch failed; ")
+    assert found.caveats[0].startswith("Stopped because plain PyTorch failed after ")
 
 
 def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:

@@ -1,4 +1,4 @@
-"""A ledger's file: what could not have been measured, or can no longer be shown, is no ledger."""
+"""A ledger's file: what could not have been measured, or can no longer be shown, is not a ledger."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.cli.app import app
 from drivetrain.pipeline.ledger.comparison import differences
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Turn, in_turn
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial, in_turn
 from typer.testing import CliRunner
 
 WHOLE = in_turn("FFCV loader")
@@ -22,35 +22,35 @@ WHOLE = in_turn("FFCV loader")
 def good(tmp_path: Path) -> dict[str, Any]:
     """The content of a ledger's file."""
     speeds = {PLAIN: 100.0, WHOLE: 200.0, LOADER: 900.0, MODEL: 300.0}
-    turns = {name: Turn(1000, 1000 / speed, 0.1) for name, speed in speeds.items()}
-    Ledger([turns, turns], {"recipe": None}).save(tmp_path / "good.json")
+    trials = {name: Trial(1000, 1000 / speed, 0.1) for name, speed in speeds.items()}
+    Ledger([trials, trials], {"recipe": None}).save(tmp_path / "good.json")
     found: dict[str, Any] = json.loads((tmp_path / "good.json").read_text())
     return found
 
 
-def turn(**wrong: Any) -> Callable[[dict[str, Any]], object]:
+def trial(**wrong: Any) -> Callable[[dict[str, Any]], object]:
     return lambda content: content["rounds"][1][str(WHOLE)].update(wrong)
 
 
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (turn(seconds=0), "has 1000 images in 0 seconds"),
-        (turn(seconds=-5.0), "has 1000 images in -5.0 seconds"),
-        (turn(seconds=float("nan")), "has 1000 images in nan seconds"),
-        (turn(seconds=float("inf")), "has 1000 images in inf seconds"),
-        (turn(images=0), "has 0 images in 5.0 seconds"),
-        (turn(waited=6.0), "waited 6.0 of 5.0 seconds"),
-        (turn(waited=True), "round 2 of '+ FFCV loader' has a figure that is no number"),
+        (trial(seconds=0), "has 1000 images in 0 seconds"),
+        (trial(seconds=-5.0), "has 1000 images in -5.0 seconds"),
+        (trial(seconds=float("nan")), "has 1000 images in nan seconds"),
+        (trial(seconds=float("inf")), "has 1000 images in inf seconds"),
+        (trial(images=0), "has 0 images in 5.0 seconds"),
+        (trial(waited=6.0), "waited 6.0 of 5.0 seconds"),
+        (trial(waited=True), "round 2 of '+ FFCV loader' has a figure that is no number"),
         (lambda content: content.update(level=2), "level=2 is not between 0 and 1"),
         (
             lambda content: content["rounds"][0].update(odd=content["rounds"][0][str(PLAIN)]),
             "'odd' is not in each",
         ),
-        (lambda content: content.update(left_out=["b"]), "'left_out' is no table"),
+        (lambda content: content.update(left_out=["b"]), "'left_out' is not a table"),
         (lambda content: content.update(costs={str(PLAIN): {}}), "KeyError: 'peak_bytes'"),
         (lambda content: content.update(accuracy={}), "KeyError: 'epochs'"),
-        (lambda content: content.update(provenance={"hardware": [1]}), "'hardware' is no table"),
+        (lambda content: content.update(provenance={"hardware": [1]}), "'hardware' is not a table"),
         (lambda content: content.update(provenance={"hardware": {}}), "KeyError: 'versions'"),
         (lambda content: content.update(failed={str(WHOLE): 5}), "'failed' has a reason that is not a text"),
         (lambda content: content.update(failed={"+ b": "no"}), "'+ b' is not among the variants"),
@@ -67,13 +67,13 @@ def test_what_nobody_measured_is_no_ledger(
 ) -> None:
     break_it(good)
     (tmp_path / "bad.json").write_text(json.dumps(good))
-    with pytest.raises(DrivetrainError, match=r"bad\.json is no ledger") as caught:
+    with pytest.raises(DrivetrainError, match=r"bad\.json is not a ledger") as caught:
         compare(tmp_path / "good.json", tmp_path / "bad.json")
     assert said in str(caught.value)
 
 
 def test_a_file_whose_names_were_sorted_is_refused(good: dict[str, Any], tmp_path: Path) -> None:
-    """The order says which variant is the whole, and which stage came first."""
+    """The order says which variant is the full pipeline, and which stage came first."""
     (tmp_path / "sorted.json").write_text(json.dumps(good, sort_keys=True))
     with pytest.raises(DrivetrainError, match="the order of the variants is lost"):
         Ledger.load(tmp_path / "sorted.json")

@@ -20,11 +20,10 @@ import pytest
 import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.pipeline.cli.app import app
-from drivetrain.pipeline.ledger import crew as ledger_crew
-from drivetrain.pipeline.ledger import turns as ledger_turns
+from drivetrain.pipeline.ledger import runner as ledger_runner
+from drivetrain.pipeline.ledger import trials as ledger_trials
 from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
 from drivetrain.pipeline.ledger.comparison import differences
-from drivetrain.pipeline.ledger.crew import Loaders, Taker, largest, open_bench
 from drivetrain.pipeline.ledger.data import (
     COPY,
     LOADER,
@@ -33,7 +32,7 @@ from drivetrain.pipeline.ledger.data import (
     SPLIT,
     Costs,
     Trained,
-    Turn,
+    Trial,
     VariantId,
     in_turn,
     only,
@@ -43,7 +42,8 @@ from drivetrain.pipeline.ledger.ledger import Ledger
 from drivetrain.pipeline.ledger.measure import _has_copies, _Measurement
 from drivetrain.pipeline.ledger.memory import resident_peak
 from drivetrain.pipeline.ledger.record import Record
-from drivetrain.pipeline.ledger.turns import mean_turn, take_turn
+from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_variant, largest
+from drivetrain.pipeline.ledger.trials import mean_trial, run_trial
 from drivetrain.pipeline.ledger.variants import Variant, possible, variants
 from drivetrain.pipeline.spec.config import DistributedConfig
 from drivetrain.pipeline.spec.resolve import resolve
@@ -55,7 +55,7 @@ from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from torch import nn
 from typer.testing import CliRunner
 
-SLOW = 2.0  # seconds: far more than a turn of the tiny model takes
+SLOW = 2.0  # seconds: far more than a trial of the tiny model takes
 
 
 class SlowAtFirst(nn.Module):
@@ -77,7 +77,8 @@ def of_speeds(*rounds: dict[VariantId, float], **fields: Any) -> Ledger:
     """A ledger from images/s, with ceilings that nothing reaches."""
     ceilings = {LOADER: 1e6, MODEL: 1e6}
     made = [
-        {name: Turn(1000, 1000 / speed, 0) for name, speed in (turns | ceilings).items()} for turns in rounds
+        {name: Trial(1000, 1000 / speed, 0) for name, speed in (trials | ceilings).items()}
+        for trials in rounds
     ]
     return Ledger(made, {"recipe": None}, **fields)
 
@@ -87,7 +88,7 @@ def test_warm_up_is_left_out(toy: Toy) -> None:
     pipeline = toy.pipeline(SlowAtFirst(1, 3), loader="torch", workers=0)
     ledger = pipeline.ledger(seconds=12 * SLOW, within=0.99, progress=False)
     assert not ledger.notes  # there are rounds
-    assert max(turn.seconds for turns in ledger.rounds for turn in turns.values()) < SLOW
+    assert max(trial.seconds for trials in ledger.rounds for trial in trials.values()) < SLOW
 
 
 def test_compiling_is_told_and_not_counted(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +96,7 @@ def test_compiling_is_told_and_not_counted(toy: Toy, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
     pipeline = toy.pipeline(SlowAtFirst(1), loader="torch", workers=0)
     with ExitStack() as stack:
-        _, costs = open_bench(resolve(pipeline.distribute("single", compile=True)), Loaders(stack), stack)
+        _, costs = build_variant(resolve(pipeline.distribute("single", compile=True)), Loaders(stack), stack)
     assert costs.compile_seconds is not None
     assert costs.compile_seconds > SLOW / 2
     held = dict.fromkeys(("parameters", "gradients", "optimizer"), 2**20)
@@ -111,21 +112,21 @@ def test_compiling_is_told_and_not_counted(toy: Toy, monkeypatch: pytest.MonkeyP
 
 def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no variant always follows the same neighbour; the rows stay in order."""
-    work, taken = ledger_crew.take_turn, []
+    work, taken = ledger_runner.run_trial, []
 
-    def noted(bench: Any, kind: Any, *more: Any) -> Any:
-        taken.append((id(bench), kind))
-        return work(bench, kind, *more)
+    def noted(variant: Any, kind: Any, *more: Any) -> Any:
+        taken.append((id(variant), kind))
+        return work(variant, kind, *more)
 
     pipeline = toy.pipeline(loader="torch", workers=0)
     with ExitStack() as stack:
         loaders = Loaders(stack)
         whole = [Variant(in_turn("whole"), pipeline), Variant(LOADER, pipeline)]
-        takers = [Taker(group, loaders) for group in ([Variant(PLAIN, pipeline)], whole)]
+        runners = [VariantRunner(group, loaders) for group in ([Variant(PLAIN, pipeline)], whole)]
         record = Record([PLAIN, in_turn("whole"), LOADER])
         measurement = _Measurement(resolve(pipeline), record, time.perf_counter(), 99, 0.1, progress=False)
-        monkeypatch.setattr(ledger_crew, "take_turn", noted)
-        rounds = [list(measurement.round(takers, number, batches=1)) for number in (1, 2)]
+        monkeypatch.setattr(ledger_runner, "run_trial", noted)
+        rounds = [list(measurement.round(runners, number, batches=1)) for number in (1, 2)]
     assert rounds == [[PLAIN, in_turn("whole"), LOADER]] * 2
     assert [kind for _, kind in taken] == ["train", "train", "loader", "loader", "train", "train"]
     assert taken[3:] == taken[:3][::-1]
@@ -141,9 +142,9 @@ def test_a_strategy_that_needs_a_process_group_is_measured_on_a_rank(toy: Toy) -
     with ExitStack() as stack:
         for strategy, on_ranks in ((InGroup("cpu"), True), (Single("cpu"), False)):
             pipeline = toy.pipeline(loader="torch", workers=0).distribute(strategy)
-            taker = Taker([Variant(PLAIN, pipeline)], Loaders(stack))
-            assert taker.on_ranks == on_ranks
-            taker.close()
+            runner = VariantRunner([Variant(PLAIN, pipeline)], Loaders(stack))
+            assert runner.on_ranks == on_ranks
+            runner.close()
 
 
 @pytest.mark.usefixtures("one_process_group")
@@ -153,17 +154,17 @@ def test_a_rank_measures_no_ledger(toy: Toy) -> None:
 
 
 def test_a_turn_ends_when_the_device_has_done_its_work(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a device that has still work to do: before the turn, at its end, within its parts."""
+    """With a device that has still work to do: before the trial, at its end, within its parts."""
     pending: list[float] = []
-    monkeypatch.setattr(ledger_turns, "_wait_for", lambda _: time.sleep(pending.pop(0) if pending else 0))
+    monkeypatch.setattr(ledger_trials, "_wait_for", lambda _: time.sleep(pending.pop(0) if pending else 0))
     with ExitStack() as stack:
-        bench, _ = open_bench(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
         pending[:] = [1.0]
-        assert take_turn(bench, "train", epoch=1, batches=1)[0].seconds < 1.0
+        assert run_trial(variant, "train", epoch=1, batches=1)[0].seconds < 1.0
         pending[:] = [0, 0.5]
-        assert take_turn(bench, "train", epoch=1, batches=1)[0].seconds >= 0.5
-        pending[:] = [0, 0, 0.1, 0, 0.2, 0, 0.3]  # before the turn; before and after each part
-        parts = take_turn(bench, "split", epoch=1, batches=1)[0].parts
+        assert run_trial(variant, "train", epoch=1, batches=1)[0].seconds >= 0.5
+        pending[:] = [0, 0, 0.1, 0, 0.2, 0, 0.3]  # before the trial; before and after each part
+        parts = run_trial(variant, "split", epoch=1, batches=1)[0].parts
     assert parts is not None
     assert (parts["forward"] >= 0.1, parts["backward"] >= 0.2, parts["step"] >= 0.3) == (True,) * 3
 
@@ -172,7 +173,7 @@ def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     for device in ("cpu", "cuda:1"):
-        ledger_turns._wait_for(cast(Any, SimpleNamespace(device=torch.device(device))))
+        ledger_trials._wait_for(cast(Any, SimpleNamespace(device=torch.device(device))))
     assert waited == [torch.device("cuda:1")]
 
 
@@ -224,9 +225,9 @@ def test_a_gpu_has_the_ceiling_of_its_copies(toy: Toy) -> None:
 def test_the_sentence_says_how_long_is_waited_and_what_a_slow_step_is() -> None:
     parts = {"forward": 2.0, "backward": 2.0, "step": 5.0}
     speeds = {PLAIN: 100.0, in_turn("a"): 200.0, LOADER: 1000.0, MODEL: 210.0}
-    turns = {name: Turn(1000, 1000 / speed, 250 / speed) for name, speed in speeds.items()}
-    turns[SPLIT] = Turn(1000, 10.0, 1.0, parts=parts)
-    bound = Ledger([turns, turns], {"recipe": None}).bound
+    trials = {name: Trial(1000, 1000 / speed, 250 / speed) for name, speed in speeds.items()}
+    trials[SPLIT] = Trial(1000, 10.0, 1.0, parts=parts)
+    bound = Ledger([trials, trials], {"recipe": None}).bound
     assert "and waits for data 25% of the time" in bound
     assert bound.endswith("Next, make the training step faster: the optimizer's step takes 50% of the time.")
     slow = {
@@ -238,23 +239,24 @@ def test_the_sentence_says_how_long_is_waited_and_what_a_slow_step_is() -> None:
         without("b"): 75.0,
     }
     costly = Ledger(
-        [{name: Turn(10, 10 / speed, 0) for name, speed in (slow | {LOADER: 1e3, MODEL: 51}).items()}] * 3, {}
+        [{name: Trial(10, 10 / speed, 0) for name, speed in (slow | {LOADER: 1e3, MODEL: 51}).items()}] * 3,
+        {},
     )
     assert costly.bound.endswith("make the training step faster: without b it is 1.50 × as fast.")
 
 
 def test_the_slowest_rank_counts_and_the_largest_cost() -> None:
     labels = [np.array([1, 2])]
-    ranks = [(Turn(64, seconds, 0.1 * seconds), labels) for seconds in (1.0, 3.0, 2.0)]
-    assert (merged := ledger_crew._merged(ranks)).seconds == 3.0
+    ranks = [(Trial(64, seconds, 0.1 * seconds), labels) for seconds in (1.0, 3.0, 2.0)]
+    assert (merged := ledger_runner._merged(ranks)).seconds == 3.0
     assert (merged.images, merged.waited) == (64, pytest.approx(0.3))
     costs = [Costs({"parameters": held}, peak) for held, peak in ((1, 9), (5, 2))]
     assert largest(costs) == Costs({"parameters": 5}, 9)
 
 
 def test_turns_of_a_schedule_are_weighed_by_their_shares() -> None:
-    one, two = (Turn(8, 4.0 * by, 2.0 * by, "x", {"forward": 1.0 * by}) for by in (1, 3))
-    assert mean_turn([one, two], [0.25, 0.75]) == Turn(8, 10.0, 5.0, "x", {"forward": 2.5})
+    one, two = (Trial(8, 4.0 * by, 2.0 * by, "x", {"forward": 1.0 * by}) for by in (1, 3))
+    assert mean_trial([one, two], [0.25, 0.75]) == Trial(8, 10.0, 5.0, "x", {"forward": 2.5})
 
 
 def test_peak_memory_is_what_was_there_at_most() -> None:
@@ -312,7 +314,7 @@ def test_provenance_says_which_machine_revision_and_command(monkeypatch: pytest.
         "Different env"
     )
     assert found["command"] == shlex.join(["drivetrain", "ledger", "a b"])
-    checkout = (Path(ledger_turns.__file__).parents[2] / ".git").exists()
+    checkout = (Path(ledger_trials.__file__).parents[2] / ".git").exists()
     assert bool(found["git_revision"]) is checkout
     assert found["hardware"]["torch_threads"] == torch.get_num_threads()
     assert found["versions"]["torch"] == torch.__version__.partition("+")[0]
@@ -348,7 +350,7 @@ def test_the_command_measures_what_it_is_asked_for(toy: Toy, tmp_path: Path) -> 
     assert found["seconds_asked"] == 30
     assert found["stopped"]
     assert (found["accuracy"]["epochs"], list(found["accuracy"]["rows"])) == (1, [str(PLAIN)])
-    assert found["rounds"][0][str(PLAIN)]["images"] == BATCH * found["batches_per_turn"] <= TRAIN
+    assert found["rounds"][0][str(PLAIN)]["images"] == BATCH * found["batches_per_trial"] <= TRAIN
     assert Ledger.load(out / "ledger.json").bound in " ".join(done.output.split())
     assert (out / "ledger.png").exists()
     late = CliRunner().invoke(app, ["ledger", str(file), *more[:4], "--seconds", "inf"])

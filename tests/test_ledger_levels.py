@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drivetrain.pipeline import Ledger
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Turn, VariantId, in_turn, only
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial, VariantId, in_turn, only
 from drivetrain.pipeline.ledger.picture import caption
 from drivetrain.pipeline.ledger.statistics import Levels, Ratio, ratio, speed_text
 
@@ -19,7 +19,7 @@ NAMES = (PLAIN, A, B, C, only("b"), LOADER)
 
 
 def rounds_of(random: np.random.Generator, rounds: int, noise: float) -> list[dict[VariantId, float]]:
-    """Rounds on a machine whose speed drifts a lot, with now and then a turn that takes several times as long."""
+    """Rounds on a machine whose speed drifts a lot, with now and then a trial that takes several times as long."""
     true = np.exp(random.normal(5, 0.02, len(NAMES)))  # variants that hardly differ: signs are easily wrong
     drift = np.exp(np.cumsum(random.normal(0, 0.5, rounds)))
     speeds = true * drift[:, None] * np.exp(random.normal(0, noise, (rounds, len(NAMES))))
@@ -29,7 +29,7 @@ def rounds_of(random: np.random.Generator, rounds: int, noise: float) -> list[di
 
 def as_ledger(rounds: list[dict[VariantId, float]], stopped: str = "") -> Ledger:
     return Ledger(
-        [{name: Turn(1000, 1000 / speed, 0.0) for name, speed in speeds.items()} for speeds in rounds],
+        [{name: Trial(1000, 1000 / speed, 0.0) for name, speed in speeds.items()} for speeds in rounds],
         {"recipe": None},
         stopped=stopped,
     )
@@ -97,9 +97,9 @@ def test_what_an_interval_leaves_open_is_not_printed_as_a_number(tmp_path: Path)
             {PLAIN: 100, A: 2000, B: 150, only("b"): 110, LOADER: 900, MODEL: 400},
             {PLAIN: 100, A: 400, B: 160, only("b"): 112, LOADER: 900, MODEL: 400},
         ],
-        stopped="the time of 2 s was spent",
+        stopped="Stopped at the 2 s budget",
     )
-    single = as_ledger([{PLAIN: 100, A: 862, LOADER: 900, MODEL: 400}], stopped="it was interrupted")
+    single = as_ledger([{PLAIN: 100, A: 862, LOADER: 900, MODEL: 400}], stopped="Interrupted (Ctrl-C)")
     for ledger, value in ((wide, "8.94"), (single, "8.62")):
         ledger.save(tmp_path / "ledger.json")
         for text in (str(ledger), ledger._repr_html_(), " ".join(caption(ledger).split())):

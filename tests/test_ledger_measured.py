@@ -17,7 +17,6 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
 from drivetrain.loaders import TorchLoader
-from drivetrain.pipeline.ledger.crew import Loaders, Taker, groups, open_bench
 from drivetrain.pipeline.ledger.data import (
     EXTRAS,
     LOADER,
@@ -32,8 +31,9 @@ from drivetrain.pipeline.ledger.data import (
 from drivetrain.pipeline.ledger.ledger import Ledger
 from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
 from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_variant, groups
 from drivetrain.pipeline.ledger.schedule import phases
-from drivetrain.pipeline.ledger.turns import take_turn
+from drivetrain.pipeline.ledger.trials import run_trial
 from drivetrain.pipeline.ledger.variants import Variant, alone_and_without, stages, variants
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry import progress
@@ -112,25 +112,25 @@ def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
     ledger = pipeline.ledger(seconds=95, within=0.9, progress=False)
     assert surroundings() == at_first
     rows = ["FFCV loader", "ChannelsLast", "LabelSmoothing", "bf16", "accumulate 2, clip_norm 1"]
-    turns = [PLAIN, *map(in_turn, rows), *OF_THE_WHOLE]
-    assert [row.id for row in ledger.rows] == turns[:6]
+    trials = [PLAIN, *map(in_turn, rows), *OF_THE_WHOLE]
+    assert [row.id for row in ledger.rows] == trials[:6]
     further = [*map(only, rows[1:]), *map(without, rows[:-1])]
-    assert [list(found) for found in ledger.rounds] == [turns + further] * len(ledger.rounds)
+    assert [list(found) for found in ledger.rounds] == [trials + further] * len(ledger.rounds)
     assert len(ledger.rounds) >= TIGHT_ROUNDS
-    # The data set has 4 batches and no turn can have more; no sample was lost, none counted twice.
-    assert {turn.images for found in ledger.rounds for turn in found.values()} == {TRAIN}
-    assert ledger.facts["batches_per_turn"] == TRAIN // BATCH
+    # The data set has 4 batches and no trial can have more; no sample was lost, none counted twice.
+    assert {trial.images for found in ledger.rounds for trial in found.values()} == {TRAIN}
+    assert ledger.facts["batches_per_trial"] == TRAIN // BATCH
     assert ledger.rows[0].ratio.value == 1.0
-    assert ledger.stopped == "every interval is within ± 90.0%"
+    assert ledger.stopped == "Stopped because every interval is within ± 90.0%"
     assert not ledger.left_out
     assert list(ledger.missing_costs) == ["peak memory"]
     assert ledger.waiting is not None
-    assert ledger.bound.startswith("The model binds: ")
+    assert ledger.bound.startswith("The model is the bottleneck: ")
     assert ledger.ceilings[MODEL].value < BATCH / 0.04  # two microbatches, each sleeps 0.02 s
     assert 0 <= ledger.waiting < 1
     # The forward is what sleeps; the shares are of one whole.
-    assert ledger.split["forward"] == max(ledger.split.values()) > 0.5
-    assert sum(ledger.split.values()) == pytest.approx(1.0)
+    assert ledger.time_breakdown["forward"] == max(ledger.time_breakdown.values()) > 0.5
+    assert sum(ledger.time_breakdown.values()) == pytest.approx(1.0)
 
     ledger.save(tmp_path / "ledger.json")
     ledger.save(tmp_path / "ledger.png")
@@ -153,11 +153,11 @@ def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(TorchLoader, "_batch", slowly)
     pipeline = toy.pipeline(plain_model, loader="torch", workers=0).transform(LabelSmoothing(0.1))
     ledger = pipeline.ledger(seconds=90, within=0.9, progress=False)
-    assert ledger.bound.startswith("The loader binds: ")
+    assert ledger.bound.startswith("The loader is the bottleneck: ")
     assert ledger.bound.endswith("Next, change the loader: loader='ffcv'.")
     assert ledger.ceilings[LOADER].value < BATCH / 0.06
     assert ledger.waiting > 0.5
-    assert ledger.split["waiting"] == max(ledger.split.values())
+    assert ledger.time_breakdown["waiting"] == max(ledger.time_breakdown.values())
 
 
 @pytest.fixture(scope="module")
@@ -179,16 +179,16 @@ def test_every_stage_alone_and_without(full: Ledger) -> None:
 
 
 def test_it_ends_when_the_intervals_are_narrow(full: Ledger) -> None:
-    assert full.stopped == "every interval is within ± 99.0%"
+    assert full.stopped == "Stopped because every interval is within ± 99.0%"
     assert len(full.rounds) >= TIGHT_ROUNDS
     assert full.spread <= 0.99
 
 
 def test_all_turns_of_a_round_have_the_same_samples(full: Ledger) -> None:
-    for turns in full.rounds:
-        found = {turn.samples for name, turn in turns.items() if name != MODEL}
+    for trials in full.rounds:
+        found = {trial.samples for name, trial in trials.items() if name != MODEL}
         assert len(found) == 1
-    assert len({turns[PLAIN].samples for turns in full.rounds}) == len(
+    assert len({trials[PLAIN].samples for trials in full.rounds}) == len(
         full.rounds
     )  # each an epoch of its own
 
@@ -278,15 +278,15 @@ def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
     one, two, three = map(only, ("one", "two", "three"))
     with ExitStack() as stack:
         loaders = Loaders(stack)
-        takers = [
-            Taker([Variant(name, pipeline.replace(seed=seed))], loaders)
+        runners = [
+            VariantRunner([Variant(name, pipeline.replace(seed=seed))], loaders)
             for name, seed in ((one, 0), (two, 0), (three, 1))
         ]
         record = Record([one, two, three])
         measurement = _Measurement(resolve(pipeline), record, time.perf_counter(), 99, 0.1, progress=False)
-        assert list(measurement.round(takers[:2], 1, batches=2)) == [one, two]
+        assert list(measurement.round(runners[:2], 1, batches=2)) == [one, two]
         with pytest.raises(DrivetrainError, match=r"'only one' had 64 images .*'only three' 64 "):
-            measurement.round(takers, 1, batches=2)
+            measurement.round(runners, 1, batches=2)
 
 
 def test_a_turn_costs_what_a_step_costs_on_average_over_the_schedule() -> None:
@@ -335,14 +335,14 @@ class Watching(nn.Module):
 def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
     pipeline = toy.pipeline(Watching).transform(ProgressiveResizing(), LayerFreezing())
     with ExitStack() as stack:
-        bench, _ = open_bench(resolve(pipeline), Loaders(stack), stack)
+        variant, _ = build_variant(resolve(pipeline), Loaders(stack), stack)
         Watching.seen.clear()
-        turn, labels = take_turn(bench, "train", epoch=1, batches=2)
+        trial, labels = run_trial(variant, "train", epoch=1, batches=2)
         assert {side for side, _ in Watching.seen} == {8, 12, SIDE}
         assert {learning for _, learning in Watching.seen} == {4, 2}  # of two layers, one freezes
-        assert all(parameter.requires_grad for parameter in bench.built.engine.plain_model.parameters())
-        assert turn.images == 2 * BATCH == sum(map(len, labels))  # each sample once, whatever the phases
-        assert len(Watching.seen) == 2 * len(bench.phases)
+        assert all(parameter.requires_grad for parameter in variant.built.engine.plain_model.parameters())
+        assert trial.images == 2 * BATCH == sum(map(len, labels))  # each sample once, whatever the phases
+        assert len(Watching.seen) == 2 * len(variant.phases)
 
 
 SLEEP = 0.2
@@ -361,15 +361,15 @@ def test_an_extra_that_takes_long_is_seen_in_the_row(toy: Toy, monkeypatch: pyte
     ledger = toy.pipeline(plain_model, loader="torch", workers=0).ledger(
         seconds=90, within=0.9, progress=False
     )
-    # A turn is shorter than the log's interval, and logs once, at its end; before the rounds are the first turns.
+    # A trial is shorter than the log's interval, and logs once, at its end; before the rounds are the first trials.
     count = len(ledger.rounds)
-    assert steps[-count:] == [ledger.facts["batches_per_turn"]] * count
+    assert steps[-count:] == [ledger.facts["batches_per_trial"]] * count
     assert len(steps) == count + 1
-    assert all(turns[EXTRAS].seconds > SLEEP for turns in ledger.rounds)
+    assert all(trials[EXTRAS].seconds > SLEEP for trials in ledger.rounds)
     assert ledger.extras is not None
     assert ledger.extras.value > 2
     assert ledger.extras_share is not None
-    slept = SLEEP * len(ledger.rounds) / sum(turns[EXTRAS].seconds for turns in ledger.rounds)
+    slept = SLEEP * len(ledger.rounds) / sum(trials[EXTRAS].seconds for trials in ledger.rounds)
     assert slept < ledger.extras_share < 1
     assert str(EXTRAS) in str(ledger)
 
@@ -386,13 +386,13 @@ def test_bar_and_guard_are_extras(extra: tuple[Any, str], toy: Toy, monkeypatch:
 
     monkeypatch.setattr(kind, name, counted)
     with ExitStack() as stack:
-        bench, _ = open_bench(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
-        take_turn(bench, "train", epoch=1, batches=3)
+        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+        run_trial(variant, "train", epoch=1, batches=3)
         assert not calls
-        turn, _ = take_turn(bench, "extras", epoch=1, batches=3)
+        trial, _ = run_trial(variant, "extras", epoch=1, batches=3)
         assert len(calls) == 3
-        assert turn.parts is not None
-        assert 3 * SLEEP / 10 < turn.parts["extras"] < turn.seconds
+        assert trial.parts is not None
+        assert 3 * SLEEP / 10 < trial.parts["extras"] < trial.seconds
 
 
 class Diverged(Sleepy):
@@ -406,9 +406,9 @@ def test_losses_that_are_not_finite_do_not_stop_a_ledger(toy: Toy) -> None:
     """It has the peak learning rate at once, where a training would warm up."""
     pipeline = toy.pipeline(Diverged(0.0), loader="torch", workers=0).distribute("single", clip_norm=1.0)
     with ExitStack() as stack:
-        bench, _ = open_bench(resolve(pipeline), Loaders(stack), stack)
-        turn, _ = take_turn(bench, "extras", epoch=1, batches=3)
-        assert turn.images == 3 * BATCH
+        variant, _ = build_variant(resolve(pipeline), Loaders(stack), stack)
+        trial, _ = run_trial(variant, "extras", epoch=1, batches=3)
+        assert trial.images == 3 * BATCH
         with pytest.raises(NonFiniteError):
             pipeline.fit(epochs=1, progress=False)
 
@@ -420,18 +420,18 @@ def test_the_bar_that_is_timed_is_shown_to_nobody(
     shown: list[Any] = []
     monkeypatch.setattr(progress, "tqdm", lambda **bar: shown.append(bar))
     with ExitStack() as stack:
-        bench, _ = open_bench(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
-        assert take_turn(bench, "extras", epoch=1, batches=3)[0].images == 3 * BATCH
+        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+        assert run_trial(variant, "extras", epoch=1, batches=3)[0].images == 3 * BATCH
     assert shown == []
     assert capsys.readouterr().err == ""
 
 
 def test_copies_to_the_device_are_counted(toy: Toy) -> None:
     with ExitStack() as stack:
-        bench, _ = open_bench(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
-        turn, _ = take_turn(bench, "copy", epoch=1, batches=3)
-        assert turn.images == 3 * BATCH
-        assert 0 < turn.seconds < math.inf
+        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+        trial, _ = run_trial(variant, "copy", epoch=1, batches=3)
+        assert trial.images == 3 * BATCH
+        assert 0 < trial.seconds < math.inf
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
@@ -466,7 +466,7 @@ def test_measured_on_two_ranks(toy: Toy) -> None:
         seconds=90, within=0.9, progress=False
     )  # fmt: skip
     assert [row.id for row in ledger.rows] == [PLAIN, in_turn("ddp × 2")]
-    assert {turn.images for turns in ledger.rounds for turn in turns.values()} == {TRAIN}
+    assert {trial.images for trials in ledger.rounds for trial in trials.values()} == {TRAIN}
     assert ledger.costs[in_turn("ddp × 2")].held_bytes["parameters"] == 4 * PARAMETERS
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from drivetrain.pipeline import Ledger
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, SPLIT, Turn, in_turn, only, without
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, SPLIT, Trial, in_turn, only, without
 from drivetrain.pipeline.ledger.picture import picture
 
 SPEEDS = {
@@ -18,15 +18,15 @@ SPEEDS = {
 
 def made_up() -> Ledger:
     """Three stages, of which c was not measured alone."""
-    turns = {name: Turn(1000, 1000 / speed, 0) for name, speed in SPEEDS.items()}
-    turns[SPLIT] = Turn(1000, 10.0, 1.0, parts={"forward": 3.0, "backward": 4.0, "step": 1.5})
+    trials = {name: Trial(1000, 1000 / speed, 0) for name, speed in SPEEDS.items()}
+    trials[SPLIT] = Trial(1000, 10.0, 1.0, parts={"forward": 3.0, "backward": 4.0, "step": 1.5})
     hardware = {"gpus": [], "processor": "a processor", "cores": 2}
     machine = {
         "hardware": hardware,
         "versions": {"torch": "2", "drivetrain": "1"},
         "date": "2026-01-01T00:00",
     }
-    return Ledger([turns, turns], {"recipe": "mine", "provenance": machine | {"command": "the command"}})
+    return Ledger([trials, trials], {"recipe": "mine", "provenance": machine | {"command": "the command"}})
 
 
 def texts(axes: Any) -> list[str]:

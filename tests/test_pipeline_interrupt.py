@@ -69,7 +69,7 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60
 
 
 def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Sends SIGINT as a terminal does, to the whole group; returns the output when all of it has ended."""
+    """Sends SIGINT as a terminal does, to the full pipeline group; returns the output when all of it has ended."""
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     os.killpg(process.pid, signal.SIGINT)
     begin = time.monotonic()
@@ -275,9 +275,9 @@ def test_the_command_line_ends_with_a_line(
     assert (ledger.returncode, errors.count("Traceback")) == (130, 0), errors
     told = errors.splitlines()[-1]
     assert told.startswith("Interrupted: ")
-    if "there is no ledger yet" in told:
+    if "there is not a ledger yet" in told:
         assert list(measured.iterdir()) == []
-    else:  # a fast machine has had two turns by then
+    else:  # a fast machine has had two trials by then
         assert sorted(path.name for path in measured.iterdir()) == ["ledger.json", "ledger.png"]
         assert f"is in {measured / 'ledger.json'}" in told
         assert Ledger.load(measured / "ledger.json").bound in " ".join(output.split())

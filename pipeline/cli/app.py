@@ -267,9 +267,9 @@ def ledger(
         typer.Option(help="Instead of measuring, compare two ledger.json files.", metavar="A.JSON B.JSON"),
     ] = None,
 ) -> None:
-    """Measures what each stage of a recipe brings on this machine, and which stage binds.
+    """Measures what each stage of a recipe brings on this machine, and which stage is the bottleneck.
 
-    Plain PyTorch is 1.00; each stage is added in turn, measured alone, and left out of the whole. All
+    Plain PyTorch is 1.00; each stage is added in turn, measured alone, and left out of the full pipeline. All
     variants run interleaved in one process, until the confidence intervals are within 2 % or the time is
     spent; what does not fit into the time is left out. With --out, ledger.json and ledger.png are written there,
     also after Ctrl-C with what was measured by then.
@@ -369,7 +369,7 @@ def _measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: A
 def _what_is_measured(measured: Ledger | None, folder: Path | None) -> str:
     """Shows what an interrupted ledger has; in words, where it is."""
     if measured is None:
-        return "Plain PyTorch and the full pipeline did not have a turn each: there is no ledger yet."
+        return "Plain PyTorch and the full pipeline did not have a trial each: there is no ledger yet."
     _show(measured, folder)
     rounds = f"{len(measured.rounds)} round{'s' * (len(measured.rounds) != 1)}"
     where = "" if folder is None else f" is in {folder / 'ledger.json'}"

@@ -12,8 +12,8 @@ from ...errors import PlanError
 from ..runs.fit import fit
 from ..spec.resolve import ResolvedPlan
 from ..telemetry.history import Epoch
-from .crew import described
 from .data import Trained, VariantId
+from .runner import described
 from .variants import Variant
 
 

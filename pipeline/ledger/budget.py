@@ -15,11 +15,11 @@ from tqdm.auto import tqdm
 T = TypeVar("T")
 
 GRACE = 0.5
-"""Seconds after the end in which a batch that runs may still complete a turn."""
+"""Seconds after the end in which a batch that runs may still complete a trial."""
 
 
 class OutOfTime(Exception):
-    """The budget ended within a turn, which therefore does not count."""
+    """The budget ended within a trial, which therefore does not count."""
 
 
 def until(deadline: float, batches: Iterable[T]) -> Iterator[T]:

@@ -103,7 +103,7 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
     """Compares two ledgers that were saved as JSON.
 
     Raises:
-        DrivetrainError: if one is no ledger.
+        DrivetrainError: if one is not a ledger.
     """
     names = str(first), str(second)
     ledgers = Ledger.load(first), Ledger.load(second)
@@ -132,7 +132,7 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
 
 
 def _speeds(ledger: Ledger) -> dict[VariantId, list[float]]:
-    return {one: [turns[one].speed for turns in ledger.rounds] for one in ledger.rounds[0]}
+    return {one: [trials[one].speed for trials in ledger.rounds] for one in ledger.rounds[0]}
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:

@@ -20,8 +20,8 @@ NAMES: dict[Kind, str] = {
     "loader": "loader alone",
     "model": "model alone",
     "copy": "copy alone",
-    "split": "the whole, its parts timed",
-    "extras": "the whole with fit's extras",
+    "split": "full pipeline, timed by part",
+    "extras": "full pipeline with fit's extras",
 }
 """How each kind of variant is shown, with the stage in the braces. Names are made here and never parsed."""
 Workload = Literal["train", "loader", "model", "copy", "split", "extras"]
@@ -83,7 +83,7 @@ def without(stage: str) -> VariantId:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Trial:
     """One measurement: images over all ranks, seconds, and seconds of these spent waiting for data.
 
     `samples` is a digest of the labels that were trained on, in order; `parts` has the seconds of forward,
@@ -209,7 +209,7 @@ class LedgerData:
         rounds: one mapping per round, from each variant to its trial; the raw figures. Every round has the same
             variants, plain PyTorch first.
         facts: what was measured and where, as JSON types: `recipe`, `plan`, `asked` (the pipeline's `loader`,
-            `precision` and `compile`), `batch_size`, `batches_per_turn`, `seconds`, `seconds_asked`, `provenance`.
+            `precision` and `compile`), `batch_size`, `batches_per_trial`, `seconds`, `seconds_asked`, `provenance`.
         variants: all of them, measured or not, in the order of a round.
         stopped: why there are no more rounds.
         failed, left_out: the reasons of variants without figures.
@@ -220,7 +220,7 @@ class LedgerData:
         level: of the confidence intervals.
     """
 
-    rounds: Sequence[Mapping[VariantId, Turn]]
+    rounds: Sequence[Mapping[VariantId, Trial]]
     facts: Mapping[str, Any] = field(default_factory=dict)
     variants: Sequence[VariantId] = ()
     stopped: str = ""
@@ -242,7 +242,7 @@ class LedgerData:
     @property
     def levels(self) -> Levels[VariantId]:
         """The speeds of all variants on one scale."""
-        return Levels([{one: turn.speed for one, turn in turns.items()} for turns in self.rounds])
+        return Levels([{one: trial.speed for one, trial in trials.items()} for trials in self.rounds])
 
     @property
     def in_turn(self) -> list[VariantId]:
@@ -324,28 +324,28 @@ class LedgerData:
         """Share of the full pipeline's time spent waiting for data, 0 to 1; the median. None: not measured."""
         if not self.measured(self.whole):
             return None
-        shares = [turns[self.whole].waited / turns[self.whole].seconds for turns in self.rounds]
+        shares = [trials[self.whole].waited / trials[self.whole].seconds for trials in self.rounds]
         return float(np.median(shares))
 
     @property
-    def split(self) -> dict[str, float]:
-        """Shares of the whole's time, 0 to 1: waiting, forward, backward, step, other; empty if not measured.
+    def time_breakdown(self) -> dict[str, float]:
+        """Shares of the full pipeline's time, 0 to 1: waiting, forward, backward, step, other; empty if not measured.
 
-        Means over turns of its own, in which the GPU is waited for after each part. "other" is the loss, the
+        Means over trials of its own, in which the GPU is waited for after each part. "other" is the loss, the
         batch methods' own work and the loop.
         """
         if SPLIT not in self.rounds[0]:
             return {}
-        turns = [turns[SPLIT] for turns in self.rounds]
-        seconds = sum(turn.seconds for turn in turns)
-        shares = {"waiting": sum(turn.waited for turn in turns) / seconds}
+        trials = [trials[SPLIT] for trials in self.rounds]
+        seconds = sum(trial.seconds for trial in trials)
+        shares = {"waiting": sum(trial.waited for trial in trials) / seconds}
         for part in ("forward", "backward", "step"):
-            shares[part] = sum((turn.parts or {}).get(part, 0.0) for turn in turns) / seconds
+            shares[part] = sum((trial.parts or {}).get(part, 0.0) for trial in trials) / seconds
         return shares | {"other": max(1 - sum(shares.values()), 0.0)}
 
     @property
     def extras(self) -> Ratio | None:
-        """Time of a step with what `fit` has beside the steps, over that of the whole without: 1.004 for a cost
+        """Time of a step with what `fit` has beside the steps, over that of the full pipeline without: 1.004 for a cost
         of 0.4 %. Bar, CSV log and guard against losses that are not finite. None if not measured."""
         return self._ratio(self.levels, self.whole, EXTRAS)
 
@@ -353,14 +353,14 @@ class LedgerData:
     def extras_share(self) -> float | None:
         """Share of a training's time inside the extras' own code, 0 to 1; None if not measured.
 
-        Timed within the turns that have them, so it is known far more exactly than `extras`, which compares turns
-        and also sees what the extras slow down elsewhere. At most so much: a short turn logs and draws once, and so
+        Timed within the trials that have them, so it is known far more exactly than `extras`, which compares trials
+        and also sees what the extras slow down elsewhere. At most so much: a short trial logs and draws once, and so
         oftener than `fit`, which logs every 50 steps and draws twice a second.
         """
-        turns = [turns[EXTRAS] for turns in self.rounds if EXTRAS in turns]
-        if not turns or not all(turn.parts for turn in turns):
+        trials = [trials[EXTRAS] for trials in self.rounds if EXTRAS in trials]
+        if not trials or not all(trial.parts for trial in trials):
             return None
-        return sum((turn.parts or {})["extras"] for turn in turns) / sum(turn.seconds for turn in turns)
+        return sum((trial.parts or {})["extras"] for trial in trials) / sum(trial.seconds for trial in trials)
 
     def ratios(self) -> dict[str, Ratio]:
         """Every ratio that the tables show, by a name for it: each row's, each stage's gains, the extras' cost."""

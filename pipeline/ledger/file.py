@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ...checks import is_number, is_whole
 from ...errors import DrivetrainError
-from .data import NAMES, PLAIN, Accuracies, Costs, LedgerData, Row, Trained, Turn, VariantId
+from .data import NAMES, PLAIN, Accuracies, Costs, LedgerData, Row, Trained, Trial, VariantId
 from .findings import bound, caveats, compound
 from .picture import caption
 from .statistics import LEVEL
@@ -21,7 +21,7 @@ L = TypeVar("L", bound=LedgerData)
 V = TypeVar("V")
 
 DERIVED = (
-    "rows", "stages", "ceilings", "waiting", "split", "extras", "extras_share", "compound", "bound", "caveats",
+    "rows", "stages", "ceilings", "waiting", "time_breakdown", "extras", "extras_share", "compound", "bound", "caveats",
 )  # fmt: skip
 """What `Ledger.to_dict` computes from the rounds."""
 
@@ -36,7 +36,7 @@ def to_dict(ledger: LedgerData) -> dict[str, Any]:
         "stages": [asdict(stage) for stage in ledger.stages],
         "ceilings": _named(ledger.ceilings),
         "waiting": ledger.waiting,
-        "split": ledger.split,
+        "time_breakdown": ledger.time_breakdown,
         "extras": asdict(ledger.extras) if ledger.extras else None,
         "extras_share": ledger.extras_share,
         "compound": compound(ledger),
@@ -61,7 +61,7 @@ def to_dict(ledger: LedgerData) -> dict[str, Any]:
             "rows": _named(ledger.accuracy.rows),
         },
         "variants": [{"name": str(one), **asdict(one)} for one in ledger.variants],
-        "rounds": [_named(turns) for turns in ledger.rounds],
+        "rounds": [_named(trials) for trials in ledger.rounds],
     }
 
 
@@ -99,13 +99,13 @@ def read(path: str | Path, kind: type[L]) -> L:
         raise DrivetrainError(f"{path} could not be read: {error.strerror}.") from None
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise DrivetrainError(
-            f"{path} is no ledger ({type(error).__name__}: {error}). Give a file that ledger.save('….json') wrote."
+            f"{path} is not a ledger ({type(error).__name__}: {error}). Give a file that ledger.save('….json') wrote."
         ) from None
     return ledger
 
 
 def _parsed(content: dict[str, Any], kind: type[L]) -> L:
-    rounds = [{name: Turn(**turn) for name, turn in turns.items()} for turns in content.pop("rounds")]
+    rounds = [{name: Trial(**trial) for name, trial in trials.items()} for trials in content.pop("rounds")]
     if "variants" not in content:
         raise ValueError("it has no 'variants': an earlier version of Drivetrain wrote it; measure again")
     known = _identities(content.pop("variants"))
@@ -145,7 +145,7 @@ def _parsed(content: dict[str, Any], kind: type[L]) -> L:
     }
     _check_facts(content)
     return kind(
-        [{_known(known, name): turn for name, turn in turns.items()} for turns in rounds],
+        [{_known(known, name): trial for name, trial in trials.items()} for trials in rounds],
         content, tuple(known.values()), notes=notes, accuracy=accuracy, level=level, **fields,
     )  # fmt: skip
 
@@ -180,30 +180,34 @@ def _known(known: dict[str, VariantId], name: str) -> VariantId:
 
 def _table(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value or {}, dict):
-        raise ValueError(f"{name!r} is no table of names and values")
+        raise ValueError(f"{name!r} is not a table of names and values")
     return value or {}
 
 
-def _check_rounds(rounds: list[dict[str, Turn]]) -> None:
-    """Raises ValueError for turns that could not have been measured: no figure can be made of them."""
+def _check_rounds(rounds: list[dict[str, Trial]]) -> None:
+    """Raises ValueError for trials that could not have been measured: no figure can be made of them."""
     if next(iter(rounds[0])) != str(
         PLAIN
     ):  # a tool that sorts the names would change the order of the variants
         raise ValueError(f"{str(PLAIN)!r} is not the first of a round: the order of the variants is lost")
-    for number, turns in enumerate(rounds, 1):
-        if turns.keys() != rounds[0].keys():
-            odd = sorted(turns.keys() ^ rounds[0].keys())
+    for number, trials in enumerate(rounds, 1):
+        if trials.keys() != rounds[0].keys():
+            odd = sorted(trials.keys() ^ rounds[0].keys())
             raise ValueError(f"{odd[0]!r} is not in each of the rounds")
-        for name, turn in turns.items():
-            figures = (turn.images, turn.seconds, turn.waited)
+        for name, trial in trials.items():
+            figures = (trial.images, trial.seconds, trial.waited)
             if not all(isinstance(figure, float) or is_whole(figure) for figure in figures):
                 raise ValueError(f"round {number} of {name!r} has a figure that is no number")
-            if not (turn.images > 0 and turn.seconds > 0 and 0 < turn.speed < math.inf):
+            if not (trial.images > 0 and trial.seconds > 0 and 0 < trial.speed < math.inf):
                 raise ValueError(
-                    f"round {number} of {name!r} has {turn.images} images in {turn.seconds} seconds"
+                    f"round {number} of {name!r} has {trial.images} images in {trial.seconds} seconds"
                 )
-            if not 0 <= turn.waited <= turn.seconds * (1 + 1e-9):  # a sum's last bit may lie beyond the whole
-                raise ValueError(f"round {number} of {name!r} waited {turn.waited} of {turn.seconds} seconds")
+            if (
+                not 0 <= trial.waited <= trial.seconds * (1 + 1e-9)
+            ):  # a sum's last bit may lie beyond the full pipeline
+                raise ValueError(
+                    f"round {number} of {name!r} waited {trial.waited} of {trial.seconds} seconds"
+                )
 
 
 def _check_facts(facts: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from .data import COPY, LOADER, MODEL, PLAIN, Gains, LedgerData
 from .statistics import Ratio, speed_text
 
-ALIKE = 0.9  # two ceilings closer than this bind alike
+ALIKE = 0.9  # two ceilings closer than this are both the bottleneck
 UNSURE = 0.1  # what is known less exactly than this is not said to compound
 COSTS = 0.98  # a stage whose gain is surely below this costs speed
 NOISY = 0.3
@@ -16,7 +16,7 @@ NOISY = 0.3
 
 
 def bound(ledger: LedgerData) -> str:
-    """Which of loader, copy and model binds, how far the whole is from it, and what to change next."""
+    """Return what is the bottleneck, how far the full pipeline is from it, and what to change next."""
     missing = [one for one in (ledger.whole, LOADER, MODEL) if not ledger.measured(one)]
     if missing:
         why = [
@@ -27,19 +27,21 @@ def bound(ledger: LedgerData) -> str:
     tops = {one: figure.value for one, figure in ledger.ceilings.items()}
     loader, model = tops[LOADER], tops[MODEL]
     lowest = min(tops, key=lambda one: tops[one])
-    reach = f"the whole reaches {speed_text(whole)} images/s, {whole / tops[lowest]:.0%} of"
-    alone = f"alone, the loader gives {speed_text(loader)} images/s and the model takes {speed_text(model)}"
-    waits = f"and waits for data {ledger.waiting:.0%} of the time"
+    limits = f"the loader alone delivers {speed_text(loader)} images/s, the model alone {speed_text(model)}"
+    reach = (
+        f"The full pipeline reaches {speed_text(whole)} images/s, {whole / tops[lowest]:.0%} of that limit, "
+        f"and waits for data {ledger.waiting:.0%} of the time."
+    )
     if lowest == COPY:
         return (
-            f"The copy to the device binds: it moves {speed_text(tops[COPY])} images/s; {alone}; {reach} the copy, "
-            f"{waits}. Next, copy less: smaller images, or the FFCV loader, which copies bytes and normalises there."
+            f"The copy to the device is the bottleneck: it moves {speed_text(tops[COPY])} images/s; {limits}. {reach} "
+            "Next, copy less: smaller images, or the FFCV loader, which copies bytes and normalises there."
         )
     if min(loader, model) / max(loader, model) > ALIKE:
-        return f"Loader and model bind alike: {alone}; {reach} that, {waits}. To go on, both must get faster."
+        return f"Loader and model are both the bottleneck: {limits}. {reach} Next, both must get faster."
     if lowest == MODEL:
-        return f"The model binds: {alone}; {reach} its model, {waits}. Next, {_for_the_model(ledger)}."
-    return f"The loader binds: {alone}; {reach} its loader, {waits}. Next, {_for_the_loader(ledger)}."
+        return f"The model is the bottleneck: {limits}. {reach} Next, {_for_the_model(ledger)}."
+    return f"The loader is the bottleneck: {limits}. {reach} Next, {_for_the_loader(ledger)}."
 
 
 def _for_the_loader(ledger: LedgerData) -> str:
@@ -50,7 +52,7 @@ def _for_the_loader(ledger: LedgerData) -> str:
 
 def _for_the_model(ledger: LedgerData) -> str:
     """The first of what is likely to help most: what costs much, what is missing."""
-    asked, split = ledger.facts.get("asked", {}), ledger.split
+    asked, split = ledger.facts.get("asked", {}), ledger.time_breakdown
     advice = "make the training step faster"
     if split and split["step"] > split["forward"] + split["backward"]:
         return f"{advice}: the optimizer's step takes {split['step']:.0%} of the time"
@@ -66,7 +68,7 @@ def _for_the_model(ledger: LedgerData) -> str:
 
 
 def compound(ledger: LedgerData) -> str:
-    """Whether the gains alone multiply to the whole's; empty if there are not two, or one was not measured."""
+    """Whether the gains alone multiply to the full pipeline's; empty if there are not two, or one was not measured."""
     powers = ledger.product_alone()
     if powers is None or len(ledger.stages) < 2 or not ledger.measured(ledger.whole):
         return ""
@@ -122,7 +124,7 @@ def caveats(ledger: LedgerData) -> list[str]:
     if ledger.stopped:
         widest = ledger.spread
         width = f"± {widest:.1%}" if _shown(widest) else "too wide to mean anything"
-        found.append(f"It ended because {ledger.stopped}; the widest interval is {width} after {rounds}.")
+        found.append(f"{ledger.stopped} after {rounds}; the widest interval is {width}.")
     found += ledger.notes
     found += _by_reason("Failed", ledger.failed)
     found += _by_reason("Left out", {**ledger.left_out, **ledger.missing_costs})

@@ -21,7 +21,7 @@ class Ledger(LedgerData):
 
     @property
     def bound(self) -> str:
-        """One sentence: which of loader, copy and model binds, and what to change next."""
+        """One sentence: which of loader, copy and model is the bottleneck, and what to change next."""
         return findings.bound(self)
 
     @property
@@ -44,7 +44,7 @@ class Ledger(LedgerData):
         """The ledger that `save` wrote as JSON.
 
         Raises:
-            DrivetrainError: if the file is not there, or is no ledger.
+            DrivetrainError: if the file is not there, or is not a ledger.
         """
         return read(path, cls)
 
@@ -60,9 +60,9 @@ class Ledger(LedgerData):
             raise MissingExtra("pandas is needed to make a data frame: pip install pandas") from error
         return pandas.DataFrame(
             [
-                {"round": number, "variant": str(one), **asdict(turn), "images_per_s": turn.speed}
-                for number, turns in enumerate(self.rounds, 1)
-                for one, turn in turns.items()
+                {"round": number, "variant": str(one), **asdict(trial), "images_per_s": trial.speed}
+                for number, trials in enumerate(self.rounds, 1)
+                for one, trial in trials.items()
             ]
         ).drop(columns=["samples", "parts"])
 
@@ -94,7 +94,7 @@ class LedgerInterrupted(KeyboardInterrupt):
     """Ctrl-C during `Pipeline.ledger`. `ledger` has what was measured by then; None if that is not one round."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
-        what = "before plain PyTorch and the full pipeline had a turn each: there is nothing to show"
+        what = "before plain PyTorch and the full pipeline had a trial each: there is nothing to show"
         if ledger is not None:
             what = f"after {len(ledger.rounds)} round(s), which this exception's ledger has"
         super().__init__(f"the ledger was interrupted {what}")

@@ -1,12 +1,12 @@
 """The ledger: what each stage brings, measured in one run, interleaved, and which part is the bottleneck.
 
 Each variant trains on the same samples with the same loop, and is refused if it did not. A round gives every
-variant one turn, an epoch over the same part of the data; ratios are taken within a round, so that a machine
-whose speed drifts favours none of them. Warm-up turns, and with them compiling, are not counted. Rounds end
+variant one trial, an epoch over the same part of the data; ratios are taken within a round, so that a machine
+whose speed drifts favours none of them. Warm-up trials, and with them compiling, are not counted. Rounds end
 when every ratio's confidence interval is narrow, or the time is spent; the ledger has the reason.
 
 The time includes everything: building, warm-up, rounds, peak memory. Plain PyTorch and the full pipeline come first,
-and their first turns show what fits into the rest. The stages in turn, each stage alone and the full pipeline without
+and their first trials show what fits into the rest. The stages in turn, each stage alone and the full pipeline without
 each follow, in this order, each only if the time still allows some rounds of all that are there. What does not fit
 is left out, with the reason. A batch that would begin after the end does not, and what still runs half a second later
 is interrupted as Ctrl-C would interrupt it; so one call into native code is the most that a ledger may take longer.
@@ -35,17 +35,17 @@ from ..telemetry.provenance import provenance
 from ..training.build import seeded
 from .accuracy import check_accuracy, train_each
 from .budget import Budget, OutOfTime, alarm, rounded_up
-from .crew import MIN_BATCHES, Loaders, Taker, described, groups
-from .data import PLAIN, Accuracies, LedgerData, Trained, Turn, VariantId
+from .data import PLAIN, Accuracies, LedgerData, Trained, Trial, VariantId
 from .ledger import Ledger, LedgerInterrupted
 from .memory import PEAK_RESERVE, PEAK_SECONDS, peak_bytes
 from .record import NO_TIME, Record, same_samples
+from .runner import MIN_BATCHES, Loaders, VariantRunner, described, groups
 from .variants import Variant, alone_and_without, in_turn, possible, variants
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30  # each stage in turn must leave time for so many
 # Intervals of fewer rounds may be narrow by chance; each further variant must leave time for as many.
 TIGHT_ROUNDS = 5
-AIM_ROUNDS = 8  # that a turn's length is chosen for
+AIM_ROUNDS = 8  # that a trial's length is chosen for
 PLAIN_FAILED = "Plain PyTorch failed, so there is nothing to compare with"
 WITHIN = 0.02
 """The ledger ends when every interval is as narrow as this to each side."""
@@ -98,8 +98,8 @@ def check_asked(seconds: float, within: float = WITHIN) -> None:
         raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 asks for intervals of ± 2 %.")
     if is_rank():
         raise PlanError(
-            "The ledger starts its ranks itself, between other turns. Start it without torchrun, and outside a process "
-            "group."
+            "The ledger starts its ranks itself, between other trials. Start it without torchrun, and outside a "
+            "process group."
         )
 
 
@@ -117,7 +117,7 @@ def _measured(
     record = Record([variant.id for variant in (*always, *alone_and_without(plan))])
     interrupted, error = False, ""
     try:
-        # Turns draw random numbers, as training does; the caller's stay as they are.
+        # Trials draw random numbers, as training does; the caller's stay as they are.
         with seeded(plan.seed):
             _Measurement(plan, record, begin, seconds, within, progress).run()
     except KeyboardInterrupt:
@@ -127,8 +127,8 @@ def _measured(
     found = record.ledger(facts, interrupted)
     if found is not None:
         used = {"seconds": round(perf_counter() - begin, 1), "seconds_asked": seconds}
-        turn = {"batches_per_turn": found.rounds[0][PLAIN].images // plan.data.batch_size}
-        found = dataclasses.replace(found, facts={**facts, **turn, **used, "provenance": provenance()})
+        trial = {"batches_per_trial": found.rounds[0][PLAIN].images // plan.data.batch_size}
+        found = dataclasses.replace(found, facts={**facts, **trial, **used, "provenance": provenance()})
     # Raised here, these do not hold the frames of the measurement.
     if interrupted:
         raise LedgerInterrupted(found)
@@ -178,8 +178,8 @@ class _Measurement:
     ) -> None:
         self._plan, self._record, self._within = plan, record, within
         self._budget = Budget(seconds, begin, progress)
-        self._takers: list[Taker] = []
-        self._batches = 1  # of a first turn, and the fewest of any
+        self._runners: list[VariantRunner] = []
+        self._batches = 1  # of a first trial, and the fewest of any
         self._weighs = self._weighs_processes()
         self._deadline = self._budget.end - (PEAK_RESERVE if self._weighs else 0)
 
@@ -208,30 +208,30 @@ class _Measurement:
             self._budget.close()
 
     def _close(self) -> None:
-        for taker in self._takers:
-            taker.close()
+        for runner in self._runners:
+            runner.close()
 
     def _spent(self) -> str:
-        return f"the time of {self._budget.seconds:g} s was spent"
+        return f"Stopped at the {self._budget.seconds:g} s budget"
 
     def _too_short(self) -> str:
-        """That there is no ledger, how far it came, and how many seconds would do."""
+        """That there is not a ledger, how far it came, and how many seconds would do."""
         used, plain = self._budget.used, self._plain_seconds
         if plain is None:
-            what, needed = "plain PyTorch was still at its first turn", 4 * used
+            what, needed = "plain PyTorch was still at its first trial", 4 * used
         else:
-            what = f"plain PyTorch had its first turn ({plain:.1f} s), and the full pipeline not yet"
+            what = f"plain PyTorch had its first trial ({plain:.1f} s), and the full pipeline not yet"
             needed = plain + max(plain, 2 * (used - plain))
         return (
             f"seconds={self._budget.seconds:g} is too short for a ledger: after {used:.1f} s {what}. The least is one "
-            f"turn of each; give about {rounded_up(1.5 * needed):g} s, and several times as many to compare stages."
+            f"trial of each; give about {rounded_up(1.5 * needed):g} s, and several times as many to compare stages."
         )
 
     _plain_seconds: float | None = None
-    """What plain PyTorch took, its first turn included."""
+    """What plain PyTorch took, its first trial included."""
 
     def _weighs_processes(self) -> bool:
-        """Whether plain PyTorch and the whole show their peak memory in processes of their own, in the end.
+        """Whether plain PyTorch and the full pipeline show their peak memory in processes of their own, in the end.
 
         On a GPU that of each variant is counted while it warms up.
         """
@@ -261,14 +261,14 @@ class _Measurement:
             else:
                 record.costs[variant.id] = dataclasses.replace(record.costs[variant.id], peak_bytes=peak)
 
-    def _open(self, group: list[Variant], batches: int) -> Taker | None:
+    def _open(self, group: list[Variant], batches: int) -> VariantRunner | None:
         """The variants of a pipeline, built and warmed up; None if they failed."""
         first = group[0].id
         self._budget.show(f"warming up {first}")
         if perf_counter() > self._deadline:
             raise OutOfTime
         try:
-            taker = Taker(group, self._loaders, batches, self._deadline)
+            runner = VariantRunner(group, self._loaders, batches, self._deadline)
         except OutOfTime:
             raise
         except Exception as error:
@@ -278,78 +278,78 @@ class _Measurement:
                 raise LedgerError(f"{PLAIN_FAILED}: {described(error)}") from error
             reason = described(error)
         else:
-            self._takers.append(taker)
-            self._takers.sort(key=lambda one: self._record.variants.index(one.variants[0]))
-            if not taker.on_ranks:  # these know it after a turn
-                self._record.costs[first] = taker.costs
-            return taker
+            self._runners.append(runner)
+            self._runners.sort(key=lambda one: self._record.variants.index(one.variants[0]))
+            if not runner.on_ranks:  # these know it after a trial
+                self._record.costs[first] = runner.costs
+            return runner
         for variant in group:
             self._record.fail(variant.id, reason)
         _free_memory()
         return None
 
-    def _first(self, taker: Taker) -> None:
-        """The first turns of some variants; where they are in this process, the training's own before the others."""
-        left = taker.variants
+    def _first(self, runner: VariantRunner) -> None:
+        """The first trials of some variants; where they are in this process, the training's own before the others."""
+        left = runner.variants
         seconds = 0.0
         if self._batches == 1 and left[0] in self._record.first:  # plain PyTorch's, which has shown that
-            left, seconds = left[1:], taker.seconds
-        for part in [left] if taker.on_ranks else [left[:1], left[1:]]:
-            if part and taker in self._takers:
-                self._record.first |= self._take(taker, part, 0, self._batches)
-                seconds += taker.seconds
-        taker.seconds = seconds
+            left, seconds = left[1:], runner.seconds
+        for part in [left] if runner.on_ranks else [left[:1], left[1:]]:
+            if part and runner in self._runners:
+                self._record.first |= self._run_trials(runner, part, 0, self._batches)
+                seconds += runner.seconds
+        runner.seconds = seconds
         same_samples(self._record.first)
 
-    def _take(
-        self, taker: Taker, variants: list[VariantId], number: int, batches: int
-    ) -> dict[VariantId, Turn]:
-        """Turns of these variants, as far as they do not fail.
+    def _run_trials(
+        self, runner: VariantRunner, variants: list[VariantId], number: int, batches: int
+    ) -> dict[VariantId, Trial]:
+        """Trials of these variants, as far as they do not fail.
 
         Raises:
             OutOfTime: at the deadline.
             _NoLedger: if it is plain PyTorch that fails.
         """
-        self._budget.show(f"round {number}, {variants[0]}" if number else f"first turn of {variants[0]}")
-        turns, failed = taker.take(number, batches, variants, self._deadline)
+        self._budget.show(f"round {number}, {variants[0]}" if number else f"first trial of {variants[0]}")
+        trials, failed = runner.run(number, batches, variants, self._deadline)
         for one, reason in failed.items():
             if one == PLAIN:
-                self._record.stopped = "plain PyTorch failed"
+                self._record.stopped = "Stopped because plain PyTorch failed"
                 raise _NoLedger(f"{PLAIN_FAILED}: {reason}")
             self._record.fail(one, reason)
-        taker.drop(failed)
-        if not taker.variants:
-            self._takers.remove(taker)
-            taker.close()
+        runner.drop(failed)
+        if not runner.variants:
+            self._runners.remove(runner)
+            runner.close()
         if failed:
             _free_memory()
-        elif taker.on_ranks:
-            self._record.costs[taker.variants[0]] = taker.costs
-        return turns
+        elif runner.on_ranks:
+            self._record.costs[runner.variants[0]] = runner.costs
+        return trials
 
     def _least(self) -> None:
-        """Plain PyTorch and the full pipeline, a turn each, which show how many batches a turn can have."""
+        """Plain PyTorch and the full pipeline, a trial each, which show how many batches a trial can have."""
         plain, *others = groups(variants(self._plan, copies=_has_copies(self._plan)))
-        taker = self._open(plain, 1)
-        assert taker is not None  # else it has raised
-        self._record.first |= self._take(taker, [PLAIN], 0, 1)
-        self._batches = self._fewest(taker.seconds)
-        self._first(taker)
+        runner = self._open(plain, 1)
+        assert runner is not None  # else it has raised
+        self._record.first |= self._run_trials(runner, [PLAIN], 0, 1)
+        self._batches = self._fewest(runner.seconds)
+        self._first(runner)
         self._plain_seconds = self._budget.used
         if others:
-            taker = self._open(others[-1], self._batches)
-            if taker is not None:
-                self._first(taker)
+            runner = self._open(others[-1], self._batches)
+            if runner is not None:
+                self._first(runner)
 
     def _fewest(self, seconds: float) -> int:
-        """How many batches a turn has at least, given the seconds of one: `MIN_BATCHES` if the full pipeline's
-        warm-up and some rounds of all its turns fit into half of the time, else fewer, at least one."""
+        """How many batches a trial has at least, given the seconds of one: `MIN_BATCHES` if the full pipeline's
+        warm-up and some rounds of all its trials fit into half of the time, else fewer, at least one."""
         kinds = len(variants(self._plan)) - len(self._record.in_turn) + 2
-        turns = 2 + kinds * (1 + MIN_ROUNDS)
-        return min(max(int((self._deadline - perf_counter()) / 2 / (turns * seconds)), 1), MIN_BATCHES)
+        trials = 2 + kinds * (1 + MIN_ROUNDS)
+        return min(max(int((self._deadline - perf_counter()) / 2 / (trials * seconds)), 1), MIN_BATCHES)
 
     def _add_further(self) -> None:
-        """Adds the stages in turn, only one stage, and the whole without one, as far as the time allows."""
+        """Adds the stages in turn, only one stage, and the full pipeline without one, as far as the time allows."""
         between = in_turn(self._plan)[1:-1]
         for variant in (*between, *alone_and_without(self._plan)):
             rounds = MIN_ROUNDS if variant in between else TIGHT_ROUNDS
@@ -359,25 +359,25 @@ class _Measurement:
                 self._record.left_out[variant.id] = f"it cannot be measured: {error}"
                 continue
             ranks = needs_ranks(plan.strategy, plan.distribution.devices)
-            alike = [t for t in self._takers if t.on_ranks == ranks]
-            turn = _mean([t.seconds / (1 if ranks else len(t.variants)) for t in alike])
+            alike = [t for t in self._runners if t.on_ranks == ranks]
+            trial = _mean([t.seconds / (1 if ranks else len(t.variants)) for t in alike])
             opening = _mean([t.opening for t in alike])
-            spent = sum(taker.seconds for taker in self._takers) + turn
-            if perf_counter() + opening + turn + rounds * spent > self._deadline:
+            spent = sum(runner.seconds for runner in self._runners) + trial
+            if perf_counter() + opening + trial + rounds * spent > self._deadline:
                 self._record.left_out[variant.id] = NO_TIME
                 continue
-            taker = self._open([variant], self._batches)
-            if taker is not None:
-                self._first(taker)
+            runner = self._open([variant], self._batches)
+            if runner is not None:
+                self._first(runner)
 
     def _rounds(self) -> None:
         """Adds rounds until the intervals are narrow or the time is spent."""
-        record, turns = self._record, self._record.first
+        record, trials = self._record, self._record.first
         starting = 0.0  # of ranks, in a round
-        for taker in self._takers:
-            if taker.on_ranks:
-                starting += taker.seconds - sum(turns[one].seconds for one in taker.variants)
-        training = max(sum(taker.seconds for taker in self._takers) - starting, 1e-6)
+        for runner in self._runners:
+            if runner.on_ranks:
+                starting += runner.seconds - sum(trials[one].seconds for one in runner.variants)
+        training = max(sum(runner.seconds for runner in self._runners) - starting, 1e-6)
         per_round = (self._deadline - perf_counter()) / AIM_ROUNDS - starting
         batches = max(int(self._batches * per_round / training), self._batches)
         longest = starting + training * batches / self._batches
@@ -387,26 +387,26 @@ class _Measurement:
                 number > TIGHT_ROUNDS
                 and LedgerData(record.rounds, {}, record.variants).spread <= self._within
             ):
-                record.stopped = f"every interval is within ± {self._within:.1%}"
+                record.stopped = f"Stopped because every interval is within ± {self._within:.1%}"
             elif number > MAX_ROUNDS:
-                record.stopped = f"{MAX_ROUNDS} rounds are the most"
+                record.stopped = "Stopped at the round limit"
             elif number > 1 and len(record.rounds[0]) == 1 < len(record.variants):
-                record.stopped = "all variants but plain PyTorch failed"
+                record.stopped = "Stopped because all variants but plain PyTorch failed"
             elif start + longest > self._deadline:
                 record.stopped = self._spent()
             else:
-                record.rounds.append(self.round(self._takers, number, batches))
+                record.rounds.append(self.round(self._runners, number, batches))
                 longest = max(longest if number > 1 else 0.0, perf_counter() - start)
                 continue
             return
 
-    def round(self, takers: list[Taker], number: int, batches: int) -> dict[VariantId, Turn]:
-        """One turn of every variant that does not fail, in the order of the rows."""
+    def round(self, runners: list[VariantRunner], number: int, batches: int) -> dict[VariantId, Trial]:
+        """One trial of every variant that does not fail, in the order of the rows."""
         backwards = number % 2 == 0  # every second round, so that none always follows the same neighbour
-        found: dict[VariantId, Turn] = {}
-        for taker in takers[:: -1 if backwards else 1]:
-            found |= self._take(taker, taker.variants[:: -1 if backwards else 1], number, batches)
-        found = {one: found[one] for taker in takers for one in taker.variants}
+        found: dict[VariantId, Trial] = {}
+        for runner in runners[:: -1 if backwards else 1]:
+            found |= self._run_trials(runner, runner.variants[:: -1 if backwards else 1], number, batches)
+        found = {one: found[one] for runner in runners for one in runner.variants}
         same_samples(found)
         return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...strategies import launch
 from ..spec.resolve import ResolvedPlan
-from .crew import Loaders, open_bench
+from .runner import Loaders, build_variant
 
 PEAK_SECONDS, PEAK_RESERVE = 100, 20
 """A ledger of fewer seconds leaves it out; of more, it keeps so many: starting two processes takes its time."""
@@ -43,7 +43,7 @@ def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:
 
 def _peak_of_rank(plan: ResolvedPlan, batches: int) -> int | None:
     with ExitStack() as stack:
-        open_bench(plan, Loaders(stack), stack, batches)
+        build_variant(plan, Loaders(stack), stack, batches)
         return resident_peak()
 
 

@@ -42,13 +42,13 @@ def picture(ledger: LedgerData) -> Any:
     figure_class = require("matplotlib.figure", "plot", "draw the ledger").Figure
     heights = [1.5 + 0.42 * len(ledger.rows)]
     heights += [1.2 + 0.5 * len(ledger.stages)] if ledger.stages else []
-    heights += [1.1] if ledger.split else []
+    heights += [1.1] if ledger.time_breakdown else []
     figure = figure_class(figsize=(8.5, sum(heights)), layout="constrained")
     panels = iter(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
     _throughput(next(panels), ledger)
     if ledger.stages:
         _gains(next(panels), ledger)
-    if ledger.split:
+    if ledger.time_breakdown:
         _split(next(panels), ledger)
     figure.text(0.01, -0.01, caption(ledger), ha="left", va="top", fontsize=8, color=INK)
     return figure
@@ -146,16 +146,16 @@ def _gains(axes: Any, ledger: LedgerData) -> None:
 
 
 def _split(axes: Any, ledger: LedgerData) -> None:
-    """One bar: the shares of the whole's time."""
+    """One bar: the shares of the full pipeline's time."""
     left = 0.0
-    for name, share in ledger.split.items():
+    for name, share in ledger.time_breakdown.items():
         axes.barh(0, share, left=left, color=PARTS[name], height=0.6, label=f"{name} {share:.0%}")
         left += share
     axes.set_yticks([])
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _title(axes, "where the whole's time goes")
+    _title(axes, "where the full pipeline's time goes")
 
 
 def _title(axes: Any, text: str) -> None:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import DrivetrainError
-from .data import COPY, MODEL, PLAIN, Costs, Turn, VariantId
+from .data import COPY, MODEL, PLAIN, Costs, Trial, VariantId
 from .ledger import Ledger
 
 NO_TIME = "the time does not allow it; give more seconds"
-NOT_REACHED = "the ledger was interrupted before its turn"
+NOT_REACHED = "the ledger was interrupted before its trial"
 
 
 NOT_INTERLEAVED = (
-    "No round in which the variants take turns is complete: these are their first turns, one after the other, and a "
+    "No round that interleaves the variants is complete: these are their first trials, one after the other, and a "
     "machine whose speed changed in between favours some of them."
 )
 
@@ -26,14 +26,14 @@ class Record:
 
     Attributes:
         variants: all of them, in the order of a round: plain PyTorch first.
-        first: the first turn of each variant, from which the time of a round is known; they are not interleaved.
+        first: the first trial of each variant, from which the time of a round is known; they are not interleaved.
         rounds: the rounds that are complete. All have the same variants.
         failed, left_out, costs, missing_costs, stopped: see `LedgerData`.
     """
 
     variants: list[VariantId]
-    first: dict[VariantId, Turn] = field(default_factory=dict)
-    rounds: list[dict[VariantId, Turn]] = field(default_factory=list)
+    first: dict[VariantId, Trial] = field(default_factory=dict)
+    rounds: list[dict[VariantId, Trial]] = field(default_factory=list)
     failed: dict[VariantId, str] = field(default_factory=dict)
     left_out: dict[VariantId, str] = field(default_factory=dict)
     costs: dict[VariantId, Costs] = field(default_factory=dict)
@@ -51,11 +51,11 @@ class Record:
         after = f" (after {count} round{'s' * (count > 1)})" if count and one in self.rounds[0] else ""
         self.failed[one] = f"{reason}{after}"
         self.costs.pop(one, None)
-        for turns in (self.first, *self.rounds):
-            turns.pop(one, None)
+        for trials in (self.first, *self.rounds):
+            trials.pop(one, None)
 
     def enough(self) -> bool:
-        """Whether it is a ledger: plain PyTorch and the full pipeline have had a turn, or the latter failed."""
+        """Whether it is a ledger: plain PyTorch and the full pipeline have had a trial, or the latter failed."""
         whole = self.in_turn[-1]
         return bool(self.rounds) or (PLAIN in self.first and (whole in self.first or whole in self.failed))
 
@@ -70,7 +70,7 @@ class Record:
             rounds,
             facts,
             self.variants,
-            stopped="it was interrupted" if interrupted else self.stopped,
+            stopped="Interrupted (Ctrl-C)" if interrupted else self.stopped,
             failed=dict(self.failed),
             left_out=self.left_out | dict.fromkeys(missing, NOT_REACHED if interrupted else NO_TIME),
             costs={one: self.costs[one] for one in self.variants if one in self.costs},
@@ -79,17 +79,17 @@ class Record:
         )
 
 
-def same_samples(turns: dict[VariantId, Turn]) -> None:
-    """Hold the turns of a round to one and the same samples in the same batches.
+def same_samples(trials: dict[VariantId, Trial]) -> None:
+    """Hold the trials of a round to one and the same samples in the same batches.
 
     Raises:
         DrivetrainError: naming two variants that were given different ones; their speeds do not compare.
     """
-    first, *others = [one for one in turns if one not in (MODEL, COPY)]  # which repeat one batch
+    first, *others = [one for one in trials if one not in (MODEL, COPY)]  # which repeat one batch
     for other in others:
-        if (turns[other].samples, turns[other].images) != (turns[first].samples, turns[first].images):
+        if (trials[other].samples, trials[other].images) != (trials[first].samples, trials[first].images):
             raise DrivetrainError(
-                f"In one round '{first}' had {turns[first].images} images (labels {turns[first].samples}) and "
-                f"'{other}' {turns[other].images} (labels {turns[other].samples}): they cannot be compared. Use a "
+                f"In one round '{first}' had {trials[first].images} images (labels {trials[first].samples}) and "
+                f"'{other}' {trials[other].images} (labels {trials[other].samples}): they cannot be compared. Use a "
                 "data set, seed and loader settings that give both the same samples."
             )

@@ -1,4 +1,4 @@
-"""How a turn stands for a whole training whose images grow or whose layers freeze on the way."""
+"""How a trial stands for a whole training whose images grow or whose layers freeze on the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Phase:
 
 
 def phases(transforms: Sequence[Transform], image_size: int) -> list[Phase]:
-    """The phases that a turn runs, for a turn to cost what a step costs on average over the training.
+    """The phases that a trial runs, for a trial to cost what a step costs on average over the training.
 
     Between the points where a schedule starts and stops to change, Simpson's rule weighs its beginning,
     middle and end, which is exact where the time of a step is a polynomial of the side up to the third
@@ -29,11 +29,11 @@ def phases(transforms: Sequence[Transform], image_size: int) -> list[Phase]:
     """
     resizing = next((t for t in transforms if isinstance(t, ProgressiveResizing)), None)
     freezing = next((t for t in transforms if isinstance(t, LayerFreezing)), None)
-    turns = {0.0, 1.0}
-    turns |= {resizing.delay, 1 - resizing.finetune} if resizing else set()
-    turns |= {freezing.freeze_start} if freezing else set()
+    points = {0.0, 1.0}
+    points |= {resizing.delay, 1 - resizing.finetune} if resizing else set()
+    points |= {freezing.freeze_start} if freezing else set()
     shares: dict[tuple[int, float], float] = defaultdict(float)
-    for begin, end in pairwise(sorted(turns)):
+    for begin, end in pairwise(sorted(points)):
         if end - begin < 1e-9:  # two points that are one, but for the last bit
             continue
         for progress, weight in ((begin, 1 / 6), ((begin + end) / 2, 4 / 6), (end, 1 / 6)):

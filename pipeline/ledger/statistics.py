@@ -65,11 +65,11 @@ def quartiles(values: Sequence[float], value: float) -> Figure:
 
 
 class Levels(Generic[K]):
-    """The typical speed of each variant, all on one scale, fitted to rounds in which every variant had a turn.
+    """The typical speed of each variant, all on one scale, fitted to rounds in which every variant had a trial.
 
-    The logarithm of a turn's speed is taken as the sum of its variant's level, of the round's own effect (the
+    The logarithm of a trial's speed is taken as the sum of its variant's level, of the round's own effect (the
     machine's drift, which all variants of a round share) and of noise. A variant's level is the trimmed mean of its
-    turns with the rounds' effects taken out. A ratio of two variants is the ratio of their levels. So the faster of
+    trials with the rounds' effects taken out. A ratio of two variants is the ratio of their levels. So the faster of
     two speeds is always the one whose ratio is above 1, and gains multiply: medians of speeds and ratios of rounds,
     each estimated alone, may differ in sign. Up to four rounds nothing is trimmed, and all of it is geometric means.
 
@@ -81,17 +81,19 @@ class Levels(Generic[K]):
         names = list(rounds[0])
         logs = np.log(np.array([[speeds[name] for name in names] for speeds in rounds], np.float64))
         drift = np.zeros(len(rounds))
-        for _ in range(3):  # Tukey's median polish: one odd turn moves neither its round nor its variant
+        for _ in range(3):  # Tukey's median polish: one odd trial moves neither its round nor its variant
             centres = np.median(logs - drift[:, None], axis=0)
             drift = np.median(logs - centres, axis=1)
         still = (logs - drift[:, None]).T
         middle = trimmed_mean(drift)
         self._speeds = {name: [speeds[name] for speeds in rounds] for name in names}
         self._logs = dict(zip(names, logs.T, strict=True))
-        self._levels = {name: trimmed_mean(turns) + middle for name, turns in zip(names, still, strict=True)}
+        self._levels = {
+            name: trimmed_mean(trials) + middle for name, trials in zip(names, still, strict=True)
+        }
 
     def speed(self, name: K) -> Figure:
-        """A variant's level, with the quartiles of its turns as they were measured."""
+        """A variant's level, with the quartiles of its trials as they were measured."""
         return quartiles(self._speeds[name], math.exp(self._levels[name]))
 
     def ratio(self, over: K, under: K, level: float = LEVEL) -> Ratio:

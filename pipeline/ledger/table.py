@@ -124,9 +124,9 @@ def _seconds(value: float) -> str:
 def sentences(ledger: LedgerData) -> list[str]:
     """What is printed below the tables; the bound comes last."""
     found = []
-    if ledger.split:
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in ledger.split.items())
-        found.append(f"The whole's time: {shares}.")
+    if ledger.time_breakdown:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in ledger.time_breakdown.items())
+        found.append(f"Time of the full pipeline: {shares}.")
     if ledger.extras_share is not None:
         found.append(
             "fit's extras (bar, CSV log, guard against losses that are not finite) take at most "

@@ -1,4 +1,4 @@
-"""What the ledger measures: plain PyTorch, each stage in turn, only one stage, the whole without one."""
+"""What the ledger measures: plain PyTorch, each stage in turn, only one stage, the full pipeline without one."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _with_stages(spec: PipelineSpec, chosen: Iterable[Stage]) -> PipelineSpec:
 
 
 def in_turn(plan: ResolvedPlan) -> list[Variant]:
-    """Plain PyTorch, then each stage on top of those before it, up to the whole."""
+    """Plain PyTorch, then each stage on top of those before it, up to the full pipeline."""
     found = [Variant(PLAIN, plain(plan))]
     for stage in stages(plan):
         found.append(Variant(identity.in_turn(stage.name), stage.add(found[-1].spec)))
@@ -104,7 +104,7 @@ def in_turn(plan: ResolvedPlan) -> list[Variant]:
 
 
 def of_the_whole(whole: PipelineSpec, *, copies: bool) -> list[Variant]:
-    """What else the whole runs: the ceilings, where its time goes, and what `fit`'s extras cost.
+    """What else the full pipeline runs: the ceilings, where its time goes, and what `fit`'s extras cost.
 
     Args:
         copies: whether its batches are copied to a device.
@@ -113,13 +113,13 @@ def of_the_whole(whole: PipelineSpec, *, copies: bool) -> list[Variant]:
 
 
 def variants(plan: ResolvedPlan, *, copies: bool = False) -> list[Variant]:
-    """What every ledger measures: the stages in turn, and the turns that only the whole takes."""
+    """What every ledger measures: the stages in turn, and the trials that only the full pipeline takes."""
     found = in_turn(plan)
     return found + of_the_whole(found[-1].spec, copies=copies)
 
 
 def alone_and_without(plan: ResolvedPlan) -> list[Variant]:
-    """Only one stage, and the whole without one; those that the stages in turn do not measure already."""
+    """Only one stage, and the full pipeline without one; those that the stages in turn do not measure already."""
     start, found = plain(plan), stages(plan)
     one = [Variant(only(stage.name), stage.add(start)) for stage in found[1:]]
     less = [

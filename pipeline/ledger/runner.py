@@ -1,4 +1,4 @@
-"""Who takes the ledger's turns: variants kept built in this process, or on ranks that start for each round."""
+"""Who runs the ledger's trials: variants kept built in this process, or on ranks that start for each round."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ..spec.cuda_settings import cuda_settings
 from ..spec.resolve import ResolvedPlan, resolve
 from ..training.build import build, make_loader, seeded
 from .budget import OutOfTime
-from .data import Costs, Turn, VariantId
+from .data import Costs, Trial, VariantId
 from .schedule import phases
-from .turns import Bench, Labels, MemoryScale, digest, take_turn
+from .trials import BuiltVariant, Labels, MemoryScale, digest, run_trial
 from .variants import Variant
 
-MIN_BATCHES = 4  # in a turn; fewer, and filling the loader's queue would count
+MIN_BATCHES = 4  # in a trial; fewer, and filling the loader's queue would count
 
 REASON_LENGTH = 300  # characters; CUDA's message for lack of memory has twice as many
 
-Found = dict[VariantId, tuple[Turn, Labels]]
-"""Turns by variant, and a rank's labels in them."""
+Found = dict[VariantId, tuple[Trial, Labels]]
+"""Trials by variant, and a rank's labels in them."""
 
 
 class Loaders:
@@ -57,8 +57,8 @@ class Loaders:
         return loader
 
 
-class Taker:
-    """The variants of one pipeline, which take their turns one after the other.
+class VariantRunner:
+    """The variants of one pipeline, which run one after the other.
 
     Args:
         group: the variants; the training itself comes first.
@@ -67,9 +67,9 @@ class Taker:
         deadline: when to stop, on `perf_counter`'s clock.
 
     Attributes:
-        variants: that still take turns.
-        opening: seconds that building and warming up took; 0 on ranks, which do so in each turn.
-        seconds: that the last turns took, start of ranks included.
+        variants: that still run.
+        opening: seconds that building and warming up took; 0 on ranks, which do so in each trial.
+        seconds: that the last trials took, start of ranks included.
         costs: what training costs besides time; the largest over all ranks.
 
     Raises:
@@ -89,12 +89,12 @@ class Taker:
         self._stack = ExitStack()
         self.opening, self.seconds = 0.0, 0.0
         self.costs = Costs()
-        self._bench: Bench | None = None
+        self._built: BuiltVariant | None = None
         self._warm_up = batches
         if self.on_ranks:
             return
         with ExitStack() as stack:
-            self._bench, self.costs = open_bench(self._plan, loaders, stack, batches, deadline)
+            self._built, self.costs = build_variant(self._plan, loaders, stack, batches, deadline)
             self._stack = stack.pop_all()
         self.opening = perf_counter() - start
 
@@ -109,60 +109,60 @@ class Taker:
         return needs_ranks(self._plan.strategy, self._plan.distribution.devices)
 
     def drop(self, variants: Iterable[VariantId]) -> None:
-        """Let these take no more turns."""
+        """Remove these."""
         for one in variants:
             self._left.remove(one)
 
     def close(self) -> None:
         """Gives back the model, its optimizer and its loaders."""
-        self._bench, self._left = None, []
+        self._built, self._left = None, []
         self._stack.close()
 
-    def take(
+    def run(
         self, epoch: int, batches: int, variants: Sequence[VariantId], deadline: float = math.inf
-    ) -> tuple[dict[VariantId, Turn], dict[VariantId, str]]:
-        """A turn of each of these variants, in this order; the epoch decides the samples.
+    ) -> tuple[dict[VariantId, Trial], dict[VariantId, str]]:
+        """A trial of each of these variants, in this order; the epoch decides the samples.
 
         Returns:
-            The turns, and the reasons of those that failed. If the training itself failed, its model may be in any
+            The trials, and the reasons of those that failed. If the training itself failed, its model may be in any
             state, and the entire group has failed.
 
         Raises:
             OutOfTime: at the deadline; ranks that run then are ended.
         """
         start = perf_counter()
-        take = self._take_on_ranks if self._bench is None else self._take_here
-        turns, failed = take(variants, epoch, batches, deadline)
+        run = self._run_on_ranks if self._built is None else self._run_here
+        trials, failed = run(variants, epoch, batches, deadline)
         self.seconds = perf_counter() - start
         why = next((reason for one, reason in failed.items() if one.workload == "train"), None)
         if why is not None:
             return {}, {one: failed.get(one, why) for one in self._left}
-        return turns, failed
+        return trials, failed
 
-    def _take_here(
+    def _run_here(
         self, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float
-    ) -> tuple[dict[VariantId, Turn], dict[VariantId, str]]:
-        assert self._bench is not None
-        turns, failed = {}, {}
+    ) -> tuple[dict[VariantId, Trial], dict[VariantId, str]]:
+        assert self._built is not None
+        trials, failed = {}, {}
         for one in variants:
             try:
-                turns[one] = _merged([take_turn(self._bench, one.workload, epoch, batches, deadline)])
+                trials[one] = _merged([run_trial(self._built, one.workload, epoch, batches, deadline)])
             except OutOfTime:
                 raise
             except Exception as error:  # of the user's model, of memory, of a transform: the others go on
                 failed[one] = described(error)
-        return turns, failed
+        return trials, failed
 
-    def _take_on_ranks(
+    def _run_on_ranks(
         self, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float
-    ) -> tuple[dict[VariantId, Turn], dict[VariantId, str]]:
+    ) -> tuple[dict[VariantId, Trial], dict[VariantId, str]]:
         left = deadline - perf_counter()
         if left <= 0:
             raise OutOfTime
         how = self._plan.distribution
         try:
             answers = launch(
-                _turns_on_rank, self._plan, list(variants), epoch, batches, self._warm_up,
+                _trials_on_rank, self._plan, list(variants), epoch, batches, self._warm_up,
                 devices=how.devices, device=how.device, timeout=None if left == math.inf else left, patience=0.0,
             )  # fmt: skip
         except Exception as error:  # a rank raised, died or was too late
@@ -170,7 +170,7 @@ class Taker:
                 raise OutOfTime from None
             return {}, dict.fromkeys(variants, described(error))
         self.costs = largest([costs for _, costs in answers])
-        ranks = [turns for turns, _ in answers]
+        ranks = [trials for trials, _ in answers]
         return {one: _merged([rank[one] for rank in ranks]) for one in variants}, {}
 
 
@@ -186,28 +186,28 @@ def described(error: BaseException) -> str:
     return textwrap.shorten(f"{kind}: {text}" if text else kind, REASON_LENGTH, placeholder=" …")
 
 
-def _turns_on_rank(
+def _trials_on_rank(
     plan: ResolvedPlan, variants: Sequence[VariantId], epoch: int, batches: int, warm_up: int
 ) -> tuple[Found, Costs]:
     with seeded(plan.seed), ExitStack() as stack:
         # The ranks are new: warm them up, too.
-        bench, costs = open_bench(plan, Loaders(stack), stack, warm_up)
-        return {one: take_turn(bench, one.workload, epoch, batches) for one in variants}, costs
+        variant, costs = build_variant(plan, Loaders(stack), stack, warm_up)
+        return {one: run_trial(variant, one.workload, epoch, batches) for one in variants}, costs
 
 
-def _merged(ranks: Sequence[tuple[Turn, Labels]]) -> Turn:
-    """The slowest rank's turn, with the digest of what all of them trained on."""
-    slowest = max((turn for turn, _ in ranks), key=lambda turn: turn.seconds)
+def _merged(ranks: Sequence[tuple[Trial, Labels]]) -> Trial:
+    """The slowest rank's trial, with the digest of what all of them trained on."""
+    slowest = max((trial for trial, _ in ranks), key=lambda trial: trial.seconds)
     return dataclasses.replace(slowest, samples=digest([labels for _, labels in ranks]))
 
 
-def open_bench(
+def build_variant(
     plan: ResolvedPlan,
     loaders: Loaders,
     stack: ExitStack,
     batches: int = MIN_BATCHES,
     deadline: float = math.inf,
-) -> tuple[Bench, Costs]:
+) -> tuple[BuiltVariant, Costs]:
     """Builds a pipeline on this rank, warms it up by training, and returns what that took.
 
     Raises:
@@ -217,7 +217,7 @@ def open_bench(
     with seeded(plan.seed):
         built = stack.enter_context(build(plan))
     engine = built.engine
-    bench = Bench(
+    variant = BuiltVariant(
         built,
         phases(plan.transforms, plan.data.image_size),
         lambda size: loaders.get(plan, size, engine.device),
@@ -225,17 +225,19 @@ def open_bench(
         partial(cuda_settings, plan.distribution, plan.transforms),
     )
     if plan.distribution.compile:
-        take_turn(bench, "loader", 0, batches, deadline)  # its workers start now, and not in the first turn
+        run_trial(
+            variant, "loader", 0, batches, deadline
+        )  # its workers start now, and not in the first trial
     scale = MemoryScale(engine)
-    first, _ = take_turn(bench, "train", 0, batches, deadline, scale)
+    first, _ = run_trial(variant, "train", 0, batches, deadline, scale)
     if scale.steps < 2:  # in the first step there is no optimizer state yet
-        take_turn(bench, "train", 0, batches, deadline, scale)
+        run_trial(variant, "train", 0, batches, deadline, scale)
     compiling = None
     if plan.distribution.compile:
-        later, _ = take_turn(bench, "train", 0, batches, deadline)
+        later, _ = run_trial(variant, "train", 0, batches, deadline)
         compiling = max(first.seconds - later.seconds, 0.0)
     held = None if scale.held is None else asdict(scale.held)
-    return bench, Costs(held, _peak(engine.device, before), compiling)
+    return variant, Costs(held, _peak(engine.device, before), compiling)
 
 
 def _allocated() -> list[int]:

@@ -1,4 +1,4 @@
-"""A turn of the ledger: a variant trains (or only loads, computes, copies) on some batches, and is timed."""
+"""A trial of the ledger: a variant trains (or only loads, computes, copies) on some batches, and is timed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import train_epoch
 from .budget import until
-from .data import Turn, Workload
+from .data import Trial, Workload
 from .schedule import Phase as SchedulePhase
 
 Labels = list[NDArray[Any]]
@@ -40,8 +40,8 @@ Labels = list[NDArray[Any]]
 
 
 @dataclass
-class Bench:
-    """What a variant's turns need on this rank: what was built, its schedule, and a loader for each size."""
+class BuiltVariant:
+    """What a variant's trials need on this rank: what was built, its schedule, and a loader for each size."""
 
     built: Built
     phases: Sequence[SchedulePhase]
@@ -51,17 +51,17 @@ class Bench:
     """What torch is set to while it runs; see `cuda_settings`."""
 
 
-def take_turn(
-    bench: Bench,
+def run_trial(
+    variant: BuiltVariant,
     kind: Workload,
     epoch: int,
     batches: int,
     deadline: float = math.inf,
     observer: Observer | None = None,
-) -> tuple[Turn, Labels]:
-    """A turn over `batches` global batches, and this rank's labels in it.
+) -> tuple[Trial, Labels]:
+    """A trial over `batches` global batches, and this rank's labels in it.
 
-    Where the pipeline's schedule changes the image size or the frozen layers, the turn is taken at each of
+    Where the pipeline's schedule changes the image size or the frozen layers, the trial runs in each of
     the schedule's phases, on the same samples, and each counts by the share it has in a training. `observer`
     follows the steps of kind "train".
 
@@ -69,36 +69,36 @@ def take_turn(
         OutOfTime: before the first batch that would begin after the deadline (on `perf_counter`'s clock).
     """
     found = []
-    for phase in bench.phases:
-        with bench.settings(), _frozen(bench, phase):
-            loader = bench.loader(phase.image_size)
-            found.append(_one_turn(bench, loader, kind, epoch, batches, deadline, observer))
-    return mean_turn([turn for turn, _ in found], [phase.share for phase in bench.phases]), found[0][1]
+    for phase in variant.phases:
+        with variant.settings(), _frozen(variant, phase):
+            loader = variant.loader(phase.image_size)
+            found.append(_run_phase(variant, loader, kind, epoch, batches, deadline, observer))
+    return mean_trial([trial for trial, _ in found], [phase.share for phase in variant.phases]), found[0][1]
 
 
-def mean_turn(turns: Sequence[Turn], shares: Sequence[float]) -> Turn:
-    """Turns on the same samples as one, the time of each counted by its share; the shares add up to 1."""
+def mean_trial(trials: Sequence[Trial], shares: Sequence[float]) -> Trial:
+    """Trials on the same samples as one, the time of each counted by its share; the shares add up to 1."""
 
     def mixed(seconds: Sequence[float]) -> float:
         return float(np.dot(shares, seconds))
 
-    parts = [turn.parts or {} for turn in turns]
+    parts = [trial.parts or {} for trial in trials]
     return replace(
-        turns[0],
-        seconds=mixed([turn.seconds for turn in turns]),
-        waited=mixed([turn.waited for turn in turns]),
+        trials[0],
+        seconds=mixed([trial.seconds for trial in trials]),
+        waited=mixed([trial.waited for trial in trials]),
         parts={name: mixed([part[name] for part in parts]) for name in parts[0]} or None,
     )
 
 
 @contextmanager
-def _frozen(bench: Bench, phase: SchedulePhase) -> Iterator[None]:
+def _frozen(variant: BuiltVariant, phase: SchedulePhase) -> Iterator[None]:
     """Inside it the layers are frozen that are frozen then; `LayerFreezing` itself thaws none."""
-    if bench.freezing is None:
+    if variant.freezing is None:
         yield
         return
-    learning = [p for p in bench.built.engine.plain_model.parameters() if p.requires_grad]
-    bench.freezing.freeze(bench.built.engine.plain_model, phase.progress)
+    learning = [p for p in variant.built.engine.plain_model.parameters() if p.requires_grad]
+    variant.freezing.freeze(variant.built.engine.plain_model, phase.progress)
     try:
         yield
     finally:
@@ -106,16 +106,16 @@ def _frozen(bench: Bench, phase: SchedulePhase) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _one_turn(
-    bench: Bench,
+def _run_phase(
+    variant: BuiltVariant,
     loader: EpochLoader,
     kind: Workload,
     epoch: int,
     batches: int,
     deadline: float,
     observer: Observer | None,
-) -> tuple[Turn, Labels]:
-    engine, hooks = bench.built.engine, bench.built.hooks
+) -> tuple[Trial, Labels]:
+    engine, hooks = variant.built.engine, variant.built.hooks
     batch_size = loader.settings.batch_size
     batches = min(batches, loader.samples // batch_size)
     # One batch is loaded to its end, so that no loader works ahead while another thing is measured.
@@ -144,13 +144,13 @@ def _one_turn(
             elif extras is not None:
                 observer = extras
                 extras.on_start(hooks.state)
-            stats = train_epoch(engine, source, bench.built.loss, hooks, observer=observer)
+            stats = train_epoch(engine, source, variant.built.loss, hooks, observer=observer)
             images, waited = stats.images, stats.data_wait_s
             parts = {"extras": extras.seconds} if extras else parts
         _wait_for(engine)
         seconds = perf_counter() - start
-    turn = Turn(images, seconds, waited, parts=parts)
-    return turn, [labels.cpu().numpy() for labels in seen]
+    trial = Trial(images, seconds, waited, parts=parts)
+    return trial, [labels.cpu().numpy() for labels in seen]
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def _extras(engine: Engine, steps: int, batch_size: int) -> Iterator[TimedObserv
     """What `fit` does beside the steps: bar, CSV log and guard.
 
     The bar is drawn to nowhere; the log goes into a folder that is removed. Checkpoints are not among them:
-    they belong to epochs, and a turn is not one.
+    they belong to epochs, and a trial is not one.
     """
     lead = engine.rank == 0
     with (
@@ -166,7 +166,7 @@ def _extras(engine: Engine, steps: int, batch_size: int) -> Iterator[TimedObserv
         Path(os.devnull).open("w") as nowhere,
         Progress(1, 1, steps * batch_size, show=lead, file=nowhere) as bar,
     ):
-        # A turn of fewer steps than lie between two entries logs once.
+        # A trial of fewer steps than lie between two entries logs once.
         metrics = Metrics(("csv",) if lead else (), Path(folder), min(LOG_EVERY, steps))
         yield TimedObservers(RecordingGuard(engine, "raise", str), bar, metrics)
         metrics.on_end(failed=False)
