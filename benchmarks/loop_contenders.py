@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from drivetrain import Pipeline, strategies
 from drivetrain.pipeline.models import cifar_resnet
-from drivetrain.pipeline.runs.artifacts import Job, Outcome
+from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.training.build import Built
@@ -152,8 +152,8 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
             contextlib.redirect_stderr(nowhere),
             contextlib.redirect_stdout(nowhere),
         ):
-            job = Job(1, Path(folder), True, None, None, "raise", loggers=("csv",))
-            Run(resolve(pipeline), built, job, Outcome()).train()
+            job = FitJob(1, Path(folder), True, None, None, "raise", loggers=("csv",))
+            Run(resolve(pipeline), built, job, RankResult()).train()
             entries = len((Path(folder) / "metrics.csv").read_text().splitlines()) - 2  # head, and the epoch
         if entries != len(batches) // job.log_every:
             raise RuntimeError(f"{entries} steps were logged")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .ledger.ledger import Ledger
     from .lightning.hand_over import HandOver
     from .runs.result import FitResult
-    from .telemetry.loggers import Choice
+    from .telemetry.loggers import LoggerArg
     from .training.build import Built
     from .training.guard import OnNonFinite
 
@@ -109,7 +109,7 @@ class Pipeline(PipelineSpec):
         resume: str | Path | bool | None = None,
         checkpoints: Checkpoints | None = CHECKPOINTS,
         on_nonfinite: OnNonFinite = "raise",
-        logger: Choice = None,
+        logger: LoggerArg = None,
         log_every: int = LOG_EVERY,
     ) -> FitResult:
         """Trains.

@@ -17,7 +17,7 @@ from checkpoint_jobs import Dropping
 from drivetrain import CheckpointError, DrivetrainError, Pipeline, PlanError
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, FitResult, export
 from drivetrain.pipeline.checkpoints.format import Checkpoint
-from drivetrain.pipeline.runs.folder import claimed
+from drivetrain.pipeline.runs.folder import lock_run_dir
 from drivetrain.transforms import (
     EMA,
     SAM,
@@ -405,14 +405,14 @@ def test_a_rank_that_is_left_over_disables_neither_lock_nor_curves(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    with claimed(tmp_path), pytest.raises(DrivetrainError, match="Another run is training in"):
+    with lock_run_dir(tmp_path), pytest.raises(DrivetrainError, match="Another run is training in"):
         fit(toy.pipeline(plain_model), epochs=1, out=tmp_path)
     fit(toy.pipeline(plain_model), epochs=1, out=tmp_path)
     assert (tmp_path / "curves.png").exists()
 
 
 def test_two_runs_in_one_folder_are_refused(toy: Toy, tmp_path: Path) -> None:
-    with claimed(tmp_path):
+    with lock_run_dir(tmp_path):
         with pytest.raises(DrivetrainError, match=r"Another run is training in .*out="):
             fit(toy.pipeline(plain_model), epochs=1, out=tmp_path)
         assert list(tmp_path.iterdir()) == []

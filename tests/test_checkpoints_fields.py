@@ -16,12 +16,12 @@ import torch
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest
-from drivetrain.pipeline.checkpoints.resume import Choice, global_randomness_kept
-from drivetrain.pipeline.runs.artifacts import Job, Outcome
+from drivetrain.pipeline.checkpoints.resume import ResumePoint, global_randomness_kept
+from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry.state import EpochMeter
-from drivetrain.pipeline.training.build import build, seeded
+from drivetrain.pipeline.training.build import build, fork_rng
 from drivetrain.transforms import EMA, SWA, GyroDropout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -65,7 +65,7 @@ class Reader:
         self.path = out / "checkpoints" / f"step-{step:08d}"
         self.saved = json.loads((self.path / "state.json").read_text())
         del self.saved["sha256"]
-        self._stack.enter_context(seeded(0))
+        self._stack.enter_context(fork_rng(0))
         self._stack.enter_context(global_randomness_kept())
         self._built = self._stack.enter_context(build(self._plan))
         self._groups = [dict(group) for group in self._built.engine.optimizer.param_groups]
@@ -81,8 +81,10 @@ class Reader:
         checkpoint.verify()
         for group, built in zip(self._built.engine.optimizer.param_groups, self._groups, strict=True):
             group.update(built)
-        run = Run(self._plan, self._built, Job(EPOCHS, None, False, self.path, None, "raise"), Outcome())
-        run._begin(Choice(checkpoint, "name", True))
+        run = Run(
+            self._plan, self._built, FitJob(EPOCHS, None, False, self.path, None, "raise"), RankResult()
+        )
+        run._begin(ResumePoint(checkpoint, "name", True))
         engine, hooks = self._built.engine, self._built.hooks
         m = hooks.state.meter
         optimizer = engine.export_optimizer()

@@ -12,7 +12,7 @@ import torch
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted
 from drivetrain.pipeline.checkpoints.capture import shares
-from drivetrain.pipeline.checkpoints.directory import Store
+from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.strategies import launch
 from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, batch_norm_model, numbers, plain_model
 
@@ -154,7 +154,7 @@ def test_a_damaged_name_of_the_run_is_named(about: Any, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(about))
     for use in (lambda store: store.run, lambda store: store.newest()):
         with pytest.raises(CheckpointError, match=r"run\.json (has (run|continues)=.*|names no run); remove"):
-            use(Store(tmp_path))
+            use(CheckpointDir(tmp_path))
 
 
 def test_a_failure_in_the_background_is_raised(toy: Toy, tmp_path: Path, monkeypatch: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_failure_in_the_background_is_raised(toy: Toy, tmp_path: Path, monkeyp
         blocked.write_text("")
         with pytest.raises(CheckpointError, match=r"step-00000004 could not be written: .*Not a directory"):
             fit(toy.pipeline(plain_model), 1, out=out, checkpoints=Checkpoints(background=background))
-    monkeypatch.setattr(Store, "prune", lambda *_: 1 / 0)  # a mistake of our own is not lost either
+    monkeypatch.setattr(CheckpointDir, "prune", lambda *_: 1 / 0)  # a mistake of our own is not lost either
     with pytest.raises(CheckpointError, match="division by zero"):
         fit(toy.pipeline(plain_model), 2, out=tmp_path / "mistake")
     assert not [t for t in threading.enumerate() if t.name == "drivetrain-checkpoint"]

@@ -14,9 +14,9 @@ import torch
 import torchvision
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, export
-from drivetrain.pipeline.checkpoints.directory import Store
+from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.pipeline.checkpoints.export import evaluated_state
-from drivetrain.pipeline.checkpoints.fingerprint import described
+from drivetrain.pipeline.checkpoints.fingerprint import rebuild_spec
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.transforms import EMA, SWA, BlurPool, ChannelsLast, Factorize
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model
@@ -104,7 +104,7 @@ def test_the_best_is_one_of_the_run_and_undamaged(toy: Toy, tmp_path: Path) -> N
     run, out = tmp_path / "run", tmp_path / "out.safetensors"
     how = Checkpoints(keep=3, background=False)
     result = toy.pipeline(batch_norm_model).fit(epochs=3, out=run, progress=False, checkpoints=how)
-    store = Store(run / "checkpoints")
+    store = CheckpointDir(run / "checkpoints")
     best = max(result.history.epochs, key=lambda epoch: (epoch.accuracy, -epoch.epoch))
     (store.checkpoints()[3 - best.epoch] / "state.json").write_text("{}")
     second = max(
@@ -128,7 +128,7 @@ def test_a_model_of_ones_own_has_its_trained_names_only(toy: Toy, tmp_path: Path
 def test_a_checkpoint_imports_no_model() -> None:
     """Recipes may name a factory to import, and their user has read them; a checkpoint may not."""
     with pytest.raises(CheckpointError, match=r"'torch\.hub:load', which would have to be imported"):
-        described({"model": "torch.hub:load", "model_options": {}, "transforms": [], "seed": 0})
+        rebuild_spec({"model": "torch.hub:load", "model_options": {}, "transforms": [], "seed": 0})
 
 
 def test_the_commands(toy: Toy, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from drivetrain import RECIPES, Pipeline
 from drivetrain.loaders import convert
-from drivetrain.pipeline.runs.artifacts import Job, Outcome
+from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.pipeline.spec.resolve import resolve
 from gpu_device import Device
@@ -94,8 +94,8 @@ def test_no_step_of_a_recipe_waits_for_the_device(
     built = pipeline.build()
     strict: Any = Strict(built.train, device)
     assert pipeline.epochs is not None
-    job = Job(pipeline.epochs, tmp_path, True, None, None, "raise", loggers=("csv",), log_every=2)
-    Run(resolve(pipeline), replace(built, train=strict), job, Outcome()).train()
+    job = FitJob(pipeline.epochs, tmp_path, True, None, None, "raise", loggers=("csv",), log_every=2)
+    Run(resolve(pipeline), replace(built, train=strict), job, RankResult()).train()
     assert strict.steps == 3 * pipeline.epochs
     device.holds(*built.engine.plain_model.parameters())
 

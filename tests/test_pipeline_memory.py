@@ -11,7 +11,7 @@ import torch
 from drivetrain import DrivetrainError
 from drivetrain.pipeline.checkpoints.weights import save_weights
 from drivetrain.pipeline.runs import fit as fitting
-from drivetrain.pipeline.runs.artifacts import Job
+from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.strategies import launch
 from memory_jobs import BYTES, WIDTH, Wide, digests, everything, growth
@@ -50,7 +50,7 @@ def test_every_rank_of_a_group_that_was_there_has_the_result(ranks: list[dict[st
 @pytest.mark.usefixtures("one_process_group")
 def test_whose_callers_get_the_result(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all ranks in a group that is there; else of rank 0, which this call starts."""
-    jobs: list[Job] = []
+    jobs: list[FitJob] = []
     monkeypatch.setattr(fitting, "_fit", lambda _, job: jobs.append(job))
     pipeline = toy.pipeline(Wide)
     pipeline.fit(epochs=3, progress=False)

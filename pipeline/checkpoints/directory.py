@@ -54,7 +54,7 @@ class CheckpointWarning(UserWarning):
     """A checkpoint that was passed over because it is damaged."""
 
 
-class Store:
+class CheckpointDir:
     """The checkpoints of one run, `out/checkpoints`.
 
     `run.json` in it names the run they belong to. A run that starts anew in a folder with checkpoints of an
@@ -196,7 +196,7 @@ def find(place: Path) -> Checkpoint:
         checkpoint = Checkpoint(place)
         checkpoint.verify()
         return checkpoint
-    store = Store(place / "checkpoints")
+    store = CheckpointDir(place / "checkpoints")
     found = store.newest()
     if found is None:
         others = store.checkpoints()

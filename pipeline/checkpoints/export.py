@@ -16,8 +16,8 @@ from ...transforms import NothingChanged, Transform
 from ..models.factories import model_factory
 from ..spec.pipeline_spec import PipelineSpec
 from ..training.build import build_model
-from .directory import Store, best_of, find
-from .fingerprint import described
+from .directory import CheckpointDir, best_of, find
+from .fingerprint import rebuild_spec
 from .format import Checkpoint
 from .resume import Averages, restoring, with_averages
 from .weights import plain_state, save_weights
@@ -94,7 +94,7 @@ def _plain(
     if isinstance(given, str):
         given = model_factory(given)
     with restoring(checkpoint):
-        spec, transforms = described(found, given)
+        spec, transforms = rebuild_spec(found, given)
     if given is None:
         with restoring(checkpoint):
             model = _built(spec, transforms)
@@ -129,7 +129,7 @@ def _check_fits(model: nn.Module, state: dict[str, torch.Tensor], name: str, whe
 
 
 def _best(place: Path) -> Checkpoint:
-    store = Store(place / "checkpoints")
+    store = CheckpointDir(place / "checkpoints")
     # Those of an earlier run may be there until the first of this one is complete.
     found = best_of(list(store.of_run(store.run)))
     if found is None:

@@ -24,7 +24,7 @@ from .fields import REMEDY
 from .identity import identity
 
 
-def run_facts(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
+def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
     """What must be the same for a run to go on as if it had not been interrupted.
 
     Left out is what does not change the numbers, or what checkpoints are there to change: strategy, devices,
@@ -53,7 +53,9 @@ def run_facts(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
     return dict(json.loads(json.dumps(facts, default=identity)))
 
 
-def check_same(saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()) -> None:
+def check_compatible(
+    saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()
+) -> None:
     """Compares the facts of a checkpoint with those of the run that resumes from it.
 
     Args:
@@ -166,7 +168,7 @@ def description(plan: ResolvedPlan) -> dict[str, Any] | None:
         return None
 
 
-def described(
+def rebuild_spec(
     found: dict[str, Any], model: str | Callable[..., nn.Module] | nn.Module | None = None
 ) -> tuple[PipelineSpec, tuple[Transform, ...]]:
     """A pipeline's description with the model of a `description`, and its transforms in order.

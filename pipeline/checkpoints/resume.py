@@ -20,12 +20,12 @@ from ...strategies.common.optimizer_state import Entry, OptimizerState
 from ..telemetry.history import Epoch, History
 from ..training.build import Built
 from .capture import AVERAGE
-from .directory import Store, find
+from .directory import CheckpointDir, find
 from .format import OWN, Checkpoint, Tensors
 
 
 @dataclass
-class Choice:
+class ResumePoint:
     """Where a run begins: with which checkpoint (None: from scratch), under which name it writes its own, and
     whether that is the name of the run that the folder holds already."""
 
@@ -34,7 +34,7 @@ class Choice:
     goes_on: bool
 
 
-def choose(engine: Engine, resume: str | Path | None, store: Store | None) -> Choice:
+def choose(engine: Engine, resume: str | Path | None, store: CheckpointDir | None) -> ResumePoint:
     """Rank 0 looks, and verifies what it finds; all ranks get the same answer. Changes nothing.
 
     Args:
@@ -48,10 +48,10 @@ def choose(engine: Engine, resume: str | Path | None, store: Store | None) -> Ch
     """
     answer = _on_rank_0(engine, lambda: _look(resume, store))
     path = answer["path"]
-    return Choice(None if path is None else Checkpoint(Path(path)), answer["run"], answer["goes_on"])
+    return ResumePoint(None if path is None else Checkpoint(Path(path)), answer["run"], answer["goes_on"])
 
 
-def begin(engine: Engine, choice: Choice, store: Store | None, saves: bool) -> None:
+def begin(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, saves: bool) -> None:
     """Gives the folder to the run, once nothing but the training is left to fail.
 
     Args:
@@ -91,7 +91,7 @@ def _on_rank_0(engine: Engine, work: Callable[[], dict[str, Any]]) -> dict[str, 
     return answer
 
 
-def _look(resume: str | Path | None, store: Store | None) -> dict[str, Any]:
+def _look(resume: str | Path | None, store: CheckpointDir | None) -> dict[str, Any]:
     found, goes_on = None, False
     if resume == "auto":
         assert store is not None  # fit has checked
@@ -108,7 +108,7 @@ def _look(resume: str | Path | None, store: Store | None) -> dict[str, Any]:
     return {"path": str(found.path), "run": run, "goes_on": goes_on}
 
 
-def _refuse_to_lose(store: Store, found: Checkpoint) -> None:
+def _refuse_to_lose(store: CheckpointDir, found: Checkpoint) -> None:
     """Raises CheckpointError if a run that resumes from `found` would replace other work in the same folder."""
     ahead = store.beyond(found)
     if not ahead:

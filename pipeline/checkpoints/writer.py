@@ -13,7 +13,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...strategies import Engine
-from .directory import Checkpoints, Store
+from .directory import CheckpointDir, Checkpoints
 from .format import Part, finish, note_path, write_part
 
 _ROUND = 0.02  # seconds between two looks at whether the other ranks have written
@@ -34,7 +34,7 @@ class CheckpointWriter:
         run: the name of the run.
     """
 
-    def __init__(self, engine: Engine, store: Store, options: Checkpoints, run: str) -> None:
+    def __init__(self, engine: Engine, store: CheckpointDir, options: Checkpoints, run: str) -> None:
         self._engine, self._store, self._options, self._run = engine, store, options, run
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None

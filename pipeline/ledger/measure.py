@@ -27,12 +27,12 @@ import torch
 from ...checks import is_number
 from ...errors import DrivetrainError, LedgerError, PlanError
 from ...strategies.launching.group import is_rank, needs_ranks
-from ..runs.fit import with_files
+from ..runs.fit import resolve_data
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
 from ..telemetry.provenance import provenance
-from ..training.build import seeded
+from ..training.build import fork_rng
 from .accuracy import check_accuracy, train_each
 from .budget import Budget, OutOfTime, alarm, rounded_up
 from .data import PLAIN, Accuracies, LedgerData, Trained, Trial, VariantId
@@ -72,7 +72,7 @@ def measure(
         raise PlanError(
             "epochs and target are of the trainings that accuracy=True asks for. Give it, or neither."
         )
-    plan = with_files(plan, progress)
+    plan = resolve_data(plan, progress)
     facts: dict[str, Any] = {
         "recipe": plan.recipe,
         "plan": Plan(plan.steps).to_dict()["steps"],
@@ -118,7 +118,7 @@ def _measured(
     interrupted, error = False, ""
     try:
         # Trials draw random numbers, as training does; the caller's stay as they are.
-        with seeded(plan.seed):
+        with fork_rng(plan.seed):
             _Measurement(plan, record, begin, seconds, within, progress).run()
     except KeyboardInterrupt:
         interrupted = True

@@ -21,7 +21,7 @@ from ...strategies.launching.group import needs_ranks
 from ...transforms import LayerFreezing
 from ..spec.cuda_settings import cuda_settings
 from ..spec.resolve import ResolvedPlan, resolve
-from ..training.build import build, make_loader, seeded
+from ..training.build import build, fork_rng, make_loader
 from .budget import OutOfTime
 from .data import Costs, Trial, VariantId
 from .schedule import phases
@@ -189,7 +189,7 @@ def described(error: BaseException) -> str:
 def _trials_on_rank(
     plan: ResolvedPlan, variants: Sequence[VariantId], epoch: int, batches: int, warm_up: int
 ) -> tuple[Found, Costs]:
-    with seeded(plan.seed), ExitStack() as stack:
+    with fork_rng(plan.seed), ExitStack() as stack:
         # The ranks are new: warm them up, too.
         variant, costs = build_variant(plan, Loaders(stack), stack, warm_up)
         return {one: run_trial(variant, one.workload, epoch, batches) for one in variants}, costs
@@ -214,7 +214,7 @@ def build_variant(
         OutOfTime: at the deadline, on `perf_counter`'s clock.
     """
     before = _allocated()
-    with seeded(plan.seed):
+    with fork_rng(plan.seed):
         built = stack.enter_context(build(plan))
     engine = built.engine
     variant = BuiltVariant(

@@ -23,16 +23,16 @@ from ...loaders.epochs import EpochLoader
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
 from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
 from ...transforms.no_weight_decay import note_shape
-from ..runs.fit import with_files
+from ..runs.fit import resolve_data
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
 from ..training.build import (
     Parts,
+    fork_rng,
     make_loader,
     make_loaders,
     make_parts,
     optimizer_factory,
-    seeded,
     training_loss,
 )
 from ..training.hooks import TrainingHooks, split_microbatches
@@ -71,7 +71,7 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
             "compile= and activation_checkpointing= are done by our strategies. Leave them out of .distribute(), and "
             "give Lightning's own: Trainer(strategy=FSDPStrategy(activation_checkpointing_policy=…)), module.compile()."
         )
-    plan = with_files(plan, progress=False)
+    plan = resolve_data(plan, progress=False)
     with ExitStack() as stack:
         loaders = make_loaders(plan, _device(arguments))
         for loader in loaders:
@@ -167,7 +167,7 @@ class Module(pl.LightningModule):
         self._hooks.state.total_steps = self._steps
         for transform in self._plan.transforms:
             transform.begin(self.model, self._steps)
-        self._random.enter_context(seeded(self._plan.seed))
+        self._random.enter_context(fork_rng(self._plan.seed))
 
     def on_train_epoch_start(self) -> None:
         """Checks once more: a callback may have changed the accumulation."""

@@ -27,7 +27,7 @@ Weights = Callable[[], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Job:
+class FitJob:
     """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists; `texts` go into it, by name;
     `in_cell` is whether it was called in a notebook; rank 0 prints `plan` once everything is built and checked;
     `each_rank` is whether the ranks were there before the call, so that the caller on each of them gets the result."""
@@ -47,9 +47,9 @@ class Job:
 
 
 @dataclass
-class Outcome:
+class RankResult:
     """What a rank sends back: the history of the finished epochs, and the weights after the last of them, on the CPU
-    by plain names. Only those ranks have weights whose caller gets them: rank 0; with `Job.each_rank`, when the
+    by plain names. Only those ranks have weights whose caller gets them: rank 0; with `FitJob.each_rank`, when the
     training has ended, all."""
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class RunArtifacts(Observer):
         history: of the epochs that are finished.
     """
 
-    def __init__(self, job: Job, outcome: Outcome, lead: bool, facts: dict[str, Any]) -> None:
+    def __init__(self, job: FitJob, outcome: RankResult, lead: bool, facts: dict[str, Any]) -> None:
         self._job, self._outcome, self._lead = job, outcome, lead
         self._folder = job.folder if lead else None
         self._next_picture = perf_counter() + PICTURE

@@ -18,13 +18,13 @@ from ..spec.cuda_settings import cuda_settings
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
-from ..telemetry.loggers import LOG_EVERY, Choice
+from ..telemetry.loggers import LOG_EVERY, LoggerArg
 from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo, in_cell
-from ..training.build import build, build_model, seeded, source_file
+from ..training.build import build, build_model, fork_rng, source_file
 from ..training.guard import OnNonFinite, check_choice
-from .artifacts import Job, Outcome
-from .folder import claimed, descriptions, draw_curves, replaced
+from .artifacts import FitJob, RankResult
+from .folder import descriptions, draw_curves, lock_run_dir, replaced
 from .result import FitResult, TrainingInterrupted
 from .run import Run
 
@@ -38,7 +38,7 @@ def fit(
     resume: str | Path | bool | None = None,
     checkpoints: Checkpoints | None = None,
     on_nonfinite: OnNonFinite = "raise",
-    logger: Choice = None,
+    logger: LoggerArg = None,
     log_every: int = LOG_EVERY,
     show_plan: bool = False,
 ) -> FitResult:
@@ -54,12 +54,12 @@ def fit(
     if folder is not None:  # last: what is refused leaves no folder
         make_folder(folder)
     texts, note = descriptions(plan) if folder is not None else ({}, "")
-    job = Job(
+    job = FitJob(
         epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell(),
         plan=f"{Plan(plan.steps)!r}" if show_plan else "", each_rank=is_rank(),
     )  # fmt: skip
-    with claimed(folder) if folder is not None and is_main_process() else nullcontext():
-        plan = with_files(plan, progress)
+    with lock_run_dir(folder) if folder is not None and is_main_process() else nullcontext():
+        plan = resolve_data(plan, progress)
         for text in (note, "" if folder is None else replaced(folder, resume)):
             _tell(text, progress)
         return _fit(plan, job)
@@ -93,14 +93,14 @@ def _checked(
     return resume
 
 
-def _fit(plan: ResolvedPlan, job: Job) -> FitResult:
+def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
     """Trains, and draws the curves."""
     folder, progress = job.folder, job.progress
     interrupted: TrainingInterrupted | None = None
     try:
         outcome = _run(plan, job)
     except KeyboardInterrupt as interrupt:
-        outcome = getattr(interrupt, "outcome", None) or Outcome()
+        outcome = getattr(interrupt, "outcome", None) or RankResult()
         result = _finish(plan, outcome) if outcome.state else None
         interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs))
     else:
@@ -117,7 +117,7 @@ def _tell(note: str, progress: bool) -> None:
         echo(note)
 
 
-def _run(plan: ResolvedPlan, job: Job) -> Outcome:
+def _run(plan: ResolvedPlan, job: FitJob) -> RankResult:
     """Trains here or on ranks; an error of Drivetrain on a rank is raised as if it were here."""
     if _is_alone(plan):
         return train_rank(plan, job)
@@ -140,7 +140,7 @@ def _is_rank(plan: ResolvedPlan) -> bool:
     return _is_alone(plan) or is_rank()
 
 
-def with_files(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
+def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
     """The plan with named data sets replaced by their files, fetched and converted now if need be."""
     data = plan.data
     train = str(source_file(data, data.train, progress=progress))
@@ -165,12 +165,12 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def train_rank(plan: ResolvedPlan, job: Job) -> Outcome:
+def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
     """Trains on this rank; rank 0 shows progress, saves after each epoch, and returns the weights."""
-    outcome = Outcome()
+    outcome = RankResult()
     try:
         with (
-            seeded(plan.seed),
+            fork_rng(plan.seed),
             global_randomness_kept(),
             cuda_settings(plan.distribution, plan.transforms),
             build(plan) as built,
@@ -183,7 +183,7 @@ def train_rank(plan: ResolvedPlan, job: Job) -> Outcome:
     return outcome
 
 
-def _finish(plan: ResolvedPlan, outcome: Outcome) -> FitResult:
+def _finish(plan: ResolvedPlan, outcome: RankResult) -> FitResult:
     """The trained model, built again in this process from the weights that came back."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingChanged)  # the rank has warned already

@@ -15,7 +15,7 @@ import yaml
 from ...errors import DrivetrainError, RecipeError
 from ...files import atomic_file
 from ...strategies.launching.group import is_main_process
-from ..checkpoints.directory import Store
+from ..checkpoints.directory import CheckpointDir
 from ..recipes.export import to_recipe
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan
@@ -27,7 +27,7 @@ MODEL = "model.safetensors"
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def lock_run_dir(folder: Path) -> Iterator[None]:
     """Within the block no other run begins in the folder. The system ends the claim with the process.
 
     The lock is on the folder itself, so that it leaves no file. A file system without such locks has none.
@@ -55,7 +55,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def replaced(folder: Path, resume: str | Path | None) -> str:
     """A note on the earlier run that a new one replaces, or "" if there is none, or it is resumed."""
-    store = Store(folder / "checkpoints")
+    store = CheckpointDir(folder / "checkpoints")
     if resume == "auto" and store.run is not None:
         return ""
     if resume not in (None, "auto") and (

@@ -11,14 +11,14 @@ from typing import Any
 from ...errors import CheckpointError, NonFiniteError
 from ...version import __version__
 from ..checkpoints import resume as resuming
-from ..checkpoints.directory import Store
+from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.export import evaluated_state
 from ..checkpoints.fields import check_length
 from ..checkpoints.fingerprint import (
+    check_compatible,
     check_hyperparameters,
-    check_same,
     description,
-    run_facts,
+    fingerprint,
     tied_to_length,
 )
 from ..checkpoints.format import Checkpoint
@@ -34,7 +34,7 @@ from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import EpochStats, evaluate, train_epoch
 from ..training.schedule import Schedule
-from .artifacts import Job, Outcome, RunArtifacts
+from .artifacts import FitJob, RankResult, RunArtifacts
 from .saving import SaveCheckpoints
 
 
@@ -48,15 +48,15 @@ class Run:
         outcome: is kept up to date with the epochs that are finished.
     """
 
-    def __init__(self, plan: ResolvedPlan, built: Built, job: Job, outcome: Outcome) -> None:
+    def __init__(self, plan: ResolvedPlan, built: Built, job: FitJob, outcome: RankResult) -> None:
         self._plan, self._built, self._job = plan, built, job
         self._engine, self._hooks = built.engine, built.hooks
         self._lead = built.engine.rank == 0
         self._image_size = built.train.settings.image_size
         self._length = len(built.train)  # steps in an epoch
-        self._facts = run_facts(plan, built, job.epochs)
+        self._facts = fingerprint(plan, built, job.epochs)
         self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length)
-        self._store = None if job.folder is None else Store(job.folder.resolve() / "checkpoints")
+        self._store = None if job.folder is None else CheckpointDir(job.folder.resolve() / "checkpoints")
         self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice)
         facts: dict[str, Any] = {"recipe": plan.recipe, "seed": plan.seed, "provenance": provenance()}
         if built.engine.note:
@@ -98,7 +98,7 @@ class Run:
         finally:
             self._observer.on_end(failed=failed)
 
-    def _begin(self, choice: resuming.Choice) -> None:
+    def _begin(self, choice: resuming.ResumePoint) -> None:
         """Start from scratch, or restore everything."""
         checkpoint = choice.checkpoint
         if checkpoint is None:
@@ -110,7 +110,7 @@ class Run:
                 self._artifacts.echo("There is no checkpoint yet: the training starts from the beginning.")
             return
         state = checkpoint.state
-        check_same(state["facts"], self._facts, checkpoint.path, tied_to_length(self._plan))
+        check_compatible(state["facts"], self._facts, checkpoint.path, tied_to_length(self._plan))
         if state["epoch"] + (state["step_in_epoch"] > 0) > self._job.epochs:
             raise CheckpointError(
                 f"The checkpoint {checkpoint.path} is after {state['epoch']} epochs and {state['step_in_epoch']} "
@@ -130,7 +130,7 @@ class Run:
         self._go_on(checkpoint, history)
         resuming.load_randomness(checkpoint, self._engine, self._plan.seed)
 
-    def _take_folder(self, choice: resuming.Choice) -> None:
+    def _take_folder(self, choice: resuming.ResumePoint) -> None:
         """Makes the folder that of this run; until here, an error leaves what is in it as it was."""
         resuming.begin(self._engine, choice, self._store, saves=self._job.checkpoints is not None)
         if not choice.goes_on:

@@ -38,7 +38,7 @@ class Logger(Protocol):
         ...
 
 
-Choice = str | object | None
+LoggerArg = str | object | None
 """What `fit(logger=…)` takes: None, a name in `NAMES`, an object with `log` or `log_metrics`, or a list of them."""
 
 
@@ -46,7 +46,7 @@ class LoggerWarning(UserWarning):
     """A logger that failed, and gets nothing more."""
 
 
-def check(choice: Choice, log_every: object, folder: Path | None, *, travels: bool) -> tuple[object, ...]:
+def check(choice: LoggerArg, log_every: object, folder: Path | None, *, travels: bool) -> tuple[object, ...]:
     """The loggers of a choice, checked before any work.
 
     Args:
@@ -207,4 +207,4 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-__all__ = ["Choice", "Logger", "LoggerWarning", "Loggers", "check"]
+__all__ = ["Logger", "LoggerArg", "LoggerWarning", "Loggers", "check"]

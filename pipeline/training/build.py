@@ -122,7 +122,7 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
     model, reports = build_model(plan.spec, plan.transforms)
     for transform in plan.transforms:
         transform.begin(model, len(train))  # an epoch, until the training says how long it is
-    with seeded(plan.seed):
+    with fork_rng(plan.seed):
         check_output(model, classes, data, plan.distribution.precision)
     return Parts(plan, model, reports, classes)
 
@@ -191,7 +191,7 @@ def build_model(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn
         spec: with the model and the seed.
         transforms: in order; only those that change the model are applied.
     """
-    with seeded(spec.seed):
+    with fork_rng(spec.seed):
         model = _fresh_model(spec)
         reports = tuple(t.apply(model) for t in transforms if t.kind in CHANGES_MODEL)
     return model, reports
@@ -259,8 +259,8 @@ def training_loss(plan: ResolvedPlan) -> Loss:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """torch's random numbers from `seed` on inside the block, and as before after it."""
+def fork_rng(seed: int) -> Iterator[None]:
+    """Seed torch's generators inside the block, and restore their states after it."""
     # CUDA's generators are left out where CUDA has not started: naming them would start it.
     here = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=here):
