@@ -40,9 +40,8 @@ from drivetrain.pipeline.ledger.data import (
 )  # fmt: skip
 from drivetrain.pipeline.ledger.ledger import Ledger
 from drivetrain.pipeline.ledger.measure import _has_copies, _Measurement
-from drivetrain.pipeline.ledger.memory import resident_peak
 from drivetrain.pipeline.ledger.record import Record
-from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_variant, largest
+from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_variant, largest, resident_peak
 from drivetrain.pipeline.ledger.trials import mean_trial, run_trial
 from drivetrain.pipeline.ledger.variants import Variant, possible, variants
 from drivetrain.pipeline.spec.config import DistributedConfig

@@ -37,9 +37,17 @@ from .accuracy import check_accuracy, train_each
 from .budget import Budget, OutOfTime, alarm, rounded_up
 from .data import PLAIN, Accuracies, LedgerData, Trained, Trial, VariantId
 from .ledger import Ledger, LedgerInterrupted
-from .memory import PEAK_RESERVE, PEAK_SECONDS, peak_bytes
 from .record import NO_TIME, Record, same_samples
-from .runner import MIN_BATCHES, Loaders, VariantRunner, described, groups
+from .runner import (
+    MIN_BATCHES,
+    PEAK_RESERVE,
+    PEAK_SECONDS,
+    Loaders,
+    VariantRunner,
+    described,
+    groups,
+    peak_bytes,
+)
 from .variants import Variant, alone_and_without, in_turn, possible, variants
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30  # each stage in turn must leave time for so many

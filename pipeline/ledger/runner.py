@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -31,6 +32,9 @@ from .variants import Variant
 MIN_BATCHES = 4  # in a trial; fewer, and filling the loader's queue would count
 
 REASON_LENGTH = 300  # characters; CUDA's message for lack of memory has twice as many
+
+PEAK_SECONDS, PEAK_RESERVE = 100, 20
+"""A ledger of fewer seconds leaves it out; of more, it keeps so many: starting two processes takes its time."""
 
 Found = dict[VariantId, tuple[Trial, Labels]]
 """Trials by variant, and a rank's labels in them."""
@@ -265,6 +269,53 @@ def largest(ranks: Sequence[Costs]) -> Costs:
         max((one.peak_bytes for one in ranks if one.peak_bytes is not None), default=None),
         max((one.compile_seconds for one in ranks if one.compile_seconds is not None), default=None),
     )
+
+
+def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:
+    """Bytes of memory that a rank had at most while it trained for some batches; the largest over all ranks.
+
+    Of the whole process: interpreter, torch, and what is mapped of the data file included, the loader's
+    processes not. None where the system does not say (Linux does).
+
+    Args:
+        plan: what to train.
+        batches: to train on, twice.
+        seconds: that it may take.
+
+    Raises:
+        StrategyError: if it takes longer, or a process dies.
+    """
+    how = plan.distribution
+    found = launch(
+        _peak_of_rank,
+        plan,
+        batches,
+        devices=how.devices,
+        device=how.device,
+        timeout=seconds,
+        patience=0.0,
+    )
+    known = [peak for peak in found if peak is not None]
+    return max(known, default=None)
+
+
+def _peak_of_rank(plan: ResolvedPlan, batches: int) -> int | None:
+    with ExitStack() as stack:
+        build_variant(plan, Loaders(stack), stack, batches)
+        return resident_peak()
+
+
+def resident_peak() -> int | None:
+    """This process's peak resident memory in bytes; None where /proc does not tell.
+
+    Not getrusage's: Linux lets a new process start with its parent's peak in there.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return found[0] if found else None
 
 
 def groups(variants: Iterable[Variant]) -> list[list[Variant]]:
