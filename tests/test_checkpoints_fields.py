@@ -16,7 +16,8 @@ import torch
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest
-from drivetrain.pipeline.checkpoints.resume import ResumePoint, global_randomness_kept
+from drivetrain.pipeline.checkpoints.resume import ResumePoint
+from drivetrain.pipeline.checkpoints.state import global_randomness_kept
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.pipeline.spec.resolve import resolve

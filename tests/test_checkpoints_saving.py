@@ -11,8 +11,8 @@ import pytest
 import torch
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted
-from drivetrain.pipeline.checkpoints.capture import shares
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
+from drivetrain.pipeline.checkpoints.state import shares
 from drivetrain.strategies import launch
 from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, batch_norm_model, numbers, plain_model
 

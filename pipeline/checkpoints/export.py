@@ -19,7 +19,7 @@ from ..training.build import build_model
 from .directory import CheckpointDir, best_of, find
 from .fingerprint import rebuild_spec
 from .format import Checkpoint
-from .resume import Averages, restoring, with_averages
+from .state import Averages, restoring, with_averages
 from .weights import plain_state, save_weights
 
 Names = Literal["plain", "trained"]

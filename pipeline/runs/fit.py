@@ -13,7 +13,7 @@ from ...errors import DrivetrainError, PlanError, StrategyError
 from ...strategies.launching.group import is_main_process, is_rank, needs_ranks, under_torchrun
 from ...transforms import NothingChanged
 from ..checkpoints.directory import Checkpoints
-from ..checkpoints.resume import global_randomness_kept
+from ..checkpoints.state import global_randomness_kept
 from ..spec.cuda_settings import cuda_settings
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan

@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import CheckpointError, NonFiniteError
 from ...version import __version__
 from ..checkpoints import resume as resuming
+from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.export import evaluated_state
 from ..checkpoints.fields import check_length
@@ -118,17 +119,17 @@ class Run:
             )
         check_length(checkpoint.path, state, self._length)
         check_hyperparameters(state["optimizer"]["groups"], self._facts, checkpoint.path)
-        resuming.load_engine(checkpoint, self._engine)
+        states.load_engine(checkpoint, self._engine)
         self._hooks.begin(self._engine, self._job.epochs * self._length)
-        resuming.load_methods(checkpoint, self._built)
-        resuming.load_position(checkpoint, self._built)
-        with resuming.restoring(checkpoint):
+        states.load_methods(checkpoint, self._built)
+        states.load_position(checkpoint, self._built)
+        with states.restoring(checkpoint):
             self._hooks.begin_epoch(self._engine, self._built.train, self._image_size)
             self._built.train.load_state_dict(state["loader"])
         history = self._history(checkpoint)
         self._take_folder(choice)
         self._go_on(checkpoint, history)
-        resuming.load_randomness(checkpoint, self._engine, self._plan.seed)
+        states.load_randomness(checkpoint, self._engine, self._plan.seed)
 
     def _take_folder(self, choice: resuming.ResumePoint) -> None:
         """Makes the folder that of this run; until here, an error leaves what is in it as it was."""
@@ -139,7 +140,7 @@ class Run:
     @staticmethod
     def _history(checkpoint: Checkpoint) -> History:
         """That of the checkpoint, with a note on where it was resumed."""
-        state, before = checkpoint.state, resuming.load_history(checkpoint)
+        state, before = checkpoint.state, states.load_history(checkpoint)
         here = {"step": state["step"], "strategy": state["strategy"], "ranks": len(state["ranks"])}
         since = [*before.facts.get("resumed", []), {**here, "provenance": provenance()}]
         return History(before.epochs, {**before.facts, "resumed": since})

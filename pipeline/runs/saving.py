@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import NonFiniteError
-from ..checkpoints.capture import all_finite, capture_state
+from ..checkpoints.state import all_finite, capture_state
 from ..checkpoints.writer import CheckpointWriter
 from ..telemetry.history import Epoch
 from ..telemetry.observer import Observer
