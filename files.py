@@ -73,7 +73,7 @@ def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
 
 @contextmanager
 def _failure_names(path: Path) -> Iterator[None]:
-    """Raises an OSError of the block as the typed error about `path`."""
+    """Raise `OSError` of the block as the typed error about `path`."""
     try:
         yield
     except OSError as error:

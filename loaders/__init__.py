@@ -1,6 +1,6 @@
-"""Stage one: any image data set to one `.beton` file, and loaders that are exact and fast.
+"""Stage one: convert any image data set to one `.beton` file, and load it exactly and fast.
 
-Names are imported at first use: torchvision and numba take seconds, which not every rank needs.
+Names are imported at first use: torchvision and numba take seconds to import, and not every rank needs them.
 """
 
 from __future__ import annotations

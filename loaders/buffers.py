@@ -1,4 +1,4 @@
-"""Memory of batches, used again once nobody holds the batch that was in it."""
+"""Memory for batches, reused once the batch in it is no longer referenced."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from numpy.typing import NDArray
 
 
 def _references(buffers: list[NDArray[np.uint8]]) -> list[int]:
-    """How often each is referred to, this list and this count included."""
+    """Return each buffer's reference count, including this list and this call."""
     return [sys.getrefcount(buffer) for buffer in buffers]
 
 
-# Of a buffer that nobody uses. Counted, because it differs between Python's versions.
+# The count for an unused buffer. Measured, because it differs between Python versions.
 _UNUSED = _references([np.empty(1, dtype=np.uint8)])[0]
 
 
 class Buffers:
-    """Gives tensors of fresh or reused memory.
+    """Allocate tensors in new or reused memory.
 
-    The system hands out large memory page by page, each zeroed first: for a batch of 64 images of 224 pixels in
-    float32 that takes as long as a third of its decoding. A tensor made by `torch.from_numpy` holds its array as
-    long as it, or any view of it, lives; so an array that only this list holds is free.
+    The system provides large allocations page by page, each zeroed first: for a batch of 64 float32 images of 224
+    pixels that takes a third as long as decoding it. A tensor made by `torch.from_numpy` keeps its array alive as long
+    as it, or any view of it, exists; so an array that only this list references is free.
 
     Args:
-        keep: buffers to keep at most; more are given back to the system.
+        keep: maximum number of buffers to keep; others are returned to the system.
     """
 
     def __init__(self, keep: int) -> None:
         self._keep, self._buffers = keep, list[NDArray[np.uint8]]()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of that shape with undefined values, on the CPU."""
+        """Return a CPU tensor of that shape with undefined values."""
         size = int(np.prod(shape)) * dtype.itemsize
         if size == 0:
             return torch.empty(shape, dtype=dtype)
@@ -48,5 +48,5 @@ class Buffers:
         return fresh
 
     def clear(self) -> None:
-        """Gives back what is not in use now, and forgets the rest."""
+        """Release the unused buffers, and forget the others."""
         self._buffers = []

@@ -1,7 +1,7 @@
-"""Batches for a CUDA device: copied and normalised on a stream of their own, one batch ahead.
+"""Batches for a CUDA device: copied and normalised on a separate stream, one batch ahead.
 
-Who waits for whom: the copying stream waits for nothing. The stream that computes waits for a batch's event before it
-uses the batch. The host waits for neither, except where an epoch is left early.
+The copy stream never waits. The compute stream waits for a batch's event before it uses the batch. The host waits
+for neither, except when an epoch is left early.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .epochs import Batch
 
 
 class CudaStreams:
-    """What `DeviceFeed` needs of CUDA: a stream for copies to `device`, its events, and pinned memory.
+    """What `DeviceFeed` needs from CUDA: a stream for copies to `device`, its events, and pinned memory.
 
-    The process's current device and current streams are the same after each call.
+    No call changes the process's current device or current streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,32 +32,32 @@ class CudaStreams:
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def current_device(self) -> AbstractContextManager[Any]:
-        """Inside it the device is CUDA's current one."""
+        """Return a context in which `device` is the current CUDA device."""
         return torch.cuda.device(self.device)
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Inside it the device is the current one, and operations go to the copying stream."""
+        """Return a context in which `device` is current and operations go to the copy stream."""
         return torch.cuda.stream(self._stream)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return pinned memory of the host; torch uses it again once it is free and its copies are done."""
+        """Return pinned host memory; torch reuses it once it is free and its copies are done."""
         with self.current_device():
             return torch.empty(shape, dtype=dtype, pin_memory=prod(shape) > 0)
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Queue a copy of the host's `tensor`; return the tensor on the device."""
+        """Queue a copy of the host tensor `tensor`; return the tensor on the device."""
         return to_device(tensor, self.device)
 
     def record(self) -> Any:
-        """Return an event after all that the copying stream has queued."""
+        """Return an event after everything that is queued on the copy stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
     def hand_over(self, event: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the caller's current stream wait for `event` before it uses `tensors`, which copying allocated.
+        """Make the caller's current stream wait for `event` before it uses `tensors`, allocated on the copy stream.
 
-        Their memory is not used again for copies before what that stream has queued by then is done.
+        Their memory is not reused for copies before the work queued on that stream by then is done.
         """
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(event)
@@ -71,20 +71,20 @@ class CudaStreams:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A batch on its way: its tensors are complete after `event`."""
+    """A batch being copied: its tensors are complete after `event`."""
 
     batch: Batch
     event: Any
 
 
 class DeviceFeed:
-    """Gives batches of the host as batches of a CUDA device. CUDA starts with the first one.
+    """Turns host batches into batches on a CUDA device. CUDA is initialised with the first one.
 
     Args:
         device: where the batches go; without an index, CUDA's current device at the first batch.
         mean: of each channel, for pixels scaled to 0–1.
         std: likewise.
-        dtype: what uint8 images are normalised to; None: they stay uint8.
+        dtype: what uint8 images are normalised to; None keeps uint8.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class DeviceFeed:
         return CudaStreams(self._device)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of the host from which copies need no waiting, with undefined values.
+        """Return host memory, with undefined values, from which copies are asynchronous.
 
         Raises:
-            DataError: if there is no such memory left.
+            DataError: if the system has no more such memory.
         """
         try:
             return self.streams.pinned(shape, dtype)
@@ -119,12 +119,12 @@ class DeviceFeed:
     def deliver(
         self, batches: Generator[Batch, None, None], ready: Callable[[], bool] = lambda: True
     ) -> Iterator[Batch]:
-        """Yield the batches on the device, in order; an exception of `batches` comes after the batches before it.
+        """Yield the batches on the device, in order; an exception is raised after the batches before it.
 
         Args:
-            batches: of the host, images first; closed at the end. Tensors are copied, other values passed on.
-            ready: whether the next one can be had without waiting. Its copy then starts before the one before it is
-                given out.
+            batches: host batches, images first; closed at the end. Tensors are copied, other values passed through.
+            ready: whether the next batch is available without waiting. If so, its copy starts before the previous
+                batch is yielded.
         """
         sent: deque[_Sent | Exception] = deque()
         try:
@@ -135,7 +135,7 @@ class DeviceFeed:
                     return
                 if isinstance(sent[0], _Sent) and ready():
                     self._take(batches, sent)
-                # Not by a local variable, which would hold the batch's memory while it is in use.
+                # Not in a local variable, which would keep the batch's memory alive while it is in use.
                 yield self._hand_over(sent.popleft())
         finally:
             batches.close()
@@ -146,11 +146,10 @@ class DeviceFeed:
     def _take(self, batches: Iterator[Batch], sent: deque[_Sent | Exception]) -> None:
         try:
             batch = next(batches, None)
-        except Exception as error:  # whatever a worker raised, for its place in the order
+            if batch is not None:
+                sent.append(self._send(batch))
+        except Exception as error:  # of a worker or a copy; raised in its place in the order
             sent.append(error)
-            return
-        if batch is not None:
-            sent.append(self._send(batch))
 
     def _send(self, batch: Batch) -> _Sent:
         with self.streams.copying():
@@ -160,7 +159,7 @@ class DeviceFeed:
             return _Sent((self._normalised(images), *further), self.streams.record())
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
-        """One kernel: it reads bytes, computes in float32, and writes `dtype`."""
+        """Normalise in one kernel: it reads bytes, computes in float32, and writes `dtype`."""
         if self._dtype is None:
             return images
         factor, summand = self._line
@@ -168,7 +167,7 @@ class DeviceFeed:
 
     @cached_property
     def _line(self) -> torch.Tensor:
-        """(2, 1, 3, 1, 1) on the device: what pixels 0–255 are multiplied by, and what is added."""
+        """(2, 1, 3, 1, 1) on the device: factor and summand for pixels 0–255."""
         mean, std = (torch.tensor(numbers, dtype=torch.float64) for numbers in (self._mean, self._std))
         line = torch.stack([1 / (255 * std), -mean / std]).float()
         return self.streams.send(line.view(2, 1, 3, 1, 1))

@@ -1,4 +1,4 @@
-"""What both loaders share: epochs, the position in one, and the interface that swaps them freely."""
+"""What both loaders share: epochs, the position in one, and the interface that makes them interchangeable."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .order import LastBatch, check_batch_size, epoch_batches, last_batch, rank_
 from .settings import Settings, check_indices, odd_size
 
 Batch = tuple[Any, ...]
-"""Images `(B, 3, H, W)` and labels `(B,)` or `(B, K)`; then the further fields that were asked for by name."""
+"""Images `(B, 3, H, W)` and labels `(B,)` or `(B, K)`; then the further fields requested by name."""
 
 
 class EpochLoader(ABC):
-    """A loader that counts its epochs. Each `for` over it is one; the next moves on by itself.
+    """A loader that counts its epochs. Each `for` loop over it is one epoch; the next loop is the next epoch.
 
-    The sample order depends on (seed, epoch) alone, so a subclass that loads the same file gives the
-    same samples in the same batches.
+    The sample order depends only on (seed, epoch), so a subclass that loads the same file yields the same samples in
+    the same batches.
     """
 
     settings: Settings
@@ -34,7 +34,7 @@ class EpochLoader(ABC):
     workers: int
     _ahead: int
     beton: Beton | None
-    """The file; None where the source is none."""
+    """The file; None if the source is not a `.beton`."""
 
     def __init__(self, settings: Settings, indices: Any, samples: int, beton: Beton | None) -> None:
         self.settings, self.samples, self.beton = settings, samples, beton
@@ -45,30 +45,30 @@ class EpochLoader(ABC):
             require_pages(self._pages)
         self._next_epoch, self._resume_at = 0, 0
         self._epoch, self._position = 0, 0
-        self._running = 0  # number of the iteration that may go on; a new one, or close(), ends the older
+        self._running = 0  # number of the active iteration; a new one, or close(), ends older ones
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """This rank's batches of an epoch, from number `start` on."""
+        """Yield this rank's batches of an epoch, beginning with number `start`."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Gives back threads and processes, and waits until they are gone."""
+        """Release threads and processes, and wait until they have ended."""
 
     def close(self) -> None:
-        """Gives back threads and processes. The loader may be iterated again; it then starts new ones."""
+        """Release threads and processes. Iterating again starts new ones."""
         self._running += 1
         self._release()
 
     @property
     def device(self) -> torch.device:
-        """Where the batches go. Given to the constructor, because memory and pinning depend on it."""
+        """The device of the batches. Set in the constructor, because memory and pinning depend on it."""
         return self._device
 
     @property
     @abstractmethod
     def classes(self) -> list[str]:
-        """Names of the classes in label order; empty if the data set names none."""
+        """Names of the classes in label order; empty if the data set has none."""
 
     @property
     @abstractmethod
@@ -81,12 +81,12 @@ class EpochLoader(ABC):
         return count_classes(self.classes, self.labels)
 
     def _values(self, indices: NDArray[np.int64], names: Iterable[str]) -> list[Any]:
-        """Those fields of the samples `indices` `(n,)`: tensors, or lists of bytes or of JSON values."""
+        """Return these fields of the samples `indices` `(n,)`: tensors, or lists of bytes or of JSON values."""
         assert self.beton is not None
         return [_collated(self.beton, name, indices) for name in names]
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         full, rest = divmod(len(self.indices), self.settings.batch_size)
         return full + (rest > 0 and not self._last.dropped and not self._last.joined)
 
@@ -100,12 +100,12 @@ class EpochLoader(ABC):
 
     @property
     def dropped(self) -> int:
-        """Samples that each epoch leaves out (`drop_last`), over all ranks."""
+        """Number of samples that each epoch leaves out (`drop_last`), over all ranks."""
         return self._last.dropped
 
     @property
     def padded(self) -> int:
-        """Samples that each epoch gives twice (`pad_last`, or equal shares in training), over all ranks."""
+        """Number of samples that each epoch repeats (`pad_last`, or equal shards in training), over all ranks."""
         return self._last.padded
 
     def __iter__(self) -> Iterator[Batch]:
@@ -124,15 +124,15 @@ class EpochLoader(ABC):
             yield batch
             if self._running != iteration:
                 raise DataError(
-                    f"The loader was closed, or iterated anew, during this loop over epoch {epoch}. Use one "
-                    "loop at a time, or two loaders."
+                    f"The loader was closed or iterated again during this loop over epoch {epoch}. Use one loop at a "
+                    "time, or two loaders."
                 )
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
-        """The next batch; None after the last one.
+        """Return the next batch; None after the last one.
 
         Raises:
-            DataError: also where the system refuses memory, threads or processes; the loader gives back its own.
+            DataError: also if the system refuses memory, threads or processes; the loader then releases its own.
         """
         try:
             return next(batches, None)
@@ -143,7 +143,7 @@ class EpochLoader(ABC):
             raise exhaustion(error, self._wanted()) from error
 
     def _wanted(self) -> str:
-        """What loading takes, in words."""
+        """Return what loading requires, in words."""
         own = self.settings
         share = -(-own.batch_size // own.world_size)
         batch = share * own.image_size**2 * 3 * own.dtype.itemsize
@@ -153,7 +153,7 @@ class EpochLoader(ABC):
         )
 
     def _shares(self, epoch: int) -> list[NDArray[np.int64]]:
-        """This rank's sample indices of each batch of an epoch."""
+        """Return this rank's sample indices for each batch of an epoch."""
         own = self.settings
         batches = epoch_batches(
             self.indices, order=own.order, seed=own.seed, epoch=epoch,
@@ -163,10 +163,10 @@ class EpochLoader(ABC):
         return [rank_slice(batch, own.rank, own.world_size) for batch in batches]
 
     def set_indices(self, indices: Any) -> None:
-        """Chooses the samples of the next epochs; None: all of the data set.
+        """Set the samples of the following epochs; None selects the full data set.
 
         Raises:
-            DataError: if one is out of range, or they are too few for a batch.
+            DataError: if an index is out of range, or there are too few for a batch.
         """
         chosen = check_indices(indices, self.samples)
         check_batch_size(
@@ -178,10 +178,10 @@ class EpochLoader(ABC):
         self.indices: NDArray[np.int64] = chosen
 
     def set_image_size(self, image_size: int) -> None:
-        """Chooses the side of the images, in pixels, from the next epoch on (progressive resizing).
+        """Set the side of the images, in pixels, for the following epochs (progressive resizing).
 
         Raises:
-            DataError: if it cannot be; and by a loop over the loader that is under way, at its next batch.
+            DataError: for an invalid size; a loop already running over the loader raises it at its next batch.
         """
         changed = dataclasses.replace(self.settings, image_size=image_size)
         _check_contents(changed, self.beton)
@@ -189,14 +189,14 @@ class EpochLoader(ABC):
         self.settings = changed
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration epoch `epoch`, from its first batch."""
+        """Make the next iteration epoch `epoch`, beginning with its first batch."""
         epoch = plain(epoch)
         check_whole("epoch", epoch, DataError, 0, 2**63 - 1)
         self._next_epoch, self._resume_at = epoch, 0
         self._epoch, self._position = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: the epoch, and how many of its global batches it has given out."""
+        """Return the loader's position: the epoch, and how many of its global batches have been yielded."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -208,30 +208,30 @@ class EpochLoader(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues exactly after the last batch of `state`, also with another number of ranks.
+        """Continue right after the last batch of `state`, also with another number of ranks.
 
         Raises:
-            DataError: if the state is of another seed, batch size, order or data set, or the rest of its epoch
-                cannot be shared by these ranks.
+            DataError: if the state has another seed, batch size, order or data set, or if the rest of its epoch cannot
+                be shared among these ranks.
         """
         own = self.state_dict()
-        state = {"batches": len(self), **state}  # of an older version, it lacks them
+        state = {"batches": len(self), **state}  # states of older versions lack it
         for key, value in own.items():
             given = state.get(key)
             if type(given) is not type(value) or (isinstance(given, int) and given < 0):
-                raise DataError(f"The loader's state has {key}={given!r}; it is no state_dict().")
+                raise DataError(f"The loader's state has {key}={given!r}. Pass the result of state_dict().")
         for key in ("seed", "batch_size", "samples", "order"):
             if state[key] != own[key]:
                 raise DataError(
-                    f"The loader's state has {key}={state[key]}, this loader {own[key]}. Make the loader "
-                    "as it was, or start a new epoch with set_epoch."
+                    f"The loader's state has {key}={state[key]}, but this loader has {own[key]}. Create the loader "
+                    "with the same settings, or start a new epoch with set_epoch."
                 )
         finished = state["position"] >= min(state["batches"], len(self))
         if finished and state["position"] < state["batches"] and not self.settings.drop_last:
             raise DataError(
                 f"The loader's state lacks its epoch's last batch, of {len(self.indices) % own['batch_size']} samples, "
-                f"which {self.settings.world_size} ranks cannot share. Resume on fewer ranks, or start an epoch with "
-                "set_epoch."
+                f"which cannot be shared among {self.settings.world_size} ranks. Resume on fewer ranks, or start an "
+                "epoch with set_epoch."
             )
         self.set_epoch(state["epoch"] + finished)
         self._resume_at = self._position = 0 if finished else state["position"]
@@ -248,21 +248,25 @@ def _collated(beton: Beton, name: str, indices: NDArray[np.int64]) -> Any:
     if isinstance(values, list):
         return values
     tensor = torch.from_numpy(values)
-    return tensor.float() if beton.fields[name] == "float" else tensor  # float64 is the file's only float
+    return tensor.float() if beton.fields[name] == "float" else tensor  # the file has no other float64
 
 
 def _check_contents(settings: Settings, beton: Beton | None) -> None:
-    """Refuses settings that ask for what the source does not have, or for images of another size."""
+    """Reject settings that require what the source does not have, or images of another size."""
     known = [] if beton is None else list(beton.fields)
     for name in settings.fields:
         if name not in known:
-            where = "this source has none (convert it to a .beton file)" if beton is None else beton.path
+            where = (
+                beton.path
+                if beton is not None
+                else "this source, which has none (convert it to a .beton file)"
+            )
             raise DataError(
-                f"fields={list(settings.fields)}: {name!r} is no field; {where}.{suggest(name, known)}"
+                f"fields={list(settings.fields)}: {name!r} is not a field of {where}.{suggest(name, known)}"
             )
     if settings.verify and (beton is None or beton.checksums is None):
-        where = "the source is no .beton file" if beton is None else f"{beton.path} came without its manifest"
-        raise DataError(f"verify=True compares samples with the checksums of a manifest, and {where}.")
+        where = "the source is not a .beton file" if beton is None else f"{beton.path} has no manifest"
+        raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
     if settings.shifts and beton is not None:
         odd = (beton.widths != settings.image_size) | (beton.heights != settings.image_size)
         if odd.any():

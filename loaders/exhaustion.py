@@ -1,4 +1,4 @@
-"""Memory, threads, processes and descriptors that the system refuses while data is loaded."""
+"""Errors when the system refuses memory, threads, processes or file descriptors while data is loaded."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import errno
 
 from ..errors import DataError
 
-_ERRNOS = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
+_ERRNOS = (errno.ENOMEM, errno.EAGAIN, *_NO_FILES)
+_NO_FILES_WORDS = "Too many open files"
 _WORDS = (
     "can't start new thread",  # threading
-    "DefaultCPUAllocator",  # torch, for memory of the CPU
+    "DefaultCPUAllocator",  # torch, for CPU memory
     "Cannot allocate memory",
-    "exited unexpectedly",  # DataLoader, whose worker the system has ended
-    "unable to mmap",  # torch, for memory that processes share
+    "exited unexpectedly",  # DataLoader, when the system killed a worker
+    "unable to mmap",  # torch, for shared memory
+    _NO_FILES_WORDS,  # torch, for shared memory
 )
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Return whether the system refused memory, a thread, a process or a descriptor."""
+    """Whether the system refused memory, a thread, a process or a file descriptor."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -32,13 +35,15 @@ def exhaustion(error: BaseException, wanted: str, remedy: str = LOADER_REMEDY) -
     """Return the error for what the system refused.
 
     Args:
-        error: the system's.
-        wanted: what was to be had, in words.
-        remedy: a sentence.
+        error: the system's error.
+        wanted: what loading needs, in words.
+        remedy: a full sentence; for file descriptors, one about their limit is used instead.
     """
     lines = str(error).splitlines()
     said = f"{type(error).__name__}: {lines[0].rstrip('.'):.200}" if lines else type(error).__name__
-    return DataError(
-        f"The system has too little memory, or too few threads or processes, to load the data ({said}). Needed are "
-        f"{wanted}. {remedy}"
-    )
+    if getattr(error, "errno", None) in _NO_FILES or _NO_FILES_WORDS in said:
+        reason = "too many open files"
+        remedy = "Raise the limit (ulimit -n), close files, or use fewer workers."
+    else:
+        reason = "too little memory, or too few threads or processes,"
+    return DataError(f"The system has {reason} to load the data ({said}). Required: {wanted}. {remedy}")

@@ -1,4 +1,4 @@
-"""`FFCVLoader`: batches from a `.beton` file, decoded in threads of our own."""
+"""`FFCVLoader`: batches from a `.beton` file, decoded in Drivetrain's own threads."""
 
 from __future__ import annotations
 
@@ -26,73 +26,75 @@ if TYPE_CHECKING:
 
 
 class FFCVLoader(EpochLoader):
-    """Loads a `.beton` file, the same samples and pixels for any number of workers and ranks.
+    """Load a `.beton` file; samples and pixels do not depend on the number of workers and ranks.
 
-    Yields `(images, labels)`: images `(B, 3, H, W)` with channels-last strides, float32 or bfloat16
-    normalised, or uint8; labels `(B,)` int64 (classes) or float32 (targets), or `(B, K)` float32 (vectors).
-    Each batch is memory of its own: keep it as long as you like.
+    Yields `(images, labels)`: images `(B, 3, H, W)` with channels-last strides, normalised float32 or bfloat16, or
+    uint8; labels `(B,)` int64 (class indices) or float32 (targets), or `(B, K)` float32 (vectors). Each batch has its
+    own memory, so you can keep it.
 
-    Order and augmentation are functions of (seed, epoch, sample index) only. Each `for` over the
-    loader is one epoch; the next one moves on by itself, `set_epoch` chooses.
+    Order and augmentation depend only on (seed, epoch, sample index). Each `for` loop over the loader is one epoch; the
+    next loop is the next epoch, unless `set_epoch` selects another.
 
     Args:
         path: the file; it is validated before anything is decoded.
-        batch_size: the *global* batch, over all ranks.
-        image_size: side of the square images that come out, in pixels; `set_image_size` changes it between
-            epochs. A JPEG whose crop is at least twice as large is decoded at a half (a quarter, an eighth).
-        train: random crop, flip and the rest; False: the centre, in order.
-        seed: of order and augmentation.
-        workers: threads; None: one per available core.
-        order: `"random"`, `"sequential"`, or `"quasi_random"`, which mixes about 16 batches at a time, so that
-            a file larger than the memory is read in long stretches; None: random in training.
-        indices: the samples to use, as numbers or as a mask of booleans; None: all.
-        device: where the batches go. A GPU gets bytes from pinned memory and normalises them, on a stream of its
-            own, one batch ahead; nothing waits for it but the stream that is current when a batch is given out.
-        batches_ahead: batches in preparation while one is in use. 3, FFCV's default.
-        operations: further FFCV operations (`ffcv.transforms`), applied to the uint8 images of each sample
-            after colours and before the cut-out square; their random numbers are seeded for each sample.
+        batch_size: the *global* batch size, over all ranks.
+        image_size: side of the square output images, in pixels; `set_image_size` changes it between epochs. A JPEG
+            with a crop at least twice as large is decoded at half (a quarter, an eighth) of its size.
+        train: True for random crops, flips and the other augmentations; False for centre crops, in order. Default
+            True.
+        seed: of order and augmentation. Default 0.
+        workers: number of threads. Default None: one per available core.
+        order: `"random"`, `"sequential"`, or `"quasi_random"`, which mixes about 16 batches at a time, so that a file
+            larger than the memory is read in long runs. Default None: random in training, else sequential.
+        indices: the samples to use, as indices or as a boolean mask. Default None: all.
+        device: where the batches go. Bytes are copied to a GPU from pinned memory and normalised there on a separate
+            stream, one batch ahead; only the stream that is current when a batch is yielded waits for it.
+        batches_ahead: number of batches in preparation while one is in use. Default 3, as in FFCV.
+        operations: further FFCV operations (`ffcv.transforms`), applied to the uint8 images of each sample after the
+            colour operations and before CutOut; their random numbers are seeded for each sample.
 
-        drop_last: leave out a last batch that is not full; `dropped` is how many samples that are. None: in training
-            on several ranks, so that their shares are equal. False, on several ranks: training repeats as few
-            samples as make the shares equal, as torch's `DistributedSampler` does (`padded` is how many);
-            evaluation gives each sample once, and a last batch of fewer samples than ranks joins the one before.
-        pad_last: fill it up with the epoch's first samples; `padded` is how many are given twice.
-        crop: in training, `"resized"` (Inception's random resized crop) or `"padded"` (the whole image
-            shifted by up to `padding` pixels over its reflected edges; the usual choice for CIFAR).
-        scale: share of the area a resized crop covers. (0.25, 1), as in ffcv-imagenet's recipes.
+        drop_last: drop a last batch that is not full; `dropped` is the number of samples. Default None: True in
+            training on several ranks, so that their shards are equal. With False, training on several ranks repeats
+            the fewest samples that make the shards equal, as torch's `DistributedSampler` does (`padded` is their
+            number); evaluation yields each sample once, and a last batch with fewer samples than ranks is merged into
+            the previous one.
+        pad_last: fill up the last batch with the epoch's first samples; `padded` is the number of repeated samples.
+        crop: in training, `"resized"` (Inception's random resized crop) or `"padded"` (the full image shifted by up to
+            `padding` pixels over its reflected edges; the usual choice for CIFAR).
+        scale: fraction of the area that a resized crop covers. Default (0.25, 1), as in ffcv-imagenet's recipes.
         ratio: its aspect ratio.
-        padding: pixels of shift for the padded crop. 4, the usual choice for CIFAR's 32 pixels.
-        eval_ratio: in evaluation, the crop's side over the image's shorter side. 224/256, the custom
-            for ImageNet.
-        interpolation: `"bilinear"`, antialiased, as Pillow and torchvision resize (within two levels where the
-            JPEG is decoded whole, four where a raw image shrinks more than eightfold); or `"area"`, OpenCV's,
-            with FFCV's own pixels bit for bit.
-        flip: True: each training image is mirrored or not, at random in each epoch. `"alternating"`: at random in
-            epoch 0, and the other way round in every odd one, so that two epochs show each image both ways
-            (airbench's, arXiv:2404.00498, section 3.6; better where epochs are few). False: never.
-        color_jitter: how far brightness, contrast and saturation of a training image may move from 1, each at
-            random, as torchvision's `ColorJitter`. (0, 0, 0): not at all.
-        policy: an augmentation policy for training images, after colours and before further operations:
+        padding: maximum shift of the padded crop, in pixels. Default 4, the usual choice for CIFAR's 32 pixels.
+        eval_ratio: in evaluation, the crop's side relative to the image's shorter side. Default 224/256, customary for
+            ImageNet.
+        interpolation: `"bilinear"`, antialiased, as in Pillow and torchvision (within two levels if the JPEG is decoded
+            at full size, four if a raw image shrinks more than eightfold); or `"area"`, OpenCV's, with exactly FFCV's
+            pixels.
+        flip: True mirrors each training image or not, at random in each epoch. `"alternating"`: at random in epoch 0,
+            inverted in every odd epoch, so that two epochs show each image both ways (airbench's, arXiv:2404.00498,
+            section 3.6; better with few epochs). False: never.
+        color_jitter: maximum deviation of a training image's brightness, contrast and saturation factors from 1, each
+            drawn at random, as in torchvision's `ColorJitter`. Default (0, 0, 0): off.
+        policy: an augmentation policy for training images, after the colour operations and before further operations:
             `{"name": "rand_augment", "num_ops": 2, "magnitude": 9, "num_magnitude_bins": 31}`,
             `{"name": "trivial_augment", "num_magnitude_bins": 31}` or
-            `{"name": "aug_mix", "severity": 3, "width": 3, "depth": -1, "alpha": 1.0}`, each option may be left
-            out. As torchvision's `RandAugment`, `TrivialAugmentWide` and `AugMix`. None: no policy.
-        cutout: side, in pixels, of a square at a random place of a training image that is filled with `mean`
-            (DeVries and Taylor 2017, arXiv:1708.04552). 0: none.
-        mean, std: of each channel, for pixels scaled to 0–1; ImageNet's.
-        dtype: `torch.float32` or `torch.bfloat16`, normalised; `torch.uint8`, as stored.
-        fields: names of further fields of the file, yielded after the labels: a tensor for numbers and arrays,
-            a list for bytes and JSON.
-        verify: compare each sample with its CRC-32 in the manifest before it is used. False, because it costs
-            time; `drivetrain verify` examines the whole file once.
-        rank, world_size: this process's share of each batch (a contiguous slice). None: those of torch.distributed's
-            process group, if there is one.
+            `{"name": "aug_mix", "severity": 3, "width": 3, "depth": -1, "alpha": 1.0}`; options may be omitted. As
+            torchvision's `RandAugment`, `TrivialAugmentWide` and `AugMix`. Default None: no policy.
+        cutout: side, in pixels, of a randomly placed square of a training image that is filled with `mean`
+            (DeVries and Taylor 2017, arXiv:1708.04552). Default 0: off.
+        mean, std: of each channel, for pixels scaled to 0–1. Default: ImageNet's.
+        dtype: `torch.float32` or `torch.bfloat16`, normalised; or `torch.uint8`, as stored.
+        fields: names of further fields of the file, yielded after the labels: a tensor for numbers and arrays, a list
+            for bytes and JSON.
+        verify: compare each sample with its CRC-32 in the manifest before it is used. Default False, because it takes
+            time; `drivetrain verify` checks the full file once.
+        rank, world_size: this process's shard of each batch (a contiguous slice). Default None: those of
+            torch.distributed's process group, if there is one.
 
     Raises:
-        BetonError: a file that cannot be used, or (while iterating) a sample that does not decode, or has
-            changed since the conversion (`verify`).
-        DataError: an argument that cannot be used, or settings that need more memory than there is.
-        MissingExtra: without FFCV.
+        BetonError: for an unusable file, or (while iterating) a sample that cannot be decoded, or has changed since the
+            conversion (`verify`).
+        DataError: for an invalid argument, or settings that need more memory than available.
+        MissingExtra: if FFCV is not installed.
     """
 
     def __init__(
@@ -118,13 +120,13 @@ class FFCVLoader(EpochLoader):
         self.beton: Beton = open_beton(path)
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
-        # Those in preparation, the one in use, and two to spare.
+        # Those in preparation, the one in use, and two spare ones.
         self._buffers = Buffers(keep=self._ahead + 3)
         self._feed = self._make_feed()
         self._decoder = self._try_decoder()
 
     def _try_decoder(self) -> Decoder:
-        """A decoder; a DataError where the system has too little memory for its tables."""
+        """Return a decoder; raise `DataError` if the system has too little memory for its tables."""
         try:
             return self._make_decoder()
         except Exception as error:
@@ -135,7 +137,7 @@ class FFCVLoader(EpochLoader):
     def _make_decoder(self) -> Decoder:
         require("numba", "ffcv", "load .beton files")
         libffcv.library()
-        # Compiles, or reads its cache: only where a loader is made.
+        # Compiles, or reads numba's cache: only when a loader is created.
         from .decode.decoder import Decoder, check_memory
 
         decoder = Decoder(self.beton, self.settings, self._operations)
@@ -151,7 +153,7 @@ class FFCVLoader(EpochLoader):
         return decoder
 
     def set_image_size(self, image_size: int) -> None:
-        """As `EpochLoader.set_image_size`; the JPEGs are decoded at the smaller size where that saves time."""
+        """See `EpochLoader.set_image_size`; JPEGs are decoded at a smaller size if that saves time."""
         before = self.settings
         super().set_image_size(image_size)
         try:
@@ -174,7 +176,7 @@ class FFCVLoader(EpochLoader):
         return self._feed.deliver(batches, lambda: bool(ahead) and ahead[0].done())
 
     def _loaded(self, epoch: int, start: int, ahead: deque[_Pending]) -> Generator[Batch, None, None]:
-        """The batches on the host; `ahead` has those in preparation."""
+        """Yield the batches on the host; `ahead` has those in preparation."""
         shares = self._shares(epoch)[start:]
         try:
             for number in range(len(shares)):
@@ -186,7 +188,7 @@ class FFCVLoader(EpochLoader):
                 pending.cancel()
 
     def _submit(self, indices: NDArray[np.int64], epoch: int) -> _Pending:
-        """Starts loading a batch, in parts so small that no worker idles at its end."""
+        """Start loading a batch, in chunks so small that no worker idles at its end."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
         side = self.settings.image_size
@@ -208,7 +210,7 @@ class FFCVLoader(EpochLoader):
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes in label order; empty if the file came without a manifest."""
+        """Names of the classes in label order; empty without a manifest."""
         return self.beton.classes
 
     @property
@@ -225,13 +227,13 @@ class FFCVLoader(EpochLoader):
 
 
 class _Pending:
-    """A batch in preparation: its parts, and the memory they fill."""
+    """A batch in preparation: its chunks, and the memory they fill."""
 
     def __init__(self, parts: list[Future[None]], images: torch.Tensor) -> None:
         self._parts, self._images = parts, images
 
     def result(self) -> torch.Tensor:
-        """Waits for all parts; an exception in one of them is raised here."""
+        """Wait for all chunks; raise the exception of any of them."""
         for part in self._parts:
             part.result()
         return self._images

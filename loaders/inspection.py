@@ -1,4 +1,4 @@
-"""Looking into a `.beton` file: what it holds, whether all of it is sound, and a sheet of its pictures."""
+"""Inspect a `.beton` file: its content, whether all samples are intact, and a contact sheet."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: NDArray[Any]) -> Spread:
-        """Of an array of numbers."""
+        """Return the distribution of an array of numbers."""
         return cls(float(values.min()), float(np.median(values)), float(values.mean()), float(values.max()))
 
     def __str__(self) -> str:
@@ -46,17 +46,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a `.beton` file holds.
+    """The content of a `.beton` file.
 
     Attributes:
         path: the file; `size`: its length in bytes; `page_size`: in bytes.
-        samples: their number; `jpegs`, `raws`: how many are stored as JPEG and as raw pixels.
-        fields: field name to kind, an ndarray's with its type and shape.
-        classes: class name (its number where the file names none) to its count; empty for other labels
-            than ints.
+        samples: number of samples; `jpegs`, `raws`: number stored as JPEG and as raw pixels.
+        fields: field name to kind; for an ndarray with its type and shape.
+        classes: class name (or index, if the file has no names) to its sample count; empty unless labels are ints.
         width, height: of the images, in pixels; `image_bytes`: as stored.
         field_bytes: of each bytes and JSON field, as stored.
-        checked: whether a manifest with checksums stands beside the file.
+        checked: whether there is a manifest with checksums.
     """
 
     path: str
@@ -74,7 +73,7 @@ class Inspection:
     checked: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain JSON types."""
+        """Return the content in plain JSON types."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -86,7 +85,7 @@ class Inspection:
             f"  height: {self.height} pixels",
             f"  image:  {self.image_bytes} bytes",
             *(f"  {name}: {spread} bytes" for name, spread in self.field_bytes.items()),
-            f"  checksums: {'yes' if self.checked else 'none (no manifest beside the file)'}",
+            f"  checksums: {'yes' if self.checked else 'none (no manifest)'}",
         ]
         if self.classes:
             counts = np.array(list(self.classes.values()))
@@ -101,10 +100,10 @@ class Inspection:
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Reads a file's tables (no image is decoded) and counts what is in it.
+    """Read a file's tables, without decoding any image, and summarise its content.
 
     Raises:
-        BetonError: if the file's structure is unsound.
+        BetonError: if the file's structure is damaged.
     """
     beton = open_beton(path)
     jpegs = int((beton.modes == MODE_JPEG).sum())
@@ -143,11 +142,11 @@ def _class_counts(beton: Beton) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-        path: the file; `samples`: how many were examined.
-        bad: `(sample, reason)` of each that does not decode or does not match its checksum.
+        path: the file; `samples`: number of samples examined.
+        bad: `(sample, reason)` of each sample that cannot be decoded or does not match its checksum.
         checked: whether there were checksums to compare with.
     """
 
@@ -158,13 +157,15 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing was found."""
+        """Whether no sample is bad."""
         return not self.bad
 
     def __str__(self) -> str:
-        how = "structure, checksums and decoding" if self.checked else "structure and decoding (no checksums)"
-        found = "all sound" if self.sound else f"{len(self.bad):,} bad"
-        lines = [f"{self.path}: {self.samples:,} samples, {how}: {found}"]
+        checks = (
+            "structure, checksums and decoding" if self.checked else "structure and decoding (no checksums)"
+        )
+        result = "all sound" if self.sound else f"{len(self.bad):,} bad"
+        lines = [f"{self.path}: {self.samples:,} samples, {checks}: {result}"]
         return "\n".join([*lines, *(f"  sample {number}: {reason}" for number, reason in self.bad)])
 
     def _repr_html_(self) -> str:
@@ -172,21 +173,21 @@ class Verification:
 
 
 def verify(path: str | Path, *, workers: int | None = None, progress: bool = True) -> Verification:
-    """Examines a file whole: its structure, every checksum, and every image by decoding it.
+    """Check a full file: its structure, every checksum, and every image by decoding it.
 
     Args:
-        path: the file; its manifest beside it, if there is one, holds the checksums.
-        workers: threads; None: one per available core.
-        progress: show a bar.
+        path: the file; its manifest, if there is one, has the checksums.
+        workers: number of threads. Default None: one per available core.
+        progress: whether to show a bar.
 
     Raises:
-        DataError: for `workers` that are no number of threads.
-        BetonError: if the structure is unsound, so that samples cannot even be found.
-        MissingExtra: without FFCV.
+        DataError: for an invalid number of `workers`, or if the system refuses memory or threads.
+        BetonError: if the structure is damaged, so that samples cannot be located.
+        MissingExtra: if FFCV is not installed.
     """
     threads = check_workers(workers)
     beton = open_beton(path)
-    libffcv.library()  # its absence is an error here, not in a thread
+    libffcv.library()  # raises here, not in a thread, if it is missing
     try:
         bad = _bad_samples(beton, threads, progress)
     except Exception as error:
@@ -206,16 +207,16 @@ def _bad_samples(beton: Beton, threads: int, progress: bool) -> list[tuple[int, 
 
 
 def _fault(beton: Beton, number: int) -> str | None:
-    """What is wrong with a sample; None if nothing is."""
+    """Return what is wrong with a sample; None if it is intact."""
     if not beton.is_unchanged(number):
         return "its checksum differs from the manifest's: its image or another field has changed"
     if beton.modes[number] == MODE_JPEG and not _decodes(beton, number):
-        return "its JPEG data does not decode"
+        return "its JPEG data cannot be decoded"
     for name, kind in beton.fields.items():
         try:
             values = beton.read(name, np.array([number])) if kind in ("json", "ndarray") else None
         except BetonError:
-            return f"its field {name!r} is not JSON"
+            return f"its field {name!r} is not valid JSON"
         if name == beton.label_name and values is not None and not np.isfinite(values).all():
             return "its label is not finite"
     return None
@@ -224,14 +225,14 @@ def _fault(beton: Beton, number: int) -> str | None:
 def _decodes(beton: Beton, number: int) -> bool:
     stored, size = beton.stored(number), (int(beton.widths[number]), int(beton.heights[number]))
     try:
-        with Image.open(io.BytesIO(stored)) as image:  # its header alone
+        with Image.open(io.BytesIO(stored)) as image:  # reads only the header
             return image.size == size and turbojpeg.decodes(stored, *size)
-    except Exception:  # Pillow's readers raise whatever a damaged file leads them to
+    except Exception:  # damaged files make Pillow's readers raise many types
         return False
 
 
 def _label_text(beton: Beton, number: int) -> str:
-    """A label's class name, or its number or numbers."""
+    """Return a label's class name, or its number or numbers."""
     label = beton.read(beton.label_name, np.array([number]))[0]
     if label.ndim:
         return " ".join(f"{value:.3g}" for value in label.ravel())
@@ -241,17 +242,17 @@ def _label_text(beton: Beton, number: int) -> str:
 def contact_sheet(
     path: str | Path, out: str | Path, *, columns: int = 8, rows: int = 6, side: int = 128
 ) -> None:
-    """Writes a PNG of pictures spread evenly over the file, each with its number and label.
+    """Write a PNG of pictures evenly sampled from the file, each with its index and label.
 
     Args:
         path: the `.beton` file.
         out: the picture to write, `.png`.
-        columns, rows: how many pictures at most.
-        side: of each, in pixels.
+        columns, rows: size of the sheet, at most.
+        side: of each picture, in pixels.
 
     Raises:
-        BetonError: if the file is unsound; DataError: for an `out` that does not end in `.png`, and for numbers
-            that make no picture.
+        BetonError: if the file is damaged; DataError: for an `out` that does not end in `.png`, and for invalid
+            numbers.
     """
     require_suffix(Path(out), ".png", DataError)
     for name, value, least in (("columns", columns, 1), ("rows", rows, 1), ("side", side, 16)):

@@ -1,4 +1,4 @@
-"""The order of an epoch, and each rank's share of it, as pure functions."""
+"""The sample order of an epoch, and each rank's shard of it, as pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import DataError, suggest
 ORDERS = ("random", "quasi_random", "sequential")
 
 WINDOW = 16
-"""Batches that quasi-random order mixes: the file is read in stretches of so many at a time."""
+"""Number of batches that quasi-random order mixes: the file is read in runs of this many."""
 
 
 def epoch_batches(
@@ -28,21 +28,21 @@ def epoch_batches(
     world_size: int = 1,
     pages: NDArray[np.int64] | None = None,
 ) -> list[NDArray[np.int64]]:
-    """The global batches of one epoch: sample indices, the same for any number of workers or ranks.
+    """Return the global batches of one epoch as sample indices, independent of the number of workers or ranks.
 
-    The permutation is keyed by the pair (seed, epoch), not by their sum: with the sum, which FFCV
-    uses, seed 2 at epoch 0 repeats seed 1 at epoch 1.
+    The permutation is keyed by the pair (seed, epoch), not by their sum: with the sum, which FFCV uses, seed 2 at
+    epoch 0 repeats seed 1 at epoch 1.
 
     Args:
         indices: the samples to use, `(n,)`.
         order: one of `ORDERS`.
         seed, epoch: of the permutation.
         batch_size: global.
-        drop_last, pad_last, train, world_size: what becomes of a last batch that is not full; see `last_batch`.
-        pages: for quasi-random order, the page of the file that each sample lies on, by sample index.
+        drop_last, pad_last, train, world_size: determine the last batch if it is not full; see `last_batch`.
+        pages: for quasi-random order, the page of the file that each sample is on, by sample index.
     """
     if order not in ORDERS:
-        raise DataError(f"order={order!r} is not an order.{suggest(order, ORDERS)}")
+        raise DataError(f"order={order!r} is unknown.{suggest(order, ORDERS)}")
     random = np.random.default_rng([seed, epoch])
     if order == "random":
         indices = random.permutation(indices)
@@ -60,12 +60,12 @@ def epoch_batches(
 
 @dataclass(frozen=True)
 class LastBatch:
-    """What becomes of an epoch's last batch where it is not full.
+    """What happens to an epoch's last batch if it is not full.
 
     Attributes:
-        dropped: samples that are left out.
-        padded: samples of the epoch's beginning that are given a second time.
-        joined: whether its samples go into the batch before it.
+        dropped: number of samples that are dropped.
+        padded: number of samples from the beginning of the epoch that are repeated.
+        joined: whether its samples are merged into the previous batch.
     """
 
     dropped: int = 0
@@ -76,18 +76,18 @@ class LastBatch:
 def last_batch(
     samples: int, batch_size: int, *, drop_last: bool, pad_last: bool, train: bool, world_size: int
 ) -> LastBatch:
-    """Return what becomes of the last batch, of which no rank may have an empty share.
+    """Return what happens to the last batch; no rank may get an empty shard.
 
-    The mean loss of an empty share is NaN, and the gradients of unequal shares are averaged with unequal weights.
-    So training repeats as few samples as make the shares equal, as torch's `DistributedSampler` does. Evaluation
-    counts each sample once: fewer samples than ranks join the batch before them.
+    The mean loss of an empty shard is NaN, and the gradients of unequal shards are averaged with unequal weights. So
+    training repeats the fewest samples that make the shards equal, as torch's `DistributedSampler` does. Evaluation
+    counts each sample once: fewer samples than ranks are merged into the previous batch.
 
     Args:
-        samples: of the epoch.
+        samples: number of samples in the epoch.
         batch_size: global.
-        drop_last: leave the last batch out.
+        drop_last: drop the last batch.
         pad_last: fill it up.
-        train: whether shares must be equal.
+        train: whether shards must be equal.
         world_size: number of ranks.
     """
     rest = samples % batch_size
@@ -103,15 +103,15 @@ def last_batch(
 
 
 def require_pages(pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """The pages, which quasi-random order needs.
+    """Return the pages, which quasi-random order requires.
 
     Raises:
         DataError: if there are none.
     """
     if pages is None:
         raise DataError(
-            "order='quasi_random' reads a .beton file page by page, and this source has no pages; "
-            "use order='random', or convert it."
+            "order='quasi_random' reads a .beton file page by page, but this source has no pages. Set "
+            "order='random', or convert it."
         )
     return pages
 
@@ -119,10 +119,10 @@ def require_pages(pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
 def _by_pages(
     indices: NDArray[np.int64], pages: NDArray[np.int64], random: np.random.Generator, window: int
 ) -> NDArray[np.int64]:
-    """The samples in stretches of whole pages, `window` samples or a little more each, mixed within.
+    """Return the samples in runs of complete pages, of at least `window` samples each, mixed within.
 
-    The pages are in random order, so that each epoch has other neighbours. FFCV's order of that name does
-    much the same, but for one process only.
+    The pages are in random order, so each epoch has different neighbours. FFCV's order of the same name is similar, but
+    for a single process only.
     """
     _, page, counts = np.unique(pages, return_inverse=True, return_counts=True)
     shuffled = random.permutation(len(counts))
@@ -134,36 +134,35 @@ def _by_pages(
 
 
 def rank_slice(batch: NDArray[np.int64], rank: int, world_size: int) -> NDArray[np.int64]:
-    """A rank's contiguous share of a global batch.
+    """Return a rank's contiguous shard of a global batch.
 
-    A full batch divides evenly (`check_batch_size` requires it). Of a last, partial one the first ranks
-    take one sample more.
+    A full batch divides evenly (`check_batch_size` ensures it). Of a partial last batch the first ranks get one sample
+    more.
     """
     return np.array_split(batch, world_size)[rank]
 
 
 def check_batch_size(batch_size: int, samples: int, *, full: bool, world_size: int) -> None:
-    """Refuses a global batch size that cannot be used.
+    """Raise `DataError` for an invalid global batch size.
 
     Raises:
-        DataError: if it is not positive, does not divide by the number of ranks, or exceeds the
-            number of samples where a `full` batch is needed: in training, and with drop_last; or if there are
-            fewer samples than ranks.
+        DataError: if it is not positive, is not divisible by the number of ranks, or exceeds the number of samples when
+            a `full` batch is required (in training, and with drop_last); or if there are fewer samples than ranks.
     """
     if batch_size < 1:
         raise DataError(f"batch_size={batch_size} must be at least 1.")
     if batch_size % world_size:
         raise DataError(
-            f"batch_size={batch_size} is global and does not divide by {world_size} ranks; "
-            f"use {max(batch_size - batch_size % world_size, world_size)}."
+            f"batch_size={batch_size} is global and not divisible by {world_size} ranks. Set it to "
+            f"{max(batch_size - batch_size % world_size, world_size)}."
         )
     if full and batch_size > samples:
         raise DataError(
-            f"batch_size={batch_size} is larger than the data set of {samples} samples, so no full "
-            f"batch exists; use at most {samples}."
+            f"batch_size={batch_size} is larger than the data set of {samples} samples, so there is no full batch. "
+            f"Set it to at most {samples}."
         )
     if samples < world_size:
         raise DataError(
-            f"{samples} samples cannot be shared by {world_size} ranks: each needs at least one. Use fewer ranks, or "
-            "load them on one rank alone, with rank=0 and world_size=1."
+            f"{samples} samples cannot be shared among {world_size} ranks: each needs at least one. Use fewer ranks, "
+            "or load them on one rank only, with rank=0 and world_size=1."
         )

@@ -1,4 +1,4 @@
-"""The augmentation policies that both loaders know by name: their options, checked, and torchvision's classes."""
+"""The augmentation policies of both loaders, by name: their options, checked, and torchvision's classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..checks import is_number, is_whole, plain
 from ..errors import DataError, suggest
 
 LONGEST = 32
-"""The most operations or chains that one image may be given."""
+"""Maximum number of operations or chains for one image."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ POLICIES: dict[str, dict[str, _Option]] = {
 
 
 def complete(policy: Any) -> tuple[str, dict[str, Any]]:
-    """A policy's name and all of its options, the defaults filled in.
+    """Return a policy's name and all of its options, with defaults filled in.
 
     Args:
-        policy: `{"name": "rand_augment", "magnitude": 9}` or the like; see `POLICIES`.
+        policy: `{"name": "rand_augment", "magnitude": 9}`, for example; see `POLICIES`.
 
     Raises:
-        DataError: naming the key that cannot be used, its value, and what is allowed.
+        DataError: naming the invalid key, its value, and what is allowed.
     """
     if not isinstance(policy, Mapping) or "name" not in policy:
         raise DataError(
@@ -61,31 +61,31 @@ def complete(policy: Any) -> tuple[str, dict[str, Any]]:
         )
     name = policy["name"]
     if not isinstance(name, str) or name not in POLICIES:
-        raise DataError(f"policy['name']={name!r} is no policy.{suggest(str(name), POLICIES)}")
+        raise DataError(f"policy['name']={name!r} is unknown.{suggest(str(name), POLICIES)}")
     known = POLICIES[name]
     options: dict[str, Any] = {option: rule.default for option, rule in known.items()}
     for option, value in policy.items():
         if option == "name":
             continue
         if option not in known:
-            raise DataError(f"policy[{option!r}] is no option of {name}.{suggest(str(option), known)}")
+            raise DataError(f"policy[{option!r}]: {name} has no such option.{suggest(str(option), known)}")
         rule, value = known[option], plain(value)
         if not rule.allows(value):
             kind = "an integer" if rule.whole else "a number"
             raise DataError(f"policy[{option!r}]={value!r} must be {kind} from {rule.low} to {rule.high}.")
         options[option] = value
     if options.get("depth") == 0:
-        raise DataError("policy['depth']=0 must be -1 (1 to 3 operations, at random) or a number from 1 on.")
+        raise DataError("policy['depth']=0 must be -1 (1 to 3 operations, at random) or a positive integer.")
     if name == "rand_augment" and options["magnitude"] >= options["num_magnitude_bins"]:
         raise DataError(
             f"policy['magnitude']={options['magnitude']} must be below num_magnitude_bins="
-            f"{options['num_magnitude_bins']}: it numbers the bins from 0."
+            f"{options['num_magnitude_bins']}: it is a bin index, from 0."
         )
     return name, options
 
 
 def torchvision_policy(policy: Mapping[str, Any]) -> Any:
-    """torchvision's own transform of that policy, from PIL image to PIL image."""
+    """Return torchvision's transform for the policy, from PIL image to PIL image."""
     from torchvision.transforms import v2
 
     name, options = complete(policy)

@@ -21,7 +21,7 @@ from .policies import complete
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels scaled to 0–1; torchvision's documented values."""
+"""ImageNet's, for pixels scaled to 0–1; torchvision's documented values."""
 
 CROPS = ("resized", "padded")
 INTERPOLATIONS = ("bilinear", "area")
@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 @dataclass(frozen=True)
 class Settings:
-    """How images are turned into a batch. See `FFCVLoader` for the meaning of each.
+    """How images become batches. See `FFCVLoader` for each setting.
 
     Raises:
         DataError: naming the setting, its value, and what is allowed.
@@ -71,7 +71,7 @@ class Settings:
         check("image_size", self.image_size >= 1, "at least 1 pixel")
         check("batch_size", self.batch_size >= 1, "at least 1")
         check("world_size", self.world_size >= 1, "at least 1")
-        check("seed", 0 <= self.seed < 2**63, "an integer from 0 on")
+        check("seed", 0 <= self.seed < 2**63, "an integer, 0 or more")
         for name, known in (("order", ORDERS), ("crop", CROPS), ("interpolation", INTERPOLATIONS)):
             value = getattr(self, name)
             article = "an" if name[0] in "aeiou" else "a"
@@ -80,15 +80,17 @@ class Settings:
                 isinstance(value, str) and value in known,
                 f"{article} {name}.{suggest(str(value), known)}"[:-1],
             )
-        check("pad_last", not (self.pad_last and self.drop_last), "False where drop_last is True")
-        check("scale", 0 < self.scale[0] <= self.scale[1] <= 1, "two shares of the area, 0 < low ≤ high ≤ 1")
+        check("pad_last", not (self.pad_last and self.drop_last), "False if drop_last is True")
+        check(
+            "scale", 0 < self.scale[0] <= self.scale[1] <= 1, "two fractions of the area, 0 < low ≤ high ≤ 1"
+        )
         check("ratio", 0 < self.ratio[0] <= self.ratio[1], "two aspect ratios, 0 < low ≤ high")
         if self.shifts:
             check("padding", 0 <= self.padding < self.image_size, "from 0 to less than image_size pixels")
         check(
             "eval_ratio",
             is_number(self.eval_ratio, "(0, 1]"),
-            "a share of the shorter side, above 0 and up to 1",
+            "a fraction of the shorter side, above 0 and at most 1",
         )
         check("color_jitter", min(self.color_jitter) >= 0, "three strengths, 0 or more")
         if self.policy is not None:
@@ -104,12 +106,12 @@ class Settings:
 
     @property
     def shifts(self) -> bool:
-        """Whether whole images are shifted, which must all be of `image_size` then."""
+        """Whether full images are shifted, which requires all of them to have `image_size`."""
         return self.train and self.crop == "padded"
 
     @property
     def alternates(self) -> bool:
-        """Whether an image's mirroring follows from the epoch's number, and is not drawn anew."""
+        """Whether an image's mirroring follows from the epoch instead of a draw."""
         return self.train and self.flip == "alternating"
 
     def _check_types(self, check: Callable[[str, bool, str], None]) -> None:
@@ -120,11 +122,11 @@ class Settings:
         alternating = isinstance(self.flip, str) and self.flip == "alternating"
         check("flip", is_flag(self.flip) or alternating, "True, False or 'alternating'")
         for name, count in (("scale", 2), ("ratio", 2), ("mean", 3), ("std", 3)):
-            check(name, are_numbers(getattr(self, name), count), f"{count} numbers, all of them finite")
+            check(name, are_numbers(getattr(self, name), count), f"{count} finite numbers")
         check(
             "color_jitter",
             are_numbers(self.color_jitter, 3),
-            "3 numbers: three strengths, all of them finite",
+            "3 finite numbers: three strengths",
         )
         fields = self.fields
         listed = isinstance(fields, tuple | list) and all(isinstance(name, str) for name in fields)
@@ -132,23 +134,23 @@ class Settings:
 
 
 def odd_size(sample: str, width: int, height: int, side: int) -> DataError:
-    """The error for an image of another size than the `side` × `side` pixels that the padded crop shifts."""
+    """Return the error for an image that does not have the `side` × `side` pixels the padded crop requires."""
     return DataError(
-        f"crop='padded' shifts whole images and needs all of them at {side} × {side} pixels; "
+        f"crop='padded' shifts full images, which must all have {side} × {side} pixels; "
         f"{sample} has {width} × {height}. Use crop='resized'."
     )
 
 
 def make_settings(**settings: Any) -> Settings:
-    """The settings, checked; rank, world size and drop_last are decided where they are None.
+    """Return the checked settings; rank, world size and drop_last are resolved if they are None.
 
     Raises:
-        DataError: also for one that does not exist.
+        DataError: for an invalid or unknown setting.
     """
     known = [field.name for field in fields(Settings)]
     for name in settings:
         if name not in known:
-            raise DataError(f"{name}= is not a setting of a loader.{suggest(name, known)}")
+            raise DataError(f"{name}= is not a loader setting.{suggest(name, known)}")
     rank, world_size = find_ranks(settings.pop("rank", None), settings.pop("world_size", None))
     drop_last = settings.pop("drop_last", None)
     made = Settings(
@@ -159,16 +161,16 @@ def make_settings(**settings: Any) -> Settings:
 
 
 def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
-    """Return this process's rank and the number of ranks: as given, else those of torch.distributed's process group.
+    """Return this process's rank and world size: as given, else those of torch.distributed's process group.
 
     Raises:
-        DataError: if only one of them is given, or a launcher's process has not joined its group yet: every rank
+        DataError: if only one of them is given, or if a launched process has not joined its group yet: then every rank
             would load all samples.
     """
     if (rank is None) != (world_size is None):
         raise DataError(
-            f"rank={rank!r} and world_size={world_size!r}: give both, or neither, to take them from the process group "
-            "of torch.distributed."
+            f"rank={rank!r} and world_size={world_size!r}: pass both, or neither, to use those of torch.distributed's "
+            "process group."
         )
     if rank is not None:
         return rank, world_size
@@ -180,37 +182,37 @@ def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
         "1",
     ):
         raise DataError(
-            f"This process is one of WORLD_SIZE={started} that a launcher started, and has not joined their process "
-            "group. Call torch.distributed.init_process_group() before you make the loader, or give rank= and "
+            f"A launcher started this process as one of WORLD_SIZE={started}, but it has not joined their process "
+            "group. Call torch.distributed.init_process_group() before creating the loader, or pass rank= and "
             "world_size= (rank=0, world_size=1: all samples)."
         )
     return 0, 1
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """The device that batches go to.
+    """Return the device that batches go to.
 
     Raises:
-        DataError: if the name means nothing, or there is no such device here.
+        DataError: if the name is invalid, or there is no such device.
     """
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError):
-        raise DataError(f"device={device!r} is not a torch device; use 'cpu' or 'cuda'.") from None
-    if found.type not in ("cpu", "cuda"):
-        raise DataError(f"device={device!r} is not one that batches are copied to; use 'cpu' or 'cuda'.")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise DataError(f"device={device!r} is not a torch device. Use 'cpu' or 'cuda'.") from None
+    if parsed.type not in ("cpu", "cuda"):
+        raise DataError(f"device={device!r} is not supported for batches. Use 'cpu' or 'cuda'.")
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise DataError(
-            f"device={device!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices."
+            f"device={device!r} does not exist: torch finds {torch.cuda.device_count()} CUDA devices."
         )
-    return found
+    return parsed
 
 
 def check_workers(workers: Any, least: int = 1) -> int:
-    """How many threads or processes are to work: so many, or None for one per available core.
+    """Return the number of threads or processes: as given, or for None one per available core.
 
     Raises:
-        DataError: for fewer than `least`, or no number.
+        DataError: if it is less than `least`, or not a number.
     """
     if workers is None:
         return machine.rank_cores()
@@ -220,7 +222,7 @@ def check_workers(workers: Any, least: int = 1) -> int:
 
 
 def check_ahead(batches_ahead: Any) -> int:
-    """The batches that are prepared while one is in use.
+    """Return the number of batches to prepare while one is in use.
 
     Raises:
         DataError: if it is not a positive integer.
@@ -231,7 +233,7 @@ def check_ahead(batches_ahead: Any) -> int:
 
 
 def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
-    """The subset of samples to load, or all of them; of a mask `(samples,)` of booleans, those that are true.
+    """Return the indices to load, or all of them; for a boolean mask `(samples,)`, those that are True.
 
     Raises:
         DataError: if one is out of range, or none is left.
@@ -242,8 +244,10 @@ def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
     if chosen.dtype == np.bool_ and chosen.shape == (samples,):
         chosen = np.flatnonzero(chosen)
     if chosen.ndim != 1 or len(chosen) == 0 or not np.issubdtype(chosen.dtype, np.integer):
-        raise DataError(f"indices must be a non-empty list of sample numbers, not {indices!r:.80}.")
+        raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
     outside = (chosen < 0) | (chosen >= samples)
     if outside.any():
-        raise DataError(f"indices holds {chosen[outside][0]}; the data set has samples 0 to {samples - 1}.")
+        raise DataError(
+            f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}."
+        )
     return chosen.astype(np.int64)

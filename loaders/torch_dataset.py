@@ -1,4 +1,4 @@
-"""What `TorchLoader` reads from, and torchvision's transforms that do what `FFCVLoader` does."""
+"""The data sets of `TorchLoader`, and torchvision's transforms that match `FFCVLoader`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .settings import Settings, odd_size
 
 
 class BetonDataset(VisionDataset):  # type: ignore[misc]
-    """A `.beton` file as an ordinary torchvision data set: PIL decodes, `transform` does the rest.
+    """A `.beton` file as a regular torchvision data set: PIL decodes, `transform` does the rest.
 
     Args:
         path: the file.
-        transform: from PIL image to what a batch is made of.
-        verify: compare each sample with its CRC-32 in the manifest.
+        transform: from PIL image to an element of a batch.
+        verify: whether to compare each sample with its CRC-32 in the manifest.
     """
 
     def __init__(self, path: str | Path, transform: Any = None, verify: bool = False) -> None:
@@ -45,14 +45,14 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
             opened = open_beton(self.root)
             if self._identity is not None:
                 opened.file.require_identity(self._identity)
-            # Only now: a worker goes on after an error, and must not read from a file that it has refused.
+            # Set last: a worker continues after an error, and must not read from a file that was rejected.
             self._beton, self._identity = opened, opened.file.identity
         return self._beton
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {
             "_beton": None
-        }  # each worker process opens the file itself, which must be the same
+        }  # each worker process opens the file itself; it must be the same file
 
     def __len__(self) -> int:
         return len(self.beton)
@@ -67,21 +67,21 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
 
 
 class PictureFolder(ImageFolder):  # type: ignore[misc]
-    """torchvision's ImageFolder, with the classes and files that `convert` takes: none that are hidden."""
+    """torchvision's ImageFolder with the classes and files that `convert` uses: no hidden ones."""
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         self._source = FolderSource(Path(directory))
         return self._source.classes, {name: label for label, name in enumerate(self._source.classes)}
 
     def make_dataset(self, *_: Any, **__: Any) -> list[tuple[str, int]]:
-        """`(path, label)` of each sample; of the folder that `find_classes` was called with."""
+        """Return `(path, label)` of each sample in the folder that `find_classes` was called with."""
         source = self._source
-        del self._source  # each worker process would get it, too
+        del self._source  # otherwise each worker process would receive it
         return source.listed()
 
 
 def open_picture(path: str) -> Any:
-    """A file's image as torchvision opens it; also a large JPEG with arithmetic codes, which Pillow does not read."""
+    """Open an image file like torchvision, and also large JPEGs with arithmetic codes, which Pillow cannot read."""
     try:
         return default_loader(path)
     except OSError:
@@ -92,16 +92,16 @@ def open_picture(path: str) -> Any:
 
 
 def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
-    """An ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform.
+    """Return an ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform.
 
     Raises:
-        DataError, BetonError: for a source that is none of these.
+        DataError, BetonError: for any other source.
     """
     if not isinstance(source, str | Path):
         if not hasattr(source, "transform") or not hasattr(source, "__len__"):
             raise DataError(
-                f"A {type(source).__name__} cannot be loaded; give a folder, a .beton file or a torchvision "
-                "data set (with `transform` and len())."
+                f"A {type(source).__name__} cannot be loaded. Pass a folder, a .beton file or a torchvision data set "
+                "(with `transform` and len())."
             )
         source.transform = transform
         return source
@@ -111,7 +111,7 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
 
 
 def make_transform(settings: Settings) -> Any:
-    """torchvision's version of what `FFCVLoader` does, from PIL image to tensor."""
+    """Return torchvision's equivalent of `FFCVLoader`'s processing, from PIL image to tensor."""
     side = settings.image_size
     steps: list[Any] = []
     if settings.train and settings.crop == "resized":
@@ -121,7 +121,7 @@ def make_transform(settings: Settings) -> Any:
         steps.append(v2.RandomCrop(side, padding=settings.padding or None, padding_mode="reflect"))
     else:
         steps += [v2.Resize(round(side / settings.eval_ratio)), v2.CenterCrop(side)]
-    if settings.train and settings.flip is True:  # alternating flips are the loader's, which knows the epoch
+    if settings.train and settings.flip is True:  # the loader, which knows the epoch, does alternating flips
         steps.append(v2.RandomHorizontalFlip())
     if settings.train and any(settings.color_jitter):
         steps.append(v2.ColorJitter(*settings.color_jitter))
@@ -137,7 +137,7 @@ def make_transform(settings: Settings) -> Any:
 
 
 class OfSize(torch.nn.Module):
-    """Lets PIL images of `side` × `side` pixels through, and raises a DataError for any other."""
+    """Pass PIL images of `side` × `side` pixels through; raise `DataError` for any other."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class OfSize(torch.nn.Module):
 
 
 class CutOut(torch.nn.Module):
-    """Fills a square inside an image `(3, H, W)` uint8 with the mean colour, as `FFCVLoader` does."""
+    """Fill a square inside an image `(3, H, W)` uint8 with the mean colour, as `FFCVLoader` does."""
 
     def __init__(self, side: int, mean: Sequence[float]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""`TorchLoader`: the plain PyTorch way (torchvision data set, DataLoader), with `FFCVLoader`'s interface.
+"""`TorchLoader`: plain PyTorch (torchvision data set, DataLoader) with `FFCVLoader`'s interface.
 
-It is the baseline that the ledger measures against: the same samples in the same batches, the same
-distribution of augmentations, made by torchvision's transforms in DataLoader's processes.
+It is the ledger's baseline: the same samples in the same batches, and the same distribution of augmentations, produced
+by torchvision's transforms in DataLoader's processes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,16 @@ from .exhaustion import exhaustion, is_exhaustion
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .torch_dataset import BetonDataset, make_transform, open_dataset
 
-_END_PATIENCE = (
-    0.2  # seconds that the workers have to end by themselves; they hold nothing that could be lost
-)
+_END_PATIENCE = 0.2  # seconds for the workers to exit by themselves; they hold nothing that could be lost
 
 
 class TorchLoader(EpochLoader):
-    """Loads a folder `CLASS/image.jpg`, a `.beton` file or a data set of `(PIL image, label)` with PyTorch's means.
+    """Load a folder `CLASS/image.jpg`, a `.beton` file or a data set of `(PIL image, label)` with plain PyTorch.
 
-    Arguments and batches as `FFCVLoader`'s; images are contiguous `(B, 3, H, W)`, as PyTorch makes
-    them. `workers` are processes, started by spawn, because forking after numba or torch has computed
-    can hang; 0 loads in this process. Order and augmentation are functions of (seed, epoch, sample
-    index), whatever the number of workers and ranks.
+    Arguments and batches are `FFCVLoader`'s, but images are contiguous `(B, 3, H, W)`, as PyTorch creates them.
+    `workers` are processes, started with spawn, because forking after numba or torch has computed can hang; 0 loads in
+    this process. Order and augmentation depend only on (seed, epoch, sample index), not on the number of workers and
+    ranks.
 
     Raises:
         DataError, BetonError: as `FFCVLoader`.
@@ -67,19 +65,19 @@ class TorchLoader(EpochLoader):
         self._ahead = check_ahead(batches_ahead)
         checked = make_settings(order=order, **settings)
         if checked.interpolation != "bilinear":
-            raise DataError("interpolation='area' is FFCV's; PyTorch's transforms have 'bilinear'.")
+            raise DataError("interpolation='area' is only available in FFCVLoader. Use 'bilinear'.")
         self.dataset = open_dataset(source, make_transform(checked), checked.verify)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
         super().__init__(checked, indices, len(self.dataset), beton)
         self._device = check_device(device)
         self._feed = None if self._device.type == "cpu" else DeviceFeed(self._device)
         self._sampler = _Sampler()
-        self._generator = torch.Generator()  # DataLoader draws from it; the global one is left alone
+        self._generator = torch.Generator()  # used by DataLoader, so that the global one is unaffected
         self._loader: DataLoader[Any] | None = None
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes in label order; empty if the data set names none."""
+        """Names of the classes in label order; empty if the data set has none."""
         return list(getattr(self.dataset, "classes", []))
 
     @property
@@ -92,16 +90,14 @@ class TorchLoader(EpochLoader):
         if self.beton is not None:
             return self.beton.labels
         if not hasattr(self.dataset, "targets"):
-            raise DataError(
-                f"{type(self.dataset).__name__} has no attribute `targets` that lists its labels."
-            )
+            raise DataError(f"{type(self.dataset).__name__} has no attribute `targets` with its labels.")
         return np.asarray(self.dataset.targets)
 
     def set_image_size(self, image_size: int) -> None:
-        """As `EpochLoader.set_image_size`; the worker processes are started anew."""
+        """See `EpochLoader.set_image_size`; the worker processes are restarted."""
         super().set_image_size(image_size)
         self.dataset.transform = make_transform(self.settings)
-        if hasattr(self.dataset, "transforms"):  # torchvision's data sets keep both
+        if hasattr(self.dataset, "transforms"):  # torchvision's data sets have both
             self.dataset.transforms = StandardTransform(self.dataset.transform)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -109,7 +105,7 @@ class TorchLoader(EpochLoader):
         return batches if self._feed is None else self._feed.deliver(batches)
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """The batches on the host."""
+        """Yield the batches on the host."""
         shares = self._shares(epoch)[start:]
         self._sampler.batches = [[(epoch, index) for index in share.tolist()] for share in shares]
         if self._loader is None:
@@ -117,7 +113,7 @@ class TorchLoader(EpochLoader):
         try:
             batches = self._started(self._loader)
         except BaseException:
-            self._release()  # workers that are half in the new epoch would answer the next one wrongly
+            self._release()  # workers partly in the new epoch would answer the next one wrongly
             raise
         for batch, share in zip(batches, shares, strict=False):
             if isinstance(batch, DrivetrainError):
@@ -127,14 +123,14 @@ class TorchLoader(EpochLoader):
             yield self._batch(images, labels, share)
 
     def _started(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """DataLoader's iterator over the epoch; the first one starts the workers."""
+        """Return DataLoader's iterator over the epoch; the first one starts the workers."""
         with ExitStack() as around:
-            # Workers that run already are waited for, until they have made what they had begun of an epoch that was
-            # left early: Ctrl-C must be heard meanwhile.
+            # Workers that are already running are waited for until they finish what they began of an epoch that was
+            # left early; Ctrl-C must work in the meantime.
             if self.workers and loader._iterator is None:
                 around.enter_context(_main_module_hidden(self.dataset))
                 around.enter_context(_interrupts_kept_from_new_processes())
-            if self._feed is not None:  # DataLoader's thread that pins memory takes CUDA's current device
+            if self._feed is not None:  # DataLoader's pinning thread uses CUDA's current device
                 around.enter_context(self._feed.streams.current_device())
             return iter(loader)
 
@@ -165,19 +161,19 @@ class TorchLoader(EpochLoader):
     def _release(self) -> None:
         loader, self._loader = self._loader, None
         iterator = getattr(loader, "_iterator", None)
-        if iterator is not None:  # left to the garbage collector, they would live as long as any reference
+        if iterator is not None:  # otherwise they would live as long as any reference to it
             _end_workers(iterator)
 
 
 def _end_workers(iterator: Any) -> None:
-    """Ends the workers of a DataLoader's iterator, at the latest in a moment.
+    """End the workers of a DataLoader's iterator, after a short grace period.
 
-    A worker looks for the end between two batches only. One that decodes large photos, or still imports, would
-    be waited for up to 5 s, one after the other.
+    A worker checks for the end only between batches. One that decodes large photos, or is still importing, would be
+    waited for up to 5 s, one after the other.
     """
     if getattr(
         iterator, "_worker_pids_set", False
-    ):  # else torch would report a worker that is ended as a failure
+    ):  # otherwise torch would report a terminated worker as a failure
         _remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     timer = threading.Timer(_END_PATIENCE, _terminate, [getattr(iterator, "_workers", [])])
@@ -197,24 +193,24 @@ def _terminate(workers: list[Any]) -> None:
 
 @contextmanager
 def _interrupts_kept_from_new_processes() -> Iterator[None]:
-    """A process that starts inside the block never hears Ctrl-C; this one hears it, at the latest after the block.
+    """Start processes inside this context so that they ignore Ctrl-C; this process receives it after the block.
 
-    A worker imports for seconds before `_leave_interrupts_to_the_parent` runs. Interrupted there, it would print a
-    traceback and end, and torch would raise a RuntimeError for that in the parent, before its KeyboardInterrupt.
+    A worker imports for seconds before `_leave_interrupts_to_the_parent` runs. If it were interrupted there, it would
+    print a traceback and exit, and torch would raise a RuntimeError in the parent, before its KeyboardInterrupt.
     """
-    resource_tracker.ensure_running()  # multiprocessing's, whose start lets interrupts in again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which a new process inherits
+    resource_tracker.ensure_running()  # multiprocessing's; starting it unblocks interrupts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by new processes
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — DataLoader passes its number
-    """Ctrl-C reaches the whole terminal group; a worker that ends by itself may hang on its full queue.
+def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — DataLoader passes its index
+    """Ignore Ctrl-C, which reaches the full terminal group: a worker that exits by itself may hang on its full queue.
 
-    The parent would then wait 5 s for it before it ends it. A parent that was interrupted while it took a batch
-    hangs up on the thread that hands batches over, which would print a traceback.
+    The parent would then wait 5 s before it terminates it. A parent that was interrupted while it received a batch
+    closes the connection to the thread that hands batches over, which would print a traceback.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.excepthook = _all_but_hung_up
@@ -223,17 +219,17 @@ def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — Da
 def _all_but_hung_up(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """The usual report of an uncaught error, unless it says only that the other side is gone."""
+    """Report an uncaught error as usual, unless it only means that the other side has closed the connection."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, traceback)
 
 
 class _Keyed(Dataset[Any]):
-    """The data set, indexed by (epoch, sample): torch's random numbers are those of that pair and the seed.
+    """The data set, indexed by (epoch, sample): torch's random numbers are seeded by that pair and the seed.
 
-    A sample that cannot be loaded is returned as the error that says so.
+    A sample that cannot be loaded is returned as an error.
 
-    Costs 3 µs a sample in a worker process, 2 % of loading a CIFAR-10 image: this is the baseline.
+    Takes 3 µs per sample in a worker process, 2 % of loading a CIFAR-10 image; this is the baseline.
     """
 
     def __init__(self, dataset: Any, settings: Settings, wanted: str) -> None:
@@ -244,12 +240,12 @@ class _Keyed(Dataset[Any]):
     def __getitem__(self, key: tuple[int, int]) -> Any:
         if get_worker_info() is not None:
             return self._load(*key)
-        with torch.random.fork_rng(devices=[]):  # this is the user's process: the global state is not ours
+        with torch.random.fork_rng(devices=[]):  # this may be the user's process: keep its global state
             return self._load(*key)
 
     def _load(self, epoch: int, index: int) -> Any:
         flip = False
-        if self._alternates:  # the image is mirrored last: crops and policies know no left and right
+        if self._alternates:  # mirroring comes last: crops and policies are symmetric
             self._be_at(0, index)
             flip = (torch.rand(()).item() < 0.5) ^ bool(epoch % 2)
         self._be_at(epoch, index)
@@ -258,18 +254,18 @@ class _Keyed(Dataset[Any]):
             return (sample[0].flip(-1), *sample[1:]) if flip else sample
         except DrivetrainError as error:
             return error
-        except Exception as error:  # whatever the data set's own code raises
+        except Exception as error:  # the data set's own code may raise anything
             if is_exhaustion(error):
                 return exhaustion(error, self._wanted)
             failure = DataError(
-                f"Sample {index} of {type(self._dataset).__name__} could not be loaded: {_told(error)}. "
-                "Leave it out with indices=, or mend it."
+                f"Sample {index} of {type(self._dataset).__name__} could not be loaded: {_describe_error(error)}. "
+                "Exclude it with indices=, or repair it."
             )
             failure.__cause__ = error
             return failure
 
     def _be_at(self, epoch: int, index: int) -> None:
-        """Makes torch's random numbers those of this sample in this epoch."""
+        """Seed torch's random numbers for this sample in this epoch."""
         torch.default_generator.manual_seed(
             (self._seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB)
             % 2**64
@@ -277,27 +273,27 @@ class _Keyed(Dataset[Any]):
 
 
 def _collated(samples: list[Any]) -> Any:
-    """A batch, or the error why there is none: one raised in a worker would come as the text of its traceback."""
+    """Return a batch, or the error: one raised in a worker would arrive as the text of its traceback."""
     for sample in samples:
         if isinstance(sample, DrivetrainError):
             return sample
     try:
         return default_collate(samples)
-    except Exception as error:  # of several kinds, for what the data set gave
+    except Exception as error:  # of several types, depending on the data set
         if is_exhaustion(error):
             return exhaustion(error, f"memory for a batch of {len(samples)} samples")
         return DataError(
-            f"The samples of a batch do not go together: {_told(error)}. Each must be an image and a label, a "
-            "number or an array, of one shape throughout."
+            f"The samples cannot be collated into a batch: {_describe_error(error)}. Each must be an image and a "
+            "label, a number or an array, all of the same shape."
         )
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')}"
 
 
 class _Sampler:
-    """The batches of the epoch that is about to run, as lists of (epoch, sample index)."""
+    """The batches of the current epoch, as lists of (epoch, sample index)."""
 
     def __init__(self) -> None:
         self.batches: list[list[tuple[int, int]]] = []
@@ -311,10 +307,10 @@ class _Sampler:
 
 @contextmanager
 def _main_module_hidden(dataset: Any) -> Iterator[None]:
-    """Keeps spawned workers from running the user's script again, which they need only for its classes.
+    """Keep spawned workers from running the user's script again; they only need its classes.
 
-    multiprocessing re-imports `__main__` by its `__file__`; a script without a main guard would then
-    start over in every worker.
+    multiprocessing re-imports `__main__` by its `__file__`, so a script without a main guard would start over in every
+    worker.
     """
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)

@@ -1,11 +1,11 @@
-"""Stage three: how a model is trained on one or more devices.
+"""Stage three: train a model on one or more devices.
 
     engine = strategies.get("ddp").prepare(model, optimizer_factory)    # inside each rank
     results = strategies.launch(train, config, devices=2)               # starts the ranks
     print(strategies.available())
 
-A new strategy is one file and one line in `registry.STRATEGIES`; those of others come by `register` or an entry
-point. Names are imported at first use:
+A new strategy is one file and one line in `registry.STRATEGIES`; third-party strategies use `register` or an entry
+point. Names are imported at first use: importing this package is cheap, which the ranks that `launch` starts rely on.
 importing this package costs nothing, which the ranks that `launch` starts rely on.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .base import Engine as Engine
     from .base import OptimizerFactory as OptimizerFactory
     from .base import Strategy as Strategy
-    from .common.module_filter import Policy as Policy
+    from .common.module_filter import ModuleFilter as ModuleFilter
     from .common.optimizer_state import OptimizerState as OptimizerState
     from .ddp import DDP as DDP
     from .deepspeed.strategy import DeepSpeed as DeepSpeed

@@ -1,4 +1,4 @@
-"""The strategy that chooses one: by the size of the model, the devices, and the memory they have free."""
+"""Choose a strategy by the size of the model, the devices, and their free memory."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .devices import pick_device
 from .options import PrepareOptions
 
 COMFORTABLE = 0.5
-"""Share of the free memory that parameters, gradients and optimizer may take: the rest is for activations,
-batches and what the libraries reserve, which depend on the batch and are not measured."""
+"""Fraction of the free memory available to parameters, gradients and optimizer. The rest is for activations, batches
+and what libraries reserve, which depend on the batch and are not measured."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Chooses `single`, `ddp`, `fsdp` or `fsdp_cpu_offload` in `prepare`, when the model is there, and says why.
+    """Choose `single`, `ddp`, `fsdp` or `fsdp_cpu_offload` in `prepare`, when the model is known, and report why.
 
-    One device takes `single`. Several take `ddp` if AdamW's 16 bytes per parameter fit comfortably into the free
-    memory of each, else `fsdp` if a share of them does, else `fsdp_cpu_offload`. It does not measure
-    activations: a model whose activations fill the device runs out of memory under any of them.
+    One device uses `single`. Several use `ddp` if AdamW's 16 bytes per parameter fit comfortably into the free memory
+    of each, else `fsdp` if a shard of them does, else `fsdp_cpu_offload`. Activations are not measured: a model whose
+    activations fill the device runs out of memory with any of them.
 
-    The reason is the engine's `note`, which `fit` prints and keeps in the history; it goes to the log as well
-    (`drivetrain.strategies.auto`, level INFO), and `choose` gives it beforehand.
+    The reason is the engine's `note`, which `fit` prints and stores in the history. It is also logged
+    (`drivetrain.strategies.auto`, level INFO), and `choose` returns it in advance.
 
     Args:
-        device: `"cpu"` or `"cuda"`; None takes CUDA if there is any, else the CPU.
+        device: `"cpu"` or `"cuda"`. Default None: CUDA if available, else the CPU.
     """
 
     device: str | None = None
@@ -47,16 +47,16 @@ class Auto:
     )
 
     def check(self, devices: int) -> None:
-        """Raises StrategyError if `devices` ranks cannot train here."""
+        """Raise `StrategyError` if `devices` ranks cannot train here."""
         check_ranks(self.name, self.device, devices)
 
     def choose(self, model: nn.Module, devices: int) -> tuple[str, str]:
-        """The name of a strategy for `model` on `devices` ranks, and why, in one line. Nothing is changed.
+        """Return the name of a strategy for `model` on `devices` ranks, and the reason, in one line.
 
-        The memory is this process's; `prepare` goes by the rank that has least.
+        Uses this process's free memory; `prepare` uses that of the rank with the least.
 
         Raises:
-            StrategyError: if so many ranks cannot train here.
+            StrategyError: if that many ranks cannot train here.
         """
         self.check(devices)
         return self._choose(model, devices, free_bytes(pick_device(self.device), devices))
@@ -64,7 +64,7 @@ class Auto:
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> Engine:
-        """Prepares `model` with the strategy that `choose` names, on every rank the same.
+        """Prepare `model` with the strategy that `choose` selects, the same on every rank.
 
         Raises:
             StrategyError: as that strategy does.
@@ -95,12 +95,12 @@ class Auto:
         if need <= room:
             return "ddp", f"{size}; {memory}: each can hold all"
         if need / devices <= room:
-            return "fsdp", f"{size}; {memory}: each can hold its share of {_gib(need / devices)}, but not all"
-        return "fsdp_cpu_offload", f"{size}; {memory}: not even a share of {_gib(need / devices)} fits"
+            return "fsdp", f"{size}; {memory}: each can hold its shard of {_gib(need / devices)}, but not all"
+        return "fsdp_cpu_offload", f"{size}; {memory}: not even a shard of {_gib(need / devices)} fits"
 
 
 def free_bytes(device: torch.device, devices: int) -> int:
-    """Memory that a rank may take on `device`: a GPU's free memory, or its share of the machine's or container's."""
+    """Return the memory available to a rank on `device`: a GPU's free memory, or its share of the host's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)

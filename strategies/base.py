@@ -1,8 +1,8 @@
 """The interface of stage three: a `Strategy` prepares a model, an `Engine` trains it.
 
-The interface makes the known silent mistakes impossible: the optimizer is built by a factory at the
-moment the backend needs it, and `Engine.step()` clips, steps *and* zeroes, so that no backend's own
-habit of doing one of these leaks into the loop.
+The interface rules out known silent mistakes: a factory builds the optimizer at the moment the backend needs it, and
+`Engine.step()` clips, steps *and* zeroes the gradients, so that differences between backends do not leak into the
+training loop.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Engine(Protocol):
         engine.backward(loss, last_microbatch=i == len(microbatches) - 1)
     grad_norm = engine.step()
 
-    Where parameters are divided among the ranks, every forward, `step` and `export_state` communicates: all ranks
-    must make the same calls in the same order, in evaluation too, if only with a batch of no images.
+    If parameters are sharded, every forward, `step` and `export_state` communicates: all ranks must make the same calls
+    in the same order, also in evaluation, if necessary with an empty batch.
     """
 
     model: nn.Module
-    """What the loop calls; wrapped where the strategy wraps."""
+    """The model to call in the training loop, with the strategy's wrapper if there is one."""
     optimizer: torch.optim.Optimizer
     device: torch.device
     rank: int
     world_size: int
     accumulate: int
     skipped: bool
-    """Whether the last `step` left the weights and the optimizer as they were: fp16's gradients overflowed."""
+    """Whether the last `step` changed neither weights nor optimizer, because fp16 gradients overflowed."""
     note: str
-    """What a user should know of how it was made, one sentence: what `auto` chose, and why; else empty."""
+    """A sentence for the user about how the engine was made, such as what `auto` chose and why; empty if none."""
 
     @property
     def plain_model(self) -> nn.Module:
@@ -53,106 +53,106 @@ class Engine(Protocol):
         ...
 
     @property
-    def divided(self) -> bool:
-        """Whether parameters are divided among the ranks, so that no rank has the model whole."""
+    def sharded(self) -> bool:
+        """Whether parameters are sharded, so that no rank has the full model."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each tensor that `export_state` gives, by name; the same on every rank."""
+        """Return the bytes of each tensor that `export_state` returns, by name; the same on every rank."""
         ...
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The precision's autocast, or nothing for fp32. For evaluation too.
+        """Return the precision's autocast context; empty for fp32. Use it in evaluation too.
 
-        A training forward must run inside it also in fp32: DDP decides in the forward whether this
-        microbatch's backward communicates.
+        A training forward must run inside it even in fp32: DDP decides in the forward whether this microbatch's
+        backward communicates.
         """
         ...
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """Adds the gradients of `loss / accumulate`; ranks synchronise on the last microbatch only.
+        """Accumulate the gradients of `loss / accumulate`; ranks synchronise only on the last microbatch.
 
         Raises:
-            StrategyError: if `last_microbatch` is not true for exactly the `accumulate`-th call since
-                the last step, because the loss would be divided by the wrong number.
+            StrategyError: unless `last_microbatch` is True for exactly the `accumulate`-th call since the last step;
+                otherwise the loss would be divided by the wrong number.
         """
         ...
 
     def step(self) -> torch.Tensor | None:
-        """Clips, steps and zeroes.
+        """Clip the gradients, step the optimizer, and zero the gradients.
 
-        With fp16, gradients that overflow leave the weights and the optimizer as they were, on all ranks: `skipped`
-        is then true, and the next step has a lower loss scale. fp16 alone waits for the device here, to learn it.
+        If fp16 gradients overflow, weights and optimizer do not change on any rank: `skipped` is then True, and the
+        loss scale decreases. Only fp16 synchronises with the device here, to find out.
 
         Returns:
-            The gradients' total norm before clipping, `()`, the same on every rank, where the gradients are: to read
-            it waits for the device. None without clipping, and for a step that was skipped, which has no norm.
+            The total norm of the gradients before clipping, `()`, the same on every rank, on the gradients' device;
+            reading it synchronises. None without clipping, and for a skipped step, which has no norm.
         """
         ...
 
-    def zero(self) -> None:
-        """Throws away the gradients added since the last step, for methods that need a second backward (SAM)."""
+    def zero_grad(self) -> None:
+        """Discard the gradients accumulated since the last step, for methods with a second backward pass (SAM)."""
         ...
 
     def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
-        """`value` reduced over all ranks, the same on each; a new tensor."""
+        """Return `value` reduced over all ranks, the same on each; a new tensor."""
         ...
 
     def sync_buffers(self) -> None:
-        """Gives each rank the floating-point buffers of all ranks together: their means, and of BatchNorm's variances
+        """Set the floating-point buffers to values pooled over all ranks: their means, and for BatchNorm's variances
         the variance of all ranks' samples; see `statistics.pool_buffers`.
 
-        Between two calls BatchNorm's statistics are each rank's own, of its shard of the batches, as in training it
-        normalises with those. Call it before an evaluation and before the weights are taken; `Pipeline.fit` does, at
-        the end of each epoch and for each checkpoint. The training itself is not that of one device where a model has
-        BatchNorm: its batches are smaller.
+        Between two calls, BatchNorm's running statistics are each rank's own, of its shard of the batches, just as it
+        normalises with those in training. Call it before an evaluation and before reading the weights; `Pipeline.fit`
+        does so at the end of each epoch and for each checkpoint. Models with BatchNorm do not train exactly as on one
+        device, because their batches are smaller.
 
-        Integer buffers (`num_batches_tracked`) stay as they are: they count the same steps on each rank, unless the
-        ranks skip different branches (StochasticDepth).
+        Integer buffers (`num_batches_tracked`) do not change: they count the same steps on each rank, unless the ranks
+        skip different branches (StochasticDepth).
         """
         ...
 
     def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What `sync_buffers` would make of `values`, by the names of the model's buffers; every rank must call it.
+        """Return `values`, by the names of the model's buffers, pooled as by `sync_buffers`; every rank must call it.
 
-        For copies and averages of buffers. Others than floating-point ones are left out.
+        For copies and averages of buffers. Only floating-point ones are returned.
         """
         ...
 
     def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
-        """The model's state by plain parameter names: whole, contiguous copies on the CPU.
+        """Return the model's state dict with plain parameter names: full, contiguous copies on the CPU.
 
-        Every rank must call it: tensors are gathered one at a time, and each rank keeps those whose name its own
-        `keep` accepts (None: all).
+        Every rank must call it: tensors are gathered one at a time, and each rank keeps those whose name its own `keep`
+        accepts (None: all).
         """
         ...
 
     def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrites the model's state with that of any engine, in place.
+        """Overwrite the model's state with that of any engine, in place.
 
-        Every rank must call it, with a mapping that has all tensors, whole: each takes its part. They are looked
-        up one at a time, so that a mapping which reads a file need not hold them.
+        Every rank must call it, with a mapping that has all tensors in full; each takes its shard. Tensors are read one
+        at a time, so a mapping that reads a file need not hold them all.
         """
         ...
 
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
-        """The optimizer's state by plain parameter names, gathered and kept as by `export_state`."""
+        """Return the optimizer's state by plain parameter names, gathered and kept as by `export_state`."""
         ...
 
     def import_optimizer(self, state: OptimizerState) -> None:
-        """Gives the optimizer the state that any engine's `export_optimizer` gave; as `import_state`."""
+        """Load the result of any engine's `export_optimizer`; see `import_state`."""
         ...
 
     def gather(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` whole: itself, unless ranks hold parts of it (a DTensor), which all ranks then gather."""
+        """Return the full `value`: itself, unless it is sharded (a DTensor); then all ranks must call it."""
         ...
 
     def held(self) -> Held:
-        """The tensors this rank holds for training; see `memory.held_bytes`."""
+        """Return the tensors this rank holds for training; see `memory.held_bytes`."""
         ...
 
     def barrier(self) -> None:
-        """Returns when every rank has come here."""
+        """Wait until every rank has called it."""
         ...
 
 
@@ -164,20 +164,20 @@ class Strategy(Protocol):
     """One line for `strategies.available()`."""
 
     def check(self, devices: int) -> None:
-        """Raises StrategyError if it cannot run here with that many devices."""
+        """Raise `StrategyError` if it cannot run here with that many devices."""
         ...
 
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **options: Unpack[PrepareOptions]
     ) -> Engine:
-        """Moves `model` to this rank's device, wraps it, builds the optimizer, in the order it needs.
+        """Move `model` to this rank's device, wrap it, and build the optimizer, in the order the backend requires.
 
         Args:
             model: on the CPU, after all surgery.
             optimizer_factory: called once, with the parameters to train.
-            options: `precision`, `clip_norm`, `accumulate`; see `options.Options`.
+            options: `precision`, `clip_norm`, `accumulate` and others; see `options.Options`.
 
         Raises:
-            StrategyError: if an argument, or this rank's surroundings, make it impossible.
+            StrategyError: if an argument is invalid, or this rank's device or environment is unsuitable.
         """
         ...

@@ -1,4 +1,4 @@
-"""Training on several ranks that each hold the whole model: torch's DistributedDataParallel."""
+"""Train on several ranks that each hold the full model: torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .options import Options, PrepareOptions
 
 
 class DDPEngine(RanksEngine):
-    """A model wrapped by DistributedDataParallel; see `base.Engine` for what each method promises."""
+    """A model wrapped by DistributedDataParallel; see `base.Engine`."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
@@ -35,10 +35,10 @@ class DDPEngine(RanksEngine):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """The precision's autocast; before the last microbatch also DDP's `no_sync`.
+        """Return the precision's autocast context; before the last microbatch also DDP's `no_sync`.
 
-        DDP decides in the *forward* whether the backward will communicate: `no_sync` around the
-        backward alone would do nothing.
+        DDP decides in the *forward* whether the backward communicates: `no_sync` around the backward alone would do
+        nothing.
         """
         last = self._microbatches + 1 == self.accumulate
         with nullcontext() if last else self._wrapper.no_sync(), super().forward_context():
@@ -46,11 +46,11 @@ class DDPEngine(RanksEngine):
 
 
 @dataclass(frozen=True)
-class OnEveryRank:
-    """What strategies share that keep the whole model on every rank. A subclass says how to `_wrap` it.
+class ReplicatedStrategy:
+    """Base of the strategies that keep the full model on every rank. A subclass defines how to `_wrap` it.
 
-    They run inside `strategies.launch`, under torchrun, or in a process group of the user's own; alone in a
-    process there is one rank, and nothing to wrap.
+    They run inside `strategies.launch`, under torchrun, or in the user's own process group. Without one there is a
+    single rank, and nothing to wrap.
     """
 
     device: str | None = None
@@ -59,19 +59,18 @@ class OnEveryRank:
     summary = ""
 
     def check(self, devices: int) -> None:
-        """Raises StrategyError if `devices` ranks cannot train here."""
+        """Raise `StrategyError` if `devices` ranks cannot train here."""
         check_ranks(self.name, self.device, devices)
 
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Moves `model` to this rank's device, builds the optimizer, wraps; see `base.Strategy.prepare`.
+        """Move `model` to this rank's device, build the optimizer, and wrap; see `base.Strategy.prepare`.
 
-        Rank 0's weights and buffers become everyone's.
+        Every rank starts with rank 0's weights and buffers.
 
         Raises:
-            StrategyError: for an argument that means nothing, a device that is not here, or a
-                SyncBatchNorm on the CPU.
+            StrategyError: for an invalid argument, an unavailable device, or a SyncBatchNorm on the CPU.
         """
         options = Options.of(given)
         device = enter(self, model)
@@ -88,20 +87,20 @@ class OnEveryRank:
 
 
 @dataclass(frozen=True)
-class DDP(OnEveryRank):
-    """Each rank holds the whole model and trains on its slice of the batch; gradients are averaged.
+class DDP(ReplicatedStrategy):
+    """Each rank holds the full model and trains on its shard of the batch; gradients are averaged.
 
     Args:
-        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`); None takes CUDA if there
-            is any, else the CPU.
-        find_unused_parameters: look in every step for parameters that got no gradient, as models whose
-            layers freeze or take turns have them. False, because the search costs time.
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`). Default None: CUDA if available, else the
+            CPU.
+        find_unused_parameters: search in every step for parameters without a gradient, which occur in models that
+            freeze or alternate layers. Default False, because the search takes time.
     """
 
     find_unused_parameters: bool = False
 
     name = "ddp"
-    summary = "the whole model on every device, gradients averaged (DistributedDataParallel)"
+    summary = "the full model on every device, gradients averaged (DistributedDataParallel)"
 
     def _wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
@@ -112,7 +111,7 @@ class DDP(OnEveryRank):
         return DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
-            # Gradients live in the communication buckets, not beside them: 4 bytes per parameter less.
+            # Gradients live in the communication buckets instead of separately: 4 bytes per parameter less.
             gradient_as_bucket_view=True,
             find_unused_parameters=self.find_unused_parameters,
             **_buffers_stay_local(model),
@@ -120,14 +119,14 @@ class DDP(OnEveryRank):
 
 
 def _buffers_stay_local(model: nn.Module) -> dict[str, Any]:
-    """The option that keeps DDP from overwriting buffers with rank 0's before each forward.
+    """Return the option that keeps DDP from overwriting buffers with rank 0's before each forward.
 
-    BatchNorm's statistics would be rank 0's by accident; `sync_buffers` takes their mean. At the start
-    they are rank 0's, like the weights.
+    Otherwise BatchNorm's statistics would always be rank 0's; `sync_buffers` pools them. At the start they are rank
+    0's, like the weights.
     """
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         return {"forward_sync_buffers": False}
-    # Older torch has one option for both, which also leaves out the broadcast at the start.
+    # Older versions of torch have one option for both, which also skips the broadcast at the start.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     return {"broadcast_buffers": False}

@@ -1,4 +1,4 @@
-"""Training in one process on several GPUs: torch's DataParallel."""
+"""Train in one process on several GPUs: torch's DataParallel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .options import Options, PrepareOptions
 
 
 class DPEngine(LocalEngine):
-    """A model wrapped by DataParallel; see `base.Engine` for what each method promises."""
+    """A model wrapped by DataParallel; see `base.Engine`."""
 
     @property
     def plain_model(self) -> nn.Module:
@@ -28,15 +28,15 @@ class DPEngine(LocalEngine):
 
 @dataclass(frozen=True)
 class DP:
-    """One process that copies the model to all GPUs for each batch, and divides the batch among them.
+    """One process that copies the model to all GPUs for each batch, and splits the batch among them.
 
-    There for what cannot start processes; `ddp` is faster on the same GPUs. BatchNorm's statistics are those of
-    the first GPU's images. Evaluation, which uses the plain model, is on the first GPU. On the CPU it is one
-    device, and there is nothing to divide.
+    For environments that cannot start processes; `ddp` is faster on the same GPUs. BatchNorm's statistics are those of
+    the first GPU's images. Evaluation, which uses the plain model, runs on the first GPU. On the CPU there is one
+    device, and nothing to split.
 
     Args:
-        device: `"cpu"` or `"cuda"`; None takes CUDA if there is any, else the CPU.
-        device_ids: indices of the GPUs; the first holds the model and the gradients. Default: all that this
+        device: `"cpu"` or `"cuda"`. Default None: CUDA if available, else the CPU.
+        device_ids: indices of the GPUs; the first holds the model and the gradients. Default None: all that this
             process sees.
     """
 
@@ -44,25 +44,25 @@ class DP:
     device_ids: tuple[int, ...] | None = None
 
     name = "dp"
-    summary = "one process that divides each batch among its GPUs (DataParallel)"
+    summary = "one process that splits each batch among its GPUs (DataParallel)"
 
     def check(self, devices: int) -> None:
-        """Raises StrategyError unless `devices` is 1 and the GPUs are here."""
+        """Raise `StrategyError` unless `devices` is 1 and the GPUs are available."""
         if devices != 1:
             raise StrategyError(
-                f"strategy 'dp' is one process, so devices={devices} must be 1; it takes every GPU that it sees, "
-                f"or those of device_ids. Use 'ddp' for {devices} processes."
+                f"strategy 'dp' is one process, so devices={devices} must be 1; it uses every visible GPU, or those of "
+                f"device_ids. Use 'ddp' for {devices} processes."
             )
         self._devices()
 
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Moves `model` to the first device, builds the optimizer, wraps; see `base.Strategy.prepare`.
+        """Move `model` to the first device, build the optimizer, and wrap; see `base.Strategy.prepare`.
 
         Raises:
-            StrategyError: for an argument that means nothing, `compile` on GPUs, a device that is not here, or
-                inside a process group of several ranks, where each would train a model of its own.
+            StrategyError: for an invalid argument, `compile` on GPUs, an unavailable device, or a process group of
+                several ranks, where each would train a separate model.
         """
         options = Options.of(given)
         if dist.is_available() and dist.is_initialized():
@@ -71,7 +71,7 @@ class DP:
         if options.compile and devices[0].type == "cuda":
             raise StrategyError(
                 f"strategy 'dp': compile={options.compile!r} would run the first GPU's compiled module for every copy "
-                f"of it; leave it out, or use 'ddp'."
+                f"of it. Remove it, or use 'ddp'."
             )
         model = put_on(model, devices[0], options)
         optimizer = build_optimizer(model, optimizer_factory)
@@ -82,16 +82,16 @@ class DP:
     def _devices(self) -> list[torch.device]:
         if self.device not in (None, "cpu", "cuda"):
             raise StrategyError(
-                f"strategy 'dp': device={self.device!r} is not one for all; use 'cpu' or 'cuda', and device_ids."
+                f"strategy 'dp': device={self.device!r} names a single device. Use 'cpu' or 'cuda', and device_ids."
             )
         if pick_device(self.device).type == "cpu":
             if self.device_ids is not None:
                 raise StrategyError(
-                    f"strategy 'dp': device_ids={self.device_ids} are GPUs, and it would train on the CPU; leave "
-                    f"them out."
+                    f"strategy 'dp': device_ids={self.device_ids} are GPUs, but it would train on the CPU. Remove "
+                    f"them."
                 )
             return [torch.device("cpu")]
         ids = range(torch.cuda.device_count()) if self.device_ids is None else self.device_ids
         if not ids:
-            raise StrategyError("strategy 'dp': device_ids=() names no GPU; leave it out to take all.")
+            raise StrategyError("strategy 'dp': device_ids=() names no GPU. Leave it out to use all.")
         return [pick_device(f"cuda:{index}") for index in ids]

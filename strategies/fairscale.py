@@ -1,4 +1,4 @@
-"""FairScale's strategies: OSS divides the optimizer's state, ShardedDDP the gradients as well."""
+"""FairScale's strategies: OSS shards the optimizer's state, ShardedDDP the gradients as well."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import StrategyError, require
 from .base import OptimizerFactory
 from .common.sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
 from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part
-from .ddp import DDP, OnEveryRank
+from .ddp import DDP, ReplicatedStrategy
 from .engine import LocalEngine, RanksEngine
 from .options import Options, PrepareOptions
 
@@ -24,31 +24,31 @@ EXTRA = "fairscale"
 
 
 class ShardedDDPEngine(OwnedEngine):
-    """A model whose gradients end on their owners; see `base.Engine` for what each method promises.
+    """A model whose gradients are reduced to their owners; see `base.Engine`.
 
-    After the last `backward` of a step a rank has the gradients of the parameters that it owns, and None for the
-    others. Before it, with `accumulate` above 1, it has its own whole ones.
+    After the last `backward` of a step a rank has the gradients of the parameters it owns, and None for the others.
+    Before that, with `accumulate` above 1, it has its own gradients in full.
     """
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """The precision's autocast, or nothing for fp32."""
+        """Return the precision's autocast context; empty for fp32."""
         with LocalEngine.forward_context(self):
             yield
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """Adds the gradients of `loss / accumulate`; on the last microbatch each goes to its owner.
+        """Accumulate the gradients of `loss / accumulate`; on the last microbatch each is reduced to its owner.
 
         Raises:
             StrategyError: as `base.Engine.backward`.
         """
-        if last_microbatch:  # ShardedDDP looks here, and not in the forward as DDP does
+        if last_microbatch:  # ShardedDDP checks here, and not in the forward as DDP does
             super().backward(loss, last_microbatch)
             return
         try:
             with self._wrapper.no_sync():
                 super().backward(loss, last_microbatch)
-        finally:  # after an exception its no_sync would go on for ever, and nothing be reduced
+        finally:  # after an exception no_sync would stay active, and nothing would be reduced
             self._wrapper._should_accumulate_grads = False
 
     def _clip(self, clip_norm: float) -> torch.Tensor:
@@ -61,20 +61,20 @@ class ShardedDDPEngine(OwnedEngine):
 
 @dataclass(frozen=True)
 class FairScaleOSS(DDP):
-    """`DDP` with FairScale's OSS, which divides the optimizer's state as `zero_redundancy` does.
+    """`DDP` with FairScale's OSS, which shards the optimizer's state as `zero_redundancy` does.
 
-    With AdamW in fp32 a rank keeps 8 + 8/N instead of 16 bytes per parameter. OSS lays the parameters of a rank
-    side by side, in one message after each step: they must be of one dtype, and are contiguous. Of a model whose
-    weights are channels-last the images are made channels-last instead. Whole parameters are shared out in their
-    order. Needs the extra `fairscale`. See `DDP` for the options, and `owned` for what an optimizer must not do.
+    With AdamW in fp32 a rank holds 8 + 8/N instead of 16 bytes per parameter. OSS concatenates a rank's parameters into
+    one message after each step: they must have one dtype, and are made contiguous. If the model's weights are
+    channels-last, the images are made channels-last instead. Entire parameters are assigned to ranks, in order. Needs
+    the extra `fairscale`. See `DDP` for the options, and `common.zero_redundancy` for the limits of the optimizer.
     """
 
     name = "fairscale_oss"
-    summary = "like ddp, but the optimizer's state is divided among the devices (FairScale's OSS)"
+    summary = "like ddp, but the optimizer's state is sharded across the devices (FairScale's OSS)"
     extra = EXTRA
 
     def check(self, devices: int) -> None:
-        """Raises StrategyError if `devices` ranks cannot train here, MissingExtra if FairScale is missing."""
+        """Raise `StrategyError` if `devices` ranks cannot train here, `MissingExtra` if FairScale is missing."""
         _require("fairscale.optim.oss", self.name)
         super().check(devices)
 
@@ -86,24 +86,24 @@ class FairScaleOSS(DDP):
 
 
 @dataclass(frozen=True)
-class FairScaleShardedDDP(OnEveryRank):
-    """FairScale's ShardedDDP over OSS: the optimizer's state and the gradients are divided (ZeRO's second stage).
+class FairScaleShardedDDP(ReplicatedStrategy):
+    """FairScale's ShardedDDP over OSS: the optimizer's state and the gradients are sharded (ZeRO's second stage).
 
-    With AdamW in fp32 a rank keeps 4 + 12/N instead of 16 bytes per parameter, and with `accumulate` above 1
-    before the last microbatch 4 more. Gradients go to their owners one by one: buckets would keep them all, and
-    lose them when they are zeroed. A parameter that no rank uses in a step is waited for by nobody; one that
-    only some use stops them all. Needs the extra `fairscale`. What `FairScaleOSS` says of parameters holds here.
+    With AdamW in fp32 a rank holds 4 + 12/N instead of 16 bytes per parameter, and with `accumulate` above 1 another 4
+    before the last microbatch. Gradients are sent to their owners one by one: buckets would keep them all, and lose
+    them when they are zeroed. A parameter that no rank uses in a step is fine; one that only some ranks use blocks them
+    all. Needs the extra `fairscale`. The requirements of `FairScaleOSS` on parameters apply.
 
     Args:
         device: as for `DDP`.
     """
 
     name = "fairscale_sharded_ddp"
-    summary = "like fairscale_oss, but the gradients are divided, too (FairScale's ShardedDDP)"
+    summary = "like fairscale_oss, but the gradients are sharded too (FairScale's ShardedDDP)"
     extra = EXTRA
 
     def check(self, devices: int) -> None:
-        """Raises StrategyError if `devices` ranks cannot train here, MissingExtra if FairScale is missing."""
+        """Raise `StrategyError` if `devices` ranks cannot train here, `MissingExtra` if FairScale is missing."""
         _require("fairscale.nn.data_parallel", self.name)
         super().check(devices)
 
@@ -117,10 +117,10 @@ class FairScaleShardedDDP(OnEveryRank):
             wrapper = backend.ShardedDataParallel(
                 model,
                 divided,
-                broadcast_buffers=False,  # BatchNorm's statistics stay a rank's own until `sync_buffers`
+                broadcast_buffers=False,  # BatchNorm's statistics stay local until `sync_buffers`
                 sync_models_at_startup=False,
                 reduce_buffer_size=0,
-                auto_refresh_trainable=False,  # its way of seeing changes warns through the root logger
+                auto_refresh_trainable=False,  # its detection of changes warns through the root logger
             )
         return ShardedDDPEngine(wrapper, divided, device, options)
 
@@ -130,7 +130,7 @@ def _require(module: str, strategy: str) -> ModuleType:
 
 
 def _divide(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An OSS around `optimizer`, before the model is wrapped: it moves the parameters into buffers."""
+    """Return an OSS around `optimizer`, before the model is wrapped: it moves the parameters into buffers."""
     _refuse_dtypes(strategy, model)
     if make_contiguous(model):
         give_channels_last_inputs(model)
@@ -142,7 +142,7 @@ def _divide(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 @contextmanager
 def _logging_kept() -> Iterator[None]:
-    """FairScale logs by `logging.info`, which gives the whole process a handler if it has none."""
+    """Undo the root handler that FairScale's `logging.info` installs if there is none."""
     before = list(logging.root.handlers)
     yield
     logging.root.handlers[:] = before
@@ -154,32 +154,32 @@ def _refuse_dtypes(strategy: str, model: nn.Module) -> None:
     for name, dtype in trained.items():
         if dtype != first:
             raise StrategyError(
-                f"strategy {strategy!r}: the parameter {name!r} is {dtype} and others are {first}, which cannot "
-                f"lie side by side; make them one dtype, or use 'zero_redundancy'."
+                f"strategy {strategy!r}: the parameter {name!r} is {dtype} and others are {first}, but FairScale "
+                f"requires one dtype. Convert them, or use 'zero_redundancy'."
             )
 
 
 @dataclass(frozen=True)
 class FairScaleFSDP:
-    """FairScale's FullyShardedDataParallel, by its name only: it is refused with the reason.
+    """FairScale's FullyShardedDataParallel, known by name only: it raises an error with the reason.
 
-    It needs CUDA streams, and is the forerunner of what `fsdp` (FSDP2) does on CPUs and GPUs.
+    It needs CUDA streams, and is the predecessor of what `fsdp` (FSDP2) does on CPUs and GPUs.
     """
 
     device: str | None = None
 
     name = "fairscale_fsdp"
-    summary = "FairScale's forerunner of fsdp: GPU only, and not tried"
+    summary = "FairScale's predecessor of fsdp: GPU only, and untested"
     extra = EXTRA
 
     def check(self, devices: int) -> None:  # noqa: ARG002
-        """Raises StrategyError: it cannot be used yet."""
+        """Raise `StrategyError`: it is not supported yet."""
         reason = (
-            "it has not been tried on GPUs yet"
+            "it has not been tested on GPUs yet"
             if torch.cuda.is_available()
             else "it runs on CUDA GPUs only, and there is none here"
         )
-        raise StrategyError(f"strategy {self.name!r}: {reason}; use 'fsdp', which divides the same things.")
+        raise StrategyError(f"strategy {self.name!r}: {reason}. Use 'fsdp', which shards the same.")
 
     def prepare(
         self,
@@ -187,6 +187,6 @@ class FairScaleFSDP:
         optimizer_factory: OptimizerFactory,  # noqa: ARG002
         **given: Unpack[PrepareOptions],  # noqa: ARG002
     ) -> LocalEngine:
-        """Raises StrategyError, as `check` does."""
+        """Raise `StrategyError`, as `check` does."""
         self.check(1)
         raise AssertionError("unreachable")

@@ -1,4 +1,4 @@
-"""Training on several ranks that each keep a part of every parameter: torch's FSDP2, `fully_shard`."""
+"""Train on several ranks that each keep a shard of every parameter: torch's FSDP2, `fully_shard`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import machine
 from ..errors import StrategyError
 from .base import OptimizerFactory
 from .common.materialise import materialise, refuse_without_reset
-from .common.module_filter import Policy, check_policy
+from .common.module_filter import ModuleFilter, check_filter
 from .common.placement import build_optimizer, check_ranks, compile_in_place, enter, put_on
 from .common.recompute import recompute_activations
 from .common.sharding import (
@@ -33,11 +33,11 @@ from .options import Options, PrepareOptions
 
 
 class FSDPEngine(RanksEngine):
-    """A model whose parameters are sharded; see `base.Engine` for what each method promises.
+    """A model with sharded parameters; see `base.Engine`.
 
-    Every forward, in evaluation too, and `export_state` gather parameters from all ranks: all ranks must
-    make the same calls, in the same order. A forward in evaluation leaves parameters gathered (those outside
-    of the blocks; under `fsdp_grad_op` all) until the next backward, `step` or `export_state`.
+    Every forward, also in evaluation, and `export_state` gather parameters from all ranks: all ranks must make the same
+    calls in the same order. A forward in evaluation leaves parameters gathered (those outside of the blocks; with
+    `fsdp_grad_op` all) until the next backward, `step` or `export_state`.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class FSDPEngine(RanksEngine):
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     @property
-    def divided(self) -> bool:
-        """Whether parameters are divided among the ranks: all are."""
+    def sharded(self) -> bool:
+        """Whether parameters are sharded: True."""
         return True
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """Adds the gradients of `loss / accumulate`; on the last microbatch they are reduced and sharded.
+        """Accumulate the gradients of `loss / accumulate`; on the last microbatch they are reduced and sharded.
 
-        Before that a rank holds its own gradients whole, 4 bytes per parameter.
+        Before that a rank holds its own gradients in full, 4 bytes per parameter.
 
         Raises:
             StrategyError: as `base.Engine.backward`.
@@ -65,9 +65,9 @@ class FSDPEngine(RanksEngine):
         super().backward(loss, last_microbatch)
 
     def step(self) -> torch.Tensor | None:
-        """Clips, steps and zeroes; see `LocalEngine.step`."""
-        # An evaluation since the backward may have left parameters gathered; the next forward would use these
-        # copies, made before the step.
+        """Clip, step and zero the gradients; see `LocalEngine.step`."""
+        # An evaluation after the backward may have left parameters gathered; the next forward would use these copies
+        # from before the step.
         self._shard_again()
         return super().step()
 
@@ -81,10 +81,10 @@ class FSDPEngine(RanksEngine):
         return whole
 
     def gather(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` whole; all ranks must call it for a DTensor, whose parts they exchange."""
+        """Return the full `value`; all ranks must call it for a DTensor, whose shards they exchange."""
         if not isinstance(value, DTensor):
             return value
-        # An offloaded part is on the CPU, and its mesh may be one of CUDA devices.
+        # An offloaded shard is on the CPU, but its mesh may be one of CUDA devices.
         part = cast(DTensor, value.to(self.device))
         whole: torch.Tensor = part.full_tensor()
         return whole
@@ -93,7 +93,7 @@ class FSDPEngine(RanksEngine):
         if not isinstance(like, DTensor):
             return whole
         mesh = like.device_mesh
-        # Every rank has the same values already: none is sent.
+        # Every rank already has the same values: none are sent.
         part: torch.Tensor = distribute_tensor(
             whole.to(self.device), mesh, like.placements, src_data_rank=None
         )
@@ -106,65 +106,65 @@ class FSDPEngine(RanksEngine):
 
 @dataclass(frozen=True)
 class FSDP:
-    """Parameters, gradients and optimizer state are divided among the ranks (FSDP2, `fully_shard`).
+    """Shard parameters, gradients and optimizer state across the ranks (FSDP2, `fully_shard`).
 
-    Each rank keeps 16/N instead of 16 bytes per parameter with AdamW in fp32. The model's units, which `wrap`
-    chooses, are gathered one at a time for their forward, freed, and gathered again for their backward; what is
-    outside of them is gathered from the forward's start to the backward's end.
+    With AdamW in fp32 each rank holds 16/N instead of 16 bytes per parameter. The model's units, selected by `wrap`,
+    are gathered one at a time for their forward, freed, and gathered again for their backward; parameters outside of
+    them are gathered from the start of the forward to the end of the backward.
 
-    `prepare` changes the model in place. Weights that are channels-last are made contiguous, because
-    `fully_shard` takes no others, and images are then made channels-last on their way into the model
-    instead: activations have the layout that was asked for, and the numbers are the same.
+    `prepare` changes the model in place. Channels-last weights are made contiguous, because `fully_shard` accepts no
+    others, and the model's input images are made channels-last instead: activations keep the requested layout, and the
+    numbers are the same.
 
-    Precision "bf16" (or "fp16") computes and gathers in it and keeps fp32 parameters, reduces gradients in fp32,
-    and runs the forward under autocast as the other strategies do. BatchNorm's parameters stay fp32, beside its
-    statistics. Outputs may be of half precision; compute losses from `outputs.float()`.
+    Precision "bf16" (or "fp16") computes and gathers in it, keeps fp32 parameters, reduces gradients in fp32, and runs
+    the forward under autocast like the other strategies. BatchNorm's parameters and statistics stay fp32. Outputs may
+    be in half precision; compute losses from `outputs.float()`.
 
-    A model on the meta device gets its values unit by unit, from each module's `reset_parameters` with rank
-    0's random numbers, so that it need not fit on one device. What the model's own constructor would have
-    changed after that (many set their convolutions anew) is not repeated: load weights, or build on the CPU.
+    A model on the meta device is initialised unit by unit, by each module's `reset_parameters` with rank 0's random
+    numbers, so that it need not fit on one device. Changes that the model's own constructor makes afterwards (many
+    re-initialise their convolutions) are not repeated: load weights, or build it on the CPU.
 
-    With `compile` each unit is compiled by itself, and what is outside of them is not.
+    With `compile` each unit is compiled separately; modules outside of units are not compiled.
 
-    Alone in a process, without a process group, there is nothing to divide, and it trains like `single`.
+    Without a process group there is nothing to shard, and it trains like `single`.
 
     Args:
-        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`); None takes CUDA if there
-            is any, else the CPU.
-        wrap: the units: True, because it suits most models, for the blocks of `blocks.find_blocks`, if there are
-            any; class names, or a function of name and module; False for none but the whole model. Units may be
-            inside each other. A module that shares a parameter with one outside of it is left to whatever holds
-            both, and one that is never called itself must not be chosen: its parameters would stay divided.
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`). Default None: CUDA if available, else the
+            CPU.
+        wrap: the units. Default True, which suits most models: the blocks of `blocks.find_blocks`, if there are any.
+            Or class names, or a function of name and module; False for only the full model. Units may be nested. A
+            module that shares a parameter with an outside module is left to the module that contains both. Do not
+            select a module that is never called itself: its parameters would stay sharded.
 
     Raises:
-        StrategyError: at construction, for a `wrap` that means nothing.
+        StrategyError: at construction, for an invalid `wrap`.
     """
 
     device: str | None = None
-    wrap: Policy = True
+    wrap: ModuleFilter = True
 
     name = "fsdp"
-    summary = "parameters, gradients and optimizer state divided among the devices (FSDP2)"
+    summary = "parameters, gradients and optimizer state sharded across the devices (FSDP2)"
 
     def __post_init__(self) -> None:
-        check_policy(self.wrap, f"strategy {self.name!r}: wrap")
+        check_filter(self.wrap, f"strategy {self.name!r}: wrap")
 
     def check(self, devices: int) -> None:
-        """Raises StrategyError if `devices` ranks cannot train here."""
+        """Raise `StrategyError` if `devices` ranks cannot train here."""
         check_ranks(self.name, self.device, devices)
 
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Shards `model` in place, then builds the optimizer of the shards; see `base.Strategy.prepare`.
+        """Shard `model` in place, then build the optimizer of the shards; see `base.Strategy.prepare`.
 
-        Rank 0's weights and buffers become everyone's.
+        Every rank starts with rank 0's weights and buffers.
 
         Raises:
-            StrategyError: for an argument that means nothing, a device that is not here, or a model that
-                cannot be sharded: without anything that `wrap` chooses, wrapped or sharded already, with a
-                parameter of no dimension or no shape yet, a module on the meta device that cannot be reset, a
-                SyncBatchNorm on the CPU, or a BatchNorm in bf16 on a torch that is too old.
+            StrategyError: for an invalid argument, an unavailable device, or a model that cannot be sharded: without
+                anything that `wrap` selects, already wrapped or sharded, with a parameter of no dimension or without a
+                shape yet, a module on the meta device that cannot be initialised, a SyncBatchNorm on the CPU, or a
+                BatchNorm in bf16 with an old torch.
         """
         options = Options.of(given)
         device = enter(self, model)
@@ -180,16 +180,16 @@ class FSDP:
         return FSDPEngine(model, build_optimizer(model, optimizer_factory), device, options)
 
     def _check_alone(self, device: torch.device) -> None:
-        """Raises StrategyError if it cannot do without a process group."""
+        """Raise `StrategyError` if it requires a process group."""
 
     def _shard(
         self, model: nn.Module, chosen: list[nn.Module], device: torch.device, options: Options
     ) -> None:
         if options.precision != "fp32":
-            mixed_precision(self.name, model, options.precision)  # refuses before anything has changed
+            mixed_precision(self.name, model, options.precision)  # raises before anything has changed
         if make_contiguous(model):
             give_channels_last_inputs(model)
-        how = {"mesh": self._mesh(device), **self._sharding(device)}
+        shared = {"mesh": self._mesh(device), **self._sharding(device)}
         recompute_activations(model, options.activation_checkpointing)
         done: set[nn.Module] = set()
         for unit in (*chosen, model):
@@ -197,14 +197,14 @@ class FSDP:
             own = [module for module in unit.modules() if module not in done]
             begin_like_rank_0(own, device)
             if options.precision != "fp32":
-                how["mp_policy"] = mixed_precision(self.name, unit, options.precision)
-            if unit is not model:  # around the whole, each gathering would break the graph
+                shared["mp_policy"] = mixed_precision(self.name, unit, options.precision)
+            if unit is not model:  # around the full model, each gathering would break the graph
                 compile_in_place(unit, options.compile)
-            fully_shard(unit, **how)
+            fully_shard(unit, **shared)
             done.update(own)
 
     def _sharding(self, device: torch.device) -> dict[str, Any]:  # noqa: ARG002
-        """Options of `fully_shard`, whose default frees a block's parameters after its forward."""
+        """Return options of `fully_shard`, whose default frees a block's parameters after its forward."""
         return {}
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
@@ -215,7 +215,7 @@ class FSDP:
 class FSDPGradOp(FSDP):
     """`FSDP`, but parameters stay gathered from their forward to their backward.
 
-    Saves the second gathering, and takes 4 bytes per parameter more (2 in bf16) while it lasts. See `FSDP`.
+    Saves the second gathering, but holds 4 more bytes per parameter (2 in bf16) in between. See `FSDP`.
     """
 
     name = "fsdp_grad_op"
@@ -227,15 +227,15 @@ class FSDPGradOp(FSDP):
 
 @dataclass(frozen=True)
 class FSDPCPUOffload(FSDP):
-    """`FSDP`, but each rank's part, its gradients and the optimizer with its state are on the CPU.
+    """`FSDP` with each rank's shard, its gradients and the optimizer with its state on the CPU.
 
-    A device holds one gathered block and the activations; the optimizer steps on the CPU. See `FSDP`. A GPU
-    needs a process group also when it is the only one: torchrun or `strategies.launch(..., devices=1)`, which a
-    Pipeline does by itself. Alone on the CPU there is nothing to offload, and it trains like `single`.
+    A device holds one gathered block and the activations; the optimizer steps on the CPU. See `FSDP`. A GPU needs a
+    process group even if it is the only one: torchrun or `strategies.launch(..., devices=1)`, which a Pipeline does
+    automatically. With only the CPU there is nothing to offload, and it trains like `single`.
     """
 
     name = "fsdp_cpu_offload"
-    summary = "like fsdp, but what is divided is kept on the CPU, which also steps"
+    summary = "like fsdp, but the shards are kept on the CPU, which also steps"
 
     @property
     def needs_group(self) -> bool:
@@ -243,11 +243,11 @@ class FSDPCPUOffload(FSDP):
         return pick_device(self.device).type == "cuda"
 
     def _check_alone(self, device: torch.device) -> None:
-        # Not made here: a group that stayed would be in the way of the next `launch` in this process.
+        # Not created here: a group that stays open would break the next `launch` in this process.
         if device.type == "cuda":
             raise StrategyError(
-                "strategy 'fsdp_cpu_offload': there is no process group, without which nothing can be offloaded; "
-                "start this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
+                "strategy 'fsdp_cpu_offload': there is no process group, without which nothing can be offloaded. Start "
+                "this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
             )
 
     def _shard(
@@ -256,40 +256,40 @@ class FSDPCPUOffload(FSDP):
         # The norm of gradients on the CPU is reduced there.
         if "cpu" not in str(dist.get_backend_config()):
             raise StrategyError(
-                f"strategy 'fsdp_cpu_offload': the process group ({dist.get_backend_config()}) serves no CPU "
-                f"tensors; initialise it with the backend 'cpu:gloo,cuda:nccl'."
+                f"strategy 'fsdp_cpu_offload': the process group ({dist.get_backend_config()}) does not support CPU "
+                f"tensors. Initialise it with the backend 'cpu:gloo,cuda:nccl'."
             )
         super()._shard(model, chosen, device, options)
 
     def _sharding(self, device: torch.device) -> dict[str, Any]:
-        # Memory is pinned for copies to a GPU: on the CPU it would cost, and touch a GPU that is not used.
+        # Pinned memory is for copies to a GPU: on the CPU it would take time, and initialise an unused GPU.
         return {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
 
 
 @dataclass(frozen=True)
 class HSDP(FSDP):
-    """`FSDP` inside groups of ranks, each of which holds the whole model; gradients are averaged over all.
+    """`FSDP` inside groups of ranks, each with the full model; gradients are averaged over all.
 
-    Parameters are gathered within a group only, over its fast links; see `FSDP`.
+    Parameters are gathered only within a group, over its fast links; see `FSDP`.
 
     Args:
         device, wrap: as for `FSDP`.
-        shard_size: ranks in a group; must divide the number of ranks. Default: the ranks of one machine,
-            whose links to each other are the fast ones.
+        shard_size: number of ranks in a group; must divide the world size. Default None: the ranks of one machine,
+            which are connected by fast links.
     """
 
     shard_size: int | None = None
 
     name = "hsdp"
-    summary = "like fsdp inside groups of devices (by default a machine's), each with the whole model"
+    summary = "like fsdp inside groups of devices (by default a machine's), each with the full model"
 
     def check(self, devices: int) -> None:
-        """Raises StrategyError if `devices` ranks cannot train here, or do not divide into groups."""
+        """Raise `StrategyError` if `devices` ranks cannot train here, or cannot be split into groups."""
         super().check(devices)
         size = self._group_size(devices)
         if size < 1 or devices % size:
             raise StrategyError(
-                f"strategy 'hsdp': shard_size={size} must be 1 or more and divide the {devices} devices."
+                f"strategy 'hsdp': shard_size={size} must be a positive integer that divides the {devices} devices."
             )
 
     def _group_size(self, devices: int) -> int:

@@ -1,4 +1,4 @@
-"""Strategies of third parties: registered by name in this process, or by an installed package's entry point."""
+"""Third-party strategies: registered by name in this process, or by an installed package's entry point."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ GROUP = "drivetrain.strategies"
 """
 
 Kind = Callable[..., Any]
-"""A strategy's class, or a function that makes one; its arguments are the strategy's options."""
+"""A strategy's class, or a function that creates one; its arguments are the strategy's options."""
 
 REGISTERED: dict[str, Kind] = {}
-"""What `strategies.register` was given in this process."""
+"""The arguments of `strategies.register` in this process."""
 
 
 def installed() -> dict[str, EntryPoint]:
-    """The entry points of all installed packages, by name.
+    """Return the entry points of all installed packages, by name.
 
     Raises:
-        StrategyError: if two packages claim one name.
+        StrategyError: if two packages use the same name.
     """
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         other = found.setdefault(point.name, point)
-        if other.value != point.value:  # a package that is on the path twice claims the same thing
+        if other.value != point.value:  # a package that is on the path twice has the same value
             raise StrategyError(
-                f"Two packages bring a strategy {point.name!r}: {_package(other)} ({other.value}) and "
-                f"{_package(point)} ({point.value}); uninstall one."
+                f"Two packages provide a strategy {point.name!r}: {_package(other)} ({other.value}) and "
+                f"{_package(point)} ({point.value}). Uninstall one."
             )
     return found
 
 
 def load(point: EntryPoint) -> Kind:
-    """What an entry point names.
+    """Return the object of an entry point.
 
     Raises:
-        StrategyError: if it cannot be imported, or cannot be called.
+        StrategyError: if it cannot be imported, or is not callable.
     """
     try:
         kind = point.load()
@@ -54,14 +54,14 @@ def load(point: EntryPoint) -> Kind:
         ) from error
     if not callable(kind):
         raise StrategyError(
-            f"The strategy {point.name!r} of the package {_package(point)} is a {type(kind).__name__}; an entry "
-            f"point of {GROUP!r} must name a class or a function that makes a strategy."
+            f"The strategy {point.name!r} of the package {_package(point)} is a {type(kind).__name__}. An entry point "
+            f"of {GROUP!r} must name a class or a function that creates a strategy."
         )
     return kind  # type: ignore[no-any-return]
 
 
 def call_with(registered: dict[str, Kind], function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(*args)` on a rank, where strategies are registered as in the process that launched it."""
+    """Call `function(*args)` on a rank, with the strategies registered as in the process that launched it."""
     for name, kind in registered.items():
         REGISTERED.setdefault(name, kind)
     return function(*args)

@@ -1,4 +1,4 @@
-"""The strategies by name: `get` makes one, `available` lists them all."""
+"""The strategies by name: `get` creates one, `available` lists them all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..table import Table
 from . import plugins
 from .base import Strategy
 
-# name -> (file, class), or (file, class, options that the name stands for). The class's constructor arguments are
-# the strategy's options.
+# name -> (file, class), or (file, class, options implied by the name). The class's constructor arguments are the
+# strategy's options.
 STRATEGIES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "single": ("single", "Single"),
     "dp": ("dp", "DP"),
@@ -41,8 +41,8 @@ STRATEGIES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "auto": ("auto", "Auto"),
 }
 
-# Lightning's other names of the same things. Its ddp_fork is for notebooks, where ours are fresh interpreters:
-# a fork of a process in which torch or numba has computed hangs.
+# Lightning's other names. Its ddp_fork is for notebooks, where our ranks are new interpreters: forking a process in
+# which torch or numba has computed hangs.
 ALIASES = {
     "single_device": "single",
     "ddp_fork": "ddp_notebook",
@@ -56,50 +56,50 @@ TPU_NAMES = ("xla", "xla_debug", "xla_fsdp", "single_xla", "single_tpu")
 
 
 def get(strategy: str | Strategy, **options: Any) -> Strategy:
-    """A strategy by its name, or the given strategy object itself.
+    """Return a strategy by its name, or the given strategy object itself.
 
     Args:
-        strategy: a name of `available()`, one of Lightning's names for the same things, or an object with a
-            strategy's `check` and `prepare`.
+        strategy: a name of `available()`, one of Lightning's equivalent names, or an object with a strategy's `check`
+            and `prepare`.
         options: the strategy's own options, for a name only: `get("ddp", device="cpu")`.
 
     Raises:
-        StrategyError: for an unknown name or option, or something that is no strategy.
+        StrategyError: for an unknown name or option, or an object that is not a strategy.
     """
     if isinstance(strategy, str):
         return _make(strategy, options)
     if isinstance(strategy, type):
         raise StrategyError(
-            f"strategies.get: {strategy.__name__} is a class; pass an object, {strategy.__name__}(...)."
+            f"strategies.get: {strategy.__name__} is a class. Pass an object: {strategy.__name__}(...)."
         )
     _check_parts(strategy)
     if options:
         raise StrategyError(
-            f"strategies.get: options {sorted(options)} were given beside a finished {strategy.name!r} "
-            f"strategy; give them to its constructor, or pass the name {strategy.name!r}."
+            f"strategies.get: options {sorted(options)} cannot be combined with a {strategy.name!r} strategy object. "
+            f"Pass them to its constructor, or pass the name {strategy.name!r}."
         )
     return strategy
 
 
 def register(name: str, kind: plugins.Kind) -> None:
-    """Makes a strategy of one's own known by `name`, in this process and the ranks that it launches.
+    """Register a custom strategy under `name`, in this process and the ranks it launches.
 
-    A package can do so for all processes by an entry point; see `plugins.GROUP`.
+    A package can do so for all processes with an entry point; see `plugins.GROUP`.
 
     Args:
-        name: as given to `get`; its first word is the family by which a Pipeline knows what goes together.
-        kind: the strategy's class, or a function that makes one; its arguments are the strategy's options.
+        name: for `get`; its first word is the family by which a Pipeline checks compatibility.
+        kind: the strategy's class, or a function that creates one; its arguments are the strategy's options.
 
     Raises:
-        StrategyError: if the name is taken, or `kind` cannot be called.
+        StrategyError: if the name is taken, or `kind` is not callable.
     """
     if not callable(kind):
         raise StrategyError(
-            f"strategies.register: {name!r} is given a {type(kind).__name__}; give the strategy's class, or a "
-            f"function that makes one."
+            f"strategies.register: {name!r} is a {type(kind).__name__}. Pass the strategy's class, or a function that "
+            f"creates one."
         )
     if _is_ours(name) or name in plugins.REGISTERED or name in plugins.installed():
-        raise StrategyError(f"strategies.register: the name {name!r} is taken; choose another.")
+        raise StrategyError(f"strategies.register: the name {name!r} is taken. Choose another.")
     plugins.REGISTERED[name] = kind
 
 
@@ -107,7 +107,7 @@ def _check_parts(strategy: Any) -> None:
     missing = [part for part in ("name", "summary", "check", "prepare") if not hasattr(strategy, part)]
     if missing:
         raise StrategyError(
-            f"strategies.get: a {type(strategy).__name__} is no strategy, it has no {', '.join(missing)}. "
+            f"strategies.get: a {type(strategy).__name__} is not a strategy: it has no {', '.join(missing)}. "
             f"Pass a Strategy object or a name.{suggest('', STRATEGIES)}"
         )
 
@@ -119,8 +119,8 @@ def _make(name: str, options: dict[str, Any]) -> Strategy:
     for option in options:
         if option in preset and options[option] != preset[option]:
             raise StrategyError(
-                f"strategies.get: {option}={options[option]!r} contradicts the name {name!r}, which stands for "
-                f"{option}={preset[option]!r}; leave the option out, or take the plain name."
+                f"strategies.get: {option}={options[option]!r} contradicts the name {name!r}, which implies "
+                f"{option}={preset[option]!r}. Remove the option, or use the plain name."
             )
         if option not in known and not takes_any:
             raise StrategyError(
@@ -132,7 +132,7 @@ def _make(name: str, options: dict[str, Any]) -> Strategy:
 
 
 def _find(name: str) -> tuple[plugins.Kind, dict[str, Any]]:
-    """The class of a strategy, and the options that the name stands for."""
+    """Return the class of a strategy, and the options implied by the name."""
     name = ALIASES.get(name, name)
     if name in STRATEGIES:
         file, class_name, *preset = STRATEGIES[name]
@@ -141,8 +141,8 @@ def _find(name: str) -> tuple[plugins.Kind, dict[str, Any]]:
         return plugins.REGISTERED[name], {}
     if name in TPU_NAMES:
         raise StrategyError(
-            f"strategies.get: {name!r} trains on TPUs through XLA, which Drivetrain does not: it has strategies for "
-            f"CPUs and CUDA GPUs."
+            f"strategies.get: {name!r} trains on TPUs through XLA, which Drivetrain does not support. Use a strategy "
+            f"for CPUs or CUDA GPUs."
         )
     theirs = _of_packages()
     if name in theirs:
@@ -155,38 +155,38 @@ def _is_ours(name: str) -> bool:
 
 
 def _of_packages() -> dict[str, Any]:
-    """The strategies of installed packages. Raises StrategyError if one claims a name of ours."""
+    """Return the strategies of installed packages. Raise `StrategyError` if one uses a name of Drivetrain's."""
     theirs = plugins.installed()
     for name, point in theirs.items():
         if _is_ours(name):
             raise StrategyError(
-                f"The installed strategy {name!r} ({point.value}) has a name of Drivetrain's own; rename it, or "
+                f"The installed strategy {name!r} ({point.value}) has the name of one of Drivetrain's. Rename it, or "
                 f"uninstall its package."
             )
     return theirs
 
 
 def _names() -> list[str]:
-    """All that `available` lists, each once."""
+    """Return all names that `available` lists, each once."""
     return list(dict.fromkeys([*STRATEGIES, *plugins.REGISTERED, *_of_packages()]))
 
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """One line of `available()`."""
+    """One row of `available()`."""
 
     name: str
     summary: str
     runs_here: bool
     """Whether it can run in this installation and on this machine, on at least one device."""
     why_not: str
-    """The reason and remedy if it cannot run here, else empty."""
+    """The reason and remedy if it cannot run here; otherwise empty."""
     extra: str = ""
     """The extra of Drivetrain that it needs: `pip install 'drivetrain[extra]'`."""
 
 
 class StrategyTable(list[StrategyRow]):
-    """The rows of `available()`, which print as an aligned table; in a notebook, as one in HTML."""
+    """The rows of `available()`, which print as an aligned table; as an HTML table in a notebook."""
 
     def __init__(self, rows: Iterable[StrategyRow]) -> None:
         super().__init__(rows)
@@ -209,12 +209,12 @@ class StrategyTable(list[StrategyRow]):
 
 
 def available() -> StrategyTable:
-    """Every strategy by name: whether it can run here, the extra it needs, what it does, and why it cannot run.
+    """Return every strategy: whether it can run here and why not, the extra it needs, and what it does.
 
     Prints as a table of these columns.
 
     Raises:
-        StrategyError: if two installed packages bring a strategy of the same name.
+        StrategyError: if two installed packages provide a strategy of the same name.
     """
     return StrategyTable(_row(name) for name in _names())
 
@@ -233,7 +233,7 @@ def _row(name: str) -> StrategyRow:
 
 
 def _summary(name: str, strategy: Strategy) -> str:
-    """A strategy's own, or for another name of it, what the name stands for."""
+    """Return a strategy's own summary or, for an alias, what the name stands for."""
     if strategy.name == name or name not in STRATEGIES:
         return strategy.summary
     options = ", ".join(f"{key}={value}" for key, value in _find(name)[1].items())

@@ -1,4 +1,4 @@
-"""Training on one device: the baseline that every other strategy must agree with."""
+"""Train on one device: the baseline that every other strategy must match."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ class Single:
     """One device, no process group.
 
     Args:
-        device: `"cpu"`, `"cuda"` or `"cuda:1"`; None takes CUDA if there is any, else the CPU.
+        device: `"cpu"`, `"cuda"` or `"cuda:1"`. Default None: CUDA if available, else the CPU.
     """
 
     device: str | None = None
 
     name = "single"
-    summary = "one device, CUDA if there is any, else the CPU"
+    summary = "one device, CUDA if available, else the CPU"
 
     def check(self, devices: int) -> None:
-        """Raises StrategyError unless `devices` is 1 and the device is here."""
+        """Raise `StrategyError` unless `devices` is 1 and the device is available."""
         if devices != 1:
-            raise StrategyError(f"strategy 'single' trains on 1 device, not {devices}; use 'ddp' for more.")
+            raise StrategyError(f"strategy 'single' trains on 1 device, not {devices}. Use 'ddp' for more.")
         pick_device(self.device)
 
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Moves `model` to the device and builds the optimizer; see `base.Strategy.prepare`.
+        """Move `model` to the device and build the optimizer; see `base.Strategy.prepare`.
 
         Raises:
-            StrategyError: for an argument that means nothing, or inside a process group of several
-                ranks, where each would train a model of its own.
+            StrategyError: for an invalid argument, or inside a process group of several ranks, where each would train a
+                separate model.
         """
         options = Options.of(given)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise StrategyError(
-                f"strategy 'single' was prepared on {dist.get_world_size()} ranks, and each would train a "
-                f"model of its own; use 'ddp', or devices=1."
+                f"strategy 'single' was prepared on {dist.get_world_size()} ranks, and each would train a separate "
+                f"model. Use 'ddp', or devices=1."
             )
         device = pick_device(self.device)
         model = put_on(model, device, options)

@@ -1,4 +1,4 @@
-"""Training on several ranks that divide the optimizer's state: torch's ZeroRedundancyOptimizer over DDP."""
+"""Train on several ranks with sharded optimizer state: torch's ZeroRedundancyOptimizer over DDP."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .options import Options
 
 @dataclass(frozen=True)
 class ZeroRedundancy(DDP):
-    """`DDP`, but each rank keeps the optimizer's state of its share of the parameters, and steps these.
+    """`DDP`, but each rank holds the optimizer's state of the parameters it owns, and steps only these.
 
-    With AdamW in fp32 a rank keeps 8 + 8/N instead of 16 bytes per parameter (ZeRO's first stage). Whole
-    parameters are shared out, the largest first: a model with one huge parameter divides badly. See `DDP` for
-    the options, and `owned` for what an optimizer must not do.
+    With AdamW in fp32 a rank holds 8 + 8/N instead of 16 bytes per parameter (ZeRO's first stage). Entire parameters
+    are assigned to ranks, largest first: a model with one huge parameter is balanced badly. See `DDP` for the options,
+    and `common.zero_redundancy` for the limits of the optimizer.
     """
 
     name = "zero_redundancy"
-    summary = "like ddp, but the optimizer's state is divided among the devices (ZeroRedundancyOptimizer)"
+    summary = "like ddp, but the optimizer's state is sharded across the devices (ZeroRedundancyOptimizer)"
 
     def _wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> RanksEngine:
         wrapper = self._data_parallel(model, device)
-        divide: Any = ZeroRedundancyOptimizer  # which says that it wants a class, and calls it
+        divide: Any = ZeroRedundancyOptimizer  # its signature expects a class, which it only calls
         divided = divide(copy_groups(optimizer), keep_part(optimizer))
         return OwnedEngine(wrapper, divided, device, options)

@@ -153,7 +153,7 @@ def discarded(name: str) -> list[dict[str, torch.Tensor]]:
         for step in range(2):
             for number in range(wasted):
                 gradients(engine, 10 + step, number)
-            engine.zero()
+            engine.zero_grad()
             for number in range(2):
                 gradients(engine, step, number)
             engine.step()

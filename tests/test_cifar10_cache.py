@@ -59,7 +59,7 @@ def test_load_gives_the_pixels_and_the_labels(cached_cifar10: Path) -> None:
 
 def test_load_names_what_it_cannot_use(cached_cifar10: Path) -> None:
     folder = cached_cifar10 / "cifar10"
-    with pytest.raises(DataError, match=r"split='val' is unknown.*'train' and 'test'"):
+    with pytest.raises(DataError, match=r"split='val' is unknown.*'train' or 'test'"):
         load_cifar10(folder, "val")  # type: ignore[arg-type]
     (folder / "test_batch.bin").write_bytes(FILE_BYTES["test_batch.bin"][:-1])
     with pytest.raises(DataError, match=r"test_batch\.bin is damaged"):
@@ -123,7 +123,7 @@ def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", fail_after)
-    with pytest.raises(DataError, match=r"cannot be kept in .*cifar10.*No space left.*DRIVETRAIN_DATA"):
+    with pytest.raises(DataError, match=r"cannot be stored in .*cifar10.*No space left.*DRIVETRAIN_DATA"):
         fetch_cifar10(root)
     assert len(calls) == good_writes + 1
     assert [path.name for path in root.iterdir()] == [".cifar.lock"]
@@ -131,11 +131,11 @@ def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_root_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"cannot be kept in .*file.cifar10: .*DRIVETRAIN_DATA"):
+    with pytest.raises(DataError, match=r"cannot be stored in .*file.cifar10: .*DRIVETRAIN_DATA"):
         fetch_cifar10(tmp_path / "file")
     if os.geteuid() != 0:  # root may write everywhere
         (tmp_path / "sealed").mkdir(mode=0o500)
-        with pytest.raises(DataError, match=r"cannot be kept in .*Permission denied"):
+        with pytest.raises(DataError, match=r"cannot be stored in .*Permission denied"):
             fetch_cifar10(tmp_path / "sealed")
 
 

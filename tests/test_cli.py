@@ -188,7 +188,7 @@ def test_convert(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.beton.json").read_text())["classes"] == ["a", "b"]
     assert "bad.jpg: it is not an image" in refused.err.splitlines()[-1]
     assert "(--skip-bad)" in refused.err.splitlines()[-1]
-    assert "left out" in skipped.out
+    assert "  skipped " in skipped.out
     assert "bad.jpg" in skipped.out
     assert "quality=0 must" in quality.line
     assert sorted(path.name for path in tmp_path.glob("*.beton")) == ["out.beton", "skipped.beton"]

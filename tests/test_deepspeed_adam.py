@@ -145,7 +145,7 @@ def test_what_does_not_fit_the_machine_leaves_torchs(cache: Path, monkeypatch: p
     with working(CPU):
         builder = type(importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder())
     monkeypatch.setattr(builder, "is_compatible", lambda *_, **__: False)
-    fallen_back("DeepSpeed finds that it does not fit this machine")
+    fallen_back("DeepSpeed reports that it is incompatible with this machine")
     assert not cache.exists()
 
 

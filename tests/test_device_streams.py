@@ -221,7 +221,7 @@ def test_deepspeeds_gradients_are_dropped_after_their_reduction(
     )
     engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
     engine._zero, engine._stage, engine.device, engine._microbatches = zero, stage, SECOND, 1
-    engine.zero()
+    engine.zero_grad()
     assert calls == [(SECOND, "DeepSpeed's stream"), "zero_grad"]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from drivetrain import StrategyError, strategies
 from drivetrain.strategies import devices
-from drivetrain.strategies.common import placement as surroundings
+from drivetrain.strategies.common import placement
 from drivetrain.strategies.launching import group
 from torch import nn
 
@@ -77,7 +77,7 @@ def test_without_ranks_the_first_gpu(gpus: Any, monkeypatch: pytest.MonkeyPatch)
     gpus(2)
     assert devices.rank_device(None) == torch.device("cuda", 0)
     monkeypatch.setenv("LOCAL_RANK", "two")
-    with pytest.raises(StrategyError, match="LOCAL_RANK='two' must be this rank's number"):
+    with pytest.raises(StrategyError, match="LOCAL_RANK='two' must be this process's local rank"):
         devices.rank_device("cuda")
 
 
@@ -87,17 +87,17 @@ def test_one_visible_gpu_for_each_rank(gpus: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     in_group(monkeypatch, 3, 4)
-    surroundings.check_ranks("ddp", "cuda", 4)
+    placement.check_ranks("ddp", "cuda", 4)
     assert devices.rank_device("cuda") == torch.device("cuda", 0)
     gpus(2)
-    with pytest.raises(StrategyError, match="means CUDA device 3, and this process sees 2"):
-        surroundings.check_ranks("ddp", "cuda", 4)
+    with pytest.raises(StrategyError, match="means CUDA device 3, but this process sees 2"):
+        placement.check_ranks("ddp", "cuda", 4)
 
 
 def test_before_the_ranks_are_started_all_need_a_gpu(gpus: Any) -> None:
     gpus(1)
-    with pytest.raises(StrategyError, match="means CUDA device 1, and this process sees 1"):
-        surroundings.check_ranks("ddp", None, 2)
+    with pytest.raises(StrategyError, match="means CUDA device 1, but this process sees 1"):
+        placement.check_ranks("ddp", None, 2)
 
 
 def test_two_ranks_on_one_gpu_are_told_so_on_all(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,5 +144,5 @@ def test_a_rank_makes_its_gpu_the_current_one(gpus: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(dist, "get_backend_config", lambda: "nccl")
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert surroundings.enter(strategies.get("ddp"), nn.Linear(2, 2)) == torch.device("cuda", 2)
+    assert placement.enter(strategies.get("ddp"), nn.Linear(2, 2)) == torch.device("cuda", 2)
     assert calls == [torch.device("cuda", 2)]

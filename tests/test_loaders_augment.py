@@ -135,7 +135,7 @@ def test_bfloat16_is_float32_rounded(kind: Any, photos: Path) -> None:
         ({"color_jitter": (0.4, -1, 0)}, "three strengths"),
         ({"color_jitter": (float("nan"), 0, 0)}, "three strengths"),
         ({"interpolation": "cubic"}, "interpolation='cubic' must be an interpolation. Known: area, bilinear"),
-        ({"verify": True, "fields": ["weight"]}, "'weight' is no field"),
+        ({"verify": True, "fields": ["weight"]}, "'weight' is not a field"),
         ({"fields": "label"}, "fields='label' must be a list of names"),
     ],
 )
@@ -145,7 +145,7 @@ def test_settings_that_cannot_be(kind: Any, photos: Path, options: dict[str, Any
 
 
 def test_torchvision_has_no_area_resize(photos: Path) -> None:
-    with pytest.raises(DataError, match="interpolation='area' is FFCV's"):
+    with pytest.raises(DataError, match="interpolation='area' is only available in FFCVLoader"):
         TorchLoader(photos, batch_size=4, image_size=SIDE, interpolation="area")
 
 

@@ -82,7 +82,7 @@ def test_only_what_was_asked_for(kind: Any, path: Path) -> None:
     with make(kind, path, fields=["rank"]) as loader:
         _, labels, rank = next(iter(loader))
         assert rank.tolist() == [int(label) * 10**12 for label in labels]
-    with pytest.raises(DataError, match=r"'wieght' is no field; .*Did you mean 'weight'"):
+    with pytest.raises(DataError, match=r"'wieght' is not a field of .*Did you mean 'weight'"):
         make(kind, path, fields=["wieght"])
 
 

@@ -125,7 +125,7 @@ def test_truncated_at_every_kind_of_length(copy: Path) -> None:
         ({"num_samples": COUNT + 1}, f"sample {COUNT}"),
         ({"num_samples": 1 << 63}, "truncated"),
         ({"num_fields": 1}, "the 1 fields"),
-        ({"num_fields": 3}, "among its 3 field descriptors"),
+        ({"num_fields": 3}, "one of its 3 field descriptors is invalid"),
         ({"num_fields": 65535}, "fields|ASCII"),
         ({"alloc_table_ptr": 1 << 63}, "truncated"),
     ],
@@ -139,10 +139,10 @@ def test_header(copy: Path, change: dict[str, int], words: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (2, "reads one image"),
-        (3, r"image \(rgb_image\), label \(bytes\); Drivetrain reads one image, a label"),
-        (4, "ndarray field has the shape"),
-        (5, "reads one image"),
+        (2, "requires one image"),
+        (3, r"image \(rgb_image\), label \(bytes\)\. Drivetrain requires one image, a label"),
+        (4, "ndarray field has the invalid shape"),
+        (5, "requires one image"),
         (6, "unknown type 6"),
         (255, "unknown type 255"),
     ],
@@ -162,7 +162,7 @@ def test_image_field_of_another_type_and_arguments_where_none_belong(copy: Path)
 
 def test_two_fields_of_one_name(copy: Path) -> None:
     patch(copy, HEADER.itemsize + FIELD.itemsize + 1, b"image")
-    refused(copy, "each of a name of its own")
+    refused(copy, "distinct names for all fields")
 
 
 def test_field_name_not_ascii(copy: Path) -> None:
@@ -210,7 +210,7 @@ def test_pointer_outside_and_of_another_sample(copy: Path) -> None:
         ("size", 1 << 40, "outside"),
         ("size", (1 << 64) - 1, "outside"),
         ("size", SIDE * SIDE * 3 + 1, "overlap"),
-        ("size", SIDE * SIDE * 3 - 1, "sample 3 says mode 1"),
+        ("size", SIDE * SIDE * 3 - 1, "sample 3 has mode 1"),
         ("sample_id", COUNT, "outside"),
         ("sample_id", 5, "sample 3 points"),
     ],
@@ -238,7 +238,7 @@ def test_allocation_across_a_page(copy: Path) -> None:
 @pytest.mark.parametrize(("field", "value"), [("mode", 2), ("width", 13), ("height", 0), ("width", 65535)])
 def test_metadata_that_contradicts_the_data(copy: Path, field: str, value: int) -> None:
     patch_rows(copy, _set(2, field, value))
-    refused(copy, "sample 2 says mode")
+    refused(copy, "sample 2 has mode")
 
 
 def test_label_out_of_all_bounds(copy: Path) -> None:
@@ -326,7 +326,7 @@ def test_manifest_that_was_changed(sound: Path, copy: Path) -> None:
 def test_manifest_with_fewer_classes_than_labels(sound: Path, copy: Path) -> None:
     manifest = json.loads(manifest_path(sound).read_text())
     manifest_path(copy).write_text(json.dumps(manifest | {"classes": ["a", "b"]}))
-    refused(copy, "sample 2 has the label 2, which is not a class from 0 to 1")
+    refused(copy, "sample 2 has the label 2, which is not a class index from 0 to 1")
 
 
 def test_loader_raises_the_same(copy: Path) -> None:

@@ -24,8 +24,8 @@ def converted(source: Any, tmp_path: Path, **options: Any) -> tuple[Beton, dict[
     beton = open_beton(report.path)
     assert report.samples == len(beton)
     assert report.size == report.path.stat().st_size
-    assert sum(report.how.values()) == len(beton)
-    return beton, report.how
+    assert sum(report.treatments.values()) == len(beton)
+    return beton, report.treatments
 
 
 def one_file(tmp_path: Path, name: str, image: Image.Image | bytes, **options: Any) -> Path:
@@ -55,7 +55,7 @@ PICTURE = picture(3, 90, 120)
 def test_jpeg_passes_byte_for_byte(tmp_path: Path, options: dict[str, Any]) -> None:
     data = jpeg_bytes(PICTURE, **options)
     beton, how = converted(one_file(tmp_path, "a.JPG", data), tmp_path, quality=10)
-    assert how == {"passed through": 1}
+    assert how == {"copied unchanged": 1}
     assert beton.stored(0) == data
     assert (beton.widths[0], beton.heights[0]) == (120, 90)
 
@@ -104,9 +104,9 @@ def test_exif_orientation(tmp_path: Path, orientation: int, name: str) -> None:
     beton, how = converted(source, tmp_path, quality=95)
     near(beton, turned)
     if orientation > 1:
-        assert how == {"turned upright after its EXIF data": 1}
+        assert how == {"rotated upright (EXIF)": 1}
     else:
-        assert how == {"passed through" if name == "a.jpg" else "stored": 1}
+        assert how == {"copied unchanged" if name == "a.jpg" else "stored": 1}
 
 
 @pytest.mark.parametrize(("limit", "size"), [(120, (120, 90)), (119, (119, 89)), (60, (60, 45)), (1, (1, 1))])
@@ -114,7 +114,7 @@ def test_max_resolution(tmp_path: Path, limit: int, size: tuple[int, int]) -> No
     source = one_file(tmp_path, "a.jpg", jpeg_bytes(PICTURE))
     beton, how = converted(source, tmp_path, max_resolution=limit)
     assert (int(beton.widths[0]), int(beton.heights[0])) == size
-    assert how == {"passed through" if limit == 120 else "scaled down": 1}
+    assert how == {"copied unchanged" if limit == 120 else "scaled down": 1}
     expected = Image.fromarray(PICTURE).resize(size, Image.Resampling.BOX)
     near(beton, np.asarray(expected), mean=4.0)
 
@@ -133,7 +133,7 @@ def test_damaged_but_readable_jpeg_is_mended_and_counted(tmp_path: Path) -> None
     at = data.index(b"\xff\xda") + 200
     data[at : at + 6] = b"\xff\xd3\xff\xd4\xff\xd5"  # restart markers that do not belong there
     beton, how = converted(one_file(tmp_path, "a.jpg", bytes(data)), tmp_path)
-    assert how == {"mended: its JPEG decoded with a warning": 1}
+    assert how == {"re-encoded: its JPEG decoded with a warning": 1}
     assert beton.stored(0) != bytes(data)
     with FFCVLoader(beton.path, batch_size=1, image_size=32, workers=1) as loader:
         assert len(list(loader)) == 1
@@ -239,7 +239,7 @@ def test_manifest(tmp_path: Path) -> None:
     assert manifest["fields"] == {"image": "rgb_image", "label": "int"}
     assert manifest["page_size"] == beton.page_size == PAGE_SIZE
     assert manifest["stored"] == how
-    assert set(how) == {"passed through", "scaled down", "stored"}
+    assert set(how) == {"copied unchanged", "scaled down", "stored"}
     assert manifest["classes"] == ["ant", "bee", "cat"]
     assert manifest["source"] == f"folder {folder}"
     assert manifest["drivetrain"] == importlib.metadata.version("drivetrain")
@@ -278,12 +278,12 @@ def test_page_grows_with_the_largest_sample(tmp_path: Path) -> None:
     beton, how = converted(folder, tmp_path)
     assert beton.page_size == 2 * PAGE_SIZE
     assert beton.stored(1) == large
-    assert how == {"passed through": 2}
+    assert how == {"copied unchanged": 2}
 
 
 def test_report_reads_well(tmp_path: Path) -> None:
     report = convert(jpeg_folder(tmp_path / "images"), tmp_path / "out.beton", progress=False)
-    assert "18 images (18 passed through)" in str(report)
+    assert "18 images (all copied unchanged)" in str(report)
     assert json.loads(json.dumps(report.to_dict()))["path"] == str(tmp_path / "out.beton")
 
 

@@ -76,7 +76,7 @@ def test_bad_image(tmp_path: Path, make: Any) -> None:
     make(bad)
     message = refused(folder, tmp_path, BAD[make], workers=2)
     assert message.startswith(f"{bad}: ")
-    assert message.endswith("Mend or remove it, or use on_error='skip' (--skip-bad).")
+    assert message.endswith("Repair or remove it, or use on_error='skip' (--skip-bad).")
     assert ".." not in message
 
     report = convert(folder, tmp_path / "out.beton", on_error="skip", progress=False)
@@ -84,7 +84,7 @@ def test_bad_image(tmp_path: Path, make: Any) -> None:
     ((name, reason),) = report.skipped
     assert name == str(bad)
     assert re.search(BAD[make], reason)
-    assert f"left out {bad}" in str(report)
+    assert f"skipped {bad}" in str(report)
 
 
 def test_all_images_bad(tmp_path: Path) -> None:
@@ -97,16 +97,16 @@ def test_folders_that_hold_nothing(tmp_path: Path) -> None:
     refused(tmp_path / "none", tmp_path, "none does not exist")
     root = tmp_path / "images"
     root.mkdir()
-    refused(root, tmp_path, "images holds no folders")
+    refused(root, tmp_path, "images contains no folders")
     Image.fromarray(PICTURE).save(root / "stray.jpg")
-    refused(root, tmp_path, "images holds no folders")
+    refused(root, tmp_path, "images contains no folders")
     refused(root / "stray.jpg", tmp_path, "stray.jpg is a file")
     (root / "a").mkdir()
-    refused(root, tmp_path, "a holds no images")
+    refused(root, tmp_path, "a contains no images")
     (root / "b").mkdir()
     Image.fromarray(PICTURE).save(root / "b" / "x.jpg")
     (root / "a" / "notes.txt").touch()
-    refused(str(root), tmp_path, "a holds no images.*remove it")
+    refused(str(root), tmp_path, "a contains no images.*remove it")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_folders_that_hold_nothing(tmp_path: Path) -> None:
             "sample 4: its label is float64 of shape .*finite",
         ),
         (IMAGES[:0], LABELS[:0], "no samples"),
-        (IMAGES, LABELS - 1, "Sample 0 has the class -1; classes start at 0"),
+        (IMAGES, LABELS - 1, "Sample 0 has the class index -1, but classes start at 0"),
         (IMAGES, np.array([0, 1, np.nan, 1, 0]), "sample 2: its label is nan"),
         (IMAGES, np.array([0, 1, 2, np.inf, 0]), "sample 3: its label is inf"),
         (IMAGES, np.array([0, 1, 2, 1e300, 0]), "sample 3: its label is 1e.300"),
@@ -144,13 +144,16 @@ def test_arrays(tmp_path: Path, images: Any, labels: Any, words: str) -> None:
 
 def test_fewer_classes_than_labels(tmp_path: Path) -> None:
     refused(
-        (IMAGES, LABELS), tmp_path, "Sample 3 has the class 4|Sample 4 has the class 4", classes=list("abcd")
+        (IMAGES, LABELS),
+        tmp_path,
+        "Sample 3 has the class index 4|Sample 4 has the class index 4",
+        classes=list("abcd"),
     )
 
 
 @pytest.mark.parametrize("source", [7, None, object(), {1, 2}, iter([1])], ids=str)
 def test_what_is_no_source(tmp_path: Path, source: Any) -> None:
-    refused(source, tmp_path, "cannot be converted. Give a folder")
+    refused(source, tmp_path, "cannot be converted. Pass a folder")
 
 
 class Awkward:
@@ -180,10 +183,10 @@ def lazily_opened(tmp_path: Path) -> Image.Image:
     [
         (KeyError("no such row"), "reading it raised KeyError: 'no such row'"),
         (OSError(5, "Input/output error"), "reading it raised OSError"),
-        (RuntimeError("lost."), "reading it raised RuntimeError: lost. Mend"),
+        (RuntimeError("lost."), "reading it raised RuntimeError: lost. Rend"),
         (StopIteration(), "reading it raised StopIteration"),
-        (IMAGES[0], "it is a ndarray; a pair"),
-        ((IMAGES[0], 1, 2), r"it is a tuple of 3; a pair \(image, label\)"),
+        (IMAGES[0], "it is a ndarray; expected a pair"),
+        ((IMAGES[0], 1, 2), r"it is a tuple of 3; expected a pair \(image, label\)"),
         ((IMAGES[0], "cat"), "its label is 'cat'"),
         ({"picture": 1, "label": 2}, r"keys \['label', 'picture'\]"),
         ({"image": IMAGES[0]}, r"keys \['image'\]"),
@@ -191,7 +194,7 @@ def lazily_opened(tmp_path: Path) -> Image.Image:
         (("a/path.jpg", 1), "sample 2: "),
         ((torch.rand(3, 12, 12), 1), "its pixels are torch.float32|its pixels are float32"),
         ((b"", 1), "not an image"),
-        ((Image.fromarray(np.full((9, 9), 1 << 20, np.int32)), 1), "do not lie from 0 to 65535"),
+        ((Image.fromarray(np.full((9, 9), 1 << 20, np.int32)), 1), "are not in 0 to 65535"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -241,12 +244,12 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=words):
             convert((IMAGES, LABELS), out, progress=False)
 
-    to(tmp_path, "is a folder; name the file")
-    to(tmp_path / "no" / "x.beton", "no does not exist; make it first")
+    to(tmp_path, "is a folder. Pass the file")
+    to(tmp_path / "no" / "x.beton", "no does not exist. Create it first")
     (tmp_path / "file").touch()
     to(tmp_path / "file" / "x.beton", "does not exist")
     os.mkfifo(tmp_path / "pipe.beton")
-    to(tmp_path / "pipe.beton", "not an ordinary file")
+    to(tmp_path / "pipe.beton", "not a regular file")
     for name in ("file", "gen.py", ".beton"):
         to(tmp_path / name, rf"{name} does not end in \.beton.*e\.g\. .*\.beton\.")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe.beton"]
@@ -263,9 +266,9 @@ def test_what_each_check_finds(tmp_path: Path) -> None:
     for name, data in (("0", jpeg), ("1", bytes(damaged)), ("2", jpeg + b"after the end")):
         (folder / f"{name}.jpg").write_bytes(data)
     whole = convert(folder.parent, tmp_path / "whole.beton", progress=False)
-    assert sum(count for how, count in whole.how.items() if how.startswith("mended")) == 1
+    assert sum(count for how, count in whole.treatments.items() if how.startswith("re-encoded")) == 1
     quick = convert(folder.parent, tmp_path / "quick.beton", check="structure", progress=False)
-    assert quick.how == {"passed through": 3}
+    assert quick.treatments == {"copied unchanged": 3}
     assert [number for number, _ in verify(tmp_path / "quick.beton", progress=False).bad] == [1]
     (folder / "3.jpg").write_bytes(jpeg[:-30])
     with pytest.raises(DataError, match=r"3\.jpg: it cannot be decoded: image file is truncated"):

@@ -196,6 +196,22 @@ def test_an_error_comes_after_the_batches_before_it(kind: Any, path: Path, tmp_p
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_an_error_of_a_copy_comes_after_the_batch_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed, send = DeviceFeed(torch.device("cuda", 0)), LateStreams.send
+
+    def failing(streams: LateStreams, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.flatten()[0] == 1:
+            raise RuntimeError("out of memory")
+        return send(streams, tensor)
+
+    monkeypatch.setattr(LateStreams, "send", failing)
+    delivered = feed.deliver((torch.full((2, 3, 1, 1), float(n)), torch.tensor([n])) for n in range(3))
+    assert len(next(delivered)) == 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(delivered)
+
+
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("kind", LOADERS)
 def test_leaving_early_waits_for_copies_under_way(kind: Any, path: Path) -> None:
     with make(kind, path, device="cuda", batch_size=2) as loader:

@@ -27,23 +27,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 2.5}, "batch_size=2.5 must be an integer"),
     ({"batch_size": "4"}, "batch_size='4' must be an integer"),
     ({"batch_size": 11}, r"batch_size=11 is larger than the data set of 10 .*at most 10\.$"),
-    ({"batch_size": 11, "train": False, "drop_last": True}, "no full batch exists; use at most 10"),
+    ({"batch_size": 11, "train": False, "drop_last": True}, "there is no full batch. Set it to at most 10"),
     ({"batch_size": 6, "indices": range(5)}, "data set of 5 samples"),
-    ({"batch_size": 5, "rank": 0, "world_size": 2}, "does not divide by 2 ranks; use 4"),
-    ({"batch_size": 1, "rank": 0, "world_size": 2}, "use 2"),
+    ({"batch_size": 5, "rank": 0, "world_size": 2}, "is global and not divisible by 2 ranks. Set it to 4"),
+    ({"batch_size": 1, "rank": 0, "world_size": 2}, "Set it to 2"),
     ({"rank": 0, "world_size": 0}, "world_size=0"),
     ({"rank": 1, "world_size": 1}, "rank=1 must be from 0 to world_size - 1 = 0"),
-    ({"rank": 1}, "rank=1 and world_size=None: give both, or neither, to take them from the process group"),
-    ({"world_size": 2}, "rank=None and world_size=2: give both"),
+    (
+        {"rank": 1},
+        "rank=1 and world_size=None: pass both, or neither, to use those of torch.distributed's process group",
+    ),
+    ({"world_size": 2}, "rank=None and world_size=2: pass both"),
     ({"rank": True, "world_size": 2}, "rank=True must be an integer"),
     (
         {"train": False, "batch_size": 16, "rank": 0, "world_size": 16},
-        "10 samples cannot be shared by 16 ranks",
+        "10 samples cannot be shared among 16 ranks",
     ),
     ({"rank": -1, "world_size": 2}, "rank=-1"),
     ({"image_size": 0}, "image_size=0 must be at least 1 pixel"),
     ({"image_size": 12.0}, "image_size=12.0 must be an integer"),
-    ({"seed": -1}, "seed=-1 must be an integer from 0 on"),
+    ({"seed": -1}, "seed=-1 must be an integer, 0 or more"),
     ({"seed": 2**63}, "seed=9223372036854775808"),
     ({"seed": None}, "seed=None"),
     ({"order": "randon"}, "order='randon' must be an order. Did you mean 'random'"),
@@ -51,17 +54,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scale": (0, 1)}, r"scale=\(0, 1\)"),
     ({"scale": (0.5, 0.2)}, "scale="),
     ({"scale": (0.5, 2)}, "scale="),
-    ({"scale": 0.5}, "scale=0.5 must be 2 numbers"),
-    ({"scale": "ab"}, "scale='ab' must be 2 numbers"),
+    ({"scale": 0.5}, "scale=0.5 must be 2 finite numbers"),
+    ({"scale": "ab"}, "scale='ab' must be 2 finite numbers"),
     ({"ratio": (-1, 1)}, "ratio="),
-    ({"ratio": (1, 2, 3)}, "ratio=.*2 numbers"),
+    ({"ratio": (1, 2, 3)}, "ratio=.*2 finite numbers"),
     ({"crop": "padded", "padding": SIDE}, "padding=12 must be from 0 to less than image_size"),
     ({"crop": "padded", "padding": -1}, "padding=-1"),
     ({"eval_ratio": 0}, "eval_ratio=0"),
     ({"eval_ratio": 1.1}, "eval_ratio=1.1"),
     ({"eval_ratio": "all"}, "eval_ratio='all'"),
-    ({"mean": (0.5,)}, "mean=.*3 numbers"),
-    ({"mean": 0.5}, "mean=0.5 must be 3 numbers"),
+    ({"mean": (0.5,)}, "mean=.*3 finite numbers"),
+    ({"mean": 0.5}, "mean=0.5 must be 3 finite numbers"),
     ({"std": (0, 1, 1)}, "std=.*positive"),
     ({"dtype": torch.float64}, "dtype=torch.float64 must be torch.float32, torch.bfloat16 or torch.uint8"),
     ({"workers": -1}, "workers=-1"),
@@ -69,16 +72,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"batches_ahead": 0}, "batches_ahead=0"),
     ({"indices": []}, "indices must be a non-empty list"),
     ({"device": "gpu"}, "device='gpu' is not a torch device"),
-    ({"device": "cuda:77"}, "device='cuda:77' is not here: torch sees [0-9]+ CUDA"),
-    ({"device": "meta"}, "device='meta' is not one"),
+    ({"device": "cuda:77"}, "device='cuda:77' does not exist: torch finds [0-9]+ CUDA"),
+    ({"device": "meta"}, "device='meta' is not supported for batches"),
     ({"indices": [True] * 3}, "non-empty list"),
-    ({"indices": [0, 10]}, "indices holds 10; the data set has samples 0 to 9"),
-    ({"indices": [-1]}, "indices holds -1"),
+    ({"indices": [0, 10]}, "indices contains 10, but the data set has samples 0 to 9"),
+    ({"indices": [-1]}, "indices contains -1"),
     ({"indices": [0.5]}, "indices must be"),
     ({"indices": [[1], [2]]}, "indices must be"),
     ({"indices": 3}, "indices must be"),
-    ({"image_sise": 12}, "image_sise= is not a setting of a loader. Did you mean 'image_size'"),
-    ({"shuffle": True}, "shuffle= is not a setting"),
+    ({"image_sise": 12}, "image_sise= is not a loader setting. Did you mean 'image_size'"),
+    ({"shuffle": True}, "shuffle= is not a loader setting"),
 ]
 
 
@@ -116,7 +119,7 @@ def test_indices_that_became_too_few(path: Path) -> None:
     with FFCVLoader(path, batch_size=4, image_size=SIDE) as loader:
         with pytest.raises(DataError, match="batch_size=4 is larger"):
             loader.set_indices([1, 2, 3])
-        with pytest.raises(DataError, match="indices holds 99"):
+        with pytest.raises(DataError, match="indices contains 99"):
             loader.set_indices([1, 2, 3, 99])
         assert len(list(loader)) == 3
 
@@ -126,10 +129,10 @@ def test_file_that_is_not_there(tmp_path: Path, kind: Any, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     where = re.escape(str(tmp_path))
     with pytest.raises(
-        BetonError, match=rf"^none\.beton does not exist in the working directory, {where}\. Make"
+        BetonError, match=rf"^none\.beton does not exist in the working directory, {where}\. Create"
     ):
         kind("none.beton", batch_size=2, image_size=SIDE)
-    with pytest.raises(BetonError, match=r"none\.beton does not exist. Make it with: drivetrain convert"):
+    with pytest.raises(BetonError, match=r"none\.beton does not exist. Create it with: drivetrain convert"):
         kind(tmp_path / "none.beton", batch_size=2, image_size=SIDE)
 
 
@@ -138,7 +141,7 @@ def test_folders(tmp_path: Path) -> None:
     with pytest.raises(BetonError, match=r"images is not a file\. Convert a folder with: drivetrain convert"):
         FFCVLoader(folder, batch_size=2, image_size=SIDE)
     (folder / "dog").mkdir()
-    with pytest.raises(DataError, match="dog holds no images"):
+    with pytest.raises(DataError, match="dog contains no images"):
         TorchLoader(folder, batch_size=2, image_size=SIDE)
     with pytest.raises(DataError, match="A list cannot be loaded"):
         TorchLoader([1, 2], batch_size=2, image_size=SIDE)
@@ -159,8 +162,8 @@ def test_resolve_leaves_files_alone(path: Path, tmp_path: Path) -> None:
         ("cifar10:trian", "Did you mean 'cifar10:train'"),
         ("cifar10:Test", "Did you mean 'cifar10:test'"),
         ("CIFAR10", "Known: cifar10:test, cifar10:train"),
-        ("imagenet", "no data set of that name"),
-        ("", "The name of the data is empty. Give a .beton file, or one of cifar10:train, cifar10:test"),
+        ("imagenet", "neither a file nor a named data set"),
+        ("", "The data source is empty. Pass a .beton file, or one of cifar10:train, cifar10:test"),
     ],
 )
 def test_resolve_unknown_names(name: str, words: str) -> None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import errno
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from drivetrain.errors import DataError
+from drivetrain.loaders import convert
 from drivetrain.loaders.exhaustion import exhaustion, is_exhaustion
 from loader_pictures import jpeg_beton, run_python
+from torch.utils.data import Dataset
 
 STARVED = r"""
 import multiprocessing.popen_spawn_posix, multiprocessing.queues, os, resource, sys
@@ -86,7 +92,7 @@ def test_what_the_system_refuses_is_a_data_error(photos: Path) -> None:
     assert "can't start new thread" in found["threads"][1]
     assert "workers=2" in found["threads"][1]
     assert "workers=1" in found["processes"][1]
-    assert "Needed are 2 threads. Use fewer workers." in found["verify"][1]
+    assert "Required: 2 threads. Use fewer workers." in found["verify"][1]
     for name in ("batch", "threads", "processes"):
         assert found[name][1].endswith(
             "Use a smaller batch_size or image_size, batches_ahead=1, or fewer workers."
@@ -112,10 +118,60 @@ def test_which_errors_are_the_systems_refusals() -> None:
     assert all(map(is_exhaustion, refused))
     assert not any(map(is_exhaustion, others))
     assert str(exhaustion(MemoryError(), "2 threads")).startswith(
-        "The system has too little memory, or too few threads or processes, to load the data (MemoryError). Needed"
+        "The system has too little memory, or too few threads or processes, to load the data (MemoryError). Required"
     )
 
 
 @pytest.mark.parametrize("words", ["a\nb", "", "…" * 1000])
 def test_its_message_is_short(words: str) -> None:
     assert len(str(exhaustion(RuntimeError(words), "x"))) < 500
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.ENFILE, "x"),
+        RuntimeError("unable to open shared memory object: Too many open files (24)"),
+    ],
+)
+def test_too_many_open_files_are_named(error: Exception) -> None:
+    assert is_exhaustion(error)
+    message = str(exhaustion(error, "2 threads"))
+    assert message.startswith("The system has too many open files to load the data")
+    assert "ulimit -n" in message
+    assert "memory, or" not in message
+
+
+class Pictures(Dataset[Any]):
+    """Six pictures; reading the fourth raises what the system refuses."""
+
+    def __init__(self, refusal: Exception) -> None:
+        self.refusal = refusal
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise self.refusal
+        return np.zeros((4, 4, 3), np.uint8), index
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("refusal", [MemoryError(), OSError(errno.EMFILE, "Too many open files")])
+def test_conversion_does_not_blame_a_sample(refusal: Exception, on_error: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^The system has too .*Required: 2 threads"):
+        convert(Pictures(refusal), tmp_path / "x.beton", on_error=on_error, workers=2, progress=False)
+    assert not any(tmp_path.iterdir())
+
+
+def test_conversion_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    images = np.zeros((3, 4, 4, 3), np.uint8)
+    with pytest.raises(DataError, match=r"can't start new thread.*Use fewer workers"):
+        convert((images, np.arange(3)), tmp_path / "x.beton", progress=False)
+    assert not any(tmp_path.iterdir())

@@ -191,7 +191,7 @@ def test_verify_notices_a_change_in_any_field(folder: Path, tmp_path: Path) -> N
     assert [number for number, _ in found.bad] == [1, 3, 5, 6]
     manifest_path(tmp_path / "changed.beton").unlink()
     (bad,) = verify(tmp_path / "changed.beton", progress=False).bad  # without checksums, what shows by itself
-    assert bad == (5, "its field 'meta' is not JSON")
+    assert bad == (5, "its field 'meta' is not valid JSON")
 
 
 def test_kinds_that_are_inferred_and_given(tmp_path: Path) -> None:
@@ -262,9 +262,9 @@ def test_values_that_do_not_fit(tmp_path: Path, change: tuple[int, str, Any], wo
         (["a name longer than 16"], "1 to 16 printable ASCII"),
         ([""], "1 to 16 printable ASCII"),
         (["größe"], "ASCII"),
-        (["label"], "is there by itself"),
+        (["label"], "is always included"),
         (["score", "score"], "names one field twice"),
-        ({"score": "double"}, "the kinds are float, int, bytes, ndarray, json"),
+        ({"score": "double"}, "Use one of float, int, bytes, ndarray, json"),
         (["nothing"], r"the fields \['nothing'\] are not among them"),
     ],
     ids=str,
@@ -276,7 +276,7 @@ def test_fields_that_cannot_be(tmp_path: Path, fields: Any, words: str) -> None:
 
 def test_arrays_have_no_further_fields_but_vector_labels(tmp_path: Path) -> None:
     images, _ = raw_pictures(4)
-    with pytest.raises(DataError, match="pair of arrays has no fields"):
+    with pytest.raises(DataError, match="pair of arrays has only image and label, no fields"):
         convert((images, np.arange(4)), tmp_path / "a.beton", fields=["x"], progress=False)
     hot = np.eye(4, dtype=np.int64)
     convert((images, hot), tmp_path / "a.beton", classes=list("abcd"), progress=False)

@@ -38,7 +38,7 @@ def dataset(tmp_path: Path) -> Any:
 
 def test_features_become_fields_and_jpegs_pass_through(dataset: Any, tmp_path: Path) -> None:
     report = convert(dataset, tmp_path / "a.beton", fields=["embedding", "caption"], progress=False)
-    assert report.how == {"passed through": 5, "stored": 1}
+    assert report.treatments == {"copied unchanged": 5, "stored": 1}
     beton = open_beton(tmp_path / "a.beton")
     assert beton.classes == ["ant", "bee", "cat"]
     assert beton.labels.tolist() == [0, 1, 2, 0, 1, 2]

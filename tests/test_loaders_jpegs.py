@@ -20,8 +20,8 @@ from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 
 PICTURE = picture(3, 48, 64)
-UPRIGHT = "passed through"
-TURNED = "turned upright after its EXIF data"
+UPRIGHT = "copied unchanged"
+TURNED = "rotated upright (EXIF)"
 
 ARITHMETIC = base64.b64decode(
     "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAA0JCgsKCA0LCgsODg0PEyAVExISEyccHhcgLikxMC4pLSwzOko+MzZGNywtQFdBRkxO"
@@ -68,15 +68,15 @@ def orientation(value: bytes, kind: int = 3, count: int = 1) -> bytes:
 def test_exif_data_that_means_nothing_leaves_the_picture_as_it_is(exif: bytes) -> None:
     """The density in the JFIF header keeps Pillow from reading the EXIF data when it opens the file."""
     jpeg = with_segment(jpeg_bytes(PICTURE, dpi=(72, 72)), 0xE1, exif)
-    assert encode_image(jpeg, Encoding()).how == UPRIGHT
+    assert encode_image(jpeg, Encoding()).treatment == UPRIGHT
     assert encode_image(jpeg, Encoding()).payload == jpeg
     small = encode_image(jpeg, Encoding(max_resolution=32))
-    assert (small.how, small.width, small.height) == ("scaled down", 32, 24)
-    assert encode_image(Image.open(io.BytesIO(jpeg)), Encoding()).how == "stored"
+    assert (small.treatment, small.width, small.height) == ("scaled down", 32, 24)
+    assert encode_image(Image.open(io.BytesIO(jpeg)), Encoding()).treatment == "stored"
     buffer = io.BytesIO()
     Image.fromarray(PICTURE).save(buffer, "PNG", exif=exif)
     png = encode_image(buffer.getvalue(), Encoding())
-    assert (png.how, png.payload) == ("stored", PICTURE.tobytes())
+    assert (png.treatment, png.payload) == ("stored", PICTURE.tobytes())
 
 
 def test_huge_exif_data_is_read() -> None:
@@ -84,7 +84,7 @@ def test_huge_exif_data_is_read() -> None:
     jpeg = with_segment(jpeg_bytes(PICTURE), 0xE1, b"Exif\0\0" + bytes(65_000))
     jpeg = with_segment(jpeg, 0xE1, orientation(b"\6") + bytes(65_000))
     encoded = encode_image(jpeg, Encoding())
-    assert (encoded.how, encoded.width, encoded.height) == (TURNED, 48, 64)
+    assert (encoded.treatment, encoded.width, encoded.height) == (TURNED, 48, 64)
 
 
 def long_arithmetic() -> bytes:
@@ -99,7 +99,7 @@ def long_arithmetic() -> bytes:
 @pytest.mark.parametrize("jpeg", [ARITHMETIC, long_arithmetic()], ids=["short", "long"])
 def test_arithmetic_codes_become_huffman_codes_without_loss(jpeg: bytes, check: str) -> None:
     encoded = encode_image(jpeg, Encoding(check=check))
-    assert encoded.how == "recoded without loss (arithmetic coding)"
+    assert encoded.treatment == "recoded losslessly (arithmetic coding)"
     assert (encoded.mode, encoded.width, encoded.height) == (MODE_JPEG, 64, 48)
     assert turbojpeg.frame_type(jpeg) == 0xC9
     assert turbojpeg.frame_type(encoded.payload) in turbojpeg.PLAIN_FRAMES
@@ -155,7 +155,7 @@ def test_pictures_after_the_first_are_left_alone() -> None:
     second = Image.fromarray(PICTURE[:24, :24])
     Image.fromarray(PICTURE).save(buffer, "MPO", save_all=True, append_images=[second])
     encoded = encode_image(buffer.getvalue(), Encoding())
-    assert (encoded.how, encoded.width, encoded.height) == (UPRIGHT, 64, 48)
+    assert (encoded.treatment, encoded.width, encoded.height) == (UPRIGHT, 64, 48)
     assert encoded.payload == buffer.getvalue()
 
 

@@ -123,11 +123,11 @@ def test_operation_that_asks_for_indices_and_floats(raws: Path) -> None:
 @pytest.mark.parametrize(
     ("operation", "words"),
     [
-        (ToTensor(), "ToTensor is the loader's own work"),
+        (ToTensor(), "The loader already does the work of ToTensor"),
         (ImageMixup(0.5, True), "ImageMixup mixes the samples"),
-        (Halves(), r"Halves makes uint8 of shape \(6, 6, 3\)"),
-        (torch.nn.Identity(), "no FFCV operation"),
-        ("Cutout", "no FFCV operation"),
+        (Halves(), r"Halves returns uint8 of shape \(6, 6, 3\)"),
+        (torch.nn.Identity(), "not an FFCV operation"),
+        ("Cutout", "not an FFCV operation"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -214,7 +214,7 @@ def test_pad_last_fills_up_with_the_first_samples(numbered: Path) -> None:
     with loader(numbered, indices=[4, 2, 9], batch_size=8, pad_last=True, order="sequential") as made:
         assert [labels.tolist() for _, labels in made] == [[4, 2, 9, 4, 2, 9, 4, 2]]
     for kind in (FFCVLoader, TorchLoader):
-        with pytest.raises(DataError, match="pad_last=True must be False where drop_last is True"):
+        with pytest.raises(DataError, match="pad_last=True must be False if drop_last is True"):
             kind(numbered, batch_size=4, image_size=SIDE, pad_last=True, drop_last=True)
 
 

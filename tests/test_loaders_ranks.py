@@ -57,7 +57,7 @@ def load_as_rank(path: str, state: dict[str, Any]) -> list[list[list[Digest]]]:
         runs += [epoch(kind, path, odd), epoch(kind, path, {**odd, "train": False})]
         mine = [len(batch) for run in runs[-2:] for batch in run]
         assert mine == [2] * 4 + [2] * 3 + [3 - dist.get_rank()], mine  # no share is empty
-        with pytest.raises(DataError, match="give both, or neither"):
+        with pytest.raises(DataError, match="pass both, or neither"):
             epoch(kind, path, {"rank": 0})
     runs.append(epoch("ffcv", path, {"rank": 0, "world_size": 1, "train": False}))
     assert sum(map(len, runs.pop())) == 18  # all samples on each rank, where the user wants that

@@ -70,7 +70,7 @@ def test_a_loop_under_way_is_told(photos: Path) -> None:
         batches = iter(loader)
         next(batches)
         loader.set_image_size(16)
-        with pytest.raises(DataError, match="closed, or iterated anew"):
+        with pytest.raises(DataError, match="closed or iterated again"):
             next(batches)
 
 

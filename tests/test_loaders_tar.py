@@ -60,7 +60,7 @@ def shards(tmp_path: Path) -> Path:
 def test_patterns(shards: Path, pattern: str) -> None:
     report = convert(str(shards / pattern), shards / "out.beton", progress=False)
     beton = open_beton(shards / "out.beton")
-    assert report.how == {"passed through": 12}
+    assert report.treatments == {"copied unchanged": 12}
     assert beton.labels.tolist() == list(range(12))
     for index in range(12):
         assert beton.stored(index) == jpeg_bytes(picture(index, 70, 90))
@@ -159,18 +159,18 @@ def test_what_is_no_shard(tmp_path: Path) -> None:
             convert(source, tmp_path / "out.beton", progress=False)
 
     (tmp_path / "words.tar").write_text("words, no archive " * 100)
-    refused(tmp_path / "words.tar", r"words\.tar is truncated, or no tar file")
+    refused(tmp_path / "words.tar", r"words\.tar is truncated or not a tar file")
     refused(tmp_path / "none.tar", r"none\.tar does not exist")
     refused(str(tmp_path / "no-{00..02}.tar"), r"no-00\.tar does not exist")
     refused([tmp_path / "words.tar", tmp_path / "none.tar"], "does not exist")
-    refused(shard(tmp_path / "empty.tar", {}), "the tar shards holds no samples|holds no samples")
+    refused(shard(tmp_path / "empty.tar", {}), "the tar shards contains no samples|contains no samples")
     twice = tmp_path / "twice.tar"
     with tarfile.open(twice, "w") as tar:
         for _ in range(2):
             info = tarfile.TarInfo("a.cls")
             info.size = 1
             tar.addfile(info, io.BytesIO(b"1"))
-    refused(twice, r"twice\.tar holds the member a\.cls twice")
+    refused(twice, r"twice\.tar contains the member a\.cls twice")
     damaged = bytearray(shard(tmp_path / "d.tar", sample("a", 0) | sample("b", 1)).read_bytes())
     damaged[damaged.index(b"b.jpg") + 3] ^= 1  # a checksum that fails ends tarfile's reading without a word
     (tmp_path / "d.tar").write_bytes(damaged)

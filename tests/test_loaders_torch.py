@@ -227,14 +227,14 @@ def test_errors_of_samples_are_told_without_torchs_words(tmp_path: Path, workers
             with pytest.raises(DataError) as caught:
                 next(batches)
             assert str(caught.value) == (
-                "crop='padded' shifts whole images and needs all of them at 16 × 16 pixels; one image has 20 × 18. "
+                "crop='padded' shifts full images, which must all have 16 × 16 pixels; one image has 20 × 18. "
                 "Use crop='resized'."
             )
     with TorchLoader(Awkward(), batch_size=2, image_size=16, workers=workers) as loader:
         with pytest.raises(DataError) as caught:
             next(iter(loader))
         assert str(caught.value) == (
-            "Sample 1 of Awkward could not be loaded: OSError: no such row. Leave it out with indices=, or mend it."
+            "Sample 1 of Awkward could not be loaded: OSError: no such row. Exclude it with indices=, or repair it."
         )
 
 
@@ -247,7 +247,7 @@ def test_changed_pixels_are_noticed_by_the_manifest(kind: Any, numbered: Path, t
     data[int(beton.pointers[7]) + 5] ^= 1
     path.write_bytes(data)
     assert len(load(kind, path, train=False)) == 6
-    with pytest.raises(DataError, match=r"verify=True .*changed\.beton came without its manifest"):
+    with pytest.raises(DataError, match=r"verify=True .*changed\.beton has no manifest"):
         load(kind, path, train=False, verify=True)
     (tmp_path / "changed.beton.json").write_bytes(numbered.with_name("numbered.beton.json").read_bytes())
     with pytest.raises(DataError, match=r"sample 7: its data changed since the conversion \(CRC-32\)"):

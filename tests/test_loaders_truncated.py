@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from drivetrain.errors import BetonError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton, verify
+from drivetrain.loaders.beton import reader
 from drivetrain.loaders.beton.open_file import OpenFile
 from drivetrain.loaders.torch_dataset import BetonDataset
 from loader_pictures import jpeg_beton, raw_pictures, run_python
@@ -83,7 +84,7 @@ def test_truncated_between_epochs_and_within_one(photos: Path, raws: Path, tmp_p
     assert run.returncode == 0, (run.returncode, run.stdout, run.stderr)
     lines = run.stdout.splitlines()
     assert len(lines) == 2 * 2 * 3 * 3 * 4
-    assert all("bytes when it was opened and has" in line for line in lines), lines
+    assert all("bytes when it was opened and now has" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("grown", [True, False])
@@ -95,7 +96,7 @@ def test_a_file_of_another_length_is_refused_when_an_epoch_begins(
     with FFCVLoader(path, batch_size=3, image_size=12, workers=1) as loader:
         list(loader)
         os.truncate(path, size + 1 if grown else size - 24)
-        with pytest.raises(BetonError, match=f"had {size} bytes when it was opened and has .* now"):
+        with pytest.raises(BetonError, match=f"had {size} bytes when it was opened and now has"):
             iter(loader)
         assert loader.state_dict()["epoch"] == 0
         os.truncate(path, size)
@@ -116,7 +117,7 @@ def test_a_worker_process_does_not_take_another_file(photos: Path, tmp_path: Pat
     path = Path(shutil.copy(photos, tmp_path / "copy.beton"))
     with TorchLoader(path, batch_size=3, image_size=12, workers=1) as loader:
         shutil.copy(photos, tmp_path / "other.beton").replace(path)
-        with pytest.raises(BetonError, match="is not the file any more that the loader opened"):
+        with pytest.raises(BetonError, match="is no longer the file that the loader opened"):
             list(loader)
 
 
@@ -126,7 +127,7 @@ def test_a_file_that_was_refused_is_not_read_later(photos: Path, tmp_path: Path)
     dataset = pickle.loads(pickle.dumps(BetonDataset(path)))
     shutil.copy(photos, tmp_path / "other.beton").replace(path)
     for index in range(3):
-        with pytest.raises(BetonError, match="is not the file any more that the loader opened"):
+        with pytest.raises(BetonError, match="is no longer the file that the loader opened"):
             _ = dataset[index]
 
 
@@ -148,7 +149,7 @@ def test_reading_a_file(tmp_path: Path) -> None:
     assert file.read(100, 0) == b""
     starts: Any = np.array([90, 0], dtype=np.uint64)
     assert file.read_many(starts, 10).tolist() == [list(range(90, 100)), list(range(10))]
-    with pytest.raises(BetonError, match="ended at byte 100 while it was read"):
+    with pytest.raises(BetonError, match="ended at byte 100 during a read"):
         file.read(95, 6)
     descriptor = file.descriptor
     del file
@@ -168,7 +169,7 @@ def test_a_copy_is_open_by_itself(copied: Any, tmp_path: Path) -> None:
     with other.open("rb"):
         assert own.read(0, 4) == b"mine"
     other.replace(path)
-    with pytest.raises(BetonError, match="is not the file any more that the loader opened"):
+    with pytest.raises(BetonError, match="is no longer the file that the loader opened"):
         copied(own)
 
 
@@ -179,3 +180,19 @@ def test_a_file_that_may_not_be_read(photos: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(BetonError, match=r"photos\.beton cannot be read: Permission denied"):
         open_beton(photos)
+
+
+def test_emptied_while_it_is_opened(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(shutil.copy(photos, tmp_path / "x.beton"))
+    read_fields = reader.read_fields
+
+    def emptying(*arguments: Any) -> Any:
+        fields = read_fields(*arguments)
+        os.truncate(path, 0)
+        return fields
+
+    monkeypatch.setattr(reader, "read_fields", emptying)
+    with pytest.raises(BetonError, match="was emptied by another program"):
+        reader._open(path)
+    with pytest.raises(BetonError, match="0 bytes"):
+        open_beton(path)

@@ -35,19 +35,19 @@ def modes(source: Any, tmp_path: Path, **options: Any) -> tuple[Beton, list[int]
         for name, count in (("jpg", (beton.modes == 0).sum()), ("raw", beton.modes.sum()))
         if count
     }
-    return beton, beton.modes.tolist(), report.how
+    return beton, beton.modes.tolist(), report.treatments
 
 
 def test_auto_keeps_jpegs_and_small_pixels(folder: Path, tmp_path: Path) -> None:
     _, found, how = modes(folder, tmp_path)
     assert found == [0, 1, 0, 0]
-    assert how == {"passed through": 2, "stored": 2}
+    assert how == {"copied unchanged": 2, "stored": 2}
 
 
 def test_jpg_makes_all_jpegs_and_passes_files_through(folder: Path, tmp_path: Path) -> None:
     beton, found, how = modes(folder, tmp_path, write_mode="jpg")
     assert found == [0, 0, 0, 0]
-    assert how == {"passed through": 2, "stored": 2}
+    assert how == {"copied unchanged": 2, "stored": 2}
     assert beton.stored(0) == jpeg_bytes(SMALL)
 
 
@@ -76,7 +76,7 @@ def test_smart_is_a_threshold_on_the_pixels_bytes(
     beton, found, how = modes(folder, tmp_path, write_mode="smart", smart_threshold=threshold)
     assert found == expected
     if expected == [1, 1, 0, 0]:
-        assert how == {"decoded to raw pixels": 1, "stored": 2, "passed through": 1}
+        assert how == {"decoded to raw pixels": 1, "stored": 2, "copied unchanged": 1}
         assert beton.stored(2) == jpeg_bytes(LARGE)
 
 
@@ -105,7 +105,7 @@ def test_min_resolution_is_of_the_shorter_side_and_never_enlarges(
     (tmp_path / "images" / "a" / "x.jpg").write_bytes(jpeg_bytes(LARGE))
     beton, _, how = modes(tmp_path / "images", tmp_path, min_resolution=limit)
     assert (beton.widths[0], beton.heights[0]) == size
-    assert how == {"passed through" if limit >= 90 else "scaled down": 1}
+    assert how == {"copied unchanged" if limit >= 90 else "scaled down": 1}
 
 
 def test_target_sizes() -> None:
@@ -121,11 +121,11 @@ def test_target_sizes() -> None:
         ({"write_mode": "jpeg"}, "write_mode='jpeg' is unknown. Did you mean 'jpg'"),
         ({"write_mode": None}, "write_mode=None is unknown"),
         ({"min_resolution": 0}, "min_resolution=0 must"),
-        ({"min_resolution": 5, "max_resolution": 5}, "give one of them"),
+        ({"min_resolution": 5, "max_resolution": 5}, "Pass only one of them"),
         ({"smart_threshold": -1}, "smart_threshold=-1"),
         ({"smart_threshold": 0.5}, "smart_threshold=0.5"),
         ({"check": "all"}, "check='all' is unknown. Known: decode, structure"),
-        ({"compress_probability": 1.5}, "compress_probability=1.5 must lie from 0 to 1"),
+        ({"compress_probability": 1.5}, "compress_probability=1.5 must be in \[0, 1\]"),
         ({"compress_probability": float("nan")}, "compress_probability=nan"),
         ({"compress_probability": "half"}, "compress_probability='half'"),
     ],

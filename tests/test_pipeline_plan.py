@@ -256,7 +256,7 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
     "batch larger than the data": (
         lambda toy, _: toy.pipeline(batch_size=512), DataError, "512 is larger than the data set of 128 samples"
     ),
-    "missing file": (lambda toy, _: files_of(toy, "no.beton"), BetonError, "does not exist in the work.*Make it with"),
+    "missing file": (lambda toy, _: files_of(toy, "no.beton"), BetonError, "does not exist in the.*Create it with"),
     "missing validation file": (lambda toy, _: files_of(toy, val="no.beton"), BetonError, "no.beton does not exist"),
     "unknown data": (lambda toy, _: files_of(toy, "cifar10:tain"), DataError, "Did you mean 'cifar10:train'"),
     "folder": (lambda toy, tmp: files_of(toy, tmp), DataError, "is a folder. Convert it first"),

@@ -34,9 +34,9 @@ def test_get_returns_a_strategy_object_as_it_is() -> None:
     [
         ("dddp", {}, "Did you mean 'ddp'"),
         ("ddp", {"devcie": "cpu"}, "Did you mean 'device'"),
-        (DDP, {}, "pass an object"),
-        (DDP(), {"device": "cpu"}, "beside a finished 'ddp'"),
-        (42, {}, "a int is no strategy"),
+        (DDP, {}, "Pass an object"),
+        (DDP(), {"device": "cpu"}, "cannot be combined with a 'ddp' strategy object"),
+        (42, {}, "a int is not a strategy"),
     ],
 )
 def test_get_refuses(strategy: object, options: dict[str, object], words: str) -> None:
@@ -45,7 +45,10 @@ def test_get_refuses(strategy: object, options: dict[str, object], words: str) -
 
 
 def test_importing_the_folder_does_not_import_torch() -> None:
-    code = "import drivetrain.strategies, drivetrain.strategies.launching.worker, sys; sys.exit('torch' in sys.modules)"
+    code = (
+        "import drivetrain.strategies, drivetrain.strategies.launching.rank_main, sys; "
+        "sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -65,7 +68,7 @@ def test_single_takes_one_device(devices: int) -> None:
         Single().check(devices)
 
 
-NOT_HERE = "use fewer devices" if torch.cuda.is_available() else "sees none here; use device='cpu'"
+NOT_HERE = "use fewer devices" if torch.cuda.is_available() else "finds none here. Set device='cpu'"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ NOT_HERE = "use fewer devices" if torch.cuda.is_available() else "sees none here
         (Single("meta"), 1, "not supported"),
         (Single("cuda:99"), 1, NOT_HERE),
         (DDP("cuda"), 99, NOT_HERE),
-        (DDP("cuda:1"), 2, "not one for all ranks"),
+        (DDP("cuda:1"), 2, "cannot be the same for all ranks"),
         (DDP("cpu"), 0, "1 or more"),
         (
             DDP("cpu"),

@@ -29,9 +29,9 @@ def model() -> nn.Module:
         (1, 100, "single", "there is one device"),
         (1, 0.01, "single", "there is one device"),
         (4, 1.01, "ddp", "each can hold all"),
-        (4, 0.99, "fsdp", "each can hold its share of 0.00 GiB, but not all"),
+        (4, 0.99, "fsdp", "each can hold its shard of 0.00 GiB, but not all"),
         (4, 0.26, "fsdp", "but not all"),
-        (4, 0.24, "fsdp_cpu_offload", "not even a share"),
+        (4, 0.24, "fsdp_cpu_offload", "not even a shard"),
     ],
 )
 def test_the_choice_follows_the_memory(devices: int, times: float, name: str, words: str) -> None:
@@ -59,7 +59,7 @@ def test_alone_it_is_single() -> None:
 
 
 def test_it_checks_its_devices() -> None:
-    with pytest.raises(StrategyError, match="'auto': devices=0 must be 1 or more"):
+    with pytest.raises(StrategyError, match="'auto': devices=0 must be a positive integer"):
         strategies.get("auto", device="cpu").check(0)
     with pytest.raises(StrategyError, match="devices=0"):
         Auto("cpu").choose(model(), 0)

@@ -191,8 +191,8 @@ def test_methods_work_or_are_declared_unsafe(ranks: Ranks, name: str) -> None:
     for rank in ranks:
         found = rank["methods"]
         if name == "deepspeed_stage_3":
-            assert "has divided it among the ranks" in found[f"EMA {name}"]
-            assert "has divided it among the ranks" in found[f"SWA {name}"]
+            assert "has partitioned it across the ranks" in found[f"EMA {name}"]
+            assert "has partitioned it across the ranks" in found[f"SWA {name}"]
         else:
             torch.testing.assert_close(found[f"EMA {name}"], expected, rtol=0, atol=1e-5)
             assert found[f"SWA {name}"] > 1e-4  # the step went on from the weights before the mean
@@ -231,7 +231,7 @@ def test_it_is_quiet_and_changes_nothing_around_it(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("twice", "'deepspeed_stage_3': the parameter 'weight' was divided by DeepSpeed already"),
+        ("twice", "'deepspeed_stage_3': DeepSpeed has already sharded the parameter 'weight'"),
         ("scalar", "'deepspeed_stage_1': the parameter 'scale' has no dimension"),
         ("wrapped", "'deepspeed_stage_2': the model is wrapped in DistributedDataParallel already"),
         ("lazy", "'deepspeed_stage_3': the parameter '0.weight' has no shape"),

@@ -94,7 +94,7 @@ def test_a_configuration_must_not_contradict(config: dict[str, Any], words: str)
     ("options", "words"),
     [
         ({"stage": 0}, "stage=0 must be 1, 2 or 3"),
-        ({"offload": "disk"}, "offload='disk' is not known"),
+        ({"offload": "disk"}, "offload='disk' is unknown"),
         ({"stage": 2, "offload": "nvme"}, "'nvme' needs stage=3"),
         ({"offload": "cpu", "config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, "contradicts"),
         ({"config": "missing.json"}, "config='missing.json' cannot be read as a JSON file"),
@@ -132,8 +132,8 @@ def test_it_is_imported_at_use_only_and_says_how_it_is_installed() -> None:
 def test_nvme_says_what_it_needs(tmp_path: Path) -> None:
     """Where libaio is, that a folder must be given; where it is not, so."""
     if find_library("aio") is None:
-        with pytest.raises(StrategyError, match="install a C\\+\\+ compiler, ninja and libaio-dev"):
+        with pytest.raises(StrategyError, match="Install a C\\+\\+ compiler, ninja and libaio-dev"):
             strategies.get("deepspeed_stage_3_offload_nvme", nvme_path=str(tmp_path)).check(1)
     else:
-        with pytest.raises(StrategyError, match=r"nvme_path=None is no folder|libaio-dev"):
+        with pytest.raises(StrategyError, match=r"nvme_path=None is not a folder|libaio-dev"):
             strategies.get("deepspeed_stage_3_offload_nvme").check(1)

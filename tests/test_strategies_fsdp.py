@@ -87,10 +87,10 @@ def test_units_inside_each_other_train_like_one_device(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
-        (["BasicBlok"], r"'fsdp': wrap: \['BasicBlok'\] chooses no module.*Did you mean 'BasicBlock'"),
-        (lambda *_: False, "'fsdp': wrap: the function chooses no module"),
-        (["ReLU"], "none has parameters that only it holds"),
-        (lambda name, _: name == "", "wrap chooses the model, of which none"),
+        (["BasicBlok"], r"'fsdp': wrap: \['BasicBlok'\] selects no module.*Did you mean 'BasicBlock'"),
+        (lambda *_: False, "'fsdp': wrap: the function selects no module"),
+        (["ReLU"], "none of which has parameters that only it holds"),
+        (lambda name, _: name == "", "wrap selects the model, none of which"),
         (lambda name, _: name == "list", "wrap chooses list, a ModuleList, which has no forward"),
         ("BasicBlock", "'fsdp': wrap='BasicBlock' must be a list"),
     ],
@@ -113,7 +113,7 @@ def test_a_wrap_that_cannot_be_is_refused(wrap: Any, message: str) -> None:
         ("untrainable", "Linear has no parameter that requires a gradient"),
         (
             "meta",
-            "0, a Transformer, is on the meta device and has no reset_parameters() to give values to position",
+            "0, a Transformer, is on the meta device and has no reset_parameters() to initialise position",
         ),
     ],
 )
@@ -143,15 +143,17 @@ def test_alone_a_model_on_the_meta_device_gets_its_values() -> None:
 
 @pytest.mark.parametrize(("devices", "size"), [(4, 3), (2, 4), (2, -1), (2, 0)])
 def test_hsdp_wants_groups_of_one_size(devices: int, size: int) -> None:
-    with pytest.raises(StrategyError, match=f"shard_size={size} must be 1 or more and divide the {devices}"):
+    with pytest.raises(
+        StrategyError, match=f"shard_size={size} must be a positive integer that divides the {devices}"
+    ):
         HSDP("cpu", shard_size=size).check(devices)
 
 
 @names
 def test_the_family_checks_its_devices(name: str) -> None:
-    with pytest.raises(StrategyError, match=f"'{name}': devices=0 must be 1 or more"):
+    with pytest.raises(StrategyError, match=f"'{name}': devices=0 must be a positive integer"):
         strategies.get(name, device="cpu").check(0)
-    with pytest.raises(StrategyError, match=f"'{name}': device='cuda:1' is not one for all ranks"):
+    with pytest.raises(StrategyError, match=f"'{name}': device='cuda:1' is cannot be the same for all ranks"):
         strategies.get(name, device="cuda:1").check(2)
 
 

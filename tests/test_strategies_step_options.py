@@ -98,13 +98,13 @@ def test_a_recomputed_model_is_copied_whole_and_chosen_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activation_checkpointing": ["Bloc"]}, r"\['Bloc'\] chooses no module.*Did you mean 'Block'"),
+        ({"activation_checkpointing": ["Bloc"]}, r"\['Bloc'\] selects no module.*Did you mean 'Block'"),
         ({"activation_checkpointing": "Block"}, "must be a list"),
-        ({"activation_checkpointing": lambda *_: False}, "the function chooses no module"),
+        ({"activation_checkpointing": lambda *_: False}, "the function selects no module"),
         ({"compile": "max-autotun"}, "no mode 'max-autotun'.*Did you mean 'max-autotune'"),
         ({"activation_checkpointing": 3}, "activation_checkpointing=3 must be a list"),
         ({"compile": 3}, "compile=3 must be True, False, or the name of a mode"),
-        ({"precision": "fp61"}, "'fp61' is not known.*Did you mean 'fp16'"),
+        ({"precision": "fp61"}, "'fp61' is unknown.*Did you mean 'fp16'"),
         ({"accumulate": 1.5}, "accumulate=1.5 must be a positive integer"),
         ({"accumulate": "2"}, "accumulate='2' must be a positive integer"),
         ({"accumulate": True}, "accumulate=True must be a positive integer"),
@@ -119,7 +119,7 @@ def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(StrategyError, match=r"found no repeated blocks in Sequential; name the classes"):
+    with pytest.raises(StrategyError, match=r"found no repeated blocks in Sequential. Pass the classes"):
         recompute_activations(nn.Sequential(nn.Linear(2, 2)), True)
 
 

@@ -290,7 +290,9 @@ def test_averages_of_another_model_are_refused() -> None:
         EMA().session(nn.Linear(4, 3)).load_state_dict(state)
     wide = net()
     wide.head = wide.tied = nn.Linear(4, 7)
-    with pytest.raises(PlanError, match=r"'head.weight' has the shape \(3, 4\), the model's has \(7, 4\)"):
+    with pytest.raises(
+        PlanError, match=r"'head.weight' has shape \(3, 4\), but the model's tensor has \(7, 4\)"
+    ):
         EMA().session(wide).load_state_dict(state)
 
 
@@ -298,7 +300,7 @@ def test_averages_of_another_model_are_refused() -> None:
 def test_parameters_that_deepspeed_emptied(method: EMA | SWA) -> None:
     model = net()
     model.head.weight.ds_shape = torch.Size([3, 4])  # type: ignore[attr-defined]
-    with pytest.raises(PlanError, match=r"'head.weight' cannot be kept: DeepSpeed's stage 3"):
+    with pytest.raises(PlanError, match=r"Cannot average 'head.weight': DeepSpeed stage 3"):
         method.session(model)
 
 

@@ -70,13 +70,13 @@ def test_half_precision_is_summed_in_float32() -> None:
 
 @pytest.mark.parametrize("targets", [LABELS_B[:5], LABELS_B.float(), SOFT_BC[:, :9], SOFT_BC[None]])
 def test_targets_that_do_not_fit(targets: torch.Tensor) -> None:
-    with pytest.raises(DataError, match=r"BinaryCrossEntropy: logits \(6, 10\) do not fit targets"):
+    with pytest.raises(DataError, match=r"BinaryCrossEntropy: logits \(6, 10\) do not match targets"):
         binary_cross_entropy(LOGITS_BC, targets)
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), LabelSmoothing().loss(F.cross_entropy), binary_cross_entropy])
 def test_it_replaces_plain_cross_entropy_only(loss) -> None:
-    with pytest.raises(PlanError, match="apply it first, before LabelSmoothing"):
+    with pytest.raises(PlanError, match="Apply it first, before LabelSmoothing"):
         BinaryCrossEntropy().loss(loss)
 
 

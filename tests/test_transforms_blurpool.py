@@ -98,7 +98,7 @@ def parametrised() -> nn.Module:
     (parametrised, "ParametrizedConv2d is a subclass of Conv2d"),
     (instance_forward, "its forward was replaced on the instance"),
     (lambda: nn.Conv2d(15, 16, 3, 2), "15 input channels, fewer than min_channels=16"),
-    (lambda: nn.MaxPool2d(3, 1, 1), "stride 1 subsamples nothing"),
+    (lambda: nn.MaxPool2d(3, 1, 1), "stride 1 does not subsample"),
     (lambda: nn.MaxPool2d(2, return_indices=True), "return_indices=True"),
 ])  # fmt: skip
 def test_left_alone_and_reported(make: Callable[[], nn.Module], reason: str) -> None:
@@ -117,7 +117,7 @@ def test_twice_changes_nothing_and_says_so() -> None:
     out = model(images())
     report = BlurPool(blur_first=False).apply(model)
     assert report.changed == ()
-    assert report.notes == ("7 module(s) were anti-aliased before and stay as they are.",)
+    assert report.notes == ("7 module(s) were already anti-aliased and are unchanged.",)
     torch.testing.assert_close(model(images()), out, rtol=0, atol=0)
 
 

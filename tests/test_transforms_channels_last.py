@@ -47,7 +47,7 @@ def test_twice_changes_nothing_and_says_so() -> None:
     before = strides(model)
     report = ChannelsLast().apply(model)
     assert report.changed == ()
-    assert report.notes == ("20 module(s) were channels-last before.",)
+    assert report.notes == ("20 module(s) were already channels-last.",)
     assert strides(model) == before
 
 
@@ -89,7 +89,9 @@ def test_meta_and_lazy_parameters() -> None:
 
 
 def test_nothing_to_change_warns() -> None:
-    with pytest.warns(NothingChanged, match=r"4 dimensions, such as .*Linear is made of 1 Linear") as caught:
+    with pytest.warns(
+        NothingChanged, match=r"4-D parameters, such as .*Linear is made of 1 Linear"
+    ) as caught:
         report = ChannelsLast().apply(nn.Linear(3, 3))
     assert report.changed == ()
     assert caught[0].filename == __file__

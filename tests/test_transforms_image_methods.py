@@ -128,10 +128,10 @@ def test_the_generator_decides(method: Transform) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_refused(method: Transform) -> None:
     for images, targets in ((IMAGES[0], LABELS), (IMAGES, LABELS[:3]), (IMAGES, torch.zeros(4, 20, 16))):
-        with pytest.raises(DataError, match=rf"{type(method).__name__}: images .* are no batch"):
+        with pytest.raises(DataError, match=rf"{type(method).__name__}: unsupported batch of images"):
             method.batch(images, targets, context())
 
 
 def test_more_than_the_whole_training() -> None:
-    with pytest.raises(PlanError, match=r"delay=0.9, finetune=0.2\): together they are more than the whole"):
+    with pytest.raises(PlanError, match=r"delay=0.9, finetune=0.2\): together they exceed the full training"):
         ProgressiveResizing(delay=0.9, finetune=0.2)

@@ -124,7 +124,7 @@ def test_bad_values(smoothing: object) -> None:
     LABELS_B[:5], LABELS_B.float(), SOFT_BC[:, :9], LABELS_B[:, None], torch.tensor(3),
 ])  # fmt: skip
 def test_shapes_that_do_not_fit(targets: torch.Tensor) -> None:
-    with pytest.raises(DataError, match=r"logits \(6, 10\) do not fit targets"):
+    with pytest.raises(DataError, match=r"logits \(6, 10\) do not match targets"):
         LabelSmoothing(0.1).loss(by_hand)(LOGITS_BC, targets)
 
 

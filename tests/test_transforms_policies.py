@@ -60,14 +60,14 @@ def test_alone_it_is_torchvisions(transform: Any, theirs: Any) -> None:
 @pytest.mark.parametrize(
     ("cls", "options", "words"),
     [
-        (RandAugment, {"num_ops": 0}, r"RandAugment\(num_ops=0\): give a whole number from 1 to 32"),
+        (RandAugment, {"num_ops": 0}, r"RandAugment\(num_ops=0\): pass an integer from 1 to 32"),
         (RandAugment, {"num_ops": True}, r"num_ops=True"),
-        (RandAugment, {"magnitude": 31}, r"magnitude=31\): give a whole number from 0 to 30"),
+        (RandAugment, {"magnitude": 31}, r"magnitude=31\): pass an integer from 0 to 30"),
         (RandAugment, {"magnitude": 9.5}, r"magnitude=9.5"),
-        (TrivialAugment, {"num_magnitude_bins": 1}, r"num_magnitude_bins=1\): give a whole number from 2 to 1000"),
-        (AugMix, {"severity": 11}, r"severity=11\): give a whole number from 1 to 10"),
-        (AugMix, {"depth": 0}, r"depth=0\): give a whole number from 1 to 32 or -1"),
-        (AugMix, {"alpha": 0}, r"alpha=0\): give a number from 0.01 to 100"),
+        (TrivialAugment, {"num_magnitude_bins": 1}, r"num_magnitude_bins=1\): pass an integer from 2 to 1000"),
+        (AugMix, {"severity": 11}, r"severity=11\): pass an integer from 1 to 10"),
+        (AugMix, {"depth": 0}, r"depth=0\): pass an integer from 1 to 32 or -1"),
+        (AugMix, {"alpha": 0}, r"alpha=0\): pass a number in \[0.01, 100\]"),
         (AugMix, {"alpha": float("nan")}, r"alpha=nan"),
     ],
 )  # fmt: skip

@@ -143,7 +143,7 @@ def test_losses_that_cannot(loss) -> None:
 
 @pytest.mark.parametrize("missing", ["model", "loss", "step"])
 def test_the_context_must_be_complete(missing: str) -> None:
-    with pytest.raises(PlanError, match=f"give BatchContext.*{missing}="):
+    with pytest.raises(PlanError, match=f"Pass BatchContext.*{missing}="):
         SelectiveBackprop().batch(IMAGES, LABELS, context(**{missing: None}))
 
 
@@ -188,8 +188,8 @@ def test_truncation_and_division() -> None:
 
 
 def test_what_sequences_cannot_be() -> None:
-    with pytest.raises(DataError, match=r"truncate=False.* cannot be divided"):
+    with pytest.raises(DataError, match=r"truncate=False.* cannot be split"):
         SeqLengthWarmup(truncate=False).batch(TOKENS, CLASSES, at(0))
     for tokens, targets in ((IMAGES, LABELS), (TOKENS, CLASSES[:1]), (TOKENS, TOKENS[:, :5])):
-        with pytest.raises(DataError, match=r"give tokens \(B, L\)"):
+        with pytest.raises(DataError, match=r"Pass tokens \(B, L\)"):
             SeqLengthWarmup().batch(tokens, targets, at(0))

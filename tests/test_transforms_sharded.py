@@ -62,7 +62,7 @@ def test_clipping_is_by_the_norm_of_all_shards(ranks: list[dict[str, Any]]) -> N
 
 def test_adaptive_clipping_refuses_shards(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "needs whole weights, and these are sharded" in rank["adaptive"]
+        assert "needs full weights, but these are sharded" in rank["adaptive"]
 
 
 def test_whole_averages_are_divided_on_loading(ranks: list[dict[str, Any]]) -> None:

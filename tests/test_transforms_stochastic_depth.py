@@ -104,7 +104,7 @@ def test_rates_and_blocks() -> None:
     built = timm.create_model("test_convnext", num_classes=5, drop_path_rate=0.2)
     notes = StochasticDepth().apply(built).notes
     assert len(notes) == 1
-    assert "had a rate that the model was built with" in notes[0]
+    assert "Replaced the drop rate" in notes[0]
 
 
 def test_evaluation_is_that_of_the_plain_model() -> None:

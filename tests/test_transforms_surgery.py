@@ -62,7 +62,7 @@ def test_twice_is_once(transform: Transform, factory: Callable[[], nn.Module], c
     state, text = copy.deepcopy(model.state_dict()), str(model)
     report = transform.apply(model)
     assert report.changed == ()
-    assert report.notes == (f"{count} module(s) were changed before and stay as they are.",)
+    assert report.notes == (f"{count} module(s) were already changed and are left as they are.",)
     assert str(model) == text
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
 

@@ -100,7 +100,7 @@ def test_ghost_without_running_statistics() -> None:
 
 
 def test_ghost_leaves_sync_batch_norm() -> None:
-    with pytest.warns(NothingChanged, match="SyncBatchNorm takes its statistics over all devices"):
+    with pytest.warns(NothingChanged, match="SyncBatchNorm computes statistics over all devices"):
         GhostBatchNorm().apply(nn.Sequential(nn.SyncBatchNorm(4)))
 
 
@@ -125,7 +125,7 @@ def test_standardization_leaves_the_last_and_the_single_weights() -> None:
     pointwise = nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.Conv1d(4, 4, 3), nn.Conv3d(4, 4, 3))
     report = WeightStandardization().apply(pointwise)
     assert report.changed == ("1", "2")
-    assert report.skipped == (("0", "one weight per output channel, which standardised is 0"),)
+    assert report.skipped == (("0", "it has one weight per output channel, which would become 0"),)
 
 
 @pytest.mark.parametrize("blur_first", [True, False])
@@ -183,10 +183,10 @@ def test_factorize_leaves_what_would_not_gain_or_learn() -> None:
         nn.Sequential(*layers, nn.Conv2d(32, 32, 3))
     )
     assert report.changed == ("5",)
-    reasons = ["would save no work; the largest that does is 15", "2 groups", *["shares its weight"] * 2]
+    reasons = ["saves no multiplications; use at most 15", "2 groups", *["shares its weight"] * 2]
     assert all(part in why for part, (_, why) in zip(reasons, report.skipped[:4], strict=True))
     zeros = Factorize(min_features=32, latent_features=4).apply(nn.Sequential(zero, nn.Linear(32, 32)))
-    assert zeros.skipped == (("0", "its weight is 0, and factors of 0 have no gradient"),)
+    assert zeros.skipped == (("0", "its weight is 0, and factors of 0 get no gradient"),)
 
 
 def test_factorize_inside_a_layer_that_reads_its_weights() -> None:
@@ -233,14 +233,14 @@ def test_any_shape_and_batch(shape: tuple[int, ...], batch: int) -> None:
 def test_short_runs_and_idle_layers() -> None:
     assert operated(GyroDropout(total_steps=10), nn.Dropout(0.1))[0].hold == 1
     report = GyroDropout().apply(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.2)))
-    assert report.skipped == (("0", "p=0: it does nothing"),)
+    assert report.skipped == (("0", "p=0 has no effect"),)
 
 
 def test_the_length_of_the_training_is_given_told_or_asked_for() -> None:
     given, open_ended = GyroDropout(sigma=4, tau=2, total_steps=40), GyroDropout(sigma=4, tau=2)
     model = operated(open_ended, nn.Dropout(0.1))
     assert torch.equal(model.eval()(torch.ones(4, 9)), torch.ones(4, 9))
-    with pytest.raises(PlanError, match=r"how long the training is.* total_steps=…, or call its begin"):
+    with pytest.raises(PlanError, match=r"length of the training.* total_steps=…, or call its begin"):
         model.train()(torch.ones(4, 9))
     open_ended.begin(model, 100)
     assert model[0].hold == 50
@@ -332,16 +332,16 @@ def test_position_embeddings_are_gone_and_the_image_may_grow() -> None:
         num_classes=5, dynamic_img_size=True,
     ).eval()  # fmt: skip
     report = ALiBi().apply(model)
-    assert report.notes == ("pos_embed is 0 and frozen.",)
+    assert report.notes == ("pos_embed is set to 0 and frozen.",)
     assert model.pos_embed.eq(0).all()
     assert not model.pos_embed.requires_grad
     assert model(torch.randn(1, 3, 64, 64)).isfinite().all()
-    with pytest.raises(DataError, match="25 tokens are not 1 and a grid of"):
+    with pytest.raises(DataError, match="25 tokens are not 1 plus a"):
         model(torch.randn(1, 3, 32, 48))
 
 
 def test_attention_elsewhere_is_left_alone() -> None:
-    with pytest.warns(NothingChanged, match="not part of a ViT whose grid of patches is known"):
+    with pytest.warns(NothingChanged, match="not inside a ViT with a known, complete grid of patches"):
         ALiBi().apply(nn.TransformerEncoderLayer(8, 2, batch_first=True))
 
 

@@ -54,9 +54,9 @@ def test_sharded_around_each_changed_module(
 @pytest.mark.parametrize("transform", {type(case[0]): case[0] for case in CASES.values()}.values(), ids=repr)
 def test_a_model_that_is_wrapped_already_is_refused(transform: Transform) -> None:
     """Composer's SqueezeExcite runs, and its new weights are never synchronised."""
-    with pytest.raises(PlanError, match=f"{type(transform).__name__}: the model is wrapped in DDP already"):
+    with pytest.raises(PlanError, match=f"{type(transform).__name__}: the model is already wrapped in DDP"):
         transform.apply(DistributedDataParallel(models.resnet()))
     model = models.resnet()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(PlanError, match=f"{type(transform).__name__}: '0.weight' is sharded already"):
+    with pytest.raises(PlanError, match=f"{type(transform).__name__}: '0.weight' is already sharded"):
         transform.apply(model)

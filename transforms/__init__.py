@@ -1,6 +1,6 @@
 """Transforms of images, batches, the model, the loss and the loop: frozen values that each do one thing.
 
-report = BlurPool().apply(model)                  # what it changed, and what it could not
+    report = BlurPool().apply(model)                  # lists the changed modules, and the skipped ones with reasons
 loss = LabelSmoothing(0.1).loss(F.cross_entropy)
 images, targets = MixUp(0.2).batch(images, targets, BatchContext(generator, classes=10))
 averages = EMA(half_life=100).session(model)      # after_step(), evaluating(), finish()
@@ -74,14 +74,14 @@ TRANSFORMS: dict[str, type[Transform]] = {
 
 
 def get(name: str, **options: Any) -> Transform:
-    """The transform of that name.
+    """Return the transform of that name.
 
     Args:
         name: class name, e.g. `"BlurPool"`.
-        options: the fields of the class; one that is left out has its default.
+        options: fields of the class; omitted ones keep their defaults.
 
     Raises:
-        PlanError: if the name or an option is unknown, or a value cannot be used.
+        PlanError: if the name or an option is unknown, or a value is invalid.
     """
     if name not in TRANSFORMS:
         raise PlanError(f"No transform is named {name!r}.{suggest(str(name), TRANSFORMS)}")
@@ -94,15 +94,15 @@ def get(name: str, **options: Any) -> Transform:
 
 
 def catalogue() -> Catalogue:
-    """Every transform with its kind, defaults, source, what it renames, and where it is safe. Prints as a table."""
+    """Return all transforms with kind, defaults, source and compatibility. The result prints as a table."""
     return make_catalogue(TRANSFORMS.values())
 
 
 def to_dict(transform: Transform) -> dict[str, Any]:
-    """`{"name": class name, ...every option}`, of JSON values; `get(**to_dict(t))` equals `t`.
+    """Return `{"name": class name, ...every option}` in JSON types; `get(**to_dict(t))` equals `t`.
 
     Raises:
-        PlanError: if the transform is not one of `TRANSFORMS`, so that no recipe could name it.
+        PlanError: if the transform is not in `TRANSFORMS`, so that a recipe could not refer to it.
     """
     name = type(transform).__name__
     if TRANSFORMS.get(name) is not type(transform):

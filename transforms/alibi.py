@@ -1,4 +1,4 @@
-"""ALiBi: in place of position embeddings, attention that falls off with the distance between patches.
+"""ALiBi: a linear distance penalty on attention logits replaces position embeddings.
 
 Shapes: B batch, N tokens (some prefix tokens, then H · W patches, row by row), D features, K heads.
 """
@@ -25,9 +25,9 @@ TIMM = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Atten
 
 
 def slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """How fast each head's attention falls off: (K,), a geometric series from 2^(-8/K), as in the source.
+    """Return each head's slope, (K,): a geometric series starting at 2^(-8/K), as in the paper.
 
-    For K that is no power of two: the series of the power below, then every other one of the power above.
+    If K is not a power of two: the series of the next lower power, then every other slope of the next higher one.
     """
     below = 2 ** int(math.log2(heads))
     exponents = torch.arange(1, below + 1, device=device) * (8 / below)
@@ -36,16 +36,16 @@ def slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 
 def distance_bias(heads: int, grid: tuple[int, int], prefix: int, like: torch.Tensor) -> torch.Tensor:
-    """-slope · distance between the centres of patches; 0 from and to prefix tokens.
+    """Return -slope · distance between patch centres; 0 from and to prefix tokens.
 
     Args:
         heads: K.
         grid: (H, W) in patches.
-        prefix: tokens before the patches, e.g. the class token.
-        like: gives dtype and device.
+        prefix: number of tokens before the patches, e.g. the class token.
+        like: tensor that determines dtype and device.
 
     Returns:
-        (1, K, N, N), to be added to the logits of attention.
+        (1, K, N, N), to be added to the attention logits.
     """
     height, width = grid
     rows = torch.arange(height, device=like.device).repeat_interleave(width)
@@ -57,29 +57,29 @@ def distance_bias(heads: int, grid: tuple[int, int], prefix: int, like: torch.Te
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a model stand.
+    """How tokens map to the image.
 
     Attributes:
-        grid: (H, W) in patches, of the image size that the model was built for.
-        prefix: tokens before the patches.
+        grid: (H, W) in patches, for the image size the model was built for.
+        prefix: number of tokens before the patches.
     """
 
     grid: tuple[int, int]
     prefix: int
 
     def bias(self, heads: int, tokens: torch.Tensor) -> torch.Tensor:
-        """(1, K, N, N) for tokens (B, N, D). Images of another size must be square.
+        """Return the bias (1, K, N, N) for tokens (B, N, D). Images of another size must be square.
 
         Raises:
-            DataError: if N is neither the model's own nor that of a square.
+            DataError: if N matches neither the model's grid nor a square grid.
         """
         count, grid = tokens.shape[1] - self.prefix, self.grid
         if count != grid[0] * grid[1]:
             grid = (math.isqrt(max(0, count)),) * 2
         if count != grid[0] * grid[1]:
             raise DataError(
-                f"ALiBi: {tokens.shape[1]} tokens are not {self.prefix} and a grid of {self.grid} or a square "
-                "of patches, so their distances are unknown. Give square images, or ones of the model's size."
+                f"ALiBi: {tokens.shape[1]} tokens are not {self.prefix} plus a {self.grid} or square grid of "
+                "patches, so their distances are unknown. Pass square images, or images of the model's size."
             )
         return distance_bias(heads, grid, self.prefix, tokens)
 
@@ -92,13 +92,13 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
     def forward(  # type: ignore[override]
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, need_weights: bool = False
     ) -> tuple[torch.Tensor, None]:
-        """As `nn.MultiheadAttention` with need_weights=False, of one tensor with itself.
+        """Compute self-attention as `nn.MultiheadAttention` does with need_weights=False.
 
         Args:
             query: (B, N, D).
-            key: the same; not read, for FSDP2 hands over three copies.
-            value: the same; not read.
-            need_weights: false.
+            key: same as `query`; not read, because FSDP2 passes three copies.
+            value: same as `query`; not read.
+            need_weights: must be False.
         """
         assert not need_weights
         assert key.shape == value.shape == query.shape
@@ -113,7 +113,7 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
 
 @dataclass(frozen=True)
 class AddBias:
-    """A forward pre-hook of timm's `Attention`, which takes a mask: adds the distance bias to it."""
+    """Forward pre-hook for timm's `Attention`, which accepts a mask: adds the distance bias as the mask."""
 
     layout: Layout
 
@@ -124,7 +124,7 @@ class AddBias:
         mask = rest[0] if rest else kwargs.get("attn_mask")
         if mask is not None:
             raise DataError(
-                "ALiBi: this attention was called with a mask of its own, which is not supported."
+                "ALiBi: this attention was called with an attn_mask, which is not supported. Pass no mask."
             )
         heads = module.num_heads
         assert isinstance(heads, int)
@@ -138,19 +138,18 @@ class AddBias:
 class ALiBi(Transform):
     """Attention with linear biases, for vision transformers: logits minus slope · distance in patches.
 
-    For the ViT of torchvision and those of timm (`VisionTransformer` with plain `Attention`). As in
-    Composer, whose surgery is for Hugging Face's BERT, RoBERTa and GPT-2 and needs `transformers`, the
-    position embeddings become 0 and are frozen, and each head has the slope of the source. Composer's
-    distance is |i - j| in a text; here it is the Euclidean one between the centres of two patches (as in
-    Fuller et al., "CROMA", 2023, arXiv:2311.00566), and the class token and registers are at distance 0
-    from all.
+    Supports torchvision's ViT and timm's (`VisionTransformer` with plain `Attention`). As in Composer, whose
+    surgery supports Hugging Face's BERT, RoBERTa and GPT-2 and needs `transformers`, the position embeddings
+    are set to 0 and frozen, and each head uses the paper's slope. Composer's distance is |i - j| along a text;
+    here it is the Euclidean distance between patch centres (as in Fuller et al., "CROMA", 2023,
+    arXiv:2311.00566). The class token and registers are at distance 0 from all tokens.
 
-    It is a method for training from the start, or for long fine-tuning: a pretrained ViT loses its
-    positions. What it gives is a model that takes images of another size without interpolating
-    embeddings. Both libraries check the image size; timm's `dynamic_img_size=True` allows others.
+    Use it when training from scratch or for long fine-tuning: a pretrained ViT loses its positional
+    information. In return, the model accepts images of another size without interpolating embeddings. Both
+    libraries check the image size; timm's `dynamic_img_size=True` disables the check.
 
-    Names and shapes in the state dict stay. `from_plain` sets the position embeddings to 0. A plain model
-    cannot express the bias: what `to_plain` gives loads, and computes something else.
+    Names and shapes in the state dict do not change. `from_plain` sets the position embeddings to 0. A plain
+    model cannot express the bias: it loads the result of `to_plain` but computes a different function.
 
     Source: Press et al., "Train Short, Test Long", 2022, arXiv:2108.12409.
     """
@@ -159,7 +158,7 @@ class ALiBi(Transform):
     source: ClassVar[str] = "Press et al. 2022, arXiv:2108.12409"
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Attention that was changed before stays, with a note."""
+        """Change `model` in place. Attention that was changed before stays, with a note."""
         layouts = _layouts(model)
 
         def change(module: nn.Module) -> None:
@@ -180,11 +179,11 @@ class ALiBi(Transform):
         for name, parameter in model.named_parameters():
             if name.split(".")[-1] in EMBEDDINGS:
                 parameter.requires_grad_(False).zero_()
-                notes.append(f"{name} is 0 and frozen.")
+                notes.append(f"{name} is set to 0 and frozen.")
         return Report(report.transform, report.changed, report.skipped, (*report.notes, *notes))
 
     def from_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
-        """The plain weights with position embeddings of 0."""
+        """Return the plain weights with the position embeddings set to 0."""
         return {
             name: torch.zeros_like(value) if name.split(".")[-1] in EMBEDDINGS else value
             for name, value in state.items()
@@ -192,8 +191,8 @@ class ALiBi(Transform):
 
 
 def _layouts(model: nn.Module) -> dict[int, Layout]:
-    """The layout of the tokens for each module inside a ViT, by id."""
-    found: dict[int, Layout] = {}
+    """Map the id of each module inside a ViT to that ViT's token layout."""
+    layouts: dict[int, Layout] = {}
     for vit in model.modules():
         layout = None
         if full_name(vit) == "torchvision.models.vision_transformer.VisionTransformer":
@@ -201,10 +200,10 @@ def _layouts(model: nn.Module) -> dict[int, Layout]:
             layout = Layout((side, side), prefix=1)
         elif isinstance(grid := getattr(getattr(vit, "patch_embed", None), "grid_size", None), tuple):
             layout = Layout((grid[0], grid[1]), prefix=int(getattr(vit, "num_prefix_tokens", 0)))
-        # timm can drop patches in training; the places of the others are then unknown to the attention.
+        # timm can drop patches during training; the attention then cannot know where the remaining ones were.
         if layout and isinstance(getattr(vit, "patch_drop", nn.Identity()), nn.Identity):
-            found |= {id(module): layout for module in vit.modules()}
-    return found
+            layouts |= {id(module): layout for module in vit.modules()}
+    return layouts
 
 
 def _judge(module: nn.Module, placed: bool) -> Verdict | str:
@@ -216,9 +215,9 @@ def _judge(module: nn.Module, placed: bool) -> Verdict | str:
     if not known:
         return Verdict.IGNORE
     if not placed:
-        return "it is not part of a ViT whose grid of patches is known and complete"
+        return "it is not inside a ViT with a known, complete grid of patches"
     if full_name(module) in TIMM and "attn_mask" not in inspect.signature(module.forward).parameters:
-        return "this version of timm has no mask in its attention; a newer one has"
+        return "the attention of this version of timm takes no mask; upgrade timm"
     return patched(module) or Verdict.CHANGE
 
 

@@ -1,7 +1,7 @@
-"""What a transform is: a frozen dataclass that declares facts about itself and does one thing.
+"""The base of all transforms: a frozen dataclass that declares facts about itself and does one thing.
 
-The plan (`pipeline/spec/plan.py`) alone knows the rules of order; a transform only declares the facts the
-rules need. Every transform also works alone, in anybody's loop.
+Only the plan (`pipeline/spec/plan.py`) knows the ordering rules; a transform declares the facts those rules
+need. Every transform also works on its own, in any training loop.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ Kind = Literal[
     "image", "surgery", "memory_format", "optimizer", "batch", "loss", "schedule", "loop", "evaluation"
 ]
 CHANGES_MODEL: tuple[Kind, ...] = ("surgery", "memory_format")
-"""The kinds that change the model, by `apply`, before it is wrapped."""
+"""The kinds whose `apply` changes the model, before it is wrapped."""
 LENGTH_HOOKS = ("begin", "batch", "session")
-"""The methods of a transform that get the length of the training, or the share of it that is done."""
+"""The methods that receive the length of the training, or the fraction completed."""
 State = dict[str, torch.Tensor]
 """A state dict: parameters and persistent buffers by name."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A loss: logits `(B, C)` and targets, `(B,)` class indices or `(B, C)` probabilities, to a scalar."""
+"""A loss: maps logits `(B, C)` and targets, `(B,)` class indices or `(B, C)` probabilities, to a scalar."""
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 """Builds an optimizer over parameters (or parameter groups): `lambda params: SGD(params, lr=0.1)`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a transform changed, by module name, and what it could not.
+    """What a transform changed, by module name, and what it skipped.
 
     Attributes:
         transform: the transform's class name.
-        changed: names of the modules that were changed, in model order; `""` is the model itself.
-        skipped: `(module name, reason)` of each candidate that was left as it was.
-        notes: anything else a user should know, one sentence each.
+        changed: names of the changed modules, in model order; `""` is the model itself.
+        skipped: `(module name, reason)` of each candidate that was left unchanged.
+        notes: further information for the user, one sentence each.
     """
 
     transform: str
@@ -71,15 +71,15 @@ class Report:
 
 @dataclass(frozen=True)
 class BatchContext:
-    """What a batch method may know besides the batch.
+    """What a batch transform may use besides the batch.
 
     Attributes:
-        generator: on the CPU, seeded by the caller for this microbatch: all randomness comes from it.
-        progress: share of the training that is done, 0 to 1.
-        classes: width of soft targets made from class indices; None where targets are soft already.
-        model: for SelectiveBackprop: images to logits (B, C).
-        loss: for SelectiveBackprop: the loss of the training.
-        step: for SelectiveBackprop: optimizer steps done so far, from 0.
+        generator: CPU generator, seeded by the caller for this microbatch; the source of all randomness.
+        progress: fraction of training completed, 0 to 1.
+        classes: width of the soft targets made from class indices; None if targets are already soft.
+        model: used by SelectiveBackprop: maps images to logits (B, C).
+        loss: used by SelectiveBackprop: the training loss.
+        step: used by SelectiveBackprop: number of optimizer steps done so far, from 0.
     """
 
     generator: torch.Generator
@@ -91,61 +91,62 @@ class BatchContext:
 
 
 class Session:
-    """What a loop method keeps during one training. The defaults do nothing."""
+    """The state of a loop transform during one training run. The defaults do nothing."""
 
     def after_step(self, progress: float) -> None:
-        """To be called after every optimizer step that was taken; `progress` is the share of the training done, 0 to 1.
+        """Update the state after an optimizer step; `progress` is the fraction of training completed, 0 to 1.
 
-        Not after a step that the loss scale of fp16 skipped: its weights have been counted already.
+        Do not call it after a step that fp16's loss scaling skipped: those weights were already counted.
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Inside it the model has the weights to evaluate; on leaving, those to train, bit for bit."""
+        """Return a context in which the model has its evaluation weights; exit restores the training ones exactly."""
         return nullcontext()
 
     def finish(self) -> None:
-        """To be called once, at the end: the model keeps the weights to evaluate."""
+        """Leave the evaluation weights in the model. Call it once, at the end."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: tensors (not copied) and JSON values only."""
+        """Return the state for a checkpoint: tensors (not copied) and JSON values only."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave."""
+        """Restore a state returned by `state_dict`."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Base of all transforms: the facts that the plan reads, with the harmless answer as the default.
+    """Base of all transforms: the facts the plan reads, with safe defaults.
 
-    A subclass sets the class variables and overrides the one hook of its kind:
-    `loader_settings` for image, `apply` for surgery and memory format, `loss` for loss, `batch`, `optimizer`,
-    and `session` for loop. A schedule or an evaluation has a method of its own, which the loop calls.
+    A subclass sets the class variables and overrides the one hook of its kind: `loader_settings` for image,
+    `apply` for surgery and memory format, `loss` for loss, `batch`, `optimizer`, and `session` for loop. A
+    schedule or evaluation transform has its own method, which the training loop calls.
     """
 
     kind: ClassVar[Kind]
     source: ClassVar[str]
-    """The publication the method comes from."""
+    """The publication that describes the method."""
     renames: ClassVar[bool] = False
     """Whether parameter names in the state dict change."""
     after: ClassVar[tuple[str, ...]] = ()
-    """Class names of transforms that must stand before this one, and why is in the class docstring."""
+    """Class names of transforms that must run before this one; the class docstring explains why."""
     compile_safe: ClassVar[bool] = True
-    """Whether the changed model compiles whole, with `torch.compile(fullgraph=True)`."""
+    """Whether the changed model compiles without graph breaks, with `torch.compile(fullgraph=True)`."""
     unsafe_with: ClassVar[tuple[str, ...]] = ()
-    """Families of strategies ("ddp", "fsdp", "deepspeed", "fairscale") that it cannot be used with, and why
-    is in the class docstring."""
+    """Families of strategies ("ddp", "fsdp", "deepspeed", "fairscale") it cannot be used with; the class
+    docstring explains why."""
     unused_parameters: ClassVar[bool] = False
-    """Whether some step leaves a parameter without a gradient, so that DDP needs find_unused_parameters."""
+    """Whether some steps leave a parameter without a gradient, so that DDP needs find_unused_parameters."""
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a step of the training is another one if the training is longer: a checkpoint then cannot be
-        resumed with another number of epochs.
+        """Whether the steps depend on the total length of training. If so, a checkpoint cannot be resumed with a
+        different number of epochs.
 
-        A class that overrides `begin`, `batch` or `session`, which get the length or the share that is done, declares
-        it: a property, since settings may decide, or a class variable. Where it does not, the answer is yes. A
-        subclass that overrides a method declares it again: see `declares_length`.
+        A class that overrides `begin`, `batch` or `session`, which receive the length or the fraction completed,
+        must declare it: as a property, if settings decide, or as a class variable. Without a declaration, the
+        answer is True. A subclass that overrides one of these methods must declare it again: see
+        `declares_length`.
         """
         return self.kind == "schedule" or any(
             getattr(type(self), hook) is not getattr(Transform, hook) for hook in LENGTH_HOOKS
@@ -153,37 +154,35 @@ class Transform:
 
     @property
     def loader_settings(self) -> dict[str, Any]:
-        """Settings of the training loader, which does the work on each image."""
+        """Settings for the training loader, which then processes each image."""
         return {}
 
     def apply(self, model: nn.Module) -> Report:  # noqa: ARG002
-        """Changes `model` in place and reports what changed."""
+        """Change `model` in place and return what changed."""
         if self.kind in CHANGES_MODEL:
             raise PlanError(missing_hook(type(self)))
         raise TypeError(f"{type(self).__name__} does not change the model; it is a {self.kind} transform")
 
     def begin(self, model: nn.Module, total_steps: int) -> None:
-        """For a surgery: to be called with the changed model before a training of so many optimizer steps."""
+        """Prepare a changed model for a training run of `total_steps` optimizer steps. For surgeries only."""
 
     def from_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
-        """A state dict of the plain model as one that the changed model loads; a new dict.
+        """Translate a plain model's state dict for the changed model; returns a new dict.
 
-        With several surgeries, in the order in which they were applied. Loading the plain weights before
-        the surgery, or their translation after it, gives the same model. Entries that are in the changed
-        form already stay as they are.
+        With several surgeries, call it in the order they were applied. Loading plain weights before the surgery,
+        or their translation after it, results in the same model. Entries already in the changed form are kept.
 
         Args:
             state: names and tensors of the plain model.
-            model: the changed model; only its structure is read, unless the class says otherwise.
+            model: the changed model; only its structure is read, unless the class documents otherwise.
         """
         return dict(state)
 
     def to_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
-        """A state dict of the changed model under the plain model's names; a new dict.
+        """Translate the changed model's state dict for the plain model; returns a new dict.
 
-        With several surgeries, in the reverse order. Where the plain model can express the function, it
-        gives the same output with the result; where it cannot, the docstring of the class says what the
-        result holds.
+        With several surgeries, call it in reverse order. If the plain model can express the function, it
+        produces the same output with the result; otherwise the class docstring describes the result.
 
         Args:
             state: names and tensors of the changed model.
@@ -192,7 +191,7 @@ class Transform:
         return dict(state)
 
     def loss(self, loss: Loss) -> Loss:
-        """The loss to train with, made from `loss`. Evaluation keeps the original."""
+        """Return the training loss, made from `loss`. Evaluation keeps the original."""
         return loss
 
     def batch(
@@ -201,15 +200,15 @@ class Transform:
         targets: torch.Tensor,
         context: BatchContext,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch to train on, made from this one, which is not written to."""
+        """Return the batch to train on. The inputs are not modified."""
         return images, targets
 
     def optimizer(self, factory: OptimizerFactory) -> OptimizerFactory:
-        """The factory to build the optimizer with, made from `factory`."""
+        """Return the factory that builds the optimizer, made from `factory`."""
         return factory
 
     def session(self, model: nn.Module) -> Session:  # noqa: ARG002
-        """Begins to follow a training of `model`, once it is on its device, sharded and loaded."""
+        """Start tracking a training run of `model`, after it is moved to its device, sharded and loaded."""
         return Session()
 
 
@@ -222,11 +221,11 @@ HOOKS: dict[Kind, str] = {
     "loss": "loss",
     "loop": "session",
 }
-"""What a class of each kind must define. What a schedule or an evaluation does, the loop knows of each by its class."""
+"""The hook a class of each kind must define. The loop handles schedules and evaluations by class."""
 
 
 def missing_hook(cls: type[Transform]) -> str:
-    """What a class does not define and must, with the remedy; "" where nothing is missing."""
+    """Return an error message about the hook that `cls` lacks, with the remedy; "" if it lacks none."""
     kind: object = getattr(cls, "kind", None)
     if kind not in get_args(Kind):
         return f"{cls.__name__} has kind={kind!r}; it must declare one.{suggest(str(kind), get_args(Kind))}"
@@ -239,12 +238,12 @@ def missing_hook(cls: type[Transform]) -> str:
     what = "the property" if isinstance(getattr(Transform, hook), property) else "the method"
     return (
         f"{cls.__name__} is a transform of kind {cls.kind!r} and must define {what} {hook!r} (see "
-        f"drivetrain.transforms.Transform.{hook}), or it would do nothing.{hint}"
+        f"drivetrain.transforms.Transform.{hook}); without it, the transform does nothing.{hint}"
     )
 
 
 def declares_length(transform: Transform) -> bool:
-    """Whether its class declares `depends_on_length`, and no subclass has changed a method since."""
+    """Whether the class declares `depends_on_length` and no subclass has overridden a length hook since."""
     for cls in type(transform).__mro__:
         if "depends_on_length" in vars(cls):
             return cls is not Transform
@@ -255,7 +254,7 @@ def declares_length(transform: Transform) -> bool:
 
 
 def follows_length(transform: Transform) -> bool:
-    """Whether a longer training would change its steps: as its class declares, else what is safe."""
+    """Whether a longer training would change its steps: as the class declares, True if undeclared."""
     if declares_length(transform):
         return bool(transform.depends_on_length)
     safe: Any = vars(Transform)["depends_on_length"]
@@ -263,17 +262,17 @@ def follows_length(transform: Transform) -> bool:
 
 
 class NothingChanged(UserWarning):
-    """A surgery found nothing to do; the message lists what it looks for and what the model has."""
+    """A surgery found nothing to change; the message names what it looks for and what the model contains."""
 
 
 def warn_nothing_changed(report: Report, looks_for: str, model: nn.Module, *, stacklevel: int = 3) -> None:
-    """Emits `NothingChanged` at the line that called `apply`.
+    """Emit `NothingChanged` at the line that called `apply`.
 
     Args:
-        report: the report about to be returned; the reasons in `skipped` go into the message.
+        report: the report about to be returned; its `skipped` reasons become part of the message.
         looks_for: what the transform can change, completing "it looks for …".
-        model: the model that has none of it.
-        stacklevel: 3 if `apply` calls this directly, one more for each function between.
+        model: the model, which has no such module.
+        stacklevel: 3 if `apply` calls this directly, one more for each function in between.
     """
     counts = Counter(type(module).__name__ for module in model.modules() if not any(module.children()))
     has = ", ".join(f"{count} {name}" for name, count in counts.most_common(8))

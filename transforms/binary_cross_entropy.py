@@ -1,4 +1,4 @@
-"""BinaryCrossEntropy: a yes-or-no question for each class, in place of a choice among all of them.
+"""BinaryCrossEntropy: an independent binary loss per class replaces softmax cross entropy.
 
 Shapes: B batch, C classes.
 """
@@ -19,20 +19,20 @@ from .label_smoothing import IGNORED, misfit
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy(Transform):
-    """Trains by the binary cross entropy of each class, summed over the classes, in place of cross entropy.
+    """Train with binary cross entropy, summed over the classes, instead of cross entropy.
 
-    The sum, not the mean, over the classes keeps learning rates as they are for cross entropy. An image of two
-    classes (MixUp, CutMix) may then be sure of both.
+    Summing instead of averaging over the classes keeps learning rates at the same scale as cross entropy. The
+    model can be certain of both classes of a mixed image (MixUp, CutMix).
 
-    Logits are lowered by log C first: an untrained model's probabilities are then near 1 / C, and its loss is
-    near 1 + log C in place of C · log 2 (8 in place of 693 for ImageNet). Composer's recipes do the same by the
-    last layer's first bias. Softmax, accuracy and the cross entropy of an evaluation do not change by it; the
-    probability of a class by itself is sigmoid(logit - log C).
+    log C is subtracted from the logits first. An untrained model then predicts about 1 / C per class, and its
+    loss is about 1 + log C instead of C · log 2 (8 instead of 693 for ImageNet). Composer's recipes initialise
+    the last layer's bias to the same effect. Softmax, accuracy and evaluation cross entropy are unaffected; the
+    probability of a single class is sigmoid(logit - log C).
 
-    It changes the loss itself, so it stands before LabelSmoothing, which changes its targets.
+    It replaces the loss itself, so it is applied before LabelSmoothing, which changes the loss's targets.
 
     Raises:
-        PlanError: by `loss`, if that is not `F.cross_entropy`.
+        PlanError: from `loss`, if the given loss is not `F.cross_entropy`.
 
     Source: Beyer et al., "Are we done with ImageNet?", 2020, arXiv:2006.07159; with mixed targets
     Wightman et al., "ResNet strikes back", 2021, arXiv:2110.00476.
@@ -42,31 +42,31 @@ class BinaryCrossEntropy(Transform):
     source: ClassVar[str] = "Beyer et al. 2020, arXiv:2006.07159"
 
     def loss(self, loss: Loss) -> Loss:
-        """`binary_cross_entropy`, in place of `F.cross_entropy`."""
+        """Return `binary_cross_entropy` in place of `F.cross_entropy`."""
         if loss is F.cross_entropy:
             return binary_cross_entropy
         raise PlanError(
-            f"BinaryCrossEntropy takes the place of F.cross_entropy, and was given {loss!r:.80}: apply it first, "
-            "before LabelSmoothing."
+            f"BinaryCrossEntropy replaces F.cross_entropy, but got {loss!r:.80}. Apply it first, before "
+            "LabelSmoothing."
         )
 
 
 def binary_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, reduction: Literal["mean", "none"] = "mean"
 ) -> torch.Tensor:
-    """The binary cross entropy of sigmoid(logits - log C), summed over the classes.
+    """Return the binary cross entropy of sigmoid(logits - log C), summed over the classes.
 
     Args:
         logits: (B, C).
-        targets: (B,) class indices, where -100 counts for nothing, or (B, C) probabilities.
-        reduction: `"mean"` over the images that count, or `"none"`: one value for each, 0 where it counts for
-            nothing.
+        targets: (B,) class indices, where -100 is ignored, or (B, C) probabilities.
+        reduction: `"mean"` over the images that are not ignored, or `"none"` for one value per image, 0 for
+            ignored ones.
 
     Returns:
         `()` or `(B,)`, in float32, or in float64 if the logits are.
 
     Raises:
-        DataError: if the shapes do not fit.
+        DataError: if the shapes of logits and targets do not match.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.dim() == 2 and targets.shape == logits.shape:

@@ -1,9 +1,8 @@
-"""BlurPool: a low-pass filter before every subsampling, so that small shifts of the image matter less.
+"""BlurPool: a low-pass filter before each subsampling, so that small image shifts matter less.
 
 Shapes: B batch, C channels, H and W height and width; (C, H, W) without a batch works too.
-The surgery changes the *class* of a module and nothing else. Parameters, their names, hooks, dtype,
-device, training mode and every place where the module is shared stay what they were; so an optimizer made
-before is not stale and plain weights load before and after.
+The surgery changes only the *class* of a module. Parameters, their names, hooks, dtype, device, training mode
+and sharing are unaffected, so an existing optimizer stays valid, and plain weights load before and after.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .common.checks import check_bool, check_count
 
 
 def blur(x: torch.Tensor, stride: tuple[int, int] = (1, 1)) -> torch.Tensor:
-    """Filters each channel with [1 2 1] ⊗ [1 2 1] / 16, zeros outside, then keeps every `stride`-th pixel.
+    """Filter each channel with [1 2 1] ⊗ [1 2 1] / 16, zero-padded, and keep every `stride`-th pixel.
 
     Args:
         x: (..., C, H, W), floating.
@@ -35,8 +34,8 @@ def blur(x: torch.Tensor, stride: tuple[int, int] = (1, 1)) -> torch.Tensor:
         # (256, 32, 31, 31) in bf16, 3 ms in fp32, 10 ms with both conversions (2 cores, torch 2.15).
         with torch.autocast("cpu", enabled=False):
             return blur(x.float(), stride).to(x.dtype)
-    # Made anew from x: a buffer would be garbage after meta.to_empty() and stay fp32 when FSDP casts x to
-    # bf16; a Python list would be copied to the GPU in every forward, waiting for it.
+    # Rebuilt from x: a buffer would be garbage after meta.to_empty() and stay fp32 when FSDP casts x to bf16; a
+    # Python list would be copied to the GPU, with a synchronisation, in every forward.
     channels = x.shape[-3]
     row = 2 - torch.arange(-1, 2, device=x.device, dtype=x.dtype).abs()
     # Contiguous: oneDNN's backward takes twice as long with an expanded kernel.
@@ -45,21 +44,21 @@ def blur(x: torch.Tensor, stride: tuple[int, int] = (1, 1)) -> torch.Tensor:
 
 
 class BlurConv2d(nn.Conv2d):
-    """A convolution that blurs its input, or, with `blur_first=False`, its output at stride 1."""
+    """A convolution that blurs its input or, with `blur_first=False`, its output at stride 1."""
 
     blur_first: bool = True
 
     def _conv_forward(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        # Not forward: WeightStandardization's subclass passes another weight.
+        # Not in forward, because WeightStandardization's subclass passes a different weight.
         if self.blur_first:
             return cast(torch.Tensor, super()._conv_forward(blur(input), weight, bias))
         padding: str | tuple[int, ...] = self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = (0, 0)
-        # Not by setting self.stride to 1: whoever reads the module's stride should see how much it shrinks.
+        # self.stride keeps its value: code that reads the module's stride should see its downsampling factor.
         dense = F.conv2d(input, weight, bias, (1, 1), padding, self.dilation, self.groups)
         return blur(dense, _pair(self.stride))
 
@@ -68,9 +67,9 @@ class BlurConv2d(nn.Conv2d):
 
 
 class BlurMaxPool2d(nn.MaxPool2d):
-    """A max-pool that takes the maximum at every pixel, blurs, and only then subsamples.
+    """A max-pool that takes the maximum at every pixel, blurs, and then subsamples.
 
-    The output has the size that `nn.MaxPool2d` gives, with `ceil_mode` too.
+    The output has the same size as `nn.MaxPool2d`'s, with `ceil_mode` too.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -79,7 +78,7 @@ class BlurMaxPool2d(nn.MaxPool2d):
         return blur(F.max_pool2d(input, self.kernel_size, 1, self.padding, self.dilation), _pair(self.stride))
 
     def _ceil_padding(self, shape: torch.Size) -> tuple[int, int, int, int]:
-        """Pixels (left, right, top, bottom) that the last, partial window of `ceil_mode` reaches over."""
+        """Return the padding (left, right, top, bottom) for the last, partial window of `ceil_mode`."""
         extra = []
         for axis in (0, 1):
             kernel, stride, padding, dilation = (
@@ -98,28 +97,28 @@ class BlurMaxPool2d(nn.MaxPool2d):
 class BlurPool(Transform):
     """Anti-aliased strided convolutions and max-pools.
 
-    The same numbers as Composer's `apply_blurpool`, except that the size of a `ceil_mode` pool stays what
-    it was and that a max-pool of stride 1, which subsamples nothing, is left alone.
+    Computes the same as Composer's `apply_blurpool`, except that a `ceil_mode` pool keeps its output size and
+    a max-pool of stride 1, which does not subsample, is left unchanged.
 
-    Only modules whose class is exactly `nn.Conv2d` or `nn.MaxPool2d` change: a subclass may do anything
-    in its forward, so it is reported in `skipped`. That includes a parametrised convolution (spectral norm)
-    and what WeightStandardization and SqueezeExcite make: apply BlurPool before them. Calls of `F.conv2d`
-    and `F.max_pool2d` inside a model's own forward cannot be seen.
+    Only modules whose class is exactly `nn.Conv2d` or `nn.MaxPool2d` change. A subclass may have its own
+    forward, so it is reported in `skipped`. This includes parametrised convolutions (spectral norm) and the
+    results of WeightStandardization and SqueezeExcite: apply BlurPool before them. Calls of `F.conv2d` and
+    `F.max_pool2d` inside a model's forward cannot be detected.
 
-    It stands after Factorize, which leaves blurred convolutions alone, while the first factor of a strided
-    convolution is one that BlurPool changes.
+    It is applied after Factorize, which skips blurred convolutions; BlurPool does change the first factor of a
+    strided convolution.
 
     Attributes:
-        replace_convs: whether convolutions with a stride above 1 change. Default true.
-        replace_maxpools: whether max-pools with a stride above 1 change. Default true.
-        blur_first: true blurs the input of a convolution (cost: one depthwise 3×3). False, as in the
-            paper, convolves at stride 1 and blurs the output: stride² times the convolution's work.
-            Default true, as in Composer's recipes.
-        min_channels: a convolution with fewer input channels is left alone. Count ≥ 0. Default 16, which
-            spares the first one: blurring the image itself throws away resolution.
+        replace_convs: whether to change convolutions with a stride above 1. Default True.
+        replace_maxpools: whether to change max-pools with a stride above 1. Default True.
+        blur_first: True blurs a convolution's input (cost: one depthwise 3×3). False, as in the paper,
+            convolves at stride 1 and blurs the output, at stride² times the convolution's cost. Default True,
+            as in Composer's recipes.
+        min_channels: convolutions with fewer input channels are left unchanged. Integer ≥ 0. Default 16, which
+            skips the first one: blurring the image itself loses resolution.
 
     Raises:
-        PlanError: at construction, if a value is of the wrong kind or nothing is to be replaced.
+        PlanError: at construction, if a value has the wrong type or nothing would be replaced.
 
     Source: Zhang, "Making Convolutional Networks Shift-Invariant Again", 2019, arXiv:1904.11486.
     """
@@ -139,18 +138,18 @@ class BlurPool(Transform):
         check_count(self, "min_channels")
         if not (self.replace_convs or self.replace_maxpools):
             raise PlanError(
-                "BlurPool(replace_convs=False, replace_maxpools=False) replaces nothing: set one of them."
+                "BlurPool(replace_convs=False, replace_maxpools=False) replaces nothing. Set one of them to True."
             )
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Modules that BlurPool changed before stay, with a note.
+        """Change `model` in place. Modules that BlurPool already changed are kept and noted in the report.
 
         Warns `NothingChanged` if the model has nothing to change.
         """
         changed: list[str] = []
         skipped: list[tuple[str, str]] = []
         already = 0
-        for name, module in model.named_modules():  # a module registered twice comes once
+        for name, module in model.named_modules():  # yields a module registered twice only once
             if isinstance(module, BlurConv2d | BlurMaxPool2d):
                 already += 1
             elif self._wants(module):
@@ -160,7 +159,7 @@ class BlurPool(Transform):
                 else:
                     self._change(module)
                     changed.append(name)
-        notes = (f"{already} module(s) were anti-aliased before and stay as they are.",) if already else ()
+        notes = (f"{already} module(s) were already anti-aliased and are unchanged.",) if already else ()
         report = Report("BlurPool", tuple(changed), tuple(skipped), notes)
         if not changed and not already:
             warn_nothing_changed(report, self._looks_for(), model)
@@ -172,18 +171,18 @@ class BlurPool(Transform):
         return self.replace_maxpools and isinstance(module, nn.MaxPool2d)
 
     def _obstacle(self, module: nn.Module) -> str | None:
-        """Why a candidate cannot change, or None."""
+        """Return why a candidate cannot change, or None."""
         plain = nn.Conv2d if isinstance(module, nn.Conv2d) else nn.MaxPool2d
         if type(module) is not plain:
             return f"{type(module).__name__} is a subclass of {plain.__name__} and may have its own forward"
         if "forward" in vars(module):
-            return "its forward was replaced on the instance, which a new class cannot reach"
+            return "its forward was replaced on the instance, so a new class has no effect"
         if isinstance(module, nn.Conv2d) and module.in_channels < self.min_channels:
             return f"{module.in_channels} input channels, fewer than min_channels={self.min_channels}"
         if isinstance(module, nn.MaxPool2d) and max(_pair(module.stride)) == 1:
-            return "stride 1 subsamples nothing"
+            return "stride 1 does not subsample"
         if isinstance(module, nn.MaxPool2d) and module.return_indices:
-            return "return_indices=True: after a blur the maximum has no single place"
+            return "return_indices=True: a blurred maximum has no single index"
         return None
 
     def _change(self, module: nn.Module) -> None:
@@ -200,7 +199,7 @@ class BlurPool(Transform):
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
-    """The (height, width) of a torch size option, which is one number for both or two."""
+    """Return the (height, width) of a torch size option, which is one number or a pair."""
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 

@@ -15,18 +15,18 @@ from .base import Kind, Report, Transform, warn_nothing_changed
 
 @dataclass(frozen=True)
 class ChannelsLast(Transform):
-    """Converts every parameter of 4 dimensions, and its gradient, to `torch.channels_last`, in place.
+    """Convert every 4-D parameter, and its gradient, to `torch.channels_last`, in place.
 
-    Shapes, names and the `Parameter` objects stay. A convolution with such a weight gives channels-last
-    activations whatever its input's layout, so inputs need no conversion (Drivetrain's loaders give
-    channels-last ones anyway).
+    Shapes, names and `Parameter` objects do not change. A convolution with such a weight produces channels-last
+    activations whatever its input's layout, so inputs need no conversion (Drivetrain's loaders produce
+    channels-last images anyway).
 
-    It stands after surgery because weights that surgery makes are contiguous again: Composer's BlurPool
-    after its ChannelsLast silently reverts three weights of a ResNet-18. FSDP2 takes only contiguous
-    parameters: Drivetrain's strategies make them so, and turn the images channels-last instead.
+    It is applied after surgery, because surgery creates contiguous weights: Composer's BlurPool after its
+    ChannelsLast silently reverts three weights of a ResNet-18. FSDP2 accepts only contiguous parameters:
+    Drivetrain's strategies convert them back, and convert the images to channels-last instead.
 
     Raises:
-        PlanError: by `apply`, if a parameter is already sharded, before anything is changed.
+        PlanError: from `apply`, if a parameter is already sharded; nothing is changed then.
 
     Source: PyTorch, "Channels Last Memory Format in PyTorch" (tutorial, V. Fedyunin).
     """
@@ -36,9 +36,9 @@ class ChannelsLast(Transform):
     after: ClassVar[tuple[str, ...]] = ("BlurPool",)
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Weights that are channels-last already stay, with a note.
+        """Change `model` in place. Weights that are already channels-last are kept and noted in the report.
 
-        Warns `NothingChanged` if the model has no parameter of 4 dimensions.
+        Warns `NothingChanged` if the model has no 4-D parameter.
         """
         self._refuse_sharded(model)
         changed: list[str] = []
@@ -55,26 +55,26 @@ class ChannelsLast(Transform):
                 changed.append(name)
             elif images:
                 already += 1
-        notes = (f"{already} module(s) were channels-last before.",) if already else ()
+        notes = (f"{already} module(s) were already channels-last.",) if already else ()
         report = Report("ChannelsLast", tuple(changed), tuple(skipped), notes)
         if not changed and not already:
-            warn_nothing_changed(report, "parameters of 4 dimensions, such as a Conv2d's weight", model)
+            warn_nothing_changed(report, "4-D parameters, such as a Conv2d's weight", model)
         return report
 
     def _refuse_sharded(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "device_mesh"):  # a DTensor; importing its class takes a distributed build
                 raise PlanError(
-                    f"ChannelsLast cannot change {name!r}, which is sharded (DTensor), and FSDP2 does not "
-                    "shard channels-last weights: leave ChannelsLast out, or distribute with ddp."
+                    f"ChannelsLast cannot change {name!r}, which is sharded (DTensor), and FSDP2 does not shard "
+                    "channels-last weights. Remove ChannelsLast, or use the strategy ddp."
                 )
 
 
 def _to_channels_last(parameter: nn.Parameter) -> bool:
-    """Whether the 4-D parameter had to be rewritten.
+    """Convert a 4-D parameter if needed; return whether it was converted.
 
-    Strides are compared because `is_contiguous(memory_format=...)` is true for both layouts of a 1×1
-    kernel, while a convolution chooses its layout by the strides.
+    Compares strides, because `is_contiguous(memory_format=...)` is true for both layouts of a 1×1 kernel, while
+    a convolution chooses its layout by the strides.
     """
     data = parameter.data.to(memory_format=torch.channels_last)
     if data.stride() == parameter.stride():

@@ -1,4 +1,4 @@
-"""ColOut: random rows and columns left out, which gives smaller images that show nearly the same."""
+"""ColOut: drop random rows and columns, which gives smaller images that look nearly the same."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .common.images import check_batch, keep_format
 
 @dataclass(frozen=True)
 class ColOut(Transform):
-    """Drops random rows and columns, the same in the whole batch, which must stay a rectangle.
+    """Drop random rows and columns, the same for all images of a batch.
 
-    Of H rows int((1 - row) · H) stay, as in Composer, and at least one. It stands after
-    SelectiveBackprop, which ranks images that are whole.
+    Of H rows int((1 - row) · H) remain, as in Composer, and at least one. It is applied after
+    SelectiveBackprop, which ranks complete images.
 
     Attributes:
-        row: share of the rows to drop. Number in [0, 1). Default 0.15, as in Composer.
-        column: share of the columns to drop. Number in [0, 1). Default 0.15, as in Composer.
+        row: fraction of the rows to drop. Number in [0, 1). Default 0.15, as in Composer.
+        column: fraction of the columns to drop. Number in [0, 1). Default 0.15, as in Composer.
 
     Raises:
         PlanError: at construction, if a value is out of range.
@@ -43,13 +43,13 @@ class ColOut(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """No: each step draws from its own random numbers alone."""
+        """Return False: each step depends only on its own random numbers."""
         return False
 
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Smaller images (B, 3, h, w) of the same dtype and memory format, and the targets as they are.
+        """Return smaller images (B, 3, h, w), with the same dtype and memory format, and the unchanged targets.
 
         Raises:
             DataError: if the batch has another shape.
@@ -65,7 +65,7 @@ class ColOut(Transform):
 
 
 def _kept(size: int, dropped: float, generator: torch.Generator) -> torch.Tensor:
-    """Sorted indices of the rows or columns that stay."""
+    """Return the sorted indices of the rows or columns to keep."""
     count = max(int((1 - dropped) * size), 1)
     return torch.randperm(size, generator=generator)[:count].sort().values
 

@@ -1,4 +1,4 @@
-"""CutMix: a box of each image replaced by the same box of another, and its target mixed by area."""
+"""CutMix: replace a box of each image by the same box of another image, and mix the targets by area."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .common.draws import draw_beta
 from .common.images import check_batch, draw_partners, mix_targets, soft_targets
 
 Box = tuple[int, int, int, int]
-"""(top, bottom, left, right) in pixels; bottom and right are the first outside."""
+"""(top, bottom, left, right) in pixels; bottom and right are exclusive."""
 
 
 @dataclass(frozen=True)
 class CutMix(Transform):
-    """Pastes one box, the same for the whole batch, from another image of the batch into each image.
+    """Paste one box, the same for the whole batch, from another image of the batch into each image.
 
-    As in the source: lambda is drawn from Beta(alpha, alpha), the box has the share 1 - lambda of the
-    area and the image's proportions, its centre is any pixel, and what lies outside the image is lost.
-    The targets are then mixed by the area that was really replaced. A batch that was mixed before, with
-    targets (B, C), is mixed once more: MixUp and CutMix compose in either order (in Composer, CutMix's
-    target ignores an earlier MixUp). It stands after SelectiveBackprop, which ranks images that are whole.
+    As in the paper: lambda is drawn from Beta(alpha, alpha); the box covers a fraction 1 - lambda of the area,
+    with the image's proportions; its centre is any pixel, and it is clipped at the edges. The targets are mixed
+    by the area actually replaced. A batch that is already mixed, with targets (B, C), is mixed again: MixUp and
+    CutMix compose in either order (in Composer, CutMix's targets ignore an earlier MixUp). It is applied after
+    SelectiveBackprop, which ranks complete images.
 
     Attributes:
-        alpha: both parameters of the Beta distribution; 1 draws lambda evenly. Number > 0. Default 1.0,
-            the value of the source.
+        alpha: both parameters of the Beta distribution; 1 draws lambda uniformly. Number > 0. Default 1.0,
+            the paper's value.
 
     Raises:
         PlanError: at construction, if the value is out of range.
@@ -48,24 +48,24 @@ class CutMix(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """No: each step draws from its own random numbers alone."""
+        """Return False: each step depends only on its own random numbers."""
         return False
 
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mixed batch. A batch of one keeps its image, and only its target becomes soft.
+        """Return the mixed batch. A batch of one keeps its image; only its target becomes soft.
 
         Args:
-            images: (B, 3, H, W); dtype and memory format stay.
+            images: (B, 3, H, W); dtype and memory format are preserved.
             targets: (B,) class indices or (B, C) probabilities.
-            context: gives the randomness, and the number of classes for class indices.
+            context: supplies the randomness, and the number of classes for class indices.
 
         Returns:
             Images (B, 3, H, W) and targets (B, C) in float32.
 
         Raises:
-            DataError: if the batch has another shape, or a target on the CPU is no class (such as -100).
+            DataError: if the batch has another shape, or a target on the CPU is not a class index (such as -100).
                 On a CUDA device its row, and so the loss, becomes NaN.
         """
         check_batch(self, images, targets)
@@ -83,9 +83,9 @@ class CutMix(Transform):
 
 
 def box_around(y: int, x: int, height: int, width: int, kept: float) -> Box:
-    """The box around pixel (y, x) that takes the share 1 - `kept` of the image, cut at its edges.
+    """Return the box around pixel (y, x) that covers a fraction 1 - `kept` of the image, clipped at its edges.
 
-    Half sides are whole pixels, so the box is up to a pixel smaller than asked for; hence `area`.
+    Half sides are whole pixels, so the box is up to a pixel smaller than requested; hence `area`.
     """
     side = math.sqrt(1 - kept)
     half_h, half_w = int(height * side) // 2, int(width * side) // 2
@@ -93,13 +93,13 @@ def box_around(y: int, x: int, height: int, width: int, kept: float) -> Box:
 
 
 def area(box: Box) -> int:
-    """Pixels in the box."""
+    """Return the number of pixels in the box."""
     top, bottom, left, right = box
     return (bottom - top) * (right - left)
 
 
 def paste(images: torch.Tensor, partner: torch.Tensor, box: Box) -> torch.Tensor:
-    """Images (B, C, H, W) with the box of `images[partner]`; `partner` holds (B,) indices."""
+    """Return images (B, C, H, W) with the box of `images[partner]`; `partner` holds (B,) indices."""
     top, bottom, left, right = box
     mixed = images.clone()
     mixed[..., top:bottom, left:right] = images[..., top:bottom, left:right][partner]

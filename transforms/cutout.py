@@ -1,4 +1,4 @@
-"""CutOut: a square of each image blanked, so that no single part of an object decides."""
+"""CutOut: blank a square of each image, so that no single part of an object is decisive."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .common.images import check_batch
 
 @dataclass(frozen=True)
 class CutOut(Transform):
-    """Sets squares of each image to 0, which in normalised images is the mean colour.
+    """Set squares of each image to 0, which is the mean colour in normalised images.
 
-    As in the source, every image has squares of its own, centred on any pixel and cut at the edges
-    (Composer blanks the same square in the whole batch). It stands after SelectiveBackprop, which ranks
-    images that are whole.
+    As in the paper, every image gets its own squares, centred on any pixel and clipped at the edges (Composer
+    blanks the same square in the whole batch). It is applied after SelectiveBackprop, which ranks complete
+    images.
 
     Attributes:
-        holes: squares per image; they may overlap. Whole number ≥ 1. Default 1, as in the source.
-        length: side of a square as a share of the image's shorter side. Number in (0, 1]. Default 0.5:
-            the source's 16 of 32 pixels for CIFAR-10, and Composer's.
+        holes: squares per image; they may overlap. Integer ≥ 1. Default 1, as in the paper.
+        length: side of a square as a fraction of the image's shorter side. Number in (0, 1]. Default 0.5: the
+            paper's 16 of 32 pixels for CIFAR-10, and Composer's default.
 
     Raises:
         PlanError: at construction, if a value is out of range.
@@ -45,13 +45,13 @@ class CutOut(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """No: each step draws from its own random numbers alone."""
+        """Return False: each step depends only on its own random numbers."""
         return False
 
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The blanked images (B, 3, H, W), and the targets as they are.
+        """Return the blanked images (B, 3, H, W) and the unchanged targets.
 
         Raises:
             DataError: if the batch has another shape.
@@ -63,19 +63,19 @@ class CutOut(Transform):
         ]
         y, x = to_device(torch.stack(drawn), images.device)
         hole = inside(y, x, height, width, int(min(height, width) * self.length))
-        # A clone keeps the memory format, which masked_fill does not.
+        # clone preserves the memory format, masked_fill does not.
         return images.clone().masked_fill_(hole[:, None], 0), targets
 
 
 def inside(y: torch.Tensor, x: torch.Tensor, height: int, width: int, side: int) -> torch.Tensor:
-    """Which pixels lie in one of the squares: (B, H, W), bool, on the device of the centres.
+    """Return which pixels lie in one of the squares: (B, H, W), bool, on the device of the centres.
 
     Args:
         y: rows of the centres, (B, holes).
         x: columns of the centres, (B, holes).
         height: H of the images.
         width: W of the images.
-        side: of a square, in pixels; an odd one counts as one less, since half of it is whole pixels.
+        side: of a square, in pixels; an odd side is rounded down to even, because its half is whole pixels.
     """
     half = side // 2
     rows, columns = (torch.arange(n, device=y.device) for n in (height, width))

@@ -1,4 +1,4 @@
-"""EMA: evaluates with weights averaged over the last steps, the newest counting most."""
+"""EMA: evaluate with an exponential moving average of the weights."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .common.checks import check_count, check_range
 
 @dataclass(frozen=True)
 class EMA(Transform):
-    """Keeps average = smoothing · average + (1 - smoothing) · weight, and evaluates with the average.
+    """Keep average = smoothing · average + (1 - smoothing) · weight, and evaluate with the average.
 
     Buffers such as BatchNorm's running statistics are averaged like the weights; counters are copied (in
-    Composer `num_batches_tracked` becomes 0). Half precision is averaged in float32. Costs the model's
-    memory once more, and twice inside `evaluating()`. DeepSpeed's stage 3 leaves nothing on the model to average.
+    Composer, `num_batches_tracked` becomes 0). Half precision is averaged in float32. Memory: one more copy of
+    the model, two inside `evaluating()`. Not supported with DeepSpeed stage 3, which partitions the parameters.
 
-    The average starts from the weights at `session`: a half-life near the length of the whole training would
-    evaluate mostly those.
+    The average starts from the weights at `session`: with a half-life near the length of the full training run,
+    evaluation would mostly use those.
 
     Attributes:
-        half_life: optimizer steps after which a weight counts half. Number > 0, or None if `smoothing` is
-            given. Default 1000, as in Composer.
-        smoothing: share of the old average that stays at each update; not adjusted to `update_every`.
-            Number in (0, 1), or None for `half_life`. Default None.
-        update_every: optimizer steps between updates. Whole number ≥ 1. Default 1, as in Composer.
+        half_life: optimizer steps after which the influence of a weight is halved. Number > 0, or None if
+            `smoothing` is set. Default 1000, as in Composer.
+        smoothing: fraction of the old average kept at each update; not adjusted for `update_every`. Number in
+            (0, 1), or None to use `half_life`. Default None.
+        update_every: optimizer steps between updates. Integer ≥ 1. Default 1, as in Composer.
 
     Raises:
-        PlanError: at construction, if a value is out of range, or not exactly one of `half_life` and
-            `smoothing` is given; by `session`, if DeepSpeed's stage 3 has divided the parameters.
+        PlanError: at construction, if a value is out of range, or if not exactly one of `half_life` and
+            `smoothing` is set; from `session`, if DeepSpeed stage 3 has partitioned the parameters.
 
     Source: Tarvainen and Valpola, "Mean teachers are better role models", 2017, arXiv:1703.01780.
     """
@@ -49,8 +49,8 @@ class EMA(Transform):
     def __post_init__(self) -> None:
         if (self.half_life is None) == (self.smoothing is None):
             raise PlanError(
-                f"EMA(half_life={self.half_life!r}, smoothing={self.smoothing!r}): give exactly one of the two, "
-                "and None for the other."
+                f"EMA(half_life={self.half_life!r}, smoothing={self.smoothing!r}): set exactly one of the two, and "
+                "the other to None."
             )
         if self.half_life is not None:
             check_range(self, "half_life", "(0, inf)")
@@ -60,23 +60,23 @@ class EMA(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """No: it counts steps."""
+        """Return False: only the number of steps matters."""
         return False
 
     @property
     def share(self) -> float:
-        """What the newest weights count in an update: 1 - smoothing."""
+        """The weight of the newest values in an update: 1 - smoothing."""
         if self.smoothing is not None:
             return 1 - self.smoothing
-        assert self.half_life is not None, "__post_init__ left one of the two"
+        assert self.half_life is not None, "__post_init__ ensures that one of the two is set"
         return float(1 - 2 ** (-self.update_every / self.half_life))
 
     def share_of_start(self, steps: int) -> float:
-        """What the weights at `session` still count in the average after so many steps, 0 to 1."""
+        """Return the fraction of the average that still comes from the weights at `session` after `steps` steps."""
         return float((1 - self.share) ** (steps // self.update_every))
 
     def session(self, model: nn.Module) -> Session:
-        """Begins to average `model`, which is on its device, sharded and loaded."""
+        """Start averaging `model`, after it is moved to its device, sharded and loaded."""
         return AveragedSession(model, self.update_every, lambda averages, _: averages.add(self.share))
 
 

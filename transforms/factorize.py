@@ -1,7 +1,7 @@
-"""Factorize: a wide convolution or linear layer as two narrow ones, by the singular value decomposition.
+"""Factorize: replace a wide convolution or linear layer by two narrow ones, using the singular value decomposition.
 
-Shapes: O output and I input channels or features, R the rank. The surgery changes a module in place, so
-hooks and every place where it is shared stay; its weight (O, I, ...) gives way to two.
+Shapes: O output and I input channels or features, R the rank. The surgery changes a module in place, so hooks
+and sharing are preserved; its weight (O, I, ...) is replaced by two.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .common.surgery import Verdict, obstacle, operate, places, rename
 
 
 def factorize(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two factors whose product is nearest to `weight` among all of that rank.
+    """Return the two factors whose product is the best approximation of `weight` with that rank.
 
     Args:
-        weight: (O, I, ...), floating.
+        weight: (O, I, ...), floating-point.
         rank: R, from 1 to min(O, I · ...).
 
     Returns:
-        (R, I, ...) and (O, R, 1, ...), in the dtype and on the device of `weight`, of equal norm.
+        (R, I, ...) and (O, R, 1, ...), of equal norm, with the dtype and device of `weight`.
     """
     matrix = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).flatten(1)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -38,7 +38,7 @@ def factorize(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def multiply(down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The weight (O, I, ...) that does the work of the factors (R, I, ...) and (O, R, 1, ...)."""
+    """Return the weight (O, I, ...) equivalent to the factors (R, I, ...) and (O, R, 1, ...)."""
     return (up.flatten(1) @ down.flatten(1)).reshape(up.shape[0], *down.shape[1:])
 
 
@@ -49,10 +49,10 @@ class _Factorized(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.up(self.down(input))  # type: ignore[no-any-return]
 
-    # For code that reads a child's weight past its forward, as nn.TransformerEncoderLayer does.
+    # For code that reads a child's weight instead of calling it, as nn.TransformerEncoderLayer does.
     @property
     def weight(self) -> torch.Tensor:
-        """(O, I, ...): the product, made anew at every reading."""
+        """(O, I, ...): the product, recomputed on each access."""
         return multiply(self.down.weight, self.up.weight)  # type: ignore[arg-type]
 
     @property
@@ -77,33 +77,33 @@ class FactorizedLinear(_Factorized):
 
 @dataclass(frozen=True)
 class Factorize(Transform):
-    """Replaces the weight W of wide convolutions and linear layers by a product of two smaller ones.
+    """Replace the weight W of wide convolutions and linear layers by a product of two smaller ones.
 
-    The modules and ranks are those of Composer's `Factorize`, but the factors are the best approximation
-    of W (truncated singular value decomposition), so that a pretrained model stays near what it was.
-    Composer's surgery draws them at random. A second application changes nothing; a layer without a bias
-    gets none; padding mode, dtype, device and requires_grad stay.
+    The modules and ranks are those of Composer's `Factorize`, but the factors are the best approximation of W
+    (truncated singular value decomposition), so that a pretrained model stays close to its function. Composer
+    initialises the factors at random. Applying it again changes nothing; a layer without a bias gets none;
+    padding mode, dtype, device and requires_grad are preserved.
 
-    A module changes only if it is wide enough and the factors take fewer multiplications. Only `nn.Conv2d`
-    and `nn.Linear` themselves change, since BlurPool, WeightStandardization and SqueezeExcite take what
-    this one makes but not the reverse: they stand after it. A grouped convolution, or one whose weight
-    another module shares, is left alone.
+    A module changes only if it is wide enough and the factors need fewer multiplications. Only plain `nn.Conv2d`
+    and `nn.Linear` change. BlurPool, WeightStandardization and SqueezeExcite accept factorised layers but not
+    the reverse, so they are applied after Factorize. Grouped convolutions, and those that share their weight
+    with another module, are left unchanged.
 
-    `name.weight` and `name.bias` become `name.down.weight`, `name.up.weight` and `name.up.bias`.
-    `from_plain` factorises the plain weights, `to_plain` multiplies the factors: the same output.
+    `name.weight` and `name.bias` become `name.down.weight`, `name.up.weight` and `name.up.bias`. `from_plain`
+    factorises the plain weights; `to_plain` multiplies the factors, with the same output.
 
     Attributes:
-        factorize_convs: whether convolutions change. Default true.
-        factorize_linears: whether linear layers change. Default true.
-        min_channels: a convolution with fewer input or output channels is left alone. Count ≥ 0.
+        factorize_convs: whether to change convolutions. Default True.
+        factorize_linears: whether to change linear layers. Default True.
+        min_channels: convolutions with fewer input or output channels are left unchanged. Integer ≥ 0.
             Default 256, as in Composer.
-        latent_channels: rank of a convolution: a count ≥ 1, or a share in (0, 1) of the smaller of its
+        latent_channels: rank of a convolution: an integer ≥ 1, or a fraction in (0, 1) of the smaller of its
             input and output channels. Default 0.25, as in Composer.
-        min_features: the same as min_channels, for linear layers. Count ≥ 0. Default 256, as in Composer.
-        latent_features: rank of a linear layer, as latent_channels. Default 128, as in Composer.
+        min_features: same as min_channels, for linear layers. Integer ≥ 0. Default 256, as in Composer.
+        latent_features: rank of a linear layer, like latent_channels. Default 128, as in Composer.
 
     Raises:
-        PlanError: at construction, if a value is of the wrong kind.
+        PlanError: at construction, if a value has the wrong type.
 
     Source: MosaicML Composer, method card "Factorize"; Denton et al. 2014, arXiv:1404.0736.
     """
@@ -128,7 +128,7 @@ class Factorize(Transform):
             check_size(self, field)
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Modules that were factorised before stay, with a note."""
+        """Change `model` in place. Modules already factorised are kept and noted in the report."""
         inside = {
             id(child)
             for module in model.modules()
@@ -153,7 +153,7 @@ class Factorize(Transform):
         return operate("Factorize", model, judge, self._change, looks_for)
 
     def from_plain(self, state: State, model: nn.Module) -> State:
-        """Each changed module's plain weight as its two factors."""
+        """Return the state with each changed module's plain weight as its two factors."""
         changed = dict(state)
         modules = dict(model.named_modules(remove_duplicate=False))
         for place in places(model, _Factorized):
@@ -165,7 +165,7 @@ class Factorize(Transform):
         return changed
 
     def to_plain(self, state: State, model: nn.Module) -> State:
-        """Each changed module's factors as their product: a plain model gives the same output."""
+        """Return the state with each changed module's factors as their product; the output is the same."""
         plain = dict(state)
         for place in places(model, _Factorized):
             if f"{place}down.weight" in plain:
@@ -180,21 +180,21 @@ class Factorize(Transform):
         )
 
     def _obstacle(self, module: nn.Module) -> str | None:
-        """Why a candidate cannot change, or None."""
+        """Return why a candidate cannot change, or None."""
         conv = isinstance(module, nn.Conv2d)
-        found = obstacle(module, nn.Conv2d if conv else nn.Linear)
-        if found:
-            return found
+        reason = obstacle(module, nn.Conv2d if conv else nn.Linear)
+        if reason:
+            return reason
         if isinstance(module, nn.Conv2d) and module.groups > 1:
-            return f"a convolution of {module.groups} groups"
+            return f"a convolution with {module.groups} groups"
         width, least = _width(module), self.min_channels if conv else self.min_features
         if width < least:
             return f"width {width}, below {'min_channels' if conv else 'min_features'}={least}"
         rank, best = self._rank(module), _largest_rank_that_saves(module)
         if rank > best:
-            return f"rank {rank} would save no work; the largest that does is {best}"
+            return f"rank {rank} saves no multiplications; use at most {best}"
         if not module.weight.is_meta and not module.weight.any():  # type: ignore[operator]
-            return "its weight is 0, and factors of 0 have no gradient"
+            return "its weight is 0, and factors of 0 get no gradient"
         return None
 
     def _rank(self, module: nn.Module) -> int:
@@ -210,7 +210,7 @@ class Factorize(Transform):
 
 
 def _width(module: nn.Module) -> int:
-    """The smaller of input and output channels or features."""
+    """Return the smaller of input and output channels or features."""
     if isinstance(module, nn.Conv2d):
         return min(module.in_channels, module.out_channels)
     assert isinstance(module, nn.Linear)
@@ -218,7 +218,7 @@ def _width(module: nn.Module) -> int:
 
 
 def _largest_rank_that_saves(module: nn.Module) -> int:
-    """The largest R with R · (fan-in + O) < fan-in · O."""
+    """Return the largest R with R · (fan-in + O) < fan-in · O."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     outputs, fan_in = weight.shape[0], weight[0].numel()
@@ -243,7 +243,7 @@ def _split_linear(linear: nn.Linear, rank: int) -> None:
 
 
 def _split(whole: nn.Module, down: nn.Module, up: nn.Module, cls: type[_Factorized]) -> None:
-    """Turns `whole`, a convolution or linear layer, into a `cls` with the children `down` and `up`."""
+    """Turn `whole`, a convolution or linear layer, into a `cls` with the children `down` and `up`."""
     weight, bias = whole.weight, whole.bias
     assert isinstance(weight, nn.Parameter)
     assert isinstance(down.weight, nn.Parameter)

@@ -1,4 +1,4 @@
-"""TestTimeFlip: evaluates each image and its mirror image, shifted ones too if asked, and takes the mean."""
+"""TestTimeFlip: average predictions over each image and its mirror image, optionally shifted ones too."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .common.images import keep_format
 
 @dataclass(frozen=True)
 class TestTimeFlip(Transform):
-    """Predicts by the mean of the logits of the images and of their mirror images, left for right.
+    """Predict with the mean of the logits of each image and its horizontal mirror image.
 
-    Evaluation takes twice as long, with `shift` six times. Accuracies with it compare only with others that have it.
+    Evaluation takes twice as long, or six times with `shift`. Compare its accuracies only with others that use it.
 
     Attributes:
-        shift: pixels by which the images are also moved, up and left, and down and right, over reflected edges.
-            These two, and their mirror images, count for half of the mean. Whole number ≥ 0, less than the
-            images' sides. Default 0, which leaves them out; airbench's is 1.
+        shift: pixels by which the images are also moved, up-left and down-right, with reflected edges. These two
+            and their mirror images count for half of the mean. Integer ≥ 0, less than the images' sides. Default
+            0: no shifted images; airbench uses 1.
 
     Raises:
         PlanError: at construction, if the value is out of range.
@@ -36,7 +36,7 @@ class TestTimeFlip(Transform):
 
     shift: int = 0
 
-    # pytest takes a class by that name for a test.
+    # Otherwise pytest would collect the class as a test.
     __test__: ClassVar[bool] = False
     kind: ClassVar[Kind] = "evaluation"
     source: ClassVar[str] = "Krizhevsky et al. 2012; Jordan 2024, arXiv:2404.00498"
@@ -45,16 +45,16 @@ class TestTimeFlip(Transform):
         check_count(self, "shift")
 
     def predict(self, model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-        """Logits (B, C), in float32 or better, of images (B, 3, H, W).
+        """Return logits (B, C), in float32 or better, of images (B, 3, H, W).
 
-        Gradients and autocast are as the caller set them.
+        Does not change the caller's gradient and autocast modes.
 
         Raises:
             DataError: if the images have another shape.
         """
         if images.dim() != 4 or min(images.shape[-2:]) <= self.shift:
             raise DataError(
-                f"{self}: images {tuple(images.shape)}; give (B, 3, H, W), sides above the shift."
+                f"{self}: images of shape {tuple(images.shape)}. Pass (B, 3, H, W), with sides larger than shift."
             )
         logits = _both(model, images)
         if not self.shift:
@@ -68,7 +68,7 @@ class TestTimeFlip(Transform):
 
 
 def _both(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-    """The mean of the logits of images and mirror images, in float32 or better."""
+    """Return the mean logits of images and mirror images, in float32 or better."""
     logits = model(images)
     wide = torch.promote_types(logits.dtype, torch.float32)
     return (logits.to(wide) + model(keep_format(images.flip(-1), images)).to(wide)) / 2

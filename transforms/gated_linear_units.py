@@ -1,4 +1,4 @@
-"""GatedLinearUnits: the MLP of a transformer block with a second, multiplying linear layer.
+"""GatedLinearUnits: a transformer MLP gated by a second linear layer.
 
 Shapes: B batch, N tokens, D features.
 """
@@ -28,7 +28,7 @@ class GatedMlp(nn.Module):
     value: nn.Linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, ..., D) to the same."""
+        """Map (B, ..., D) to the same shape."""
         hidden = self.drop1(self.act(self.fc1(x)) * self.value(x))
         return self.drop2(self.fc2(self.norm(hidden)))  # type: ignore[no-any-return]
 
@@ -39,7 +39,7 @@ class GatedSequentialMlp(nn.Sequential):
     value: nn.Linear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(B, ..., D) to the same."""
+        """Map (B, ..., D) to the same shape."""
         first, activation, drop, second, drop_again = list(self)[:5]  # the sixth is `value`
         hidden = drop(activation(first(input)) * self.value(input))
         return drop_again(second(hidden))  # type: ignore[no-any-return]
@@ -54,18 +54,18 @@ CLASSES: dict[str, type[nn.Module]] = {
 
 @dataclass(frozen=True)
 class GatedLinearUnits(Transform):
-    """Turns act(W x) in the MLPs of vision transformers into act(W x) · (V x).
+    """Turn act(W x) in the MLPs of vision transformers into act(W x) · (V x).
 
-    For timm's `Mlp` (ViT, ConvNeXt, Swin, …) and torchvision's `MLP` and `MLPBlock` (ViT, Swin); the MLP
-    gets half as many parameters again. Composer's surgery of this name is for Hugging Face's BERT only,
-    needs `transformers`, and starts from new random weights. The formula is the same, but V x + b starts
-    as 1, so that the model computes what it did: pretrained weights keep their use, and V learns from
-    there. W keeps its bias.
+    Supports timm's `Mlp` (ViT, ConvNeXt, Swin, …) and torchvision's `MLP` and `MLPBlock` (ViT, Swin). The MLP
+    gets 50 % more parameters. Composer's surgery of this name supports only Hugging Face's BERT, needs
+    `transformers`, and starts from new random weights. Here the formula is the same, but V x + b starts as 1:
+    the model's function does not change, pretrained weights remain useful, and V is trained from there. W keeps
+    its bias.
 
-    It stands after Factorize, which cannot factorise a V of zeros.
+    It is applied after Factorize, which cannot factorise a V of zeros.
 
-    `name.value.weight` and `name.value.bias` are new; all else keeps its name. A plain model cannot express
-    the product: `to_plain` keeps these entries under these names, and a plain model takes the rest with
+    `name.value.weight` and `name.value.bias` are new; all other names are unchanged. A plain model cannot
+    express the product: `to_plain` keeps these entries, and a plain model loads the others with
     `load_state_dict(strict=False)`.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202.
@@ -77,12 +77,12 @@ class GatedLinearUnits(Transform):
     after: ClassVar[tuple[str, ...]] = ("Factorize",)
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. MLPs that were gated before stay, with a note."""
+        """Change `model` in place. MLPs already gated are kept and noted in the report."""
         looks_for = "the MLP of timm's and torchvision's transformer blocks"
         return operate("GatedLinearUnits", model, _judge, _change, looks_for)
 
     def from_plain(self, state: State, model: nn.Module) -> State:
-        """The plain weights, and for `value`, which they lack, weights 0 and biases 1."""
+        """Return the plain weights, plus `value`'s, which they lack: weights 0 and biases 1."""
         changed = dict(state)
         own = model.state_dict()
         for place in places(model, (GatedMlp, GatedSequentialMlp)):
@@ -97,7 +97,7 @@ def _judge(module: nn.Module) -> Verdict | str:
     if full_name(module) not in CLASSES:
         return Verdict.IGNORE
     if isinstance(module, nn.Sequential) and len(module) != 5:
-        return "it is not linear, activation, dropout, linear, dropout"
+        return "its layers are not linear, activation, dropout, linear, dropout"
     if type(_first(module)) not in (nn.Linear, FactorizedLinear):
         return f"its first layer is a {type(_first(module)).__name__}, not an nn.Linear"
     return patched(module) or Verdict.CHANGE

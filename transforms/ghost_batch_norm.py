@@ -1,4 +1,4 @@
-"""GhostBatchNorm: batch statistics of small groups of samples, whatever the batch.
+"""GhostBatchNorm: batch statistics over small groups of samples, independent of the batch size.
 
 Shapes: B batch, C channels. The surgery changes the class of a module and nothing else.
 """
@@ -20,30 +20,30 @@ from .common.surgery import Verdict, obstacle, operate
 class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
     ghost_batch_size: int = 32
     averages_variances = True
-    """Its running variance is a mean of the groups' variances, and among ranks a mean of theirs."""
+    """Its running variance is the mean of the groups' variances, and across ranks the mean of theirs."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training and self.running_mean is not None:
-            return super().forward(input)  # the running statistics are the same for any group
+            return super().forward(input)  # evaluation uses running statistics, the same for every group
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         groups = max(1, -(-input.shape[0] // self.ghost_batch_size))
         return torch.cat([self._normalize(group, groups) for group in input.chunk(groups)])
 
     def _normalize(self, group: torch.Tensor, groups: int) -> torch.Tensor:
-        """One group by its own statistics, which also move the running ones, 1/groups as far as a batch."""
+        """Normalise one group by its own statistics, which move the running ones 1/groups as far as a batch."""
         tracks = self.training and self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum / groups
         mean, variance = (self.running_mean, self.running_var) if tracks else (None, None)
         if tracks and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if self.momentum is None:  # the running statistics are the plain mean over all groups so far
+            if self.momentum is None:  # the running statistics are the cumulative mean over all groups
                 if group.device.type != "cpu":
                     return self._accumulate(group)
                 momentum = 1.0 / float(self.num_batches_tracked)
         return F.batch_norm(group, mean, variance, self.weight, self.bias, True, momentum, self.eps)
 
     def _accumulate(self, group: torch.Tensor) -> torch.Tensor:
-        """As `_normalize`; the host does not read the count, which the device has."""
+        """As `_normalize`, without reading the count from the device."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -80,21 +80,21 @@ CLASSES: dict[type[nn.Module], type[_GhostBatchNorm]] = {
 
 @dataclass(frozen=True)
 class GhostBatchNorm(Transform):
-    """Batch normalisation over groups of at most `ghost_batch_size` samples of the batch a device sees.
+    """Batch normalisation over groups of at most `ghost_batch_size` samples of each device's batch.
 
-    In training the numbers are those of Composer's `apply_ghost_batchnorm`. Two cases in which that one
-    raises work here: a batch below the ghost size is one group, in evaluation too, and `momentum=None`
-    (cumulative statistics) averages over all groups. The names in the state dict stay.
+    In training it computes the same as Composer's `apply_ghost_batchnorm`. Two cases in which Composer raises
+    work here: a batch smaller than the ghost size is one group, in evaluation too, and `momentum=None`
+    (cumulative statistics) averages over all groups. The names in the state dict do not change.
 
-    Only `nn.BatchNorm1d`, `2d` and `3d` themselves change. `nn.SyncBatchNorm`, whose purpose is the
-    opposite, and other subclasses are reported in `skipped`. A later `convert_sync_batchnorm` undoes it.
+    Only plain `nn.BatchNorm1d`, `2d` and `3d` change. `nn.SyncBatchNorm`, which has the opposite purpose, and
+    other subclasses are reported in `skipped`. A later `convert_sync_batchnorm` reverts the change.
 
     Attributes:
-        ghost_batch_size: samples in a group, at most; the batch is cut into equal groups. Count ≥ 1.
-            Default 32, as in Composer.
+        ghost_batch_size: maximum number of samples in a group; the batch is split into equal groups. Integer
+            ≥ 1. Default 32, as in Composer.
 
     Raises:
-        PlanError: at construction, if the value is of the wrong kind.
+        PlanError: at construction, if the value has the wrong type.
 
     Source: Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741.
     """
@@ -108,7 +108,7 @@ class GhostBatchNorm(Transform):
         check_count(self, "ghost_batch_size", least=1)
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Modules changed before keep their ghost size, with a note."""
+        """Change `model` in place. Modules already changed keep their ghost size and are noted in the report."""
         return operate("GhostBatchNorm", model, self._judge, self._change, "BatchNorm1d, 2d and 3d")
 
     def _judge(self, module: nn.Module) -> Verdict | str:
@@ -118,7 +118,7 @@ class GhostBatchNorm(Transform):
             if isinstance(module, plain):
                 return obstacle(module, plain) or Verdict.CHANGE
         if isinstance(module, nn.SyncBatchNorm):
-            return "SyncBatchNorm takes its statistics over all devices, the opposite of a ghost batch"
+            return "SyncBatchNorm computes statistics over all devices, the opposite of a ghost batch"
         return Verdict.IGNORE
 
     def _change(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""GyroDropout: dropout that trains a few fixed subnetworks, each for many steps.
+"""GyroDropout: dropout with a few fixed subnetworks, each trained for many steps.
 
 Shapes: B batch, F features: the last dimension, or the channels of images (B, F, H, W).
 """
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 
 
 def outside_graphs(forward: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
-    """Keep a forward out of compiled graphs, as `torch.compiler.disable` does, which takes a second to import."""
+    """Keep a forward out of compiled graphs, like `torch.compiler.disable`, whose import takes a second."""
 
     @wraps(forward)
     def run(*arguments: P.args, **named: P.kwargs) -> torch.Tensor:
@@ -36,15 +36,15 @@ def outside_graphs(forward: Callable[P, torch.Tensor]) -> Callable[P, torch.Tens
 
 
 class GyroDropoutLayer(nn.Dropout):
-    """Drops, in each row of a training batch, the features that one of `concurrent` subnetworks lacks.
+    """Drop, in each row of a training batch, the features that one of `concurrent` subnetworks lacks.
 
     Attributes:
-        p: share of the features that a subnetwork lacks.
-        subnetworks: how many there are in all.
-        concurrent: how many of them share a batch; neighbouring rows have the same one.
-        hold: for how many steps; None: not known yet, and needed to train.
-        seed: the subnetworks and their order follow from it.
-        step: training batches seen.
+        p: fraction of the features that a subnetwork lacks.
+        subnetworks: total number of subnetworks.
+        concurrent: number of subnetworks that share a batch; neighbouring rows use the same one.
+        hold: number of steps before the selection changes; None until the training length is known.
+        seed: determines the subnetworks and their order.
+        step: number of training batches seen.
     """
 
     subnetworks: int
@@ -61,8 +61,8 @@ class GyroDropoutLayer(nn.Dropout):
             return input
         if self.hold is None:
             raise PlanError(
-                "GyroDropout does not know how long the training is, and outside a pipeline nobody tells it. Give "
-                "total_steps=…, or call its begin(model, total_steps) before the first step."
+                "GyroDropout needs the length of the training. Pass total_steps=…, or call its begin(model, "
+                "total_steps) before the first step (a Pipeline does so)."
             )
         channels = input.dim() == 4
         features = input.shape[1] if channels else input.shape[-1]
@@ -73,8 +73,8 @@ class GyroDropoutLayer(nn.Dropout):
         return input * self._factors(self.masks, input)
 
     def _factors(self, masks: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        """What the input is multiplied by, 0 or 1 / (1 - p), in a shape that goes with its own; kept for the next
-        step, whose masks mostly are the same."""
+        """Return the factors, 0 or 1 / (1 - p), in a shape that broadcasts with the input; cached, because the next
+        step mostly has the same masks."""
         key = (len(input), input.dim(), input.dtype, input.device)
         if self.kept is None or self.kept[0] is not masks or self.kept[1] != key:
             rows = torch.arange(len(input), device=masks.device) * self.concurrent // max(1, len(input))
@@ -86,17 +86,17 @@ class GyroDropoutLayer(nn.Dropout):
         return self.kept[2]
 
     def _select(self, period: int, features: int) -> torch.Tensor:
-        """(concurrent, F), true where a feature is kept: subnetworks drawn with replacement."""
+        """Return (concurrent, F), True where a feature is kept: subnetworks drawn with replacement."""
         generator = torch.Generator().manual_seed(self.seed + self.subnetworks + period)
         chosen = torch.randint(self.subnetworks, (self.concurrent,), generator=generator)
         return torch.stack([self._subnetwork(int(index), features) for index in chosen])
 
     def _subnetwork(self, index: int, features: int) -> torch.Tensor:
-        """(F,): made anew from its seed, because all of them would take subnetworks × F bytes a layer."""
+        """Return one subnetwork (F,), rebuilt from its seed: storing all takes subnetworks × F bytes per layer."""
         return torch.rand(features, generator=torch.Generator().manual_seed(self.seed + index)) > self.p
 
     def set_length(self, total_steps: int) -> None:
-        """Begins a training of so many steps, and divides it into periods."""
+        """Start a training of `total_steps` steps, and split it into periods."""
         self.step, self.masks, self.kept = 0, None, None
         self.hold = max(1, total_steps // self.subnetworks * self.concurrent)
 
@@ -106,29 +106,29 @@ class GyroDropoutLayer(nn.Dropout):
 
 @dataclass(frozen=True)
 class GyroDropout(Transform):
-    """Replaces the random masks of dropout layers by a few preselected ones that stay for many steps.
+    """Replace the random masks of dropout layers by a few preselected ones that are kept for many steps.
 
-    The method and the period are Composer's, which works for (B, F) and batches that tau divides, and
-    fails in runs of fewer than sigma steps. Here any batch and any shape of two or more dimensions work;
-    in tokens (B, N, F) a subnetwork drops the same features of every token, in images (B, F, H, W) the
-    same channels everywhere. A layer with p = 0 does nothing and is left alone.
+    The method and the period are Composer's, which supports (B, F) and batches divisible by tau, and fails in
+    runs shorter than sigma steps. Here any batch size and any shape of two or more dimensions work: in tokens
+    (B, N, F) a subnetwork drops the same features of every token, in images (B, F, H, W) the same channels
+    everywhere. A layer with p = 0 does nothing and is left unchanged.
 
-    Steps are counted in Python, so the layer stands outside a compiled graph. The count is not in the
-    state dict: a Pipeline's checkpoints save it beside; in a loop of your own save `step` of each layer, else a
-    resumed run begins with the first period again. Every rank has the same subnetworks if
-    the ranks have the same seed when this is applied.
+    Steps are counted in Python, so the layer runs outside a compiled graph. The count is not in the state dict:
+    a Pipeline's checkpoints save it separately. In a custom loop save each layer's `step`, or a resumed run
+    restarts with the first period. Every rank has the same subnetworks if the ranks have the same seed when the
+    transform is applied.
 
     Attributes:
-        p: share of the features that are dropped, in place of the layer's own. Number in [0, 1).
-            Default 0.5, as in Composer.
-        sigma: preselected subnetworks. Count ≥ 1. Default 256, as in Composer.
-        tau: subnetworks that share a batch. Count ≥ 1. Default 16, as in Composer.
-        total_steps: optimizer steps of the whole run. Count ≥ 1. A selection stays for
-            total_steps // sigma · tau steps, at least one. Default None: a pipeline tells its own, as
-            Composer's trainer does; in a loop of your own give it here or to `begin`.
+        p: fraction of the features that are dropped, replacing the layer's own value. Number in [0, 1). Default
+            0.5, as in Composer.
+        sigma: number of preselected subnetworks. Integer ≥ 1. Default 256, as in Composer.
+        tau: number of subnetworks that share a batch. Integer ≥ 1. Default 16, as in Composer.
+        total_steps: optimizer steps of the full run. Integer ≥ 1. A selection is kept for total_steps // sigma
+            · tau steps, at least one. Default None: a pipeline sets it, as Composer's trainer does; in a custom
+            loop pass it here or to `begin`.
 
     Raises:
-        PlanError: at construction, if a value cannot be used; in training, if the length is not known.
+        PlanError: at construction, if a value is invalid; in training, if the length is not known.
 
     Source: Lee et al., "GyroDropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
     """
@@ -149,15 +149,15 @@ class GyroDropout(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """Unless `total_steps` says how long the training is."""
+        """Return whether the length has to come from the pipeline, because `total_steps` is not set."""
         return self.total_steps is None
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Layers that were changed before stay, with a note."""
+        """Change `model` in place. Layers already changed are kept and noted in the report."""
         return operate("GyroDropout", model, _judge, self._change, "Dropout with p above 0")
 
     def begin(self, model: nn.Module, total_steps: int) -> None:
-        """Tells the layers how long the training is, unless `total_steps` does."""
+        """Set the length of the training on the layers, unless `total_steps` is set."""
         for module in model.modules():
             if isinstance(module, GyroDropoutLayer) and self.total_steps is None:
                 module.set_length(total_steps)
@@ -178,7 +178,7 @@ def _judge(module: nn.Module) -> Verdict | str:
     if not isinstance(module, nn.Dropout):
         return Verdict.IGNORE
     if module.p == 0:
-        return "p=0: it does nothing"
+        return "p=0 has no effect"
     return obstacle(module, nn.Dropout) or Verdict.CHANGE
 
 

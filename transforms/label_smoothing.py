@@ -1,4 +1,4 @@
-"""LabelSmoothing: targets a little less certain, so that the logits need not grow without end.
+"""LabelSmoothing: slightly less certain targets, so that the logits need not grow without bound.
 
 Shapes: B batch, C classes.
 """
@@ -21,27 +21,27 @@ from .common.checks import check_fraction
 from .common.images import spread_indices
 
 IGNORED = -100
-"""The class index that counts for nothing: the default of `F.cross_entropy`, which PyTorch shares."""
+"""The class index to ignore: PyTorch's default, in `F.cross_entropy` for example."""
 
 
 @dataclass(frozen=True)
 class LabelSmoothing(Transform):
-    """Trains on (1 - smoothing) · target + smoothing / C in place of the target.
+    """Train on (1 - smoothing) · target + smoothing / C instead of the target.
 
-    Cross entropy (`F.cross_entropy`, a `functools.partial` of it, or `nn.CrossEntropyLoss`) smooths by
-    PyTorch's own `label_smoothing`, with its class weights and `ignore_index`. Every other loss is handed
-    soft targets (B, C), in float32 or better.
+    Cross entropy (`F.cross_entropy`, a `functools.partial` of it, or `nn.CrossEntropyLoss`) uses PyTorch's own
+    `label_smoothing`, with its class weights and `ignore_index`. Any other loss receives soft targets (B, C), in
+    float32 or better.
 
-    Mixing (MixUp, CutMix) makes soft targets before the loss is called, so smoothing always comes after
-    it. In Composer the other order leaves half of the mixture unsmoothed. BinaryCrossEntropy decides which loss
-    it is, and stands before it.
+    Mixing (MixUp, CutMix) creates soft targets before the loss is called, so smoothing always comes after it. In
+    Composer the other order leaves half of the mixture unsmoothed. BinaryCrossEntropy replaces the loss and is
+    applied before it.
 
     Attributes:
-        smoothing: share of the target that is spread over all classes. Number in [0, 1). Default 0.1, the
-            value of the source. 0 changes nothing.
+        smoothing: fraction of the target spread over all classes. Number in [0, 1). Default 0.1, the paper's
+            value. 0 changes nothing.
 
     Raises:
-        PlanError: at construction, if the value is out of range; by `loss`, if the loss smooths already.
+        PlanError: at construction, if the value is out of range; from `loss`, if the loss already smooths.
 
     Source: Szegedy et al., "Rethinking the Inception Architecture", 2016, arXiv:1512.00567, section 7.
     """
@@ -56,7 +56,7 @@ class LabelSmoothing(Transform):
         check_fraction(self, "smoothing")
 
     def loss(self, loss: Loss) -> Loss:
-        """The smoothed loss, which pickles whenever `loss` does. `loss` itself is not changed."""
+        """Return the smoothed loss, which can be pickled if `loss` can. `loss` itself is not changed."""
         self._refuse_twice(loss)
         if type(loss) is nn.CrossEntropyLoss:
             smoothed = copy.copy(loss)
@@ -76,45 +76,45 @@ class LabelSmoothing(Transform):
         if before:
             raise PlanError(
                 f"LabelSmoothing({self.smoothing}): the loss already smooths its labels by {before}. "
-                "Leave one of the two out."
+                "Remove one of the two."
             )
 
 
 @dataclass(frozen=True)
 class SmoothedLoss:
-    """`base`, called with smoothed targets: what `LabelSmoothing.loss` makes of an unknown loss."""
+    """`base`, called with smoothed targets: how `LabelSmoothing.loss` wraps an unknown loss."""
 
     base: Loss
     smoothing: float
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of the rows that are not ignored.
+        """Return the loss of the rows that are not ignored.
 
         Args:
             logits: (B, C).
-            targets: (B,) class indices, where -100 drops the row, or (B, C) probabilities. On a CUDA device the
-                host would have to wait for the number of rows that stay: there, a row of -100 makes the loss
-                NaN. `F.cross_entropy`, which PyTorch smooths, ignores such rows on every device.
+            targets: (B,) class indices, where -100 drops the row, or (B, C) probabilities. On a CUDA device,
+                counting the remaining rows would synchronise: there, a row of -100 makes the loss NaN.
+                `F.cross_entropy`, which PyTorch smooths itself, ignores such rows on every device.
 
         Raises:
             DataError: if the shapes do not fit.
         """
         indices = targets.shape == logits.shape[:1] and not targets.is_floating_point()
         if logits.dim() == 2 and indices and logits.device.type == "cpu":
-            # A loss of an unknown kind takes no weight of a row, so the row has to go.
+            # An unknown loss takes no row weights, so the row itself has to be dropped.
             kept = targets != IGNORED
             logits, targets = logits[kept], targets[kept]
         return self.base(logits, smooth_targets(logits, targets, self.smoothing))
 
 
 def smooth_targets(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """(1 - smoothing) · target + smoothing / C.
+    """Return (1 - smoothing) · target + smoothing / C.
 
     Args:
         logits: (B, C); only their shape, dtype and device are read.
-        targets: (B,) class indices from 0 to C - 1, or (B, C) probabilities. Another index is torch's error on the
-            CPU, and makes its row NaN on a CUDA device.
-        smoothing: share of the target that is spread over all classes, in [0, 1).
+        targets: (B,) class indices from 0 to C - 1, or (B, C) probabilities. Any other index raises torch's error
+            on the CPU, and makes its row NaN on a CUDA device.
+        smoothing: fraction of the target spread over all classes, in [0, 1).
 
     Returns:
         (B, C) in float32, or in float64 if the logits are: bfloat16 cannot hold 1 - 0.1 + 0.1 / C.
@@ -132,9 +132,9 @@ def smooth_targets(logits: torch.Tensor, targets: torch.Tensor, smoothing: float
 
 
 def misfit(owner: str, logits: torch.Tensor, targets: torch.Tensor) -> DataError:
-    """The error for targets that are neither class indices nor probabilities of these logits."""
+    """Return the error for targets that are neither class indices nor probabilities for these logits."""
     return DataError(
-        f"{owner}: logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)} of {targets.dtype}; give "
+        f"{owner}: logits {tuple(logits.shape)} do not match targets {tuple(targets.shape)} of {targets.dtype}. Pass "
         "logits (B, C) with class indices (B,) or probabilities (B, C)."
     )
 

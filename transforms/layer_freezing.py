@@ -1,4 +1,4 @@
-"""LayerFreezing: the first layers stop learning, more and more of them as training goes on."""
+"""LayerFreezing: progressively stop training the first layers."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ from .common.checks import check_fraction
 
 @dataclass(frozen=True)
 class LayerFreezing(Transform):
-    """Freezes a share of the layers that rises from 0 at `freeze_start` to `freeze_level` at the end.
+    """Freeze a fraction of the layers that rises from 0 at `freeze_start` to `freeze_level` at the end.
 
-    A layer is a module with parameters of its own, in the order of registration; the last one is never
-    frozen. For models whose parameters are all in leaf modules, the layers and the schedule are those of
-    Composer's `freeze_layers`; that one never freezes parameters that stand beside children, such as a
-    ViT's class token.
+    A layer is a module with its own parameters, in registration order; the last one is never frozen. For models
+    whose parameters are all in leaf modules, layers and schedule match Composer's `freeze_layers`, which never
+    freezes parameters of modules with children, such as a ViT's class token.
 
-    `freeze` keeps no state: what is frozen follows from the progress alone, so a resumed run calls it and
-    goes on. It sets requires_grad to False and the gradient to None, and every PyTorch optimizer leaves a
-    parameter without a gradient as it is, momentum and weight decay included; no optimizer needs to be
-    changed. Running statistics of batch normalisations still move, as in Composer.
+    `freeze` has no state: the frozen layers follow from the progress alone, so a resumed run just calls it
+    again. It sets requires_grad to False and the gradient to None, and every PyTorch optimizer skips a parameter
+    without a gradient, momentum and weight decay included, so the optimizer does not change. Running statistics
+    of batch normalisation are still updated, as in Composer.
 
-    Frozen parameters get no gradient, for which DDP waits unless find_unused_parameters is set. FSDP2 reads
-    requires_grad at every forward, and FairScale's ShardedDDP waits for no gradient. DeepSpeed keeps stepping
-    what is frozen, by momentum and weight decay, in the flat buffers that it laid out at the start. A compiled
-    model compiles again after each change.
+    Frozen parameters get no gradient; DDP waits for them unless find_unused_parameters is set. FSDP2 reads
+    requires_grad in every forward, and FairScale's ShardedDDP does not wait for gradients. DeepSpeed would keep
+    updating frozen parameters, by momentum and weight decay, in its flat buffers. A compiled model is recompiled
+    after each change.
 
     Attributes:
-        freeze_start: share of training before the first layer freezes. Number in [0, 1). Default 0.5, as
-            in Composer.
-        freeze_level: share of the layers that are frozen at the end. Number in [0, 1]. Default 1.0, as in
+        freeze_start: fraction of training before the first layer freezes. Number in [0, 1). Default 0.5, as in
             Composer.
+        freeze_level: fraction of the layers frozen at the end. Number in [0, 1]. Default 1.0, as in Composer.
 
     Raises:
         PlanError: at construction, if a value is out of range.
@@ -57,32 +55,32 @@ class LayerFreezing(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """Unless no layer is ever frozen."""
+        """Return whether any layer is ever frozen."""
         return self.freeze_level > 0
 
     def level(self, progress: float) -> float:
-        """The share of the layers that are frozen, in [0, 1], when a share `progress` of training is done.
+        """Return the fraction of the layers that are frozen, in [0, 1], at `progress`.
 
         Raises:
             PlanError: if `progress` is not in [0, 1].
         """
         if not 0 <= progress <= 1:
             raise PlanError(
-                f"LayerFreezing: progress={progress!r} is the share of training done, from 0 to 1."
+                f"LayerFreezing: progress={progress!r}. Pass the fraction of training completed, in [0, 1]."
             )
         return self.freeze_level * max(0.0, progress - self.freeze_start) / (1 - self.freeze_start)
 
     def freeze(self, model: nn.Module, progress: float) -> Report:
-        """Freezes what is to be frozen when a share `progress` of training is done. Thaws nothing.
+        """Freeze the layers due at `progress`. Nothing is unfrozen.
 
         Call it between two steps, as Composer does after every epoch.
 
         Args:
             model: the model in training; under DDP, `ddp.module`.
-            progress: share of all training done, from 0 to 1.
+            progress: fraction of training completed, in [0, 1].
 
         Returns:
-            Names of the layers that were frozen now; a note says how many are frozen in all.
+            The names of the newly frozen layers; a note has the total number of frozen layers.
 
         Raises:
             PlanError: if `progress` is not in [0, 1].

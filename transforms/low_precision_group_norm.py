@@ -1,4 +1,4 @@
-"""LowPrecisionGroupNorm: group normalisation in autocast's precision, which autocast leaves in float32."""
+"""LowPrecisionGroupNorm: group normalisation in autocast's lower precision instead of float32."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class LowGroupNorm(nn.GroupNorm):
 
 @dataclass(frozen=True)
 class LowPrecisionGroupNorm(Transform):
-    """Runs group normalisations in bfloat16 or float16 where autocast is on; changes nothing elsewhere.
+    """Run group normalisation in bfloat16 or float16 under autocast; without autocast, change nothing.
 
-    Composer's numbers. As there, nothing changes on a CPU, whose kernel in bfloat16 is slower than both casts (step
-    time of a ResNet-18: 1.01 to 1.00, torch 2.15). Beyond it: timm's group norms, and dtype, device, requires_grad,
-    hooks and names stay. Other subclasses of `nn.GroupNorm` are reported in `skipped`.
+    Same results as Composer's. As there, nothing changes on a CPU, whose bfloat16 kernel is slower than both casts
+    (step time of a ResNet-18: 1.01 to 1.00, torch 2.15). In addition, timm's group norms are supported, and dtype,
+    device, requires_grad, hooks and names are preserved. Other subclasses of `nn.GroupNorm` are reported in
+    `skipped`.
 
     Source: MosaicML Composer, method card "Low Precision GroupNorm".
     """
@@ -47,7 +48,7 @@ class LowPrecisionGroupNorm(Transform):
     source: ClassVar[str] = "Composer's method card, Low Precision GroupNorm"
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Modules that were changed before stay, with a note."""
+        """Change `model` in place. Modules already changed are kept and noted in the report."""
         return operate("LowPrecisionGroupNorm", model, _judge, _change, "GroupNorm")
 
 

@@ -1,4 +1,4 @@
-"""LowPrecisionLayerNorm: layer normalisation in autocast's precision, which autocast leaves in float32."""
+"""LowPrecisionLayerNorm: layer normalisation in autocast's lower precision instead of float32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .common.surgery import Verdict, full_name, obstacle, operate, patched
 
 
 def lower(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The tensors in autocast's dtype if autocast is on for the first one's device, else as they are."""
+    """Return the tensors in autocast's dtype if autocast is on for the first one's device, else unchanged."""
     first = tensors[0]
     assert first is not None
     if not torch.is_autocast_enabled(first.device.type):
@@ -50,11 +50,11 @@ CLASSES: dict[str, type[LowLayerNorm]] = {
 
 @dataclass(frozen=True)
 class LowPrecisionLayerNorm(Transform):
-    """Runs layer normalisations in bfloat16 or float16 where autocast is on; changes nothing elsewhere.
+    """Run layer normalisation in bfloat16 or float16 under autocast; without autocast, change nothing.
 
-    Composer's numbers. Beyond it: under autocast on a CPU too, the (B, C, H, W) norms of torchvision's and
-    timm's ConvNeXt, and dtype, device, requires_grad, hooks and names stay. Statistics are accumulated in
-    float32 inside the kernel either way; what is saved is memory traffic.
+    Same results as Composer's. In addition, it works under CPU autocast, supports the (B, C, H, W) norms of
+    torchvision's and timm's ConvNeXt, and preserves dtype, device, requires_grad, hooks and names. The kernel
+    accumulates statistics in float32 either way; the saving is memory traffic.
 
     Other subclasses of `nn.LayerNorm` are reported in `skipped`.
 
@@ -65,7 +65,7 @@ class LowPrecisionLayerNorm(Transform):
     source: ClassVar[str] = "Composer's method card, Low Precision LayerNorm"
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Modules that were changed before stay, with a note."""
+        """Change `model` in place. Modules already changed are kept and noted in the report."""
         return operate("LowPrecisionLayerNorm", model, _judge, _change, "LayerNorm")
 
 

@@ -1,4 +1,4 @@
-"""MixUp: each image blended with another of its batch, and its target likewise."""
+"""MixUp: blend each image with another image of the batch, and their targets likewise."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from .common.images import check_batch, check_mixable, draw_partners, keep_forma
 
 @dataclass(frozen=True)
 class MixUp(Transform):
-    """Trains on (1 - s) · image + s · another image of the batch, with the targets mixed by the same s.
+    """Train on (1 - s) · image + s · another image of the batch, with the targets mixed by the same s.
 
-    s is drawn once for the batch, as min(z, 1 - z) of z from Beta(alpha, alpha), so that the larger part
-    of each mixture is its own image (as in Composer). A batch that was mixed before, with targets (B, C),
-    is mixed once more: MixUp and CutMix compose in either order. It stands after SelectiveBackprop, which
-    ranks images that are whole.
+    s is drawn once per batch, as min(z, 1 - z) of z from Beta(alpha, alpha), so that each mixture is dominated by
+    its own image (as in Composer). A batch that is already mixed, with targets (B, C), is mixed again: MixUp and
+    CutMix compose in either order. It is applied after SelectiveBackprop, which ranks complete images.
 
     Attributes:
-        alpha: both parameters of the Beta distribution; the larger, the more even the mixtures.
-            Number > 0. Default 0.2, from the source's ImageNet runs (0.1 to 0.4) and Composer.
+        alpha: both parameters of the Beta distribution; larger values mix more evenly. Number > 0. Default 0.2,
+            from the paper's ImageNet runs (0.1 to 0.4) and Composer.
 
     Raises:
         PlanError: at construction, if the value is out of range.
@@ -43,25 +42,25 @@ class MixUp(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """No: each step draws from its own random numbers alone."""
+        """Return False: each step depends only on its own random numbers."""
         return False
 
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mixed batch. A batch of one keeps its image, and only its target becomes soft.
+        """Return the mixed batch. A batch of one keeps its image; only its target becomes soft.
 
         Args:
-            images: (B, 3, H, W), floating-point; dtype and memory format stay.
+            images: (B, 3, H, W), floating-point; dtype and memory format are preserved.
             targets: (B,) class indices or (B, C) probabilities.
-            context: gives the randomness, and the number of classes for class indices.
+            context: supplies the randomness, and the number of classes for class indices.
 
         Returns:
             Images (B, 3, H, W) and targets (B, C) in float32.
 
         Raises:
-            DataError: if the batch has another shape or type, or a target on the CPU is no class (such as -100).
-                On a CUDA device its row, and so the loss, becomes NaN.
+            DataError: if the batch has another shape or dtype, or a target on the CPU is not a class index (such as
+                -100). On a CUDA device its row, and so the loss, becomes NaN.
         """
         check_batch(self, images, targets)
         check_mixable(self, images)
@@ -75,7 +74,7 @@ class MixUp(Transform):
 
 
 def mix_images(images: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
-    """(1 - share) · images + share · images[partner]; images (B, C, H, W), partner (B,) indices."""
+    """Return (1 - share) · images + share · images[partner]; images (B, C, H, W), partner (B,) indices."""
     return keep_format(images.lerp(images[partner], share), images)
 
 

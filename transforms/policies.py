@@ -1,6 +1,6 @@
-"""RandAugment, TrivialAugment and AugMix: random operations on each training image, before it is in a batch.
+"""RandAugment, TrivialAugment and AugMix: random operations on each training image, before batching.
 
-In a Pipeline the loader does them (`loader_settings` is what it is told); alone, `image` does them to one image.
+In a Pipeline the loader applies them, configured by `loader_settings`; `image` applies them to a single image.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from .base import Kind, Transform
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# As torchvision needs them, and the loaders (loaders/policies.py) take them.
+# As torchvision requires, and as the loaders (loaders/policies.py) accept.
 _BINS, _LONGEST, _MOST_SEVERE = 1000, 32, 10
 
 
 @dataclass(frozen=True)
 class RandAugment(Transform):
-    """Does `num_ops` of 14 operations to each training image, drawn at random, all of one strength.
+    """Apply `num_ops` of 14 operations to each training image, drawn at random, all of the same magnitude.
 
-    The operations: identity, shear and translation along either axis, rotation, brightness, colour, contrast,
-    sharpness, posterize, solarize, autocontrast, equalize; as torchvision's `RandAugment` does them.
+    The operations are those of torchvision's `RandAugment`: identity, shear and translation along either axis,
+    rotation, brightness, colour, contrast, sharpness, posterize, solarize, autocontrast, equalize.
 
     Attributes:
-        num_ops: operations on each image. Whole number from 1 to 32. Default 2, torchvision's.
-        magnitude: their strength: the number of a bin, from 0 to `num_magnitude_bins` - 1. Default 9,
-            torchvision's; the source tunes it for each data set and model.
-        num_magnitude_bins: steps from no effect to the largest. Whole number from 2 to 1000. Default 31,
-            torchvision's, after the source's scale from 0 to 30.
+        num_ops: operations per image. Integer from 1 to 32. Default 2, as in torchvision.
+        magnitude: their strength, as a bin index from 0 to `num_magnitude_bins` - 1. Default 9, as in
+            torchvision; the paper tunes it for each data set and model.
+        num_magnitude_bins: number of bins from no effect to the strongest. Integer from 2 to 1000. Default 31, as
+            in torchvision, after the paper's scale from 0 to 30.
 
     Raises:
         PlanError: at construction, if a value is out of range.
@@ -55,11 +55,11 @@ class RandAugment(Transform):
 
     @property
     def loader_settings(self) -> dict[str, Any]:
-        """The loader's setting `policy`."""
+        """Return the loader setting `policy`."""
         return {"policy": {"name": "rand_augment", **dataclasses.asdict(self)}}
 
     def image(self, image: Image) -> Any:
-        """One image, changed; the random numbers are torch's global ones."""
+        """Return one image, changed, with random numbers from torch\'s global generator."""
         from torchvision.transforms import v2
 
         return v2.RandAugment(self.num_ops, self.magnitude, self.num_magnitude_bins)(image)
@@ -67,12 +67,12 @@ class RandAugment(Transform):
 
 @dataclass(frozen=True)
 class TrivialAugment(Transform):
-    """Does one of 14 operations to each training image, drawn at random, its strength, too.
+    """Apply one of 14 operations to each training image, with both operation and magnitude drawn at random.
 
-    The operations of `RandAugment` in the source's wide ranges; as torchvision's `TrivialAugmentWide`.
+    The operations of `RandAugment` in the paper's wide ranges, as in torchvision's `TrivialAugmentWide`.
 
     Attributes:
-        num_magnitude_bins: strengths to choose from. Whole number from 2 to 1000. Default 31, the source's.
+        num_magnitude_bins: number of magnitudes. Integer from 2 to 1000. Default 31, as in the paper.
 
     Raises:
         PlanError: at construction, if the value is out of range.
@@ -91,11 +91,11 @@ class TrivialAugment(Transform):
 
     @property
     def loader_settings(self) -> dict[str, Any]:
-        """The loader's setting `policy`."""
+        """Return the loader setting `policy`."""
         return {"policy": {"name": "trivial_augment", **dataclasses.asdict(self)}}
 
     def image(self, image: Image) -> Any:
-        """One image, changed; the random numbers are torch's global ones."""
+        """Return one image, changed, with random numbers from torch\'s global generator."""
         from torchvision.transforms import v2
 
         return v2.TrivialAugmentWide(self.num_magnitude_bins)(image)
@@ -103,19 +103,20 @@ class TrivialAugment(Transform):
 
 @dataclass(frozen=True)
 class AugMix(Transform):
-    """Mixes each training image with what `width` short chains of random operations make of it.
+    """Mix each training image with `width` copies altered by short chains of random operations.
 
-    The 13 operations of `RandAugment` without identity; as torchvision's `AugMix`. The source's further loss
-    on the consistency of predictions is not part of it, as it is not of torchvision's.
+    The operations are the 13 of `RandAugment` without identity, as in torchvision's `AugMix`. As there, the
+    paper's additional consistency loss is not included.
 
     Attributes:
-        severity: largest strength of an operation, in tenths of its range. Whole number from 1 to 10.
-            Default 3, the source's.
-        width: chains. Whole number from 1 to 32. Default 3, the source's.
-        depth: operations of a chain, a whole number from 1 to 32; -1: 1 to 3, at random. Default -1, the
-            source's.
-        alpha: of the Beta distribution between image and mixture and of the Dirichlet distribution between the
-            chains. From 0.01 to 100; the larger, the more even the weights. Default 1, the source's.
+        severity: largest magnitude of an operation, in tenths of its range. Integer from 1 to 10. Default 3, as in
+            the paper.
+        width: number of chains. Integer from 1 to 32. Default 3, as in the paper.
+        depth: operations per chain. Integer from 1 to 32, or -1 for 1 to 3 at random. Default -1, as in the
+            paper.
+        alpha: parameter of the Beta distribution between image and mixture and of the Dirichlet distribution
+            between the chains. From 0.01 to 100; larger values give more even weights. Default 1, as in the
+            paper.
 
     Raises:
         PlanError: at construction, if a value is out of range.
@@ -139,15 +140,15 @@ class AugMix(Transform):
             _check_whole(self, "depth", 1, _LONGEST, " or -1, for 1 to 3 at random")
         alpha: Any = self.alpha
         if not is_number(alpha, "[0.01, 100]"):
-            raise PlanError(f"AugMix(alpha={alpha!r}): give a number from 0.01 to 100.")
+            raise PlanError(f"AugMix(alpha={alpha!r}): pass a number in [0.01, 100].")
 
     @property
     def loader_settings(self) -> dict[str, Any]:
-        """The loader's setting `policy`."""
+        """Return the loader setting `policy`."""
         return {"policy": {"name": "aug_mix", **dataclasses.asdict(self)}}
 
     def image(self, image: Image) -> Any:
-        """One image, mixed; the random numbers are torch's global ones."""
+        """Return one image, mixed, with random numbers from torch\'s global generator."""
         from torchvision.transforms import v2
 
         return v2.AugMix(self.severity, self.width, self.depth, self.alpha)(image)
@@ -157,7 +158,7 @@ def _check_whole(owner: object, field: str, low: int, high: int, other: str = ""
     value = getattr(owner, field)
     if not is_whole(value, low, high):
         raise PlanError(
-            f"{type(owner).__name__}({field}={value!r}): give a whole number from {low} to {high}{other}."
+            f"{type(owner).__name__}({field}={value!r}): pass an integer from {low} to {high}{other}."
         )
 
 

@@ -15,20 +15,19 @@ from .common.images import check_batch, resize
 
 @dataclass(frozen=True)
 class ProgressiveResizing(Transform):
-    """Trains on images of growing size, in three parts: small, growing linearly, full size.
+    """Train on images of growing size, in three phases: small, growing linearly, full size.
 
-    A loader that resizes in its decoder asks `size` and saves decoding too; for others `batch` resizes
-    the tensors, bilinear and antialiased. Only one of the two: `batch` takes images of the full size.
-    (Composer documents bilinear and takes the nearest pixel.)
+    A loader that resizes while decoding uses `size`, which saves decoding time too; for other loaders `batch`
+    resizes the tensors, bilinear and antialiased. Use only one of the two: `batch` expects full-size images.
+    (Composer documents bilinear but uses nearest-neighbour.)
 
     Attributes:
-        initial_scale: side at the start, as a share of the full side. Number in (0, 1]. Default 0.5, as in
-            Composer and its ResNet recipes.
-        delay: share of the training at the initial size. Number in [0, 1]. Default 0.5, as in Composer.
-        finetune: share of the training at full size, at the end. Number in [0, 1]. Default 0.2, as in
+        initial_scale: initial side as a fraction of the full side. Number in (0, 1]. Default 0.5, as in Composer
+            and its ResNet recipes.
+        delay: fraction of training at the initial size. Number in [0, 1]. Default 0.5, as in Composer.
+        finetune: fraction of training at full size, at the end. Number in [0, 1]. Default 0.2, as in Composer.
+        size_increment: intermediate sizes are multiples of it, in pixels. Integer ≥ 1. Default 4, as in
             Composer.
-        size_increment: sizes below the full one are multiples of it, in pixels. Whole number ≥ 1.
-            Default 4, as in Composer.
 
     Raises:
         PlanError: at construction, if a value is out of range, or `delay` and `finetune` exceed 1.
@@ -49,28 +48,28 @@ class ProgressiveResizing(Transform):
         check_range(self, "delay", "[0, 1]")
         check_range(self, "finetune", "[0, 1]")
         check_count(self, "size_increment", 1)
-        if self.delay + self.finetune > 1 + 1e-9:  # 0.7 + 0.3 may be a little above 1
+        if self.delay + self.finetune > 1 + 1e-9:  # 0.7 + 0.3 may be slightly above 1
             raise PlanError(
-                f"ProgressiveResizing(delay={self.delay}, finetune={self.finetune}): together they are more "
-                "than the whole training; give two shares of at most 1 together."
+                f"ProgressiveResizing(delay={self.delay}, finetune={self.finetune}): together they exceed the full "
+                "training. Pass two fractions with a sum of at most 1."
             )
 
     @property
     def depends_on_length(self) -> bool:
-        """Unless `finetune` is the whole training."""
+        """Return whether the size ever changes: not if `finetune` covers the full training."""
         return self.finetune < 1
 
     def size(self, image_size: int, progress: float) -> int:
-        """The side to train at, in pixels.
+        """Return the side to train at, in pixels.
 
-        From `image_size` times `initial_scale`, rounded to a multiple of `size_increment` (at least one),
-        to `image_size` itself, even where that is no multiple.
+        Grows from `image_size` times `initial_scale`, rounded to a multiple of `size_increment` (at least one), to
+        `image_size` itself, even if that is not a multiple.
 
         Args:
             image_size: full side, in pixels.
-            progress: share of the training done, 0 to 1.
+            progress: fraction of training completed, 0 to 1.
         """
-        # A little less than the share, which a progress of k/n may miss by the last bit.
+        # Slightly less than the fraction, which a progress of k/n may miss by the last bit.
         if progress >= 1 - self.finetune - 1e-9:
             return image_size
         ramp = max(1 - self.finetune - self.delay, 1e-9)
@@ -82,10 +81,10 @@ class ProgressiveResizing(Transform):
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images (B, 3, h, w) of the size for `context.progress`, and the targets as they are.
+        """Return images (B, 3, h, w) of the size for `context.progress`, and the unchanged targets.
 
-        `images` (B, 3, H, W) are of full size; w is `size` of W, and h keeps the proportions. Dtype and
-        memory format stay. At full size the images are returned themselves.
+        `images` (B, 3, H, W) have full size; w is `size` of W, and h keeps the proportions. Dtype and memory format
+        are preserved. At full size the images are returned as they are.
 
         Raises:
             DataError: if the batch has another shape.

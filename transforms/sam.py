@@ -1,4 +1,4 @@
-"""SAM: the gradient at the worst point nearby, which leads to flat minima."""
+"""SAM: use the gradient at the worst point nearby, which leads to flat minima."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .common.tensors import locals_of, total_norm, with_gradients
 
 @dataclass(frozen=True)
 class SAM(Transform):
-    """Steps with the gradient taken at weight + rho · gradient / norm of all gradients. In a loop::
+    """Step with the gradient taken at weight + rho · gradient / norm of all gradients. In a loop::
 
         gradients(batch)
         if sam.applies(step):
@@ -25,19 +25,19 @@ class SAM(Transform):
             restore()
         optimizer.step()
 
-    The second pass updates BatchNorm's statistics once more, unless it runs inside `buffers_kept(model)`.
-    Gradients are those of all ranks if the loop synchronises the first pass; Composer does not, so that
-    each of its ranks perturbs by its own. DeepSpeed takes the gradients away, and FairScale's ShardedDDP
-    leaves each on one rank only, so that neither can perturb.
+    The second pass updates BatchNorm's statistics again, unless it runs inside `buffers_kept(model)`. Gradients
+    are those of all ranks if the loop synchronises the first pass; Composer does not, so each of its ranks
+    perturbs by its own gradient. It cannot be used with DeepSpeed, which removes the gradients, or FairScale's
+    ShardedDDP, which keeps each on one rank only.
 
     Attributes:
-        rho: distance to the worst point, in the 2-norm of all weights together. Number > 0. Default 0.05,
-            from the source and Composer; with `interval` 10 Composer's ResNet recipes take 0.5.
-        interval: a perturbed step every so many; each costs about twice as much. Whole number ≥ 1.
+        rho: distance to the worst point, in the 2-norm of all weights together. Number > 0. Default 0.05, from the
+            paper and Composer; Composer's ResNet recipes use 0.5 with `interval` 10.
+        interval: number of steps from one perturbed step to the next; each costs about twice as much. Integer ≥ 1.
             Default 1, as in Composer.
 
     Raises:
-        PlanError: at construction, if a value is out of range; by `perturb`, if there are no gradients.
+        PlanError: at construction, if a value is out of range; from `perturb`, if there are no gradients.
 
     Source: Foret et al., "Sharpness-Aware Minimization", 2021, arXiv:2010.01412.
     """
@@ -54,18 +54,18 @@ class SAM(Transform):
         check_count(self, "interval", 1)
 
     def applies(self, step: int) -> bool:
-        """Whether the step that follows `step` optimizer steps is a perturbed one."""
+        """Return whether the step after `step` optimizer steps is a perturbed one."""
         return (step + 1) % self.interval == 0
 
     @torch.no_grad()
     def perturb(self, parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
-        """Moves the parameters, in place, to the worst point nearby.
+        """Move the parameters, in place, to the worst point nearby.
 
-        Parameters without a gradient stay; gradients are not changed. Shards (DTensor) move by the norm
-        over all ranks. Costs a copy of the parameters until they are restored.
+        Parameters without a gradient are not moved; gradients are not changed. Shards (DTensor) are moved by the
+        norm over all ranks. Keeps a copy of the parameters until they are restored.
 
         Returns:
-            A function that puts the parameters back, bit for bit; called again it does nothing.
+            A function that restores the parameters exactly; calling it again does nothing.
         """
         moved = with_gradients(self, parameters)
         gradients = [p.grad for p in moved if p.grad is not None]
@@ -73,7 +73,7 @@ class SAM(Transform):
         weights, slopes = locals_of(moved), locals_of(gradients)
         before = [(weight, weight.clone()) for weight in weights]
         scale = self.rho / (norm + 1e-12)
-        # Not foreach's `alpha`, which would have to be read back from the device first.
+        # Not foreach's `alpha`, which would require reading the value from the device first.
         torch._foreach_add_(weights, [slope * scale.to(slope.device) for slope in slopes])
 
         @torch.no_grad()

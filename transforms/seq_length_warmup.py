@@ -15,17 +15,17 @@ from .common.checks import check_bool, check_count, check_range
 
 @dataclass(frozen=True)
 class SeqLengthWarmup(Transform):
-    """Cuts sequences (B, L) to a length that grows in steps, and keeps them whole once it is reached.
+    """Truncate sequences (B, L) to a length that grows in steps.
 
     Attributes:
-        duration: share of the training until the largest length. Number in [0, 1]. Default 0.3, as in
+        duration: fraction of training until the maximum length is reached. Number in [0, 1]. Default 0.3, as in
             Composer.
-        min_seq_length: length at the start, in tokens. Whole number ≥ 1. Default 8, as in Composer.
-        max_seq_length: length at the end, in tokens; longer sequences stay cut to it. Whole number, at least
+        min_seq_length: initial length, in tokens. Integer ≥ 1. Default 8, as in Composer.
+        max_seq_length: final length, in tokens; longer sequences are always truncated to it. Integer, at least
             `min_seq_length`. Default 1024, as in Composer.
-        step_size: tokens by which the length grows. Whole number ≥ 1. Default 8, as in Composer.
-        truncate: true drops the tokens beyond the length; false makes more, shorter sequences of them.
-            Default true, as in Composer.
+        step_size: tokens by which the length grows. Integer ≥ 1. Default 8, as in Composer.
+        truncate: True drops the tokens beyond the length; False turns them into further sequences. Default True,
+            as in Composer.
 
     Raises:
         PlanError: at construction, if a value is out of range.
@@ -50,44 +50,44 @@ class SeqLengthWarmup(Transform):
         check_bool(self, "truncate")
         if self.max_seq_length < self.min_seq_length:
             raise PlanError(
-                f"SeqLengthWarmup(min_seq_length={self.min_seq_length}, max_seq_length={self.max_seq_length}): "
-                "the largest length is below the smallest; exchange the two."
+                f"SeqLengthWarmup(min_seq_length={self.min_seq_length}, max_seq_length={self.max_seq_length}): the "
+                "maximum is below the minimum. Swap the two."
             )
 
     @property
     def depends_on_length(self) -> bool:
-        """Unless the length never changes."""
+        """Return whether the length ever changes."""
         return self.duration > 0 and self.min_seq_length < self.max_seq_length
 
     def length(self, progress: float) -> int:
-        """Tokens per sequence at this share of the training, 0 to 1."""
+        """Return the tokens per sequence at `progress`, 0 to 1."""
         if progress >= self.duration:
             return self.max_seq_length
         steps = (self.max_seq_length - self.min_seq_length) // self.step_size
-        # A little added, so that a progress of k/n in floating point is not taken for the step before.
+        # A small offset, so that rounding in k/n does not select the previous length.
         done = math.floor(progress / self.duration * steps + 1e-9)
         return min(self.min_seq_length + done * self.step_size, self.max_seq_length)
 
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets at the length for `context.progress`; batches that are shorter stay.
+        """Return tokens and targets at the length for `context.progress`; shorter batches are unchanged.
 
         Args:
             images: tokens (B, L).
-            targets: (B, L), cut like the tokens, or (B,), which stay; these need `truncate`.
-            context: gives the progress.
+            targets: (B, L), truncated like the tokens, or (B,), unchanged; (B,) requires `truncate`.
+            context: supplies the progress.
 
         Returns:
             Tokens (B, l) with `truncate`, else (B·L // l, l) without the remainder; targets likewise.
 
         Raises:
-            DataError: if the shapes are others, or sequences with one target each would be divided.
+            DataError: for any other shape, or if sequences with one target each would be split.
         """
         if images.dim() != 2 or targets.shape not in (images.shape, images.shape[:1]):
             raise DataError(
-                f"SeqLengthWarmup: tokens {tuple(images.shape)} with targets {tuple(targets.shape)}; "
-                "give tokens (B, L) with targets (B, L) or (B,)."
+                f"SeqLengthWarmup: unsupported tokens {tuple(images.shape)} with targets {tuple(targets.shape)}. "
+                "Pass tokens (B, L) with targets (B, L) or (B,)."
             )
         length = self.length(context.progress)
         if length >= images.shape[1]:
@@ -97,14 +97,14 @@ class SeqLengthWarmup(Transform):
             return images[:, :length].contiguous(), targets[:, :length].contiguous() if along else targets
         if not along:
             raise DataError(
-                "SeqLengthWarmup(truncate=False): a sequence with one target cannot be divided into several; "
-                "set truncate=True or give targets (B, L)."
+                "SeqLengthWarmup(truncate=False): a sequence with a single target cannot be split into several. Set "
+                "truncate=True or pass targets (B, L)."
             )
         return _divided(images, length), _divided(targets, length)
 
 
 def _divided(tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """(B, L) as (B·L // length, length), without the remainder."""
+    """Reshape (B, L) to (B·L // length, length), without the remainder."""
     whole = tokens.numel() // length * length
     return tokens.reshape(-1)[:whole].view(-1, length)
 

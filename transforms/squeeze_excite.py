@@ -1,7 +1,7 @@
-"""SqueezeExcite: each convolution's output channels weighed by a small network that sees their means.
+"""SqueezeExcite: scale each convolution's output channels by a small network of their means.
 
 Shapes: B batch, C channels, H and W height and width; (C, H, W) without a batch works too.
-The surgery changes the class of a convolution, which gets a child `se`; its own entries in the state dict
+The surgery changes the class of a convolution, which gets a child `se`; its existing entries in the state dict
 keep their names.
 """
 
@@ -22,7 +22,7 @@ from .weight_standardization import StandardizedBlurConv2d, StandardizedConv2d
 
 
 class Gate(nn.Module):
-    """Weighs channels: mean over H and W → linear → ReLU → linear → sigmoid → times the input.
+    """Scale channels: mean over H and W → linear → ReLU → linear → sigmoid → times the input.
 
     Args:
         channels: C.
@@ -36,7 +36,7 @@ class Gate(nn.Module):
         self.up = nn.Linear(latent, channels, bias=False, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(B, C, H, W) to the same shape."""
+        """Map (B, C, H, W) to the same shape."""
         weights: torch.Tensor = self.up(self.down(input.mean((-2, -1))).relu()).sigmoid()
         return input * weights[..., None, None]
 
@@ -49,7 +49,7 @@ class _Gated(nn.Module):
 
 
 class GatedConv2d(_Gated, nn.Conv2d):
-    """A convolution whose output a `Gate` weighs."""
+    """A convolution with its output scaled by a `Gate`."""
 
 
 class GatedBlurConv2d(_Gated, BlurConv2d):
@@ -81,23 +81,23 @@ CLASSES: dict[type[nn.Module], type[_Gated]] = {
 class SqueezeExcite(Transform):
     """Adds a squeeze-and-excitation block to every convolution that is wide enough.
 
-    The same modules and numbers as Composer's `apply_squeeze_excite`. A factorised convolution counts as
-    one, with a block after its second factor; so SqueezeExcite stands after Factorize, BlurPool and
-    WeightStandardization, which would leave gated convolutions alone.
+    Same modules and numbers as Composer's `apply_squeeze_excite`. A factorised convolution counts as one, with a
+    block after its second factor. SqueezeExcite is therefore applied after Factorize, BlurPool and
+    WeightStandardization, which would skip gated convolutions.
 
-    The convolution keeps the names of its weights; `name.se.down.weight` and `name.se.up.weight` are new.
-    They start at random, as in the source, with gates near 0.5: a pretrained model must be trained again.
-    A plain model cannot express the blocks: `to_plain` keeps these entries under these names, and a plain
-    model takes the rest with `load_state_dict(strict=False)`.
+    The convolution's weights keep their names; `name.se.down.weight` and `name.se.up.weight` are new. They are
+    initialised at random, as in the paper, with gates near 0.5: a pretrained model must be trained again. A plain
+    model cannot express the blocks: `to_plain` keeps these entries, and a plain model loads the others with
+    `load_state_dict(strict=False)`.
 
     Attributes:
-        latent_channels: width of the block's hidden layer: a count ≥ 1, or a share in (0, 1) of the
+        latent_channels: width of the block's hidden layer: an integer ≥ 1, or a fraction in (0, 1) of the
             convolution's output channels. Default 64, as in Composer.
-        min_channels: a convolution with fewer input or output channels is left alone. Count ≥ 0.
-            Default 128, as in Composer.
+        min_channels: convolutions with fewer input or output channels are left unchanged. Integer ≥ 0. Default
+            128, as in Composer.
 
     Raises:
-        PlanError: at construction, if a value is of the wrong kind.
+        PlanError: at construction, if a value has the wrong type.
 
     Source: Hu et al., "Squeeze-and-Excitation Networks", 2018, arXiv:1709.01507.
     """
@@ -115,7 +115,7 @@ class SqueezeExcite(Transform):
         check_count(self, "min_channels")
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Convolutions that had a block before stay, with a note."""
+        """Change `model` in place. Convolutions that already have a block are kept and noted in the report."""
         inside = {
             id(child)
             for module in model.modules()
@@ -134,7 +134,7 @@ class SqueezeExcite(Transform):
         return operate("SqueezeExcite", model, judge, self._change, looks_for)
 
     def from_plain(self, state: State, model: nn.Module) -> State:
-        """The plain weights, and for the blocks, which they lack, those that `model` has now."""
+        """Return the plain weights, plus the blocks' current weights from `model`, which they lack."""
         own = model.state_dict()
         new = [name for place in places(model, Gate) for name in own if name.startswith(place)]
         return {**{name: own[name] for name in new}, **state}

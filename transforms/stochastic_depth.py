@@ -1,8 +1,8 @@
-"""StochasticDepth: in training, residual blocks leave out their branch at random, the deeper the likelier.
+"""StochasticDepth: randomly drop the branches of residual blocks in training, deeper ones more often.
 
-A branch ends in a module that drops it. Blocks that have a place for one (torchvision's ConvNeXt, Swin,
-EfficientNet; timm's blocks) get it there; torchvision's ResNet and ViT blocks change their class. Such a
-module has no parameters, so no name in the state dict changes.
+A branch ends in a module that drops it. Blocks with a slot for one (torchvision's ConvNeXt, Swin, EfficientNet;
+timm's blocks) get it there; torchvision's ResNet and ViT blocks change their class. The module has no parameters,
+so no name in the state dict changes.
 """
 
 from __future__ import annotations
@@ -24,48 +24,46 @@ BLOCKS = {
     "torchvision.models.resnet.Bottleneck": "StochasticBottleneck",
     "torchvision.models.vision_transformer.EncoderBlock": "StochasticEncoderBlock",
 }
-"""Blocks without such a place: where they are defined, and their class in residual_blocks.py."""
+"""Blocks without such an attribute: where they are defined, and their class in residual_blocks.py."""
 
 
 @dataclass(frozen=True)
 class StochasticDepth(Transform):
-    """Drops the branch of residual blocks at random in training, and scales a kept one by 1 / (1 - rate).
+    """Drop the branches of residual blocks at random in training, and scale kept ones by 1 / (1 - rate).
 
-    The rates are those of Composer's `apply_stochastic_depth`, which knows torchvision's Bottleneck only
-    and otherwise silently does nothing. Two things differ on purpose:
+    The rates are those of Composer's `apply_stochastic_depth`, which supports only torchvision's Bottleneck and
+    otherwise silently does nothing. Two differences are intentional:
 
-    - Composer multiplies by (1 - rate) in evaluation, we divide by it in training, as torchvision and timm
-      do. The two are the same once the branch's last scale is multiplied by (1 - rate). Here evaluation is
-      that of the plain model, so pretrained weights keep their function and trained ones export as they are.
-    - Composer's "block" breaks the compiled graph at every block, leaves parameters without gradients (DDP
-      must look for them), and FSDP's ranks wait for ever if they skip a layer that another gathers.
+    - Composer multiplies by (1 - rate) in evaluation; here training divides by it, as in torchvision and timm. Both
+      are equivalent once the branch's last scale is multiplied by (1 - rate). Evaluation here is that of the plain
+      model, so pretrained weights keep their function and trained ones export unchanged.
+    - Composer's "block" breaks the compiled graph at every block, leaves parameters without gradients (DDP must
+      search for them), and FSDP's ranks deadlock if one skips a layer that another gathers.
 
-    "block" skips the branch of a ResNet block, as the source and Composer do: it is not computed, the
-    statistics of its BatchNorm stay, and its parameters get gradients of 0, so that weight decay and momentum
-    act on them in every step, as in the authors' code. In a compiled graph, under a hook on a layer of the
-    branch (FSDP around single layers) or on its parameters (DeepSpeed) and with SyncBatchNorm the branch is
-    computed, multiplied by 0 and its statistics are put back: the same numbers, without the time saved. A
-    step of ResNet-50 (eager, 16 images of 64 pixels, one thread of a busy AMD EPYC, torch 2.15, n = 7) took
-    0.97 of the unmodified model's time (0.94 to 1.01) and ran at 0.99 of Composer's speed (0.88 to 1.12);
-    what is left is mostly the gradients of 0, which Composer saves.
+    "block" skips the branch of a ResNet block, as in the paper and Composer: it is not computed, its BatchNorm
+    statistics do not change, and its parameters get gradients of 0, so that weight decay and momentum act on them in
+    every step, as in the authors' code. In a compiled graph, with a hook on a layer of the branch (FSDP around single
+    layers) or on its parameters (DeepSpeed), and with SyncBatchNorm, the branch is computed, multiplied by 0 and its
+    statistics are restored: the same numbers, without the time saved. A step of ResNet-50 (eager, 16 images of 64
+    pixels, one thread of a busy AMD EPYC, torch 2.15, n = 7) took 0.97 of the unmodified model's time (0.94 to 1.01)
+    and ran at 0.99 of Composer's speed (0.88 to 1.12); the rest is mostly the gradients of 0, which Composer saves.
 
-    In all other blocks, and by "sample", a
-    branch is computed and multiplied by 0, and statistics move. The draw of a skipped branch is from the
-    CPU's generator, wherever the model is; ranks may draw differently. FairScale's ShardedDDP is aborted by that: it
-    sends gradients as they come, and after a skipped branch they come in another order.
+    In all other blocks, and with "sample", a branch is computed and multiplied by 0, and its statistics are updated.
+    The draw for a skipped branch uses the CPU generator, whatever the model's device; ranks may draw differently.
+    This aborts FairScale's ShardedDDP, which sends gradients as they arrive: a skipped branch changes their order.
 
-    A ViT block has two branches; each is dropped by itself, with the block's rate. Rates that the model was
-    built with (torchvision's ConvNeXt has some) are replaced, with a note.
+    A ViT block has two branches; each is dropped independently, with the block's rate. Rates that the model was built
+    with (torchvision's ConvNeXt has some) are replaced, with a note.
 
     Attributes:
-        method: "block" drops a branch for the whole batch of a device, as in the source; "sample" for each
-            sample by itself. Default "block", as in Composer.
+        method: "block" drops a branch for the full batch of a device, as in the paper; "sample" for each sample
+            independently. Default "block", as in Composer.
         drop_rate: probability for the last block. Number in [0, 1). Default 0.2, as in Composer.
-        distribution: "linear" rises evenly from drop_rate / blocks in the first block; "uniform" is
-            drop_rate everywhere. Default "linear", as in the source.
+        distribution: "linear" rises evenly from drop_rate / blocks in the first block; "uniform" uses drop_rate
+            everywhere. Default "linear", as in the paper.
 
     Raises:
-        PlanError: at construction, if a value cannot be used.
+        PlanError: at construction, if a value is invalid.
 
     Source: Huang et al., "Deep Networks with Stochastic Depth", 2016, arXiv:1603.09382.
     """
@@ -84,7 +82,7 @@ class StochasticDepth(Transform):
         check_choice(self, "distribution", ("linear", "uniform"))
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Blocks that were changed before keep their rate, with a note."""
+        """Change `model` in place. Blocks already changed keep their rate and are noted in the report."""
         blocks = [module for module in model.modules() if _judge(module) is Verdict.CHANGE]
         rates = {id(block): self._rate(index, len(blocks)) for index, block in enumerate(blocks)}
         replaced = sum(any(_own_rate(block, place) for place in PLACES) for block in blocks)
@@ -94,7 +92,7 @@ class StochasticDepth(Transform):
         )
         if not replaced:
             return report
-        note = f"{replaced} block(s) had a rate that the model was built with; it is replaced."
+        note = f"Replaced the drop rate that {replaced} block(s) were built with."
         return Report(report.transform, report.changed, report.skipped, (*report.notes, note))
 
     def _rate(self, index: int, count: int) -> float:
@@ -118,26 +116,26 @@ def _judge(module: nn.Module) -> Verdict | str:
         return patched(module) or Verdict.CHANGE
     if not _places(module):
         return Verdict.IGNORE
-    # torchvision's and timm's inverted residual blocks without a shortcut have the place and never use it.
+    # torchvision's and timm's inverted residual blocks without a shortcut have the attribute but never use it.
     if not getattr(module, "use_res_connect", getattr(module, "has_skip", True)):
         return "it has no shortcut"
     return Verdict.CHANGE
 
 
 def _places(block: nn.Module) -> list[str]:
-    """The attributes of a block that hold, or are free for, a module that drops a branch."""
-    found = []
+    """Return the attributes of a block that hold, or can hold, a module that drops a branch."""
+    names = []
     for place in PLACES:
         if not hasattr(block, place):
             continue
         value = getattr(block, place)
         if value is None or isinstance(value, nn.Identity) or type(value).__name__ in _RATES:
-            found.append(place)
-    return found
+            names.append(place)
+    return names
 
 
 _RATES = {"DropPath": "drop_prob", "StochasticDepth": "p"}
-"""Class names of timm's and torchvision's modules that drop a branch, and the attribute of their rate."""
+"""Class names of timm's and torchvision's branch-dropping modules, and the attribute with their rate."""
 
 
 def _own_rate(block: nn.Module, place: str) -> bool:

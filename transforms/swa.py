@@ -1,4 +1,4 @@
-"""SWA: the plain mean of the weights along the last part of a training."""
+"""SWA: the mean of the weights over the last part of training."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from .common.checks import check_count, check_range
 
 @dataclass(frozen=True)
 class SWA(Transform):
-    """Averages the weights between two points of a training; at the second the model takes the mean over.
+    """Average the weights between two points of training; at the second, the mean becomes the model's weights.
 
-    BatchNorm's running statistics are averaged with the weights, so they are never those of another point
-    of the training (Composer takes them from the start of the averaging). That is an approximation: the
-    exact ones belong to the mean weights. The training that remains after `end` adapts them; where none
-    remains, `torch.optim.swa_utils.update_bn(loader, model)` after `finish()` measures them.
+    BatchNorm's running statistics are averaged with the weights, so they always belong to the averaged part of the
+    training (Composer uses those from the start of the averaging). This is an approximation of the statistics of the
+    mean weights. Training after `end` adapts them; if there is none,
+    `torch.optim.swa_utils.update_bn(loader, model)` after `finish()` computes them.
 
-    Between the two points an evaluation sees the mean so far. Half precision is averaged in float32. From
-    `start` to `end` it costs the model's memory once more. DeepSpeed steps a copy of the weights that the mean does not
-    reach, and its stage 3 leaves nothing on the model to average.
+    Between the two points, evaluation uses the mean so far. Half precision is averaged in float32. Memory: one more
+    copy of the model from `start` to `end`. Not supported with DeepSpeed, which steps a copy of the weights that the
+    mean does not reach, and whose stage 3 partitions the parameters.
 
     Attributes:
-        start: share of the training after which it begins. Number in [0, 1). Default 0.7, as in Composer.
-        end: share of the training at which the model becomes the mean; above `start`. Number in (0, 1].
+        start: fraction of training after which it begins. Number in [0, 1). Default 0.7, as in Composer.
+        end: fraction of training at which the mean becomes the model's weights; above `start`. Number in (0, 1].
             Default 0.97, as in Composer.
-        update_every: optimizer steps from one weight that counts to the next. Whole number ≥ 1. Default 1:
-            the source and Composer take one per epoch, which a step knows nothing of, and more weights
-            of the same path make the same mean more finely.
+        update_every: optimizer steps between two averaged weights. Integer ≥ 1. Default 1: the paper and Composer
+            average once per epoch, which a step does not know; more points on the same path give a finer mean.
 
     Raises:
-        PlanError: at construction, if a value is out of range; by `session`, if DeepSpeed's stage 3 has
-            divided the parameters.
+        PlanError: at construction, if a value is out of range; from `session`, if DeepSpeed stage 3 has partitioned
+            the parameters.
 
     Source: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
     arXiv:1803.05407.
@@ -58,68 +57,68 @@ class SWA(Transform):
         check_count(self, "update_every", 1)
         if self.end <= self.start:
             raise PlanError(
-                f"SWA(start={self.start}, end={self.end}): nothing lies between; give an end above the start."
+                f"SWA(start={self.start}, end={self.end}) covers no part of the training. Set end above start."
             )
 
     @property
     def depends_on_length(self) -> bool:
-        """Yes: it begins and ends at shares of the training."""
+        """Return True: it begins and ends at fractions of training."""
         return True
 
     def session(self, model: nn.Module) -> Session:
-        """Begins to follow `model`, which is on its device, sharded and loaded."""
+        """Start tracking `model`, after it is moved to its device, sharded and loaded."""
         return SWASession(self, model)
 
 
 class SWASession(Session):
-    """The mean of one training."""
+    """The running mean of one training."""
 
     def __init__(self, options: SWA, model: nn.Module) -> None:
         refuse_partitioned(model)
         self._options = options
         self._model = model
-        self._averaged = averaged_names(model)  # now, because the first step that counts must not wait for it
-        self._mean: Averages | None = None  # there from the first weights that count until it is installed
+        self._averaged = averaged_names(model)  # computed here, so that no step has to synchronise
+        self._mean: Averages | None = None  # set from the first averaged weights until they are installed
         self._counted = 0
         self._steps = 0  # since `start`
         self._ended = False
 
     def after_step(self, progress: float) -> None:
-        """Counts the weights where they are due; at `end` writes the mean into the model."""
+        """Average the weights when due; at `end`, write the mean into the model."""
         if self._ended or progress < self._options.start:
             return
         if self._steps % self._options.update_every == 0:
             self._count()
         self._steps += 1
-        # A little less than the end, which a progress of k/n may miss by the last bit.
+        # Slightly less than `end`, which a progress of k/n may miss by the last bit.
         if progress > self._options.end - 1e-9:
             self._end()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """The model has the mean so far inside it, if there is one that it has not taken over yet."""
+        """Return a context in which the model holds the mean so far, if one is pending."""
         return nullcontext() if self._mean is None else self._mean.installed()
 
     def finish(self) -> None:
-        """The model keeps the mean, if it has not taken it over at `end`.
+        """Write the mean into the model, if that did not happen at `end`.
 
-        Warns if no step fell between `start` and `end`: the model is then as it was trained.
+        Warns if no step fell between `start` and `end`: the model then keeps its trained weights.
         """
         if not self._counted:
             warnings.warn(
-                f"{self._options} averaged nothing: no step came after start; "
-                "train for more steps or start earlier.",
+                f"{self._options} averaged nothing: no step came after start. "
+                "Train for more steps or lower start.",
                 UserWarning,
                 stacklevel=2,
             )
         self._end()
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"steps", "counted": int, "ended": bool, "mean": {name: tensor}}`, the mean empty where none is."""
+        """Return `{"steps", "counted": int, "ended": bool, "mean": {name: tensor}}`; the mean is empty if unset."""
         mean = {} if self._mean is None else self._mean.state_dict()
         return {"steps": self._steps, "counted": self._counted, "ended": self._ended, "mean": mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave, of the same model."""
+        """Restore a state returned by `state_dict` of the same model."""
         self._mean = None
         if state["mean"]:
             self._mean = Averages(self._model, self._averaged)

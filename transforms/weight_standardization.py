@@ -1,7 +1,7 @@
-"""WeightStandardization: each output channel's weights with mean 0 and variance 1, at every forward.
+"""WeightStandardization: standardise each output channel's weights to mean 0 and variance 1 in every forward.
 
-The surgery changes the class of a convolution and nothing else: the parameter stays the plain weight, which
-the forward standardises.
+The surgery changes only the class of a convolution: the parameter stays the plain weight, which the forward
+standardises.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .common.surgery import Verdict, obstacle, operate, places
 
 
 def standardize(weight: torch.Tensor) -> torch.Tensor:
-    """(weight - mean) / sqrt(variance + 1e-10), with the mean and variance of each output channel.
+    """Return (weight - mean) / sqrt(variance + 1e-10), with the mean and variance of each output channel.
 
     Args:
-        weight: (O, I, ...), floating; half precision is computed in float32, where 1e-10 is not 0.
+        weight: (O, I, ...), floating-point; half precision is computed in float32, where 1e-10 is not 0.
 
     Returns:
-        The same shape, dtype and memory format.
+        A tensor of the same shape, dtype and memory format.
     """
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     variance, mean = torch.var_mean(wide, dim=tuple(range(1, wide.dim())), correction=0, keepdim=True)
@@ -40,19 +40,19 @@ class _Standardized(nn.modules.conv._ConvNd):
 
 
 class StandardizedConv1d(_Standardized, nn.Conv1d):
-    """A convolution by standardised weights."""
+    """A convolution with standardised weights."""
 
 
 class StandardizedConv2d(_Standardized, nn.Conv2d):
-    """A convolution by standardised weights."""
+    """A convolution with standardised weights."""
 
 
 class StandardizedConv3d(_Standardized, nn.Conv3d):
-    """A convolution by standardised weights."""
+    """A convolution with standardised weights."""
 
 
 class StandardizedBlurConv2d(_Standardized, BlurConv2d):
-    """BlurPool's convolution by standardised weights."""
+    """BlurPool's convolution with standardised weights."""
 
 
 CLASSES: dict[type[nn.Module], type[_Standardized]] = {
@@ -65,25 +65,24 @@ CLASSES: dict[type[nn.Module], type[_Standardized]] = {
 
 @dataclass(frozen=True)
 class WeightStandardization(Transform):
-    """Standardises the weights of convolutions per output channel.
+    """Standardise the weights of convolutions per output channel.
 
-    The same numbers as Composer's `apply_weight_standardization`, whose models cannot be saved with
-    `torch.save` and have other parameter names; here both stay. A convolution with one weight per output
-    channel (a 1×1 depthwise one) would give 0 for everything, and is left alone.
+    Same numbers as Composer's `apply_weight_standardization`, whose models cannot be saved with `torch.save` and
+    have different parameter names; here both are preserved. A convolution with one weight per output channel (a 1×1
+    depthwise one) would output only 0, and is left unchanged.
 
-    It stands after BlurPool and Factorize, which leave a standardised convolution alone, while this one
-    takes what they make; both factors of a factorised convolution are standardised, as in Composer.
+    It is applied after BlurPool and Factorize, which skip standardised convolutions, while this transform accepts
+    theirs; both factors of a factorised convolution are standardised, as in Composer.
 
-    Plain weights load before and after, for they are what the forward standardises. `to_plain` gives the
-    standardised weights: a plain model has the same output with them.
+    Plain weights load before and after, because they are what the forward standardises. `to_plain` returns the
+    standardised weights, with which a plain model has the same output.
 
     Attributes:
-        n_last_layers_ignore: how many convolutions at the end, in the order in which they are registered,
-            are left alone. Count ≥ 0. Default 0, as in Composer, which takes the order of execution where
-            it can trace the model.
+        n_last_layers_ignore: number of convolutions at the end, in registration order, that are left unchanged.
+            Integer ≥ 0. Default 0, as in Composer, which uses the order of execution if it can trace the model.
 
     Raises:
-        PlanError: at construction, if the value is of the wrong kind.
+        PlanError: at construction, if the value has the wrong type.
 
     Source: Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight
     Standardization", 2019, arXiv:1903.10520.
@@ -99,7 +98,7 @@ class WeightStandardization(Transform):
         check_count(self, "n_last_layers_ignore")
 
     def apply(self, model: nn.Module) -> Report:
-        """Changes `model` in place. Convolutions that were standardised before stay, with a note."""
+        """Change `model` in place. Convolutions already standardised are kept and noted in the report."""
         kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
         convs = [module for module in model.modules() if isinstance(module, kinds)]
         last = {id(conv) for conv in convs[max(0, len(convs) - self.n_last_layers_ignore) :]}
@@ -116,7 +115,7 @@ class WeightStandardization(Transform):
         return operate("WeightStandardization", model, judge, _change, "Conv1d, Conv2d and Conv3d")
 
     def to_plain(self, state: State, model: nn.Module) -> State:
-        """The standardised weights under the same names: a plain model gives the same output with them."""
+        """Return the standardised weights under the same names; a plain model has the same output with them."""
         plain = dict(state)
         for place in places(model, _Standardized):
             if f"{place}weight" in plain:
@@ -126,10 +125,10 @@ class WeightStandardization(Transform):
 
 def _obstacle(module: nn.modules.conv._ConvNd) -> str | None:
     plain = type(module) if type(module) in CLASSES else next(k for k in CLASSES if isinstance(module, k))
-    found = obstacle(module, plain)
-    if found is None and module.weight[0].numel() == 1:
-        return "one weight per output channel, which standardised is 0"
-    return found
+    reason = obstacle(module, plain)
+    if reason is None and module.weight[0].numel() == 1:
+        return "it has one weight per output channel, which would become 0"
+    return reason
 
 
 def _change(module: nn.Module) -> None:

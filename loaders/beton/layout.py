@@ -1,7 +1,7 @@
 """The `.beton` format (FFCV's, version 2): its tables, and the kinds of fields a sample may have.
 
 Layout, little-endian: header · field descriptors · metadata · padding up to a page · pages · allocation
-table to the end of the file. The padding is zeros, of which Drivetrain's seal takes the first bytes (`manifest`).
+table to the end of the file. The padding is zeros; Drivetrain stores its seal in its first bytes (`manifest`).
 Source: libffcv/ffcv, `ffcv/types.py`, `ffcv/fields` and `ffcv/writer.py` (1.0.2).
 """
 
@@ -30,7 +30,7 @@ FIELD = np.dtype([("type_id", "u1"), ("name", "u1", (16,)), ("arguments", "u1", 
 ALLOCATION = np.dtype([("sample_id", "<u8"), ("ptr", "<u8"), ("size", "<u8")])
 IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("data_ptr", "<u8")])
 BLOB = np.dtype([("ptr", "<u8"), ("size", "<u8")])
-"""The metadata of bytes and JSON."""
+"""The metadata of bytes and JSON fields."""
 MODE_JPEG, MODE_RAW = 0, 1
 MIN_PAGE, MAX_PAGE = 1 << 21, 1 << 31
 
@@ -43,7 +43,7 @@ KINDS = {
     "ndarray": NDARRAY_FIELD,
     "json": JSON_FIELD,
 }
-"""A field's kind to its type number in the file."""
+"""Maps a field's kind to its type number in the file."""
 METADATA_TYPES = {
     FLOAT_FIELD: np.dtype("<f8"),
     INT_FIELD: np.dtype("<i8"),
@@ -62,7 +62,7 @@ class Field:
     Attributes:
         name: ASCII, at most 16 characters.
         kind: a key of `KINDS`.
-        dtype, shape: of an ndarray; of no meaning for the other kinds.
+        dtype, shape: of an ndarray; unused for the other kinds.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Field:
 
     @property
     def type_id(self) -> int:
-        """The kind's number in the file."""
+        """The kind's type number in the file."""
         return KINDS[self.kind]
 
     @property
     def nbytes(self) -> int:
-        """Length of an ndarray's data."""
+        """Length of an ndarray's data, in bytes."""
         return self.dtype.itemsize * prod(self.shape)
 
     @property
@@ -89,7 +89,7 @@ class Field:
         return f"{self.kind} {self.dtype} {self.shape}" if self.kind == "ndarray" else self.kind
 
     def descriptor(self) -> NDArray[Any]:
-        """Its row, `()` of `FIELD`, in the file."""
+        """Return the field's row, `()` of `FIELD`, in the file."""
         row = np.zeros((), dtype=FIELD)
         row["type_id"] = self.type_id
         name = self.name.encode("ascii")
@@ -105,10 +105,10 @@ class Field:
 
     @classmethod
     def from_descriptor(cls, row: Any) -> Field:
-        """The reverse of `descriptor`.
+        """Return the field of a `descriptor` row.
 
         Raises:
-            ValueError: saying what in the row cannot be.
+            ValueError: naming what is invalid in the row.
         """
         name, *rest = bytes(row["name"]).split(b"\0")
         if not name or any(rest) or not name.isascii() or not name.decode("ascii").isprintable():
@@ -120,37 +120,37 @@ class Field:
         if kind == "ndarray":
             return cls(field.name, kind, *_array_arguments(row["arguments"]))
         if row["arguments"].any():
-            raise ValueError(f"the {kind} field {field.name!r} has arguments, which such a field has not")
+            raise ValueError(f"the {kind} field {field.name!r} has arguments, which this kind does not take")
         return field
 
 
 def _array_arguments(stored: NDArray[np.uint8]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """dtype and shape of an ndarray field."""
+    """Return dtype and shape of an ndarray field."""
     start = _ARRAY_ARGUMENTS.itemsize
     head = stored[:start].view(_ARRAY_ARGUMENTS)[0]
     length, sizes = int(head["type_length"]), [int(size) for size in head["shape"]]
     shape = tuple(size for size in sizes if size)
     if not shape or any(sizes[len(shape) :]) or prod(shape) > MAX_PAGE:
-        raise ValueError(f"an ndarray field has the shape {sizes}")
+        raise ValueError(f"an ndarray field has the invalid shape {sizes}")
     if length > len(stored) - start or stored[start + length :].any():
-        raise ValueError(f"an ndarray field has a type of {length} characters")
+        raise ValueError(f"an ndarray field has an invalid dtype of {length} characters")
     try:
         ((empty, description),) = json.loads(stored[start : start + length].tobytes().decode("ascii"))
         dtype = np.dtype(description)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"an ndarray field has a type that is none ({error})") from None
+        raise ValueError(f"an ndarray field has an invalid dtype ({error})") from None
     if empty != "" or dtype.kind not in "biufc" or dtype.str != description:
-        raise ValueError(f"an ndarray field has the type {description!r}, which is not a plain number")
+        raise ValueError(f"an ndarray field has the dtype {description!r}, which is not a plain number")
     return dtype, shape
 
 
 def metadata_dtype(fields: Sequence[Field]) -> np.dtype[Any]:
-    """One metadata row: a column `f0`, `f1`, … per field, aligned as C would."""
+    """Return the dtype of a metadata row: a column `f0`, `f1`, … per field, aligned as in C."""
     columns: Any = [("", METADATA_TYPES[field.type_id]) for field in fields]
     dtype: np.dtype[Any] = np.dtype(columns, align=True)
     return dtype
 
 
 def tables_start(fields: int) -> int:
-    """Where the metadata begins: after the header and so many field descriptors."""
+    """Return where the metadata begins: after the header and `fields` field descriptors."""
     return HEADER.itemsize + fields * FIELD.itemsize

@@ -1,9 +1,9 @@
-"""The manifest beside a `.beton` file: class names, settings and checksums, as JSON.
+"""The manifest of a `.beton` file: class names, settings and checksums, as JSON next to it.
 
-The two files prove that they belong together by a seal, a digest of all samples' checksums and of the tables'.
-It is in the manifest, and in the `.beton` after the metadata, in the padding that FFCV leaves empty and does not
-read. A conversion that was killed between the two renames, or a file that was copied without the other, thus
-cannot give one data set's class names to another's pixels.
+A seal proves that the two files belong together: a digest of all samples' checksums and of the tables' checksum.
+It is stored in the manifest, and in the `.beton` after the metadata, in padding that FFCV leaves empty and does not
+read. So a conversion killed between its two renames, or a file copied without its manifest, can never combine one
+data set's class names with another's pixels.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from ...errors import BetonError
 from .layout import Field, metadata_dtype, tables_start
 
 SEAL_BYTES = 32
-"""Of a SHA-256."""
+"""Length of a SHA-256, in bytes."""
 
 _CHUNK = 1 << 16
 
 
 def manifest_path(path: Path) -> Path:
-    """Where the manifest of a `.beton` file stands."""
+    """Return the path of a `.beton` file's manifest."""
     return path.with_name(path.name + ".json")
 
 
 def tables_checksum(data: NDArray[np.uint8], samples: int, fields: Sequence[Field], table_ptr: int) -> int:
-    """CRC-32 of everything in the file but the samples' data: header, fields, metadata, allocation table."""
+    """Return the CRC-32 of everything but the samples' data: header, fields, metadata, allocation table."""
     end = tables_start(len(fields)) + samples * metadata_dtype(fields).itemsize
     return zlib.crc32(data[table_ptr:].data, zlib.crc32(data[:end].data))
 
 
 def seal(tables_crc32: int, checksums: NDArray[np.uint32]) -> bytes:
-    """The digest of a file's content that both files of a pair hold.
+    """Return the digest of a file's content that both files of a pair contain.
 
-    It depends on nothing else, so that the same data gives the same file, wherever it came from.
+    It depends on nothing else, so the same data always gives the same file.
     """
     return hashlib.sha256(tables_crc32.to_bytes(4, "little") + checksums.astype("<u4").tobytes()).digest()
 
 
 def write_manifest(file: BinaryIO, about: dict[str, Any], checksums: NDArray[np.uint32]) -> None:
-    """Writes `about` and, under `"crc32"`, the samples' checksums, without all of the text in memory."""
+    """Write `about` and, under `"crc32"`, the samples' checksums, without building the full text in memory."""
     text = json.dumps(about, indent=1)
     file.write(text[: -len("\n}")].encode() + b',\n "crc32": [\n')
     for start in range(0, len(checksums), _CHUNK):
@@ -59,10 +59,10 @@ def write_manifest(file: BinaryIO, about: dict[str, Any], checksums: NDArray[np.
 def read_manifest(
     path: Path, data: NDArray[np.uint8], header: Any, fields: Sequence[Field]
 ) -> tuple[dict[str, Any], NDArray[np.uint32] | None]:
-    """The manifest of the file `path`, and its checksums `(N,)`; nothing where there is none.
+    """Return the manifest of the file `path` and its checksums `(N,)`; empty and None if there is no manifest.
 
     Raises:
-        BetonError: if it is no manifest, or not that of this file as it is now.
+        BetonError: if it is not a manifest, or does not belong to this file in its current state.
     """
     beside = manifest_path(path)
     if not beside.exists():
@@ -80,8 +80,8 @@ def read_manifest(
         raise BetonError(f"{beside} is not a manifest ({error!r}). Delete it, or convert again.") from None
     if not sealed:
         raise BetonError(
-            f"{beside} was written by an earlier version of Drivetrain, and does not prove that it belongs to "
-            f"{path.name}. Convert the data again; or delete it to read the file without class names and checksums."
+            f"{beside} was written by an earlier version of Drivetrain and has no seal that ties it to {path.name}. "
+            "Convert the data again; or delete it to read the file without class names and checksums."
         )
     count = int(header["num_samples"])
     reasons = {
@@ -103,6 +103,6 @@ def read_manifest(
 
 
 def _stored_seal(data: NDArray[np.uint8], samples: int, fields: Sequence[Field]) -> bytes:
-    """What the file holds where its seal is, if it has one."""
+    """Return the bytes at the seal's position, whether or not the file has a seal."""
     end = tables_start(len(fields)) + samples * metadata_dtype(fields).itemsize
     return data[end : end + SEAL_BYTES].tobytes()

@@ -1,6 +1,6 @@
-"""A file that stays open for reading, and that may be truncated or replaced by others meanwhile.
+"""A file kept open for reading, which other programs may truncate or replace in the meantime.
 
-It is read by `pread`, not through memory: where a mapped file has become shorter, reading it ends the process
+It is read with `pread`, not through a memory map: reading a mapped file that has been truncated kills the process
 (SIGBUS).
 """
 
@@ -21,9 +21,9 @@ Identity = tuple[int, int, int]
 
 
 class OpenFile:
-    """A file, open as long as something refers to this object. One that is replaced by renaming stays readable.
+    """A file that is open as long as this object is referenced. It stays readable if it is replaced by renaming.
 
-    A copy, and what another process unpickles, opens the file by its name, which must still be the same file.
+    A copy, or an object unpickled in another process, reopens the file by name; it must still be the same file.
 
     Args:
         path: the file.
@@ -42,41 +42,41 @@ class OpenFile:
         self.identity: Identity = (status.st_dev, status.st_ino, status.st_size)
 
     def __reduce__(self) -> tuple[Callable[[Path, Identity], OpenFile], tuple[Path, Identity]]:
-        # The number of the descriptor alone would go on to name whatever file is opened after this one is closed.
+        # A pickled descriptor number would refer to whatever file is opened after this one is closed.
         return _opened_again, (self.path, self.identity)
 
     @property
     def size(self) -> int:
-        """Length in bytes when it was opened."""
+        """Length in bytes when the file was opened."""
         return self.identity[2]
 
     def require_size(self) -> None:
-        """Raise BetonError if the file has another length now."""
+        """Raise `BetonError` if the file's length has changed."""
         now = os.fstat(self.descriptor).st_size
         if now != self.size:
             raise BetonError(
-                f"{self.path} had {self.size} bytes when it was opened and has {now} now: another program changed it "
-                "while it was in use. Convert the data again, to another name, and make a new loader."
+                f"{self.path} had {self.size} bytes when it was opened and now has {now}: another program changed it "
+                "while it was in use. Convert the data again, under another name, and create a new loader."
             )
 
     def require_identity(self, identity: Identity) -> None:
-        """Raise BetonError unless this is the file of that identity."""
+        """Raise `BetonError` unless this is the file with that identity."""
         if self.identity != identity:
             raise BetonError(
-                f"{self.path} is not the file any more that the loader opened: it was replaced or changed while in "
-                "use. Make a new loader."
+                f"{self.path} is no longer the file that the loader opened: it was replaced or changed while in use. "
+                "Create a new loader."
             )
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the `size` bytes from `start` on.
+        """Return the `size` bytes that begin at `start`.
 
         Raises:
-            BetonError: if the file is too short by now, or cannot be read.
+            BetonError: if the file has become too short, or cannot be read.
         """
         return bytes(self.read_many(np.array([start]), size)[0].tobytes())
 
     def read_many(self, starts: NDArray[np.integer], size: int) -> NDArray[np.uint8]:
-        """Return the `size` bytes from each of `starts` `(n,)` on, `(n, size)`.
+        """Return the `size` bytes that begin at each of `starts` `(n,)`, as `(n, size)`.
 
         Raises:
             BetonError: as `read`.
@@ -89,7 +89,7 @@ class OpenFile:
                     got = os.preadv(self.descriptor, [row[done:].data], start + done)
                     if got == 0:
                         self.require_size()
-                        raise BetonError(f"{self.path} ended at byte {start + done} while it was read.")
+                        raise BetonError(f"{self.path} ended at byte {start + done} during a read.")
                     done += got
         except OSError as error:
             raise BetonError(f"{self.path} cannot be read: {error.strerror or error}.") from error

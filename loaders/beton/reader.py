@@ -1,4 +1,4 @@
-"""A `.beton` file opened for reading: validated before it is trusted, and then read by field and sample."""
+"""A `.beton` file opened for reading: validated first, then read by field and sample."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ from .tables import (
 )
 
 _ATTEMPTS = 5
-"""To open a file that conversions replace meanwhile."""
+"""Attempts to open a file that conversions may be replacing."""
 
 
 @dataclass(frozen=True)
 class Beton:
-    """A validated `.beton`: one image field, one label and any number of further fields by name.
+    """A validated `.beton`: one image field, one label and any number of further fields.
 
     Attributes:
         path: the file.
-        file: the file, open; samples are read from it.
-        data: the whole file, memory-mapped, `(bytes,)` uint8, read-only. Reading it ends the process if the file
+        file: the open file, from which samples are read.
+        data: the full file, memory-mapped, `(bytes,)` uint8, read-only. Reading it kills the process if the file
             has been truncated since.
         modes: `(N,)` uint8, 0 for JPEG and 1 for raw pixels.
         widths, heights: `(N,)` in pixels.
         pointers, sizes: `(N,)` position and length in bytes of each image in `data`.
         columns: every field by name, in file order.
-        label_name: the field that is the label: the one named `label`, else the first int, float or
-            ndarray.
+        label_name: the label's field: the one named `label`, else the first int, float or ndarray.
         page_size: in bytes.
-        manifest: what the conversion wrote beside the file; empty where there is none.
-        checksums: `(N,)` CRC-32 of each sample as it was converted; None without a manifest.
+        manifest: the manifest's content; empty if there is none.
+        checksums: `(N,)` CRC-32 of each sample when it was converted; None without a manifest.
     """
 
     path: Path
@@ -75,7 +74,7 @@ class Beton:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Field name to kind: rgb_image, int, float, bytes, ndarray or json; in file order."""
+        """Map field name to kind: rgb_image, int, float, bytes, ndarray or json; in file order."""
         return {name: column.field.kind for name, column in self.columns.items()}
 
     @cached_property
@@ -83,7 +82,7 @@ class Beton:
         """`(N,)` int64 class indices or float64 targets; `(N, K)` of the stored type for vectors.
 
         Raises:
-            BetonError: for a vector with a value that is not finite.
+            BetonError: if a vector has a non-finite value.
         """
         labels: NDArray[Any] = self.read(self.label_name, np.arange(len(self)))
         if labels.ndim > 1 and labels.dtype.kind in "fc":
@@ -93,10 +92,10 @@ class Beton:
         return labels
 
     def read(self, name: str, indices: NDArray[np.int64]) -> Any:
-        """The values of one field for the samples `indices` `(n,)`.
+        """Return the values of one field for the samples `indices` `(n,)`.
 
-        int and float come as `(n,)` int64 and float64; ndarrays as `(n, *shape)` of the stored type;
-        bytes as a list of them (an image's: as stored); JSON as a list of values.
+        int and float are returned as `(n,)` int64 and float64; ndarrays as `(n, *shape)` of the stored type; bytes
+        as a list (an image's: as stored); JSON as a list of values.
 
         Raises:
             BetonError: if there is no such field, or a JSON value does not parse.
@@ -116,7 +115,7 @@ class Beton:
         return [self._json(name, index, value) for index, value in zip(indices, values, strict=True)]
 
     def _stored(self, column: Column, index: int) -> bytes:
-        """A value's bytes in the file."""
+        """Return a value's bytes in the file."""
         if not column.field.allocated:
             return bytes(column.values[index].tobytes())
         return self.file.read(int(column.pointers[index]), int(column.sizes[index]))
@@ -125,10 +124,10 @@ class Beton:
         try:
             return json.loads(value.removesuffix(b"\0").decode())
         except ValueError as error:
-            raise self.sample_error(index, f"its field {name!r} is not JSON ({error})") from None
+            raise self.sample_error(index, f"its field {name!r} is not valid JSON ({error})") from None
 
     def checksum(self, index: int) -> int:
-        """CRC-32 of the sample as the data now is: its image's bytes, then each further field's in file order."""
+        """Return the CRC-32 of the sample's current data: image bytes, then each further field in file order."""
         crc = zlib.crc32(self.stored(index))
         for column in self.columns.values():
             if column.field.kind != "rgb_image":
@@ -136,46 +135,46 @@ class Beton:
         return crc
 
     def is_unchanged(self, index: int) -> bool:
-        """Whether the sample is as it was converted; true where there is no manifest to tell."""
+        """Whether the sample matches its checksum; True without a manifest."""
         return self.checksums is None or self.checksum(index) == self.checksums[index]
 
     def require_unchanged(self, index: int) -> None:
-        """Raises BetonError if the sample is not as it was converted."""
+        """Raise `BetonError` unless the sample matches its checksum."""
         if not self.is_unchanged(index):
-            raise self.sample_error(index, "its data changed since the conversion (CRC-32)")
+            raise self.sample_error(index, "its data changed since the conversion (CRC-32 mismatch)")
 
     def stored(self, index: int) -> bytes:
-        """A sample's image as it is stored: a JPEG file's bytes, or its pixels row by row."""
+        """Return a sample's image as stored: a JPEG file's bytes, or its pixels row by row."""
         return self.file.read(int(self.pointers[index]), int(self.sizes[index]))
 
     def image(self, index: int) -> Image.Image:
-        """A sample's image, decoded by Pillow.
+        """Return a sample's image, decoded by Pillow.
 
         Raises:
-            BetonError: if it does not decode, or to another size than the metadata says.
+            BetonError: if it cannot be decoded, or its size differs from the metadata.
         """
         stored, size = self.stored(index), (int(self.widths[index]), int(self.heights[index]))
         if self.modes[index] == MODE_RAW:
             return Image.frombytes("RGB", size, stored)
         try:
             image = Image.open(io.BytesIO(turbojpeg.huffman_coded(stored))).convert("RGB")
-        except Exception as error:  # Pillow's readers raise whatever a damaged file leads them to
-            raise self.sample_error(index, f"its JPEG data does not decode ({error})") from error
+        except Exception as error:  # damaged files make Pillow's readers raise many types
+            raise self.sample_error(index, f"its JPEG data cannot be decoded ({error})") from error
         if image.size != size:
             raise self.sample_error(
-                index, f"its JPEG has {image.size} pixels, the file's metadata says {size}"
+                index, f"its JPEG has {image.size} pixels, but the file's metadata has {size}"
             )
         return image
 
     def sample_error(self, index: int, reason: str) -> BetonError:
-        """The error for a sample that cannot be used."""
+        """Return the error for an unusable sample."""
         return BetonError(
-            f"{self.path}: sample {index}: {reason}. Leave it out with indices=, or convert the data again."
+            f"{self.path}: sample {index}: {reason}. Exclude it with indices=, or convert the data again."
         )
 
     @property
     def classes(self) -> list[str]:
-        """Class names in label order; empty if the file came without a manifest."""
+        """Class names in label order; empty without a manifest."""
         return list(self.manifest.get("classes", []))
 
     @property
@@ -188,8 +187,8 @@ def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:
     """Return the number of classes, which is the width of a model's output.
 
     Args:
-        names: of the classes, which count where there are any.
-        labels: `(N,)` integers: the largest one plus one; `(N,)` floats (targets): 1; `(N, K)` (vectors): K.
+        names: class names; their number counts if there are any.
+        labels: otherwise: `(N,)` integers: the largest one plus one; `(N,)` floats (targets): 1; `(N, K)` (vectors): K.
     """
     if names:
         return len(names)
@@ -199,11 +198,11 @@ def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:
 
 
 def open_beton(path: str | Path) -> Beton:
-    """Opens and validates a `.beton` file; nothing is decoded yet.
+    """Open and validate a `.beton` file; nothing is decoded yet.
 
-    Every number that reading will rely on is checked here: positions inside the file, allocations
-    that exist, belong to the sample and cross no page, lengths that fit what the fields say. A manifest must
-    prove that it belongs to the file. A conversion may replace both at any time: this returns the old or the new.
+    Checks every number that reading relies on: positions are inside the file; allocations exist, belong to the
+    sample and cross no page; lengths match the fields. A manifest must have the file's seal. If a conversion replaces
+    both files at the same time, the result is the old or the new pair.
 
     Raises:
         BetonError: naming the file, what is wrong, and where.
@@ -216,20 +215,20 @@ def open_beton(path: str | Path) -> Beton:
         except BetonError:
             wait_for_renames(path)
             if _identities(path) == before:
-                raise  # nobody has replaced the files meanwhile
+                raise  # nobody replaced the files in the meantime
     return _open(path)
 
 
 def _identities(path: Path) -> list[tuple[int, int] | None]:
-    """What tells a file and its manifest from those that replace them."""
-    found: list[tuple[int, int] | None] = []
+    """Return what distinguishes a file and its manifest from files that replace them."""
+    identities: list[tuple[int, int] | None] = []
     for one in (path, manifest_path(path)):
         try:
             status = one.stat()
-            found.append((status.st_ino, status.st_mtime_ns))
+            identities.append((status.st_ino, status.st_mtime_ns))
         except OSError:
-            found.append(None)
-    return found
+            identities.append(None)
+    return identities
 
 
 def _open(path: Path) -> Beton:
@@ -243,15 +242,20 @@ def _validated(path: Path) -> Beton:
     header = read_header(path)
     fields = read_fields(path, header)
     file = OpenFile(path)
-    with open(file.descriptor, "rb", closefd=False) as opened:  # the same file, also if it is replaced now
-        data = np.memmap(opened, dtype=np.uint8, mode="r")
+    with open(file.descriptor, "rb", closefd=False) as opened:  # the same file, even if it is replaced now
+        try:
+            data = np.memmap(opened, dtype=np.uint8, mode="r")
+        except ValueError:  # an empty file cannot be mapped
+            raise BetonError(
+                f"{path} was emptied by another program while it was being opened. Convert the data again."
+            ) from None
     rows = read_metadata(path, data, header, fields)
     first = tables_start(len(fields)) + rows.nbytes
     table = read_allocations(path, data, header, first, len(rows))
     columns = {column.field.name: column for column in match_allocations(path, fields, rows, table)}
     manifest, checksums = read_manifest(path, data, header, fields)
     label = label_field(fields)
-    assert label is not None  # read_fields refuses a file without
+    assert label is not None  # read_fields rejects a file without a label
     if not label.allocated:
         check_numbers(path, columns[label.name], len(manifest.get("classes", [])))
     image = next(column for column in columns.values() if column.field.kind == "rgb_image")
@@ -259,7 +263,7 @@ def _validated(path: Path) -> Beton:
         path=path,
         file=file,
         data=np.asarray(data),
-        modes=image.values["mode"].copy(),  # contiguous, as the compiled loader wants it
+        modes=image.values["mode"].copy(),  # contiguous, as the compiled loader requires
         widths=image.values["width"].copy(),
         heights=image.values["height"].copy(),
         pointers=image.pointers,

@@ -1,7 +1,7 @@
-"""Reads a `.beton` file's tables and checks every number that reading its samples will rely on.
+"""Reads a `.beton` file's tables and validates every number that reading samples relies on.
 
-FFCV itself checks only the version number; a damaged file then hangs, crashes or gives wrong pixels.
-All checks are vectorised: a million samples take a fraction of a second.
+FFCV checks only the version number; a damaged file then hangs, crashes or returns wrong pixels. All checks are
+vectorised: a million samples take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Column:
     """One field of all samples.
 
     Attributes:
-        field: what it is.
-        values: `(N,)`, its metadata: the numbers themselves, or where the data lies.
+        field: the field's description.
+        values: `(N,)`, its metadata: the numbers themselves, or where the data is.
         pointers, sizes: `(N,)` uint64, position and length of each value's data; empty for numbers.
     """
 
@@ -47,14 +47,14 @@ class Column:
 
 
 def read_header(path: Path) -> Any:
-    """The header, `()` of `HEADER`.
+    """Return the header, `()` of `HEADER`.
 
     Raises:
-        BetonError: if it is not that of a finished `.beton` file.
+        BetonError: if the file is not a finished `.beton` file.
     """
     if not path.exists():
         where = "" if path.is_absolute() else f" in the working directory, {Path.cwd()}"
-        raise BetonError(f"{path} does not exist{where}. Make it with: drivetrain convert SOURCE {path}")
+        raise BetonError(f"{path} does not exist{where}. Create it with: drivetrain convert SOURCE {path}")
     if not path.is_file():
         raise BetonError(f"{path} is not a file. Convert a folder with: drivetrain convert {path} OUT.beton")
     size = path.stat().st_size
@@ -63,8 +63,8 @@ def read_header(path: Path) -> Any:
     header = np.fromfile(path, dtype=HEADER, count=1)[0]
     if header["version"] != VERSION:
         raise BetonError(
-            f"{path} is not a .beton file of version {VERSION}: it begins with {header.tobytes()[:4]!r}. Give one, or "
-            "make one of your data: drivetrain convert SOURCE OUT.beton"
+            f"{path} is not a .beton file of version {VERSION}: it begins with {header.tobytes()[:4]!r}. Pass one, or "
+            "create one from your data: drivetrain convert SOURCE OUT.beton"
         )
     if header["alloc_table_ptr"] == 0:
         raise BetonError(f"{path} is unfinished: its conversion was interrupted. Convert the data again.")
@@ -72,15 +72,15 @@ def read_header(path: Path) -> Any:
     if page < MIN_PAGE or page > MAX_PAGE or page & (page - 1):
         raise BetonError(f"{path}: page size {page} at byte 4 is not a power of two from 2 MiB to 2 GiB.")
     if header["num_samples"] == 0:
-        raise BetonError(f"{path} holds no samples.")
+        raise BetonError(f"{path} contains no samples.")
     return header
 
 
 def read_fields(path: Path, header: Any) -> list[Field]:
-    """The fields, in file order.
+    """Return the fields, in file order.
 
     Raises:
-        BetonError: for an unsound descriptor, or fields that Drivetrain does not read.
+        BetonError: for an invalid descriptor, or fields that Drivetrain does not support.
     """
     count = int(header["num_fields"])
     descriptors = np.fromfile(path, dtype=FIELD, count=count, offset=HEADER.itemsize)
@@ -92,26 +92,26 @@ def read_fields(path: Path, header: Any) -> list[Field]:
         fields = [Field.from_descriptor(row) for row in descriptors]
     except ValueError as error:
         raise BetonError(
-            f"{path}: among its {count} field descriptors, {error}. Convert the data again."
+            f"{path}: one of its {count} field descriptors is invalid: {error}. Convert the data again."
         ) from None
     kinds, names = [field.kind for field in fields], {field.name for field in fields}
     if kinds.count("rgb_image") != 1 or len(names) < count or label_field(fields) is None:
         raise BetonError(
-            f"{path} has the {count} fields {', '.join(f'{f.name} ({f.kind})' for f in fields)}; Drivetrain "
-            "reads one image, a label (int, float or ndarray), and any others, each of a name of its own."
+            f"{path} has the {count} fields {', '.join(f'{f.name} ({f.kind})' for f in fields)}. Drivetrain "
+            "requires one image, a label (int, float or ndarray), and distinct names for all fields."
         )
     return fields
 
 
 def label_field(fields: list[Field]) -> Field | None:
-    """The label: the number or array named `label`, else the first one; None if there is no such field."""
+    """Return the label: the number or array named `label`, else the first one; None if there is none."""
     numeric = [field for field in fields if field.kind in ("int", "float", "ndarray")]
     named = [field for field in numeric if field.name == "label"]
     return next(iter(named or numeric), None)
 
 
 def read_metadata(path: Path, data: NDArray[np.uint8], header: Any, fields: list[Field]) -> Any:
-    """The metadata, `(N,)` of `metadata_dtype(fields)`."""
+    """Return the metadata, `(N,)` of `metadata_dtype(fields)`."""
     start = tables_start(len(fields))
     dtype = metadata_dtype(fields)
     end = start + int(header["num_samples"]) * dtype.itemsize
@@ -124,10 +124,10 @@ def read_metadata(path: Path, data: NDArray[np.uint8], header: Any, fields: list
 
 
 def read_allocations(path: Path, data: NDArray[np.uint8], header: Any, first: int, samples: int) -> Any:
-    """The allocation table sorted by position; data may lie from byte `first` up to the table itself.
+    """Return the allocation table sorted by position; data may be anywhere from byte `first` to the table.
 
     Raises:
-        BetonError: if one lies outside the data, crosses a page, or overlaps another.
+        BetonError: if an allocation is outside the data, crosses a page, or overlaps another.
     """
     start = int(header["alloc_table_ptr"])
     if start > len(data) or (len(data) - start) % ALLOCATION.itemsize:
@@ -147,7 +147,9 @@ def read_allocations(path: Path, data: NDArray[np.uint8], header: Any, first: in
             f"{path}: row {row} of the allocation table ({table[row]}) points outside the data or crosses a "
             f"page of {page} bytes."
         )
-    if len(table) > 1 and (table["ptr"][1:] < ends[:-1]).any():  # several workers, or none, wrote it
+    if (
+        len(table) > 1 and (table["ptr"][1:] < ends[:-1]).any()
+    ):  # written by several FFCV processes, or corrupt
         table = table[np.lexsort((table["size"], table["ptr"]))]
         if (table["ptr"][:-1] + table["size"][:-1] > table["ptr"][1:]).any():
             raise BetonError(f"{path}: allocations overlap.")
@@ -155,10 +157,10 @@ def read_allocations(path: Path, data: NDArray[np.uint8], header: Any, first: in
 
 
 def match_allocations(path: Path, fields: list[Field], rows: Any, table: Any) -> list[Column]:
-    """The columns, each value with the one allocation of its sample that it points to.
+    """Return the columns, each value matched to the one allocation of its sample that it points to.
 
     Raises:
-        BetonError: for a value that points elsewhere, or whose length cannot be.
+        BetonError: if a value points elsewhere, or has an impossible length.
     """
     empty, table = table[table["size"] == 0], table[table["size"] > 0]
     used, nothing = np.zeros(len(table), dtype=bool), np.zeros(0, dtype=np.uint64)
@@ -175,7 +177,7 @@ def match_allocations(path: Path, fields: list[Field], rows: Any, table: Any) ->
             empties += ~filled
             if not np.isin(pointers[~filled], empty["ptr"]).all():
                 raise BetonError(
-                    f"{path}: an empty value of {field.name!r} points to what was never written."
+                    f"{path}: an empty value of {field.name!r} points to data that was never written."
                 )
         else:
             filled = np.ones(len(rows), dtype=bool)
@@ -184,12 +186,12 @@ def match_allocations(path: Path, fields: list[Field], rows: Any, table: Any) ->
         _check_sizes(path, field, values, sizes)
         columns.append(Column(field, values.copy(), pointers, sizes))
     if not np.array_equal(np.bincount(empty["sample_id"].astype(np.int64), minlength=len(rows)), empties):
-        raise BetonError(f"{path}: the allocation table has other empty values than the metadata.")
+        raise BetonError(f"{path}: the allocation table and the metadata disagree on the empty values.")
     return columns
 
 
 def _claim(path: Path, pointers: Any, filled: Any, table: Any, used: NDArray[np.bool_]) -> Any:
-    """The length of what each of the `filled` samples points to; each allocation is claimed once."""
+    """Return the length of the data that each of the `filled` samples points to, claiming each allocation once."""
     wanted, samples = pointers[filled], np.flatnonzero(filled)
     at = np.minimum(np.searchsorted(table["ptr"], wanted), max(len(table) - 1, 0))
     missing = table["ptr"][at] != wanted if len(table) else np.ones(len(wanted), bool)
@@ -217,21 +219,21 @@ def _check_sizes(path: Path, field: Field, values: Any, sizes: NDArray[np.uint64
             if field.type_id == IMAGE_FIELD
             else f"{field.name!r} is {field} of {field.nbytes if field.kind == 'ndarray' else values['size'][sample]}"
         )
-        raise BetonError(f"{path}: sample {sample} says {says} in {sizes[sample]} bytes, which cannot be.")
+        raise BetonError(f"{path}: sample {sample} has {says} in {sizes[sample]} bytes, which is impossible.")
 
 
 def check_numbers(path: Path, column: Column, classes: int) -> None:
-    """Refuses labels that no data set has, such as ints read as floats because one bit of a type flipped."""
+    """Reject impossible labels, such as ints read as floats because one bit of a type flipped."""
     labels = column.values
     if column.field.kind == "int":
         bad = (labels < -(1 << 31)) | (labels >= (1 << 31))
         if classes:
             bad |= (labels < 0) | (labels >= classes)
-        allowed = f"a class from 0 to {classes - 1}" if classes else "a 32-bit class index"
+        allowed = f"a class index from 0 to {classes - 1}" if classes else "a 32-bit class index"
     else:
         tiny, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
         bad = (labels != 0) & ~((np.abs(labels) >= tiny) & (np.abs(labels) <= largest))
-        allowed = "a number that float32 holds"
+        allowed = "a number that fits float32"
     if bad.any():
         sample = int(np.argmax(bad))
         raise BetonError(

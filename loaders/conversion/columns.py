@@ -1,4 +1,4 @@
-"""What the writer remembers of the samples it has written: compact columns, no object per sample."""
+"""Metadata of the samples written so far: compact columns, without an object per sample."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .values import Stored
 
 @dataclass(frozen=True)
 class Sample:
-    """An image as it will be stored, and the values of the further fields, the label first."""
+    """An image as it will be stored, and the values of the further fields, label first."""
 
     encoded: Encoded
     values: tuple[Stored, ...]
 
     @property
     def size(self) -> int:
-        """Bytes it takes on a page; an empty value takes one, so that no other has its position."""
+        """Bytes it takes on a page; an empty value takes one, so that positions stay unique."""
         return len(self.encoded.payload) + sum(
             max(len(value), 1) for value in self.values if isinstance(value, bytes)
         )
 
 
 class Columns:
-    """Metadata, allocations and checksums of the samples so far, in their order: some 70 bytes each.
+    """Metadata, allocations and checksums of the samples so far, in order: about 70 bytes each.
 
     Args:
-        fields: of every sample, the image first and the label second. A label field of kind "int"
-            becomes "float" with the first float.
+        fields: of every sample, the image first and the label second. An "int" label field becomes "float" with the
+            first float.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
@@ -50,7 +50,7 @@ class Columns:
         return len(self._modes)
 
     def add(self, sample: Sample, start: int) -> list[tuple[int, bytes]]:
-        """Takes a sample whose data begins at `start`; gives what is to be written where."""
+        """Add a sample whose data begins at `start`; return the `(position, bytes)` to write."""
         image, at, writes = sample.encoded, start, []
         self._modes.append(image.mode)
         self._widths.append(image.width)
@@ -74,7 +74,7 @@ class Columns:
         self._values[0] = array("d", self._values[0])
 
     def _add_checksums(self, sample: Sample) -> None:
-        """Both that may come true: whether labels are ints or floats is known after the last sample."""
+        """Add both checksums: whether labels are ints or floats is known only after the last sample."""
         image = zlib.crc32(sample.encoded.payload)
         if self.fields[1].kind == "int":
             self._crc_int.append(self._checksum(image, sample, "int"))
@@ -92,16 +92,16 @@ class Columns:
 
     @property
     def checksums(self) -> NDArray[np.uint32]:
-        """`(N,)`, of each sample as `Beton.checksum` defines it."""
+        """Return each sample's checksum, `(N,)`, as defined by `Beton.checksum`."""
         return np.array(self._crc_float if self.fields[1].kind == "float" else self._crc_int, dtype=np.uint32)
 
     @property
     def labels(self) -> NDArray[Any] | None:
-        """`(N,)` int64 or float64; None for vectors."""
+        """Return the labels, `(N,)` int64 or float64; None for vectors."""
         return None if self.fields[1].kind == "ndarray" else np.array(self._values[0])
 
     def metadata(self) -> NDArray[Any]:
-        """`(N,)` of `metadata_dtype(fields)`."""
+        """Return the metadata, `(N,)` of `metadata_dtype(fields)`."""
         rows = np.zeros(len(self), dtype=metadata_dtype(self.fields))
         allocated = [field for field in self.fields if field.allocated]
         pointers = np.frombuffer(self._pointers, dtype=np.uint64).reshape(len(self), len(allocated))
@@ -121,7 +121,7 @@ class Columns:
         return rows
 
     def allocations(self) -> NDArray[Any]:
-        """`(N · allocated fields,)` of `ALLOCATION`."""
+        """Return the allocations, `(N · allocated fields,)` of `ALLOCATION`."""
         table = np.zeros(len(self._pointers), dtype=ALLOCATION)
         table["sample_id"] = np.repeat(np.arange(len(self)), len(table) // max(len(self), 1))
         table["ptr"], table["size"] = self._pointers, self._sizes

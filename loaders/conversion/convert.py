@@ -21,32 +21,33 @@ from .writer import write_beton
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         path: the `.beton` file.
         samples: number of samples in it.
-        classes: class names in label order; empty if the source names none.
-        fields: name to kind of each field in it, `image` and `label` first.
-        how: how many images were stored in which way, e.g. `{"passed through": 390, "scaled down": 2}`.
-        modes: how many are stored as `"jpg"` and as `"raw"` pixels.
-        skipped: `(sample, reason)` of each that was left out (`on_error="skip"` only).
+        classes: class names in label order; empty if the source has none.
+        fields: name to kind of each field, `image` and `label` first.
+        treatments: number of images by treatment, e.g. `{"copied unchanged": 390, "scaled down": 2}`.
+        modes: number of images stored as `"jpg"` and as `"raw"` pixels.
+        skipped: `(sample, reason)` of each skipped sample (`on_error="skip"` only).
         size: of the file, in bytes.
-        seconds: the conversion took.
+        seconds: duration of the conversion.
     """
 
     path: Path
     samples: int
     classes: list[str]
     fields: dict[str, str]
-    how: dict[str, int]
+    treatments: dict[str, int]
     modes: dict[str, int]
     skipped: list[tuple[str, str]]
     size: int
     seconds: float
 
     def __str__(self) -> str:
-        ways = ", ".join(f"{count:,} {way}" for way, count in self.how.items())
+        only = len(self.treatments) == 1
+        ways = ", ".join(f"{'all' if only else f'{count:,}'} {way}" for way, count in self.treatments.items())
         lines = [
             f"{self.path}: {self.samples:,} images ({ways}), {self.size / 1e6:,.1f} MB, "
             f"{self.samples / max(self.seconds, 1e-9):,.0f} images/s"
@@ -55,14 +56,14 @@ class ConvertReport:
             lines.append(f"  stored: {self.modes['jpg']:,} JPEG, {self.modes['raw']:,} raw")
         if len(self.fields) > 2:
             lines.append(f"  fields: {', '.join(f'{name} ({kind})' for name, kind in self.fields.items())}")
-        lines += [f"  left out {name}: {reason}" for name, reason in self.skipped]
+        lines += [f"  skipped {name}: {reason}" for name, reason in self.skipped]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain JSON types."""
+        """Return the report in plain JSON types."""
         return asdict(self) | {"path": str(self.path)}
 
 
@@ -83,44 +84,45 @@ def convert(
     classes: Sequence[str] | None = None,
     progress: bool = True,
 ) -> ConvertReport:
-    """Converts a data set to a `.beton` file that FFCV (and `FFCVLoader`) reads.
+    """Convert a data set to a `.beton` file that FFCV and `FFCVLoader` can read.
 
-    Labels are ints (classes), floats (targets) or vectors, stored as float32 `(K,)`.
+    Labels are ints (class indices), floats (targets) or vectors, stored as float32 `(K,)`.
 
     Args:
-        source: a folder `CLASS/image.jpg`, in which names that begin with a dot, and `__MACOSX`, are left out;
+        source: a folder `CLASS/image.jpg`, in which names that begin with a dot, and `__MACOSX`, are ignored;
             WebDataset shards (a path or pattern such as `train-{000..003}.tar`, or a list of them); a pair of
-            arrays `(images (N, H, W, 3) uint8, labels (N,) or (N, K))`; or an indexed data set of
+            arrays `(images (N, H, W, 3) uint8, labels (N,) or (N, K))`; or an indexable data set of
             `(image, label, …)` or of dicts.
-        out: the `.beton` file to write, replaced if it is there; its manifest goes beside it, with
-            `.json` after the name, and the two prove that they belong together. The same bytes for any number of
-            workers. Of several conversions to one name at a time, the last to finish wins.
-        fields: further fields by name, or name to kind: int, float, ndarray, bytes, json or None; by
-            name alone, or with None, the first sample's value decides. Of dicts: their keys; of tuples: what follows
-            (image, label); of shards: the members' extensions, e.g. `["json", "npy"]`.
-        max_resolution: longest side in pixels; larger images are scaled down. None keeps all.
-        min_resolution: shortest side in pixels to scale larger images down to; instead of
-            `max_resolution`. None keeps all.
-        quality: JPEG quality, 1–100, for images that must be encoded; JPEG files that need no change
-            are copied byte for byte; those with arithmetic codes get Huffman codes, without loss. 90 is FFCV's default.
-        write_mode: `"auto"`: JPEG files as JPEGs, other images raw up to 64 × 64 pixels, else as
-            JPEGs. The others as in FFCV: `"jpg"`, `"raw"` (pixels), `"smart"` (JPEG above
-            `smart_threshold`), `"proportion"` (JPEG with `compress_probability`).
-        smart_threshold: bytes of pixels above which mode "smart" makes a JPEG; None: never.
-        compress_probability: of a JPEG in mode "proportion"; drawn from the sample's number alone, so
-            that it is the same in every run. 0.5 is FFCV's default.
-        check: what must be right of a JPEG file that is copied. `"decode"`: all of it, by decoding it once.
-            `"structure"`: its header and its end, so that a truncated file is found, and a damaged one by
-            `verify`, or by the loader; more than twice as fast, for data that is known to be good.
-        workers: threads that read and encode; None: one per available core.
-        on_error: `"raise"` stops at the first bad image; `"skip"` leaves it out and reports it.
-        classes: names of the classes in label order, where the source has none (arrays, shards);
-            None: the source's.
-        progress: show a bar with images/s and the time left.
+        out: the `.beton` file to write; an existing one is replaced. Its manifest is written next to it, with
+            `.json` appended to the name; a seal ties the two together. The file does not depend on the number of
+            workers. If several conversions write to one name at a time, the last to finish wins.
+        fields: further fields, as a list of names or a mapping of names to kinds: int, float, ndarray, bytes, json
+            or None. Without a kind, or with None, it is inferred from the first sample's value. For dicts: their
+            keys; for tuples: the items after (image, label); for shards: the members' extensions, e.g.
+            `["json", "npy"]`.
+        max_resolution: longest side in pixels; larger images are scaled down. Default None: no limit.
+        min_resolution: shortest side in pixels to scale larger images down to; use it instead of
+            `max_resolution`. Default None: no limit.
+        quality: JPEG quality, 1–100, for images that must be encoded. JPEG files that need no change are copied
+            byte for byte; arithmetic codes are losslessly replaced by Huffman codes. Default 90, as in FFCV.
+        write_mode: `"auto"`: JPEG files as JPEG; other images raw up to 64 × 64 pixels, else as JPEG. The others
+            are FFCV's: `"jpg"`, `"raw"` (pixels), `"smart"` (JPEG above `smart_threshold`), `"proportion"` (JPEG
+            with `compress_probability`).
+        smart_threshold: size in bytes of the raw pixels above which mode "smart" stores a JPEG. Default None: never.
+        compress_probability: probability of a JPEG in mode "proportion"; the draw depends only on the sample's
+            index, so it is the same in every run. Default 0.5, as in FFCV.
+        check: how to check a JPEG file that is copied. `"decode"` (default) decodes it once. `"structure"` checks its
+            header and its end: truncation is detected here, other damage only by `verify` or the loader. It is more
+            than twice as fast; use it for data known to be good.
+        workers: number of threads that read and encode. Default None: one per available core.
+        on_error: `"raise"` stops at the first bad image; `"skip"` skips and reports it.
+        classes: class names in label order, for sources without names (arrays, shards). Default None: the
+            source's.
+        progress: whether to show a bar with images/s and the time left.
 
     Raises:
-        DataError: for a source, image or value that cannot be used, naming it, or an `out` that does not end
-            in `.beton`. No file is left behind.
+        DataError: for an unusable source, image or value, naming it; for an `out` that does not end in `.beton`; or
+            if the system refuses memory or threads. No file is left behind.
         DrivetrainError: if the file cannot be written.
     """
     out, start = Path(out), perf_counter()
@@ -132,7 +134,7 @@ def convert(
     wanted = requested_fields(fields)
     samples = open_source(source, list(wanted))
     if len(samples) == 0:
-        raise DataError(f"The {samples.kind} holds no samples; there is nothing to convert.")
+        raise DataError(f"The {samples.kind} contains no samples, so there is nothing to convert.")
     job = Job(samples, encoding, first_fields(samples, wanted, on_error), on_error)
     names = list(classes or samples.classes)
     named = f" {source}" if isinstance(source, str | Path) else ""
@@ -152,7 +154,7 @@ def convert(
         samples=written.manifest["samples"],
         classes=names,
         fields=written.manifest["fields"],
-        how=dict(written.how.most_common()),
+        treatments=dict(written.treatments.most_common()),
         modes=dict(written.modes),
         skipped=[(sample.name, sample.reason) for sample in written.skipped],
         size=written.size,
@@ -161,7 +163,7 @@ def convert(
 
 
 def _version() -> str | None:
-    """Of Drivetrain; None where it runs from a folder that is not installed."""
+    """Return Drivetrain's version; None if it runs from a folder without being installed."""
     try:
         return version("drivetrain")
     except PackageNotFoundError:
@@ -172,9 +174,9 @@ def _check_arguments(out: Path, on_error: str) -> None:
     if on_error not in ("raise", "skip"):
         raise DataError(f"on_error={on_error!r} must be 'raise' or 'skip'.")
     if out.is_dir():
-        raise DataError(f"{out} is a folder; name the file to write, e.g. {out / 'train.beton'}.")
+        raise DataError(f"{out} is a folder. Pass the file to write, e.g. {out / 'train.beton'}.")
     require_suffix(out, ".beton", DataError)
     if out.exists() and not out.is_file():
-        raise DataError(f"{out} is not an ordinary file and will not be replaced; name another.")
+        raise DataError(f"{out} is not a regular file and will not be replaced. Pass another name.")
     if not out.parent.is_dir():
-        raise DataError(f"The folder {out.parent} does not exist; make it first.")
+        raise DataError(f"The folder {out.parent} does not exist. Create it first.")

@@ -1,4 +1,4 @@
-"""Data sets in memory as sources: a pair of arrays, and whatever can be indexed."""
+"""Data sets in memory as sources: a pair of arrays, or any indexable data set."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ class ArraySource:
         dtype = str(images.dtype).removeprefix("torch.")
         if dtype != "uint8" or len(images.shape) not in (3, 4):
             raise DataError(
-                f"The images are {dtype} of shape {tuple(images.shape)}; give uint8, 0 to 255, of shape "
+                f"The images are {dtype} of shape {tuple(images.shape)}. Pass uint8, 0 to 255, of shape "
                 "(N, H, W, 3), (N, 3, H, W) or (N, H, W)."
             )
         if len(labels.shape) not in (1, 2) or 0 in labels.shape[1:]:
             raise DataError(
-                f"The labels have the shape {tuple(labels.shape)}; give one number per image, (N,), or one "
-                "vector, (N, K)."
+                f"The labels have shape {tuple(labels.shape)}. Pass one number per image, (N,), or one vector per "
+                "image, (N, K)."
             )
         if len(images) != len(labels):
-            raise DataError(f"There are {len(images)} images and {len(labels)} labels; give as many of each.")
+            raise DataError(
+                f"There are {len(images)} images and {len(labels)} labels. Pass one label per image."
+            )
         self._images, self._labels = images, labels
         self.classes: list[str] = []
 
@@ -42,7 +44,7 @@ class ArraySource:
 
 
 class DatasetSource:
-    """Any indexed data set. Its `__getitem__` is called by one thread at a time, for it may not be safe."""
+    """Any indexable data set. Only one thread at a time calls `__getitem__`, which may not be thread-safe."""
 
     def __init__(self, dataset: Any, fields: Sequence[str] = ()) -> None:
         self.kind = f"dataset {type(dataset).__name__}"
@@ -62,16 +64,16 @@ class DatasetSource:
             names = ", ".join(["image", "label", *self._fields])
             has = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
             what = f"a pair ({names})" if wanted == 2 else f"a tuple ({names})"
-            raise DataError(f"it is a {type(sample).__name__}{has}; {what} or a dict is needed")
+            raise DataError(f"it is a {type(sample).__name__}{has}; expected {what} or a dict")
         return tuple(sample)
 
     def _from_dict(self, sample: dict[str, Any]) -> tuple[Any, ...]:
         image = sample.get("image", sample.get("img"))
         if image is None or "label" not in sample:
-            raise DataError(f"it has the keys {sorted(sample)}; 'image' (or 'img') and 'label' are needed")
+            raise DataError(f"it has the keys {sorted(sample)}; expected 'image' (or 'img') and 'label'")
         missing = [name for name in self._fields if name not in sample]
         if missing:
-            raise DataError(f"it has the keys {sorted(sample)}; the fields {missing} are not among them")
+            raise DataError(f"it has the keys {sorted(sample)}; the fields {missing} are missing")
         return image, sample["label"], *(sample[name] for name in self._fields)
 
     def describe(self, index: int) -> str:
@@ -79,18 +81,18 @@ class DatasetSource:
 
 
 def _feature_names(dataset: Any) -> Sequence[str]:
-    """The class names of a Hugging Face data set's label; empty for any other data set."""
+    """Return the class names of a Hugging Face data set's label; empty for any other data set."""
     features = getattr(dataset, "features", None)
     return getattr(features.get("label"), "names", None) or [] if isinstance(features, dict) else []
 
 
 def _with_files(dataset: Any) -> Any:
-    """A Hugging Face data set that gives each image's file as it is stored, so that JPEGs pass through."""
+    """Make a Hugging Face data set return each image's stored file, so that JPEGs are copied unchanged."""
     features = getattr(dataset, "features", None)
     if not isinstance(features, dict) or not hasattr(dataset, "cast_column"):
         return dataset
     if getattr(dataset, "format", {}).get("type") is not None:
-        return dataset  # a transform or format of the user's, which decides what a sample is
+        return dataset  # the user's own transform or format defines the samples
     for name in ("image", "img"):
         feature = features.get(name)
         if feature is not None and getattr(feature, "decode", False):

@@ -1,4 +1,4 @@
-"""One image, in whatever form it comes, to the bytes that a `.beton` stores for it."""
+"""Encode one image, in whatever form, as the bytes stored in a `.beton`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..beton.layout import MODE_JPEG, MODE_RAW
 from ..native import turbojpeg
 
 RAW_LIMIT = 64 * 64 * 3
-"""In mode auto, images of at most so many bytes of pixels are stored raw: lossless, and faster to read."""
+"""In mode auto, images with at most this many bytes of pixels are stored raw: lossless, and faster to read."""
 
 WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
 
 CHECKS = ("decode", "structure")
-"""Of a JPEG that passes through: all of its data, or its beginning and its end."""
+"""How to check a JPEG that is copied: decode it, or check its header and end."""
 
 _ORIENTATION, _END_OF_IMAGE = 0x0112, b"\xff\xd9"
 _TURNS: dict[Any, Image.Transpose] = {
@@ -35,10 +35,10 @@ _TURNS: dict[Any, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""EXIF's orientation to what undoes it; 1 is upright."""
+"""Maps EXIF's orientation to the operation that undoes it; 1 is upright."""
 
 _JPEG_FORMATS = ("JPEG", "MPO")
-"""MPO is a JPEG with further pictures after it (depth, a second view), which decoders pass over."""
+"""MPO is a JPEG followed by further pictures (depth, a second view), which decoders ignore."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Encoding:
     """How images are stored; see `convert` for each value's meaning.
 
     Raises:
-        DataError: for a value that cannot be used.
+        DataError: for an invalid value.
     """
 
     max_resolution: int | None = None
@@ -64,7 +64,7 @@ class Encoding:
             if value is not None and not is_whole(value, 1):
                 raise DataError(f"{name}={value!r} must be at least 1 pixel, or None for no limit.")
         if self.max_resolution is not None and self.min_resolution is not None:
-            raise DataError("max_resolution and min_resolution each set the scale; give one of them.")
+            raise DataError("max_resolution and min_resolution both set the scale. Pass only one of them.")
         check_whole("quality", self.quality, DataError, 1, 100)
         if self.write_mode not in WRITE_MODES:
             raise DataError(
@@ -75,10 +75,10 @@ class Encoding:
         if self.smart_threshold is not None and not is_whole(self.smart_threshold, 0):
             raise DataError(f"smart_threshold={self.smart_threshold!r} must be a number of bytes, or None.")
         if not is_number(self.compress_probability, "[0, 1]"):
-            raise DataError(f"compress_probability={self.compress_probability!r} must lie from 0 to 1.")
+            raise DataError(f"compress_probability={self.compress_probability!r} must be in [0, 1].")
 
     def target_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """The (width, height) to store of an image of this size: never larger."""
+        """Return the (width, height) to store for an image of this size: never larger."""
         if self.max_resolution is not None:
             ratio = self.max_resolution / max(size)
         elif self.min_resolution is not None:
@@ -88,39 +88,39 @@ class Encoding:
         return size if ratio >= 1 else (max(round(size[0] * ratio), 1), max(round(size[1] * ratio), 1))
 
     def as_jpeg(self, number: int, size: tuple[int, int], is_jpeg: bool) -> bool:
-        """Whether sample `number`, stored at `size`, is to be a JPEG; FFCV's rules, and ours for auto."""
+        """Whether to store sample `number` as a JPEG at `size`: by FFCV's rules, and our own for auto."""
         pixels = size[0] * size[1] * 3
         if self.write_mode == "auto":
             return is_jpeg or pixels > RAW_LIMIT
         if self.write_mode == "smart":
             return self.smart_threshold is not None and pixels > self.smart_threshold
-        if self.write_mode == "proportion":  # by the number alone: the same file for any number of workers
+        if self.write_mode == "proportion":  # depends only on the index, not on the number of workers
             return random.Random(number).random() < self.compress_probability
         return self.write_mode == "jpg"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image as stored: `mode` (0 JPEG, 1 raw pixels), size in pixels, bytes, and how it got there."""
+    """An image as stored: `mode` (0 JPEG, 1 raw pixels), size in pixels, bytes, and what was done to it."""
 
     mode: int
     width: int
     height: int
     payload: bytes
-    how: str
+    treatment: str
 
 
 def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
-    """Encodes an image for storage, touching its pixels only where that cannot be avoided.
+    """Encode an image for storage, changing its pixels only if necessary.
 
     Args:
-        image: the bytes of an image file; a dict of `bytes` or `path` of one (Hugging Face's undecoded
-            images); a PIL image; a uint8 array or tensor `(H, W, 3)`, `(3, H, W)` or `(H, W)`.
-        encoding: how.
-        number: of the sample in its source, which decides in mode "proportion".
+        image: the bytes of an image file; a dict with its `bytes` or `path` (Hugging Face's undecoded images); a
+            PIL image; a uint8 array or tensor `(H, W, 3)`, `(3, H, W)` or `(H, W)`.
+        encoding: the encoding settings.
+        number: index of the sample in its source, which decides in mode "proportion".
 
-    A JPEG file that is RGB, upright, to be stored as a JPEG of its own size, and readable by the loader's
-    decoder is passed through byte for byte; one with arithmetic codes keeps its pixels, but gets Huffman codes.
+    A JPEG file that is RGB, upright, stored as a JPEG at its own size, and readable by the loader's decoder is copied
+    byte for byte. One with arithmetic codes keeps its pixels but gets Huffman codes.
 
     Raises:
         DataError: if the image cannot be read, with the reason.
@@ -151,23 +151,25 @@ def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
                 whole = _turn(image) is None and encoding.target_size(image.size) == image.size
                 whole = whole and encoding.as_jpeg(number, image.size, is_jpeg)
                 if whole and _is_sound(plain, width, height, encoding.check):
-                    how = "passed through" if plain is data else "recoded without loss (arithmetic coding)"
-                    return Encoded(MODE_JPEG, width, height, plain, how)
+                    treatment = (
+                        "copied unchanged" if plain is data else "recoded losslessly (arithmetic coding)"
+                    )
+                    return Encoded(MODE_JPEG, width, height, plain, treatment)
             image.load()
-            rgb, how = _to_rgb(image)
+            rgb, treatment = _to_rgb(image)
             if whole:
-                how = "mended: its JPEG decoded with a warning"
-            return _store(rgb, how, encoding, number, is_jpeg)
+                treatment = "re-encoded: its JPEG decoded with a warning"
+            return _store(rgb, treatment, encoding, number, is_jpeg)
     except UnidentifiedImageError:
         raise DataError("it is not an image that Pillow can read") from None
     except DataError:
         raise
-    except Exception as error:  # Pillow's readers raise whatever a damaged file leads them to
+    except Exception as error:  # damaged files make Pillow's readers raise many types
         raise DataError(f"it cannot be decoded: {error}") from error
 
 
 def _is_sound(jpeg: bytes, width: int, height: int, check: str) -> bool:
-    """Whether a JPEG, whose header Pillow has read, may go in as it is."""
+    """Whether a JPEG, whose header Pillow has read, can be copied unchanged."""
     if check == "structure" and jpeg.endswith(_END_OF_IMAGE):
         return True
     return turbojpeg.decodes(jpeg, width, height)
@@ -175,34 +177,34 @@ def _is_sound(jpeg: bytes, width: int, height: int, check: str) -> bool:
 
 def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:
     try:
-        image.load()  # opened lazily, it may still be damaged
+        image.load()  # opened lazily, so it may still be damaged
     except Exception as error:
         raise DataError(f"it cannot be decoded: {error}") from error
     return _store(*_to_rgb(image), encoding, number)
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What makes the image upright, after its EXIF data; None if it is, or if that cannot be told.
+    """Return the operation that makes the image upright by its EXIF data; None if it is upright or if unknown.
 
-    Of EXIF data that is damaged, or an orientation that means nothing, viewers show the picture as it is stored.
+    If the EXIF data is damaged or has an invalid orientation, viewers show the picture as stored.
     """
     try:
         return _TURNS.get(image.getexif().get(_ORIENTATION))
-    except Exception:  # Pillow's reader raises whatever damaged data leads it to
+    except Exception:  # damaged data makes Pillow's reader raise many types
         return None
 
 
 def _to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
-    """An upright RGB copy of the image, and what had to be done to it."""
+    """Return an upright RGB copy of the image, and what was done to it."""
     turn = _turn(image)
     upright = image if turn is None else image.transpose(turn)
-    how = "stored" if turn is None else "turned upright after its EXIF data"
+    treatment = "stored" if turn is None else "rotated upright (EXIF)"
     if upright.mode == "RGB":
-        return upright, how
-    if upright.mode.startswith("I"):  # 16 bits a pixel; Pillow's own conversion would clip at 255
+        return upright, treatment
+    if upright.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion would clip at 255
         levels = np.asarray(upright).astype(np.int64) >> 8
         if levels.min() < 0 or levels.max() > 255:
-            raise DataError(f"its pixels (mode {upright.mode}) do not lie from 0 to 65535")
+            raise DataError(f"its pixels (mode {upright.mode}) are not in 0 to 65535")
         return Image.fromarray(levels.astype(np.uint8)).convert("RGB"), "converted from 16 bits"
     return upright.convert("RGB"), f"converted from {upright.mode}"
 
@@ -210,25 +212,27 @@ def _to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
 def _to_array(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     array = image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else np.asarray(image)
     if array.dtype != np.uint8:
-        raise DataError(f"its pixels are {array.dtype}; give uint8, 0 to 255")
+        raise DataError(f"its pixels are {array.dtype}; expected uint8, 0 to 255")
     if array.ndim == 3 and array.shape[0] == 3 and array.shape[2] != 3:
         array = array.transpose(1, 2, 0)
     if array.ndim == 2:
         array = np.repeat(array[:, :, None], 3, axis=2)
     if array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
-        raise DataError(f"its shape is {array.shape}; give (H, W, 3), (3, H, W) or (H, W)")
+        raise DataError(f"its shape is {array.shape}; expected (H, W, 3), (3, H, W) or (H, W)")
     return np.ascontiguousarray(array)
 
 
-def _store(image: Image.Image, how: str, encoding: Encoding, number: int, is_jpeg: bool = False) -> Encoded:
+def _store(
+    image: Image.Image, treatment: str, encoding: Encoding, number: int, is_jpeg: bool = False
+) -> Encoded:
     size = encoding.target_size(image.size)
     if size != image.size:
-        image, how = image.resize(size, Image.Resampling.BOX), "scaled down"
+        image, treatment = image.resize(size, Image.Resampling.BOX), "scaled down"
     if max(size) > 0xFFFF:
-        raise DataError(f"its longest side is {max(size)} pixels, the format holds 65535")
+        raise DataError(f"its longest side is {max(size)} pixels; the format's limit is 65535")
     if not encoding.as_jpeg(number, size, is_jpeg):
-        how = "decoded to raw pixels" if is_jpeg and how == "stored" else how
-        return Encoded(MODE_RAW, *size, image.tobytes(), how)
+        treatment = "decoded to raw pixels" if is_jpeg and treatment == "stored" else treatment
+        return Encoded(MODE_RAW, *size, image.tobytes(), treatment)
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=encoding.quality)
-    return Encoded(MODE_JPEG, *size, buffer.getvalue(), how)
+    return Encoded(MODE_JPEG, *size, buffer.getvalue(), treatment)

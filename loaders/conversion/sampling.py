@@ -1,4 +1,4 @@
-"""From a source to encoded samples: the fields that the first decides, then all of them, by threads in order."""
+"""From a source to encoded samples: infer the fields from the first one, then encode all in threads, in order."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from ...errors import DataError
 from ..beton.layout import Field
+from ..exhaustion import exhaustion, is_exhaustion
 from .columns import Sample
 from .encode import Encoding, encode_image
 from .sources import Source
@@ -19,12 +20,12 @@ from .values import infer_field, label_field, store_label, store_value
 from .writer import Skipped
 
 _AHEAD = 8
-"""Samples in preparation per worker: enough that none waits for a slow neighbour."""
+"""Samples in preparation per worker: enough that no worker waits for a slow neighbour."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to encode, how, into which fields (the image first, the label second), and what if it fails."""
+    """A source, its encoding and fields (the image first, the label second), and what to do on errors."""
 
     source: Source
     encoding: Encoding
@@ -33,10 +34,10 @@ class Job:
 
 
 def first_fields(source: Source, wanted: Mapping[str, str | None], on_error: str) -> list[Field]:
-    """The fields that the first usable sample decides.
+    """Return the fields inferred from the first usable sample.
 
     Raises:
-        DataError: if it cannot be read, or its values are of no kind that the format holds.
+        DataError: if it cannot be read, or its values have types that the format does not support.
     """
     image, failure = Field("image", "rgb_image"), None
     for index in range(len(source)):
@@ -47,20 +48,27 @@ def first_fields(source: Source, wanted: Mapping[str, str | None], on_error: str
                 for (name, kind), value in zip(wanted.items(), values, strict=True)
             ]
             return [image, label_field(label), *further]
-        except Exception as error:  # whatever a data set's own code raises, it is this sample's fault
+        except Exception as error:  # a data set's own code may raise anything; blame the sample
+            if refusal := _refusal(error):
+                raise exhaustion(refusal, "memory for one image", "Free some memory.") from refusal
             failure = failure or error
             if on_error != "skip":
                 raise _failed(source, index, error) from _cause(error)
     assert failure is not None  # there is at least one sample
     name, reason = source.describe(0), _reason(failure)
-    raise DataError(f"None of the {len(source)} samples could be used; the first, {name}: {reason}.")
+    raise DataError(f"None of the {len(source)} samples could be used. The first, {name}: {reason}.")
 
 
 def encoded_samples(job: Job, workers: int, progress: bool) -> Generator[Sample | Skipped]:
-    """Encodes in threads, gives the results in source order, and holds only a few at a time."""
+    """Encode in threads and yield the results in source order, holding only a few at a time.
+
+    Raises:
+        DataError: also if the system refuses memory, threads or open files.
+    """
     waiting: deque[Future[Sample | Skipped]] = deque()
     count = len(job.source)
-    bar = tqdm(total=count, desc="Converting", unit="img", disable=not (progress and _watched()), leave=False)
+    hidden = not (progress and _is_interactive())
+    bar = tqdm(total=count, desc="Converting", unit="img", disable=hidden, leave=False)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="drivetrain-convert")
     try:
         for index in range(count):
@@ -71,6 +79,10 @@ def encoded_samples(job: Job, workers: int, progress: bool) -> Generator[Sample 
         while waiting:
             yield waiting.popleft().result()
             bar.update()
+    except Exception as error:
+        if not is_exhaustion(error):
+            raise
+        raise exhaustion(error, f"{workers} threads, each with one image", "Use fewer workers.") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         bar.close()
@@ -82,7 +94,9 @@ def _encode(job: Job, index: int) -> Sample | Skipped:
         encoded = encode_image(image, job.encoding, index)
         further = [store_value(field, value) for field, value in zip(job.fields[2:], values, strict=True)]
         return Sample(encoded, (store_label(job.fields[1], label), *further))
-    except Exception as error:  # whatever a data set's own code raises, it is this sample's fault
+    except Exception as error:  # a data set's own code may raise anything; blame the sample
+        if refusal := _refusal(error):
+            raise refusal from None  # not the sample's fault
         if job.on_error == "skip":
             return Skipped(job.source.describe(index), _reason(error))
         raise _failed(job.source, index, error) from _cause(error)
@@ -90,9 +104,15 @@ def _encode(job: Job, index: int) -> Sample | Skipped:
 
 def _failed(source: Source, index: int, error: Exception) -> DataError:
     return DataError(
-        f"{source.describe(index)}: {_reason(error).rstrip('.')}. Mend or remove it, or use "
+        f"{source.describe(index)}: {_reason(error).rstrip('.')}. Repair or remove it, or use "
         "on_error='skip' (--skip-bad)."
     )
+
+
+def _refusal(error: Exception) -> BaseException | None:
+    """Return the system's refusal (of memory, say) that caused `error`; None if the sample itself is bad."""
+    causes = (error, error.__cause__, error.__context__)
+    return next((cause for cause in causes if cause is not None and is_exhaustion(cause)), None)
 
 
 def _reason(error: Exception) -> str:
@@ -102,10 +122,10 @@ def _reason(error: Exception) -> str:
 
 
 def _cause(error: Exception) -> BaseException | None:
-    """What the user's own code raised; a DataError of ours says all there is to say."""
+    """Return the user code's exception; a DataError of ours already contains everything."""
     return error.__cause__ if isinstance(error, DataError) else error
 
 
-def _watched() -> bool:
-    """Whether somebody sees a progress bar: a terminal or a notebook, not a log file."""
+def _is_interactive() -> bool:
+    """Whether a user sees the progress bar: in a terminal or notebook, not in a log file."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules

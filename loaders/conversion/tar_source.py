@@ -1,4 +1,4 @@
-"""WebDataset tar shards as a source: an index of offsets, made in one pass over the headers."""
+"""WebDataset tar shards as a source: an index of offsets, built in one pass over the headers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _BLOCK = 512
 _ABSENT = -1
 
 Members = dict[str, tuple[int, int]]
-"""Extension to offset and size of a sample's members."""
+"""Maps extension to offset and size, for the members of a sample."""
 
 
 def is_shards(source: Any) -> bool:
-    """Whether this names tar shards: a text or path that ends in `.tar`, or a list of such."""
+    """Whether `source` names tar shards: a string or path that ends in `.tar`, or a list of them."""
     if isinstance(source, str | Path):
         return str(source).endswith(".tar") and not Path(source).is_dir()
     return isinstance(source, list | tuple) and bool(source) and all(
@@ -37,18 +37,18 @@ def is_shards(source: Any) -> bool:
 
 
 def expand_shards(source: Any) -> list[str]:
-    """The shards' paths: `{000..003}` counts with leading zeros, `{a,b}` lists, `*`, `?` and `[…]` match files.
+    """Return the shards' paths: `{000..003}` counts with leading zeros, `{a,b}` lists; `*`, `?`, `[…]` match files.
 
     Raises:
-        DataError: for a pattern that matches nothing, or a shard that is not there.
+        DataError: for a pattern that matches nothing, or a missing shard.
     """
     patterns = [str(source)] if isinstance(source, str | Path) else [str(part) for part in source]
     paths = []
     for pattern in (part for whole in patterns for part in _braces(whole)):
-        found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))  # noqa: PTH207 — any root
-        if not found:
-            raise DataError(f"{pattern} does not exist. Give a .tar, a pattern of them, or a list.")
-        paths += found
+        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))  # noqa: PTH207 — any root
+        if not matches:
+            raise DataError(f"{pattern} does not exist. Pass a .tar file, a pattern, or a list.")
+        paths += matches
     return paths
 
 
@@ -68,25 +68,25 @@ def _braces(pattern: str) -> Iterator[str]:
 
 
 class TarSource:
-    """Samples of tar shards: members of one key, such as `0001.jpg`, `0001.cls` and `0001.npy`.
+    """Samples of tar shards: members with the same key, such as `0001.jpg`, `0001.cls` and `0001.npy`.
 
-    The image is a `.jpg`, `.jpeg`, `.png` or `.webp`. The label is a `.cls` (a number as text) or else a
-    `.json`: a number, a list, or an object with `label`, `cls` or `class`. Further fields are named by
-    their extension: `.json` is parsed, `.npy` is an array, `.cls` a number, all others are bytes.
+    The image is a `.jpg`, `.jpeg`, `.png` or `.webp`. The label is a `.cls` (a number as text) or else a `.json`: a
+    number, a list, or an object with `label`, `cls` or `class`. Further fields are named by their extension: `.json`
+    is parsed, `.npy` is an array, `.cls` a number, all others are bytes.
 
     Raises:
-        DataError: for a shard that is missing, truncated or no tar, or holds one member twice.
+        DataError: for a shard that is missing, truncated or not a tar file, or contains one member twice.
     """
 
     kind = "tar shards"
-    classes: list[str] = []  # noqa: RUF012 — shards name none, and none is ever added
+    classes: list[str] = []  # noqa: RUF012 — shards have no names, and nothing is ever added
 
     def __init__(self, source: Any, fields: Sequence[str] = ()) -> None:
         self._shards = expand_shards(source)
         self._fields = [name.removeprefix(".").lower() for name in fields]
         self._starts, self._keys = array("q"), list[str]()
-        self._kinds = bytearray()  # of each sample: which image and label extension it has
-        self._places = array("q")  # of each sample: offset and size of image, label and each field
+        self._kinds = bytearray()  # per sample: which image and label extension it has
+        self._places = array("q")  # per sample: offset and size of image, label and each field
         self._width = 2 * (2 + len(self._fields))
         for shard in self._shards:
             self._starts.append(len(self._keys))
@@ -111,7 +111,7 @@ class TarSource:
         places = self._places[index * self._width : (index + 1) * self._width]
         values = []
         try:
-            with open(self._shard(index), "rb") as file:  # noqa: PTH123 — once a sample
+            with open(self._shard(index), "rb") as file:  # noqa: PTH123 — called per sample
                 for number, (end, what) in enumerate(wanted):
                     offset, size = places[2 * number : 2 * number + 2]
                     if offset == _ABSENT:
@@ -119,7 +119,7 @@ class TarSource:
                     file.seek(offset)
                     data = file.read(size)
                     if len(data) < size:
-                        raise DataError("its shard has become shorter since the conversion began")
+                        raise DataError("its shard was truncated during the conversion")
                     values.append(_parse(data, end))
         except OSError as error:
             raise DataError(f"it cannot be read: {error.strerror}") from None
@@ -134,26 +134,28 @@ class TarSource:
 
 
 def _index(shard: str) -> dict[str, Members]:
-    """The members of a shard by key, from its headers alone."""
+    """Return the members of a shard by key, reading only its headers."""
     samples: dict[str, Members] = {}
     try:
         size = Path(shard).stat().st_size
         with tarfile.open(shard, "r:") as tar:
             while (member := tar.next()) is not None:
-                vars(tar)["members"].clear()  # it would keep them all
+                vars(tar)["members"].clear()  # otherwise it keeps all of them
                 if member.isfile():
                     _add_member(shard, samples, member)
                 if member.offset_data + member.size > size:
-                    raise DataError(f"{shard} is truncated within its member {member.name}. Fetch it again.")
+                    raise DataError(
+                        f"{shard} is truncated within its member {member.name}. Download it again."
+                    )
             end = tar.offset
         with Path(shard).open("rb") as file:
             file.seek(end)
             if file.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes a damaged header for the end
-                raise DataError(f"{shard} is truncated or damaged at byte {end}. Fetch it again.")
+                raise DataError(f"{shard} is truncated or damaged at byte {end}. Download it again.")
     except (tarfile.TarError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{shard} is truncated, or no tar file ({error}). Fetch it again.") from None
+        raise DataError(f"{shard} is truncated or not a tar file ({error}). Download it again.") from None
     except OSError as error:
         raise DataError(f"{shard} cannot be read: {error.strerror}.") from None
     return samples
@@ -163,22 +165,22 @@ def _add_member(shard: str, samples: dict[str, Members], member: tarfile.TarInfo
     folder, _, base = member.name.rpartition("/")
     stem, dot, extension = base.partition(".")
     if not dot or not stem:
-        return  # no key, as WebDataset has it
+        return  # without a key, ignored as in WebDataset
     members = samples.setdefault(f"{folder}/{stem}" if folder else stem, {})
     if extension.lower() in members:
-        raise DataError(f"{shard} holds the member {member.name} twice. Make it anew.")
+        raise DataError(f"{shard} contains the member {member.name} twice. Recreate the shard.")
     members[extension.lower()] = (member.offset_data, member.size)
 
 
 def _parse(data: bytes, extension: str | None) -> Any:
     try:
         if extension == "cls" and data.strip().lstrip(b"-").isdigit():
-            return int(data)  # JSON knows no leading zeros
+            return int(data)  # JSON does not allow leading zeros
         if extension in ("json", "cls"):
             return json.loads(data)
         if extension is not None and extension.rpartition(".")[2] == "npy":
             return np.load(io.BytesIO(data), allow_pickle=False)
-    except Exception as error:  # numpy's reader raises whatever a damaged file leads it to
+    except Exception as error:  # damaged files make numpy's reader raise many types
         raise DataError(f"its member .{extension} cannot be read: {error}") from None
     return data
 
@@ -189,4 +191,4 @@ def _label(label: Any) -> Any:
     for key in LABEL_KEYS:
         if key in label:
             return label[key]
-    raise DataError(f"its .json has the keys {sorted(label)}; one of {LABEL_KEYS} is needed")
+    raise DataError(f"its .json has the keys {sorted(label)}; expected one of {LABEL_KEYS}")

@@ -1,4 +1,4 @@
-"""Values of a sample beside its image: what kind of field each needs, and the bytes that are stored."""
+"""Values of a sample besides its image: the field each one needs, and the bytes that are stored."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..beton.layout import KINDS, Field
 SMALLEST_TARGET, LARGEST_TARGET = (
     float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
 )
-"""Float labels are loaded as float32; what is smaller counts as zero."""
+"""Float labels are loaded as float32; smaller values become zero."""
 
 EXTRA_KINDS = tuple(kind for kind in KINDS if kind != "rgb_image")
 
 Stored = int | float | bytes
-"""A value as the file holds it: a number in the metadata, or bytes on a page."""
+"""A value as stored in the file: a number in the metadata, or bytes on a page."""
 
 
 def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) -> dict[str, str | None]:
-    """The `fields=` of `convert`: name to kind, None where the first sample decides.
+    """Return the `fields=` of `convert` as name to kind; None where the first sample decides.
 
     Raises:
-        DataError: for a name or kind that the format does not hold.
+        DataError: for a name or kind that the format does not support.
     """
     if isinstance(fields, str):
         raise DataError(f"fields={fields!r} must be a list of names, or a mapping of names to kinds.")
@@ -36,7 +36,7 @@ def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) ->
         dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(fields or [])
     )
     if fields is not None and len(wanted) != len(fields):
-        raise DataError(f"fields={list(fields)} names one field twice.")
+        raise DataError(f"fields={list(fields)} contains a name twice.")
     for name, kind in wanted.items():
         if (
             not isinstance(name, str)
@@ -45,19 +45,19 @@ def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) ->
         ):
             raise DataError(f"The field {name!r} must have a name of 1 to 16 printable ASCII characters.")
         if name in ("image", "label"):
-            raise DataError(f"The field {name!r} is there by itself; name only further ones.")
+            raise DataError(f"The field {name!r} is always included. List only further fields.")
         if kind is not None and kind not in EXTRA_KINDS:
             raise DataError(
-                f"The field {name!r} has the kind {kind!r}; the kinds are {', '.join(EXTRA_KINDS)}."
+                f"The field {name!r} has the unknown kind {kind!r}. Use one of {', '.join(EXTRA_KINDS)}."
             )
     return wanted
 
 
 def label_field(label: Any) -> Field:
-    """The field for labels like this one: int (or float, as later labels decide), or a vector of float32.
+    """Return the field for labels like this one: int (later labels may make it float), or a float32 vector.
 
     Raises:
-        DataError: if it is none of them.
+        DataError: if it is neither a number nor a vector.
     """
     if (vector := _vector(label)) is not None:
         return Field("label", "ndarray", np.dtype("<f4"), vector.shape)
@@ -65,34 +65,34 @@ def label_field(label: Any) -> Field:
 
 
 def store_label(field: Field, label: Any) -> Stored:
-    """A label as the file holds it.
+    """Return a label as stored in the file.
 
     Raises:
-        DataError: if it is not like the first.
+        DataError: if its kind differs from the first label's.
     """
     vector = _vector(label)
     if field.kind != "ndarray":
         if vector is not None:
-            raise DataError(f"its label has {len(vector)} values, the first sample's is one number")
+            raise DataError(f"its label has {len(vector)} values, but the first sample's is a single number")
         return plain_label(label)
     if vector is None or vector.shape != field.shape:
-        raise DataError(f"its label is {_short(label)}; the first sample's has {field.shape[0]} values")
+        raise DataError(f"its label is {_short(label)}, but the first sample's has {field.shape[0]} values")
     if not np.isfinite(vector).all():
         raise DataError(f"its label is {_short(label)}; a target must be finite and fit float32")
     return vector.tobytes()
 
 
 def _vector(label: Any) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-    """A label of several values `(K,)` as float32; None if it is no such thing."""
+    """Return a label of several values, `(K,)`, as float32; None if it is not one."""
     array = _array(label)
     if array is None or array.ndim != 1 or array.dtype.kind not in "iuf" or not len(array):
         return None
-    with np.errstate(over="ignore"):  # too large becomes infinite, which is refused
+    with np.errstate(over="ignore"):  # too large becomes infinite, which is rejected
         return array.astype("<f4")
 
 
 def plain_label(label: Any) -> int | float:
-    """A label as a Python int or finite float.
+    """Return a label as a Python int or finite float.
 
     Raises:
         DataError: if it is neither.
@@ -101,28 +101,28 @@ def plain_label(label: Any) -> int | float:
         label = label.item()
     if isinstance(label, bool) or not isinstance(label, int | float):
         raise DataError(
-            f"its label is {_short(label)}; an int (class), a float (target) or a vector of them is needed"
+            f"its label is {_short(label)}; expected an int (class), a float (target) or a vector of them"
         )
     if isinstance(label, float) and not abs(label) <= LARGEST_TARGET:
         raise DataError(f"its label is {label}; a target must be finite and fit float32")
     if isinstance(label, int) and abs(label) >= 1 << 31:
-        raise DataError(f"its label is {label}; a class must fit 32 bits")
+        raise DataError(f"its label is {label}; a class index must fit 32 bits")
     if isinstance(label, float) and abs(label) < SMALLEST_TARGET:
         return 0.0
     return label
 
 
 def infer_field(name: str, kind: str | None, value: Any) -> Field:
-    """The field for values like this one.
+    """Return the field for values like this one.
 
     Args:
         name: of the field.
-        kind: a kind of `EXTRA_KINDS`; None: int or bool → int; float → float; bytes → bytes; arrays,
-            tensors and lists of numbers → ndarray; all else that JSON holds → json.
+        kind: one of `EXTRA_KINDS`, or None to infer it: int or bool → int; float → float; bytes → bytes; arrays,
+            tensors and lists of numbers → ndarray; anything else that JSON supports → json.
         value: the first sample's.
 
     Raises:
-        DataError: if no kind, or not the given one, can hold it.
+        DataError: if no kind, or not the given one, can store it.
     """
     kind = kind or _natural_kind(value)
     if kind != "ndarray":
@@ -130,7 +130,7 @@ def infer_field(name: str, kind: str | None, value: Any) -> Field:
     else:
         array = _array(value)
         if array is None or array.dtype.kind not in "biufc" or not array.ndim or not array.size:
-            raise DataError(f"its field {name!r} is {_short(value)}; an array of numbers is needed")
+            raise DataError(f"its field {name!r} is {_short(value)}; expected an array of numbers")
         field = Field(name, kind, array.dtype, array.shape)
     store_value(field, value)
     return field
@@ -148,10 +148,10 @@ def _natural_kind(value: Any) -> str:
 
 
 def store_value(field: Field, value: Any) -> Stored:
-    """A value as the file holds it.
+    """Return a value as stored in the file.
 
     Raises:
-        DataError: if the field cannot hold it, e.g. an array of another shape than the first.
+        DataError: if the field cannot store it, e.g. an array with another shape than the first.
     """
     try:
         stored: Stored = _STORE[field.kind](field, value)
@@ -164,13 +164,13 @@ def store_value(field: Field, value: Any) -> Stored:
 
 
 class _Mismatch(ValueError):
-    """A value that its field cannot hold, with the reason."""
+    """A value that its field cannot store, with the reason."""
 
 
 def _store_int(_: Field, value: Any) -> int:
     value = value.item() if isinstance(value, torch.Tensor | np.ndarray) else value
     if not isinstance(value, Integral):
-        raise _Mismatch("it is no integer")
+        raise _Mismatch("it is not an integer")
     if not -(1 << 63) <= int(value) < 1 << 63:
         raise _Mismatch("it does not fit 64 bits")
     return int(value)
@@ -179,7 +179,7 @@ def _store_int(_: Field, value: Any) -> int:
 def _store_float(_: Field, value: Any) -> float:
     value = value.item() if isinstance(value, torch.Tensor | np.ndarray) else value
     if not isinstance(value, Real):
-        raise _Mismatch("it is no number")
+        raise _Mismatch("it is not a number")
     return float(value)
 
 
@@ -188,7 +188,7 @@ def _store_bytes(_: Field, value: Any) -> bytes:
     if array is not None and array.dtype == np.uint8 and array.ndim == 1:
         return array.tobytes()
     if not isinstance(value, bytes | bytearray | memoryview):
-        raise _Mismatch("it is no bytes and no uint8 array of one dimension")
+        raise _Mismatch("it is neither bytes nor a 1-D uint8 array")
     return bytes(value)
 
 
@@ -202,7 +202,7 @@ def _store_array(field: Field, value: Any) -> bytes:
 
 
 def _store_json(_: Field, value: Any) -> bytes:
-    """As FFCV's JSONField: the text, and a zero byte that ends it."""
+    """Store the text and a terminating zero byte, like FFCV's JSONField."""
     return json.dumps(value).encode() + b"\0"
 
 
@@ -216,14 +216,14 @@ _STORE: dict[str, Any] = {
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Arrays, tensors, numbers and lists of numbers as a little-endian, contiguous array; else None."""
+    """Return arrays, tensors, numbers and lists of numbers as a little-endian, contiguous array; else None."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if not isinstance(value, np.ndarray | np.generic | bool | int | float | list | tuple):
         return None
     try:
         array = np.asarray(value)
-    except (ValueError, OverflowError):  # ragged, or mixed
+    except (ValueError, OverflowError):  # ragged, or mixed types
         return None
     if array.dtype.kind not in "biufc":
         return None
@@ -231,7 +231,7 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _short(value: Any) -> str:
-    """A value for a message."""
+    """Return a value shortened for a message."""
     if isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return f"{value!r:.80}"

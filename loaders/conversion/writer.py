@@ -1,4 +1,4 @@
-"""Writes a `.beton` file and its manifest: both appear whole, or neither does."""
+"""Write a `.beton` file and its manifest: both appear complete, or neither."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE_SIZE = 1 << 23
 
 @dataclass(frozen=True)
 class Skipped:
-    """A sample that is left out: its name, and why."""
+    """A skipped sample: its name, and the reason."""
 
     name: str
     reason: str
@@ -32,30 +32,30 @@ class Skipped:
 
 @dataclass
 class Written:
-    """What was written: the manifest's head, how many images in which way and mode, what was left out, the bytes."""
+    """What was written: the manifest's head, image counts by treatment and mode, skipped samples, and the size."""
 
     manifest: dict[str, Any] = field(default_factory=dict)
-    how: Counter[str] = field(default_factory=Counter)
+    treatments: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
     skipped: list[Skipped] = field(default_factory=list)
     size: int = 0
 
 
 class Pages:
-    """Places samples on pages: each whole on one, in the order they come.
+    """Assign samples to pages: each entirely on one page, in order.
 
-    The page grows in place. What lies within pages of 8 MiB lies within pages of 16 MiB too, so that a
-    larger sample only has to begin at the next multiple of the larger page.
+    The page size can grow afterwards: what lies within a page of 8 MiB also lies within one of 16 MiB, so a larger
+    sample only has to begin at the next multiple of the larger page size.
     """
 
     def __init__(self, tables: int) -> None:
         self.size, self.end = PAGE_SIZE, -(-tables // PAGE_SIZE) * PAGE_SIZE
 
     def place(self, size: int) -> int:
-        """Where a sample of `size` bytes goes.
+        """Return the position for a sample of `size` bytes.
 
         Raises:
-            DataError: if it fits on no page of the format.
+            DataError: if it is larger than the format's largest page.
         """
         if size > MAX_PAGE:
             raise DataError(f"A sample of {size:,} bytes is larger than the format's largest page, 2 GiB.")
@@ -70,16 +70,16 @@ class Pages:
 def write_beton(
     out: Path, samples: Iterable[Sample | Skipped], most: int, fields: Sequence[Field], about: dict[str, Any]
 ) -> Written:
-    """Writes the file and the manifest beside it.
+    """Write the file and its manifest.
 
     Args:
         out: the file.
-        samples: in the order of the file, at most `most` of them.
+        samples: in file order, at most `most` of them.
         fields: of every sample, the image first and the label second.
-        about: what else the manifest says, `"classes"` (their names, or none) among it.
+        about: further content of the manifest, including `"classes"` (their names, or none).
 
     Raises:
-        DataError: if no sample is left, or a label is not one of the classes.
+        DataError: if no sample is left, or a label has no class name.
         DrivetrainError: if a file cannot be written.
     """
     written, columns = Written(), Columns(fields)
@@ -93,7 +93,7 @@ def write_beton(
             "samples": len(columns),
             "fields": {field.name: field.kind for field in columns.fields},
             "page_size": pages.size,
-            "stored": dict(written.how.most_common()),
+            "stored": dict(written.treatments.most_common()),
             **about,
             "tables_crc32": tables,
             "seal": digest.hex(),
@@ -111,7 +111,7 @@ def _write_samples(
     columns: Columns,
     written: Written,
 ) -> None:
-    """Writes the data as it comes."""
+    """Write the data of the samples as they come."""
     for sample in samples:
         if isinstance(sample, Skipped):
             written.skipped.append(sample)
@@ -119,15 +119,15 @@ def _write_samples(
         for position, data in columns.add(sample, pages.place(sample.size)):
             file.seek(position)
             file.write(data)
-        written.how[sample.encoded.how] += 1
+        written.treatments[sample.encoded.treatment] += 1
         written.modes["jpg" if sample.encoded.mode == MODE_JPEG else "raw"] += 1
     if not len(columns):
         first = written.skipped[0]
-        raise DataError(f"None of the {most} samples could be used; the first, {first.name}: {first.reason}.")
+        raise DataError(f"None of the {most} samples could be used. The first, {first.name}: {first.reason}.")
 
 
 def _check_classes(columns: Columns, classes: int) -> None:
-    """Refuses class labels that have no class."""
+    """Reject class indices without a class."""
     labels = columns.labels
     if labels is None or columns.fields[1].kind == "float":
         return
@@ -136,11 +136,11 @@ def _check_classes(columns: Columns, classes: int) -> None:
         (int(labels.argmax()), f"there are {classes} classes"),
     ):
         if labels[at] < 0 or (classes and labels[at] >= classes):
-            raise DataError(f"Sample {at} has the class {labels[at]}; {remedy}.")
+            raise DataError(f"Sample {at} has the class index {labels[at]}, but {remedy}.")
 
 
 def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> tuple[int, bytes]:
-    """Writes allocation table, fields, metadata, seal and, last, the header; gives the tables' CRC-32 and the seal."""
+    """Write allocation table, fields, metadata, seal and, last, the header; return the tables' CRC-32 and the seal."""
     count = len(columns.fields)
     fields = np.stack([field.descriptor() for field in columns.fields])
     header = np.array([(VERSION, count, pages.size, len(columns), pages.end)], dtype=HEADER)

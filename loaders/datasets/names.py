@@ -1,4 +1,4 @@
-"""Data by name: `"cifar10:train"` becomes the path of a converted, cached `.beton` file."""
+"""Data by name: `"cifar10:train"` resolves to the path of a converted, cached `.beton` file."""
 
 from __future__ import annotations
 
@@ -14,31 +14,28 @@ NAMES = ("cifar10:train", "cifar10:test")
 
 
 def resolve(source: str | Path, *, progress: bool = True) -> Path:
-    """The `.beton` file that a data source stands for.
+    """Return the `.beton` file of a data source.
 
     Args:
-        source: a path to a `.beton` file, or one of `NAMES`; a named data set is fetched, checked and
-            converted at first use, and kept in the cache folder (`$DRIVETRAIN_DATA`, else
-            `~/.cache/drivetrain`).
-        progress: show bars while converting.
+        source: a path to a `.beton` file, or one of `NAMES`. A named data set is downloaded, verified and converted
+            at first use, and stored in the cache folder (`$DRIVETRAIN_DATA`, else `~/.cache/drivetrain`).
+        progress: whether to show progress bars.
 
     Raises:
-        DataError: for a folder (which must be converted first), an unknown name, or data that cannot
-            be fetched, with what to put where.
+        DataError: for a folder (which must be converted first), an unknown name, or data that cannot be downloaded,
+            with instructions to install it by hand.
     """
     if str(source) in NAMES:
         split = cast(Literal["train", "test"], str(source).partition(":")[2])
         return _cifar10(split, progress)
     if source == "":
-        raise DataError(f"The name of the data is empty. Give a .beton file, or one of {', '.join(NAMES)}.")
+        raise DataError(f"The data source is empty. Pass a .beton file, or one of {', '.join(NAMES)}.")
     path = Path(source)
     if path.is_dir():
         out = f"{path.resolve().name or 'data'}.beton"
         raise DataError(f"{path} is a folder. Convert it first: drivetrain convert {path} {out}")
     if not path.exists() and not path.suffix:
-        raise DataError(
-            f"There is no file {path}, and no data set of that name.{suggest(str(source), NAMES)}"
-        )
+        raise DataError(f"{path} is neither a file nor a named data set.{suggest(str(source), NAMES)}")
     return path
 
 
@@ -49,7 +46,7 @@ def _cifar10(split: Literal["train", "test"], progress: bool) -> Path:
         if open_beton(out).classes == list(cifar10.CLASSES):
             return out
     except BetonError:
-        pass  # missing or damaged: made again below
+        pass  # missing or damaged: recreated below
     images, labels = cifar10.load_cifar10(folder, split)
     convert((images, labels), out, classes=cifar10.CLASSES, progress=progress)
     return out

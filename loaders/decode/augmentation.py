@@ -1,4 +1,4 @@
-"""What is done to each image of a batch, decided before any pixel is touched."""
+"""The augmentations of a batch's images, decided before any pixel is touched."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from . import draws
 if TYPE_CHECKING:
     from .policy_draws import Drawn
 
-# Which draws of a sample's key decide what; the crop takes 0 to 39, and a policy those from 100 on (see
+# Which draws of a sample's key decide what; the crop uses 0 to 39, and a policy those from 100 (see
 # policy_draws.py). A number, once used, keeps its meaning.
 FLIP, CUTOUT, COLOR = 40, 41, 43
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Of a batch of n samples.
+    """The augmentations for a batch of n samples.
 
     Attributes:
-        boxes: `(n, 4)` int64: top, left, height and width of each crop, in pixels of the stored image. For
-            the padded crop: rows and columns that the image is shifted by, and its size.
-        flips: `(n,)` bool: mirrored or not.
-        color: `(n, 4)` float64: factors of brightness, contrast and saturation, and which of the six orders
-            they are applied in; empty where colours are left alone.
-        corners: `(n, 2)` int64: top and left of the square that is cut out; empty where none is.
-        policy: the operations of an augmentation policy; None where there is none.
+        boxes: `(n, 4)` int64: top, left, height and width of each crop, in pixels of the stored image. For the padded
+            crop: the row and column shift of the image, and its size.
+        flips: `(n,)` bool: whether each image is mirrored.
+        color: `(n, 4)` float64: factors of brightness, contrast and saturation, and the index of the order in which
+            they are applied, one of six; empty without colour jitter.
+        corners: `(n, 2)` int64: top and left of the square that is cut out; empty without CutOut.
+        policy: the operations of an augmentation policy; None without one.
     """
 
     boxes: NDArray[np.int64]
@@ -47,9 +47,9 @@ def choose(
     widths: NDArray[np.int64],
     flips: NDArray[np.bool_] | None = None,
 ) -> Choices:
-    """The choices for samples of these `keys` (see `draws`) and stored sizes, each `(n,)`.
+    """Return the choices for samples with these `keys` (see `draws`) and stored sizes, each `(n,)`.
 
-    `flips` are those of `alternating`; None: they are drawn like everything else.
+    `flips` come from `alternating`; None draws them like everything else.
     """
     if not settings.train:
         boxes, flips = _centers(heights, widths, settings.eval_ratio), np.zeros(len(heights), dtype=np.bool_)
@@ -65,14 +65,14 @@ def choose(
 
 
 def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """`(n,)`: at random in epoch 0, and the other way round in every odd one."""
+    """Return flips `(n,)`: random in epoch 0, and inverted in every odd epoch."""
     keys = draws.sample_keys(np.uint64(seed), np.uint64(0), indices)
     flips: NDArray[np.bool_] = draws.uniforms(keys, FLIP, 1)[:, 0] < 0.5
     return ~flips if epoch % 2 else flips
 
 
 def _centers(heights: NDArray[np.int64], widths: NDArray[np.int64], ratio: float) -> NDArray[np.int64]:
-    """The central square whose side is `ratio` of the shorter side."""
+    """Return the central squares with a side of `ratio` times the shorter side."""
     side = np.maximum(np.rint(np.minimum(heights, widths) * ratio).astype(np.int64), 1)
     return np.stack([(heights - side) // 2, (widths - side) // 2, side, side], axis=1)
 
@@ -85,7 +85,7 @@ def _shifts(
 
 
 def _factors(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.float64]:
-    """torchvision's `ColorJitter.get_params`: each factor uniform around 1, in a random order."""
+    """Return factors as torchvision's `ColorJitter.get_params`: each uniform around 1, in a random order."""
     if not any(settings.color_jitter):
         return np.empty((0, 4))
     drawn: NDArray[np.float64] = draws.uniforms(keys, COLOR, 4)
@@ -97,7 +97,7 @@ def _factors(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.float64
 
 
 def _corners(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.int64]:
-    """FFCV's `Cutout`: the square lies inside the image, anywhere with equal probability."""
+    """Return corners as FFCV's `Cutout`: the square is inside the image, uniformly distributed."""
     if not settings.cutout:
         return np.empty((0, 2), dtype=np.int64)
     places = settings.image_size - settings.cutout + 1

@@ -1,4 +1,4 @@
-"""From a file's bytes to a batch's pixels: what each of the loader's threads does with its part of a batch."""
+"""From a file's bytes to a batch's pixels: the work of each loader thread on its chunk of a batch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..settings import Settings
 from . import augmentation, draws, kernels, pixels
 from .operations import Operations
 
-_PART = 1 << 20  # bytes of pixels that a thread works on at a time: they stay in its cache
+_PART = 1 << 20  # bytes of pixels that a thread processes at a time: they stay in its cache
 _METHODS = {"bilinear": kernels.BILINEAR, "area": kernels.AREA}
 
 
 @dataclass
 class _Workspace:
-    """What one thread works in: a decoder's handle, and memory for the largest image and a part's pixels.
+    """A thread's working memory: a decoder handle, and buffers for the largest image and a chunk's pixels.
 
     `readable` is the memory of `jpeg`, read-only.
     """
@@ -44,12 +44,12 @@ class _Workspace:
 
 @dataclass(frozen=True)
 class Job:
-    """A batch to be loaded: which samples, what is done to each, and the memory that receives them.
+    """A batch to load: its samples, their augmentations, and the memory for the result.
 
     Attributes:
-        indices: `(n,)` sample numbers.
-        keys: `(n,)` of their random numbers; see `draws`.
-        choices: what is done to each.
+        indices: `(n,)` sample indices.
+        keys: `(n,)` keys of their random draws; see `draws`.
+        choices: the augmentations.
         images: `(n, side, side, 3)`, uint8 or already normalised.
     """
 
@@ -60,10 +60,10 @@ class Job:
 
 
 class Decoder:
-    """Loads parts of batches of one file with one set of settings; any number of threads may do so at a time.
+    """Loads chunks of batches from one file with one set of settings; thread-safe.
 
     Raises:
-        BetonError, DataError: where the file's images do not fit the settings, or memory does not hold them.
+        BetonError, DataError: if the file's images do not match the settings, or do not fit into memory.
     """
 
     def __init__(self, beton: Beton, settings: Settings, operations: Sequence[Any]) -> None:
@@ -84,7 +84,7 @@ class Decoder:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that each thread needs besides the batches, in bytes."""
+        """Return the memory that each thread needs besides the batches, in bytes."""
         side, widest = self._settings.image_size, self._widest
         policy = 0 if self._augment is None else side * side * 18  # two pictures, and a sum in float32
         return (
@@ -96,7 +96,7 @@ class Decoder:
         )
 
     def choose(self, indices: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
-        """The batch of the samples `indices` `(n,)` in that epoch, to be loaded into `images`."""
+        """Return the job that loads the samples `indices` `(n,)` of that epoch into `images`."""
         settings = self._settings
         keys = draws.sample_keys(np.uint64(settings.seed), np.uint64(epoch), indices)
         flips = None
@@ -107,10 +107,10 @@ class Decoder:
         return Job(indices, keys, choices, images)
 
     def load(self, job: Job, part: slice) -> None:
-        """Loads that part of the batch.
+        """Load one chunk of the batch.
 
         Raises:
-            BetonError: naming the sample that does not decode, or has changed since the conversion.
+            BetonError: naming the sample that cannot be decoded, or has changed since the conversion.
         """
         try:
             workspace = self._free.pop()
@@ -167,12 +167,12 @@ class Decoder:
     def _reason(self, index: int, status: int) -> str:
         if status == kernels.UNREADABLE:
             self._beton.stored(index)  # which raises the reason
-            return "it could not be read"
+            return "it cannot be read"
         if status == kernels.WRONG_SIZE:
-            return "its JPEG header gives another size than the file's metadata"
+            return "its JPEG header and the file's metadata disagree on the size"
         width, height = int(self._widths[index]), int(self._heights[index])
         said = turbojpeg.complaint(self._beton.stored(index), width, height)
-        return f"its JPEG data does not decode ({said})" if said else "its JPEG data does not decode"
+        return f"its JPEG data cannot be decoded ({said})" if said else "its JPEG data cannot be decoded"
 
     def _make_workspace(self) -> _Workspace:
         side, widest = self._settings.image_size, self._widest
@@ -192,13 +192,13 @@ class Decoder:
         )
 
     def close(self) -> None:
-        """Gives back the threads' memory and decoders; no thread may be loading."""
+        """Release the threads' memory and decoders. No thread may be loading."""
         while self._free:
             self._free.pop().handle.close()
 
 
 def _policy_kernel(settings: Settings) -> Any:
-    """The compiled operations of an augmentation policy, which take 6 s to compile the first time."""
+    """Return the compiled operations of an augmentation policy, which take 6 s to compile the first time."""
     if not settings.train or settings.policy is None:
         return None
     from .policy_pixels import augment
@@ -207,7 +207,7 @@ def _policy_kernel(settings: Settings) -> Any:
 
 
 def _normalisation(settings: Settings) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
-    """Factor and summand of every byte of a line, `(2, 3 · side)`; and bfloat16's bits of every level, `(3, 256)`."""
+    """Return factor and summand of every byte of a line, `(2, 3 · side)`; and bfloat16 bits per level, `(3, 256)`."""
     mean, std = np.array(settings.mean), np.array(settings.std)
     line = np.stack(
         [np.tile(1 / (255 * std), settings.image_size), np.tile(-mean / std, settings.image_size)]
@@ -218,23 +218,23 @@ def _normalisation(settings: Settings) -> tuple[NDArray[np.float32], NDArray[np.
 
 
 def check_memory(decoder: Decoder, batches: int, batch_bytes: int, workers: int) -> int:
-    """The memory a loader will need, in bytes, so many batches and workers together.
+    """Return the memory a loader needs, in bytes, for all batches and workers together.
 
     Raises:
-        DataError: if this process may not take that much, with what to change.
+        DataError: if this process may not allocate that much, with what to change.
         BetonError: if a single image is too large.
     """
     free, each = machine.rank_free_memory(), decoder.workspace_bytes
     need = batches * batch_bytes + workers * each
     if each > free:
         raise BetonError(
-            f"The largest image of the file needs {each / 1e9:,.1f} GB to be decoded, and {free / 1e9:,.1f} GB are "
+            f"The largest image of the file needs {each / 1e9:,.1f} GB to be decoded, but {free / 1e9:,.1f} GB are "
             "free. Convert the data with max_resolution=."
         )
     if need > free:
         raise DataError(
             f"The loader would need {need / 1e9:,.1f} GB ({batches} batches of {batch_bytes / 1e9:,.2f} GB, and "
-            f"{workers} workers of {each / 1e9:,.2f} GB each), and {free / 1e9:,.1f} GB are free. Use a smaller "
+            f"{workers} workers of {each / 1e9:,.2f} GB each), but only {free / 1e9:,.1f} GB are free. Use a smaller "
             "batch_size or image_size, batches_ahead=1, or fewer workers."
         )
     return need

@@ -1,4 +1,4 @@
-"""The random draws of a sample: pure functions of (seed, epoch, sample index), whoever loads it.
+"""The random draws of a sample: pure functions of (seed, epoch, sample index).
 
 Nothing here depends on the thread, the batch or the rank that handles a sample.
 """
@@ -23,7 +23,7 @@ def _mix(x: Any) -> Any:
 
 @jit(nb.uint64(nb.uint64, nb.uint64, nb.uint64))
 def sample_key(seed: Any, epoch: Any, index: Any) -> Any:
-    """The key of all random draws for one sample in one epoch."""
+    """Return the key of all random draws for one sample in one epoch."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     key = _mix(seed + golden)
     key = _mix(key ^ (epoch + golden))
@@ -32,14 +32,14 @@ def sample_key(seed: Any, epoch: Any, index: Any) -> Any:
 
 @jit(nb.float64(nb.uint64, nb.int64))
 def uniform(key: Any, draw: Any) -> Any:
-    """The `draw`-th uniform number in [0, 1) of a key."""
+    """Return a key's `draw`-th uniform number in [0, 1)."""
     bits = _mix(key + np.uint64(draw + 1) * np.uint64(0x9E3779B97F4A7C15))
     return np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 @jit(nb.uint64[::1](nb.uint64, nb.uint64, nb.int64[::1]))
 def sample_keys(seed: Any, epoch: Any, indices: Any) -> Any:
-    """The key of each of the samples `indices` `(n,)`."""
+    """Return the keys of the samples `indices` `(n,)`."""
     keys = np.empty(len(indices), dtype=np.uint64)
     for i in range(len(indices)):
         keys[i] = sample_key(seed, epoch, np.uint64(indices[i]))
@@ -48,7 +48,7 @@ def sample_keys(seed: Any, epoch: Any, indices: Any) -> Any:
 
 @jit(nb.float64[:, ::1](nb.uint64[::1], nb.int64, nb.int64))
 def uniforms(keys: Any, first: Any, count: Any) -> Any:
-    """Draws `first` to `first + count - 1` of each key, `(n, count)`."""
+    """Return draws `first` to `first + count - 1` of each key, `(n, count)`."""
     values = np.empty((len(keys), count), dtype=np.float64)
     for i in range(len(keys)):
         for k in range(count):
@@ -58,7 +58,7 @@ def uniforms(keys: Any, first: Any, count: Any) -> Any:
 
 @jit("UniTuple(int64, 4)(uint64, int64, int64, float64[::1], float64[::1])")
 def random_resized_crop(key: Any, height: Any, width: Any, scale: Any, ratio: Any) -> Any:
-    """(top, left, height, width) of Inception's crop; ten tries, then the centre.
+    """Return (top, left, height, width) of Inception's crop; after ten tries, the centre.
 
     The same distribution as torchvision's `RandomResizedCrop.get_params`. Draws 0 to 39 of the key.
     """
@@ -82,7 +82,7 @@ def random_resized_crop(key: Any, height: Any, width: Any, scale: Any, ratio: An
 
 @jit(nb.int64[:, ::1](nb.uint64[::1], nb.int64[::1], nb.int64[::1], nb.float64[::1], nb.float64[::1]))
 def random_resized_crops(keys: Any, heights: Any, widths: Any, scale: Any, ratio: Any) -> Any:
-    """The crop of each sample, `(n, 4)`: top, left, height, width in pixels."""
+    """Return each sample's crop, `(n, 4)`: top, left, height, width in pixels."""
     boxes = np.empty((len(keys), 4), dtype=np.int64)
     for i in range(len(keys)):
         top, left, h, w = random_resized_crop(keys[i], heights[i], widths[i], scale, ratio)

@@ -1,7 +1,7 @@
 """The compiled inner loop: decode a sample, crop, resize and mirror it, and write it into the batch.
 
-One function serves every loader, with all settings as arguments, so that it is compiled once (and
-kept in numba's cache on disk) instead of once per loader. It runs without the GIL in the loader's threads.
+One function serves every loader, with all settings as arguments, so that it is compiled once (and cached on disk by
+numba) instead of once per loader. It runs without the GIL in the loader's threads.
 
 Resizing is antialiased bilinear (the triangle filter of Pillow and torchvision): first the rows, which lie in
 memory as vectors, then the picture is turned on its side, so that the columns do too. Weights are 8 bits and
@@ -31,7 +31,7 @@ _READONLY = types.Array(nb.uint8, 1, "C", readonly=True)
 
 
 def functions() -> tuple[CFunction, CFunction, CFunction]:
-    """libjpeg-turbo's decoder, FFCV's area resize and the system's pread, the first arguments of `load_samples`."""
+    """Return libjpeg-turbo's decoder, FFCV's area resize and pread, the first arguments of `load_samples`."""
     return (
         CFunction("tjDecompress2", _DECOMPRESS), CFunction("resize", _RESIZE), CFunction("pread", _PREAD),
     )  # fmt: skip
@@ -39,7 +39,7 @@ def functions() -> tuple[CFunction, CFunction, CFunction]:
 
 @jit("UniTuple(int64, 2)(Array(uint8, 1, 'C', readonly=True))")
 def jpeg_size(data: Any) -> Any:
-    """(height, width) from a JPEG's frame header; (0, 0) if there is none."""
+    """Return (height, width) from a JPEG's frame header; (0, 0) if there is none."""
     at = 2
     while at + 9 < len(data):
         if data[at] != 0xFF:
@@ -58,9 +58,9 @@ def jpeg_size(data: Any) -> Any:
 
 @jit(nb.int64(nb.int64, nb.int64, nb.int64))
 def denominator(height: Any, width: Any, side: Any) -> Any:
-    """8, 4, 2 or 1: the smallest share of a JPEG in which a crop still has `side` pixels each way.
+    """Return 8, 4, 2 or 1: the largest denominator of a JPEG's scale at which a crop still has `side` pixels each way.
 
-    libjpeg decodes at that share directly, in less time; what is left to resize is less than a half.
+    libjpeg decodes directly at that scale, in less time; the remaining resize is by less than a half.
     """
     for share in (8, 4, 2):
         if min(height, width) >= share * side:
@@ -70,11 +70,11 @@ def denominator(height: Any, width: Any, side: Any) -> Any:
 
 @nb.njit(nogil=True)
 def _read(pread: Any, file: Any, start: Any, size: Any, target: Any) -> Any:
-    """Puts `size` bytes of the file, from `start` on, at the start of `target`; whether they are there."""
+    """Read `size` bytes of the file at `start` into the start of `target`; return whether all were read."""
     done = 0
     while done < size:
         got = pread(file, nb.int64(target.ctypes.data) + done, size - done, start + done)
-        if got <= 0:  # the file ends here, or cannot be read
+        if got <= 0:  # end of file, or an error
             return False
         done += got
     return True
@@ -85,14 +85,14 @@ def _fetch(
     decompress: Any, pread: Any, handle: Any, file: Any, start: Any, size: Any, mode: Any,
     height: Any, width: Any, share: Any, flags: Any, jpeg: Any, readable: Any, scratch: Any,
 ) -> Any:  # fmt: skip
-    """Puts a sample's pixels, at 1/`share` of their size, at the start of `scratch` `(bytes,)`; its status."""
+    """Write a sample's pixels, at 1/`share` of their size, to the start of `scratch` `(bytes,)`; return its status."""
     if mode != 0:
         return OK if _read(pread, file, start, size, scratch) else UNREADABLE
     if not _read(pread, file, start, size, jpeg):
         return UNREADABLE
     stored = readable[:size]
-    found = jpeg_size(stored)
-    if found[0] != height or found[1] != width:
+    height_stored, width_stored = jpeg_size(stored)
+    if height_stored != height or width_stored != width:
         return WRONG_SIZE
     code = decompress(
         handle, nb.int64(stored.ctypes.data), len(stored), nb.int64(scratch.ctypes.data),
@@ -103,10 +103,10 @@ def _fetch(
 
 @nb.njit(nogil=True)
 def _weigh(start: Any, length: Any, limit: Any, count: Any) -> Any:
-    """For each of `count` outputs, its first source line `(count,)` and its weights `(count, most)`, of 256.
+    """Return, for each of `count` outputs, its first source line `(count,)` and its weights `(count, most)`, of 256.
 
-    The triangle filter over the stretch from `start`, `length` long; lines from 0 to `limit` - 1 exist. The
-    rounding error of each weight is carried to the next, so that they sum to 256.
+    The triangle filter over the interval of `length` from `start`; lines from 0 to `limit` - 1 exist. The rounding
+    error of each weight is carried to the next, so that they sum to 256.
     """
     step = length / count
     support = max(step, 1.0)
@@ -133,7 +133,7 @@ def _weigh(start: Any, length: Any, limit: Any, count: Any) -> Any:
 
 @nb.njit(nogil=True)
 def _blend_rows(source: Any, lanes: Any, first: Any, weights: Any, sums: Any, target: Any) -> None:
-    """Each row of `target` becomes the weighted mean of some rows of `source`, over its first `lanes` bytes."""
+    """Set each row of `target` to the weighted mean of rows of `source`, over its first `lanes` bytes."""
     for i in range(len(first)):
         row, weight = first[i], weights[i, 0]
         for x in range(lanes):
@@ -150,7 +150,7 @@ def _blend_rows(source: Any, lanes: Any, first: Any, weights: Any, sums: Any, ta
 
 @nb.njit(nogil=True)
 def _turn(rows: Any, left: Any, width: Any, columns: Any) -> None:
-    """Row y's pixel `left` + x, three bytes of `rows` `(side, bytes)`, becomes the word `columns[x, y]`."""
+    """Transpose: row y's pixel `left` + x, three bytes of `rows` `(side, bytes)`, becomes the word `columns[x, y]`."""
     for x in range(width):
         at = 3 * (left + x)
         for y in range(rows.shape[0]):
@@ -163,7 +163,7 @@ def _turn(rows: Any, left: Any, width: Any, columns: Any) -> None:
 
 @nb.njit(nogil=True)
 def _turn_back(columns: Any, flip: Any, target: Any) -> None:
-    """Writes `columns` `(side, side)` to the image `target` `(side, side, 3)`, mirrored if `flip`."""
+    """Write `columns` `(side, side)` to the image `target` `(side, side, 3)`, mirrored if `flip`."""
     side = target.shape[0]
     for begin in range(0, side, 16):  # in strips, so that the lines written stay in the cache
         for x in range(side):
@@ -180,7 +180,7 @@ def _resize(
     image: Any, top: Any, left: Any, h: Any, w: Any, flip: Any,
     sums: Any, rows: Any, columns: Any, small: Any, target: Any,
 ) -> None:  # fmt: skip
-    """The crop of `image` `(height, 3 · width)`, its place given in fractions of pixels, to `target`."""
+    """Resize a crop of `image` `(height, 3 · width)`, given in fractions of pixels, to `target`."""
     side = target.shape[0]
     height, width = image.shape[0], image.shape[1] // 3
     first, weights = _weigh(top, h, height, side)
@@ -195,7 +195,7 @@ def _resize(
 
 @jit(nb.void(nb.uint8[:, ::1], nb.int64, nb.int64, nb.uint8[:, :, ::1]))
 def shifted_copy(image: Any, down: Any, right: Any, target: Any) -> None:
-    """Copies `image` `(height, 3 · width)`, of the target's size, moved by so many pixels; edges are reflected."""
+    """Copy `image` `(height, 3 · width)` to `target`, of the same size, shifted by pixels, with edges reflected."""
     height, width = target.shape[0], target.shape[1]
     for y in range(height):
         from_y = abs(y - down)
@@ -209,7 +209,7 @@ def shifted_copy(image: Any, down: Any, right: Any, target: Any) -> None:
 
 @nb.njit(nogil=True)
 def _flip(image: Any) -> None:
-    """Mirrors `image` `(side, side, 3)` left to right, in place."""
+    """Mirror `image` `(side, side, 3)` left to right, in place."""
     side = image.shape[0]
     for y in range(side):
         for x in range(side // 2):
@@ -221,7 +221,7 @@ def _flip(image: Any) -> None:
 
 @nb.njit(nogil=True)
 def _copy(image: Any, top: Any, left: Any, target: Any) -> None:
-    """The crop of the target's own size."""
+    """Copy a crop of the target's own size."""
     for y in range(target.shape[0]):
         for x in range(target.shape[1]):
             for c in range(3):
@@ -245,12 +245,12 @@ def load_samples(
     jpeg: Any, readable: Any, scratch: Any, sums: Any, rows: Any, columns: Any, small: Any,
     pixels: Any, status: Any,
 ) -> None:  # fmt: skip
-    """Loads the samples `indices` `(n,)` into `pixels` `(n, side, side, 3)` and sets their `status` `(n,)`.
+    """Load the samples `indices` `(n,)` into `pixels` `(n, side, side, 3)` and set their `status` `(n,)`.
 
-    `file` is the descriptor of the `.beton`, read by `pread`: memory that maps a file ends the process where the file
-    has become shorter. `jpeg` receives a JPEG; `readable` is the same memory, read-only.
-    `boxes` and `flips` are as in `augmentation.Choices`; `method` is BILINEAR, AREA (FFCV's), or SHIFT (for
-    the padded crop). `jpeg`, `scratch`, `sums`, `rows`, `columns` and `small` are this thread's memory to work in.
+    `file` is the descriptor of the `.beton`, read by `pread`: reading a memory map of a truncated file kills the
+    process. `jpeg` receives a JPEG; `readable` is the same memory, read-only. `boxes` and `flips` are as in
+    `augmentation.Choices`; `method` is BILINEAR, AREA (FFCV's), or SHIFT (for the padded crop). `jpeg`, `scratch`,
+    `sums`, `rows`, `columns` and `small` are this thread's working memory.
     """
     side = pixels.shape[1]
     for i in range(len(indices)):

@@ -1,7 +1,7 @@
-"""Further FFCV operations in a loader's pipeline, made deterministic.
+"""Additional FFCV operations in a loader's pipeline, made deterministic.
 
-FFCV compiles a whole pipeline per loader and lets its random numbers run free. Here each operation is handed
-one image at a time, after numba's random numbers were seeded for that (seed, epoch, sample).
+FFCV compiles a full pipeline per loader and does not seed its random numbers. Here each operation receives one image
+at a time, after numba's random numbers are seeded for that (seed, epoch, sample).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MIXING = {"ImageMixup", "LabelMixup", "MixupToOneHot"}
 def _run(code: Any, images: Any, spare: Any, seeds: Any) -> None:
     for i in range(len(images)):
         random.seed(seeds[i])
-        np.random.seed(seeds[i])  # noqa: NPY002 — numba's own generator of this thread, which FFCV's code draws from
+        np.random.seed(seeds[i])  # noqa: NPY002 — numba's generator of this thread, which FFCV's code uses
         images[i : i + 1] = code(images[i : i + 1], spare)
 
 
@@ -44,28 +44,29 @@ def _run_with_indices(code: Any, images: Any, spare: Any, seeds: Any, indices: A
 
 
 class Operations:
-    """FFCV operations on uint8 images `(n, side, side, 3)`, compiled when the loader is made.
+    """FFCV operations on uint8 images `(n, side, side, 3)`, compiled when the loader is created.
 
     Args:
-        operations: `ffcv.transforms` or your own `ffcv.pipeline.operation.Operation`, in order. Each must take
-            and give uint8 images of one size. It sees a batch of one: what mixes samples is refused.
+        operations: `ffcv.transforms` or custom `ffcv.pipeline.operation.Operation`s, in order. Each must map uint8
+            images to uint8 images of the same size. It receives a batch of one, so operations that mix samples are
+            rejected.
         side: of the images, in pixels.
 
     Raises:
-        DataError: naming the operation that cannot be used, and why.
+        DataError: naming the unusable operation, and why.
     """
 
     def __init__(self, operations: Sequence[Any], side: int) -> None:
         self._steps = [_compile(operation, side) for operation in operations]
         if not self._steps:
             return
-        # Tried now, so that errors come early; in a thread, because that thread's random numbers are seeded.
+        # Run once now, to raise errors early; in a thread, because it seeds that thread's random numbers.
         probe = np.zeros((1, side, side, 3), dtype=np.uint8)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self.apply, probe, np.zeros(1, np.uint64), np.zeros(1, np.int64)).result()
 
     def apply(self, images: NDArray[np.uint8], keys: NDArray[np.uint64], indices: NDArray[np.int64]) -> None:
-        """Applies all of them in place to `images` `(n, side, side, 3)`; `keys` as `draws.sample_keys`."""
+        """Apply all of them in place to `images` `(n, side, side, 3)`; `keys` as `draws.sample_keys`."""
         for place, step in enumerate(self._steps):
             seeds = ((keys >> np.uint64(8 * (place % 4))) & np.uint64(0xFFFFFFFF)).astype(np.int64)
             spare = np.empty(step.spare_shape, dtype=step.spare_dtype)
@@ -74,16 +75,16 @@ class Operations:
                     _run_with_indices(step.code, images, spare, seeds, indices)
                 else:
                     _run(step.code, images, spare, seeds)
-            except Exception as error:  # whatever the operation's own code raises
+            except Exception as error:  # the operation's own code may raise anything
                 raise DataError(
-                    f"The operation {step.name} failed: {type(error).__name__}: {error}. It is given images "
-                    f"{images[:1].shape} uint8, one at a time."
+                    f"The operation {step.name} failed: {type(error).__name__}: {error}. It receives uint8 images of "
+                    f"shape {images[:1].shape}, one at a time."
                 ) from error
 
 
 @dataclass(frozen=True)
 class _Step:
-    """An operation's code, whether it wants the sample's index too, and the memory it works in."""
+    """An operation's code, whether it also takes the sample's index, and its working memory."""
 
     name: str
     code: Any
@@ -97,21 +98,21 @@ def _compile(operation: Any, side: int) -> _Step:
     state_class = ffcv_module("ffcv.pipeline.state").State
     name = type(operation).__name__
     if not isinstance(operation, operation_class):
-        raise DataError(f"operations= holds {operation!r:.80}, which is no FFCV operation.")
+        raise DataError(f"operations= contains {operation!r:.80}, which is not an FFCV operation.")
     if name in _OURS:
-        raise DataError(f"The operation {name} is the loader's own work; leave it out of operations=.")
+        raise DataError(f"The loader already does the work of {name}. Remove it from operations=.")
     if name in _MIXING:
         raise DataError(
-            f"The operation {name} mixes the samples of a batch, and each is loaded alone. Mix in the training "
-            "loop (drivetrain.transforms)."
+            f"The operation {name} mixes the samples of a batch, but each is loaded separately. Mix them in the "
+            "training loop (drivetrain.transforms)."
         )
     image, levels = (side, side, 3), np.dtype(np.uint8)
     before = state_class(jit_mode=True, device=torch.device("cpu"), dtype=levels, shape=image)
     after, memory = operation.declare_state_and_memory(before)
     if tuple(after.shape) != image or np.dtype(after.dtype) != levels or not after.jit_mode:
         raise DataError(
-            f"The operation {name} makes {after.dtype} of shape {tuple(after.shape)}; one that makes uint8 of "
-            f"{image} and is compiled (jit_mode) is needed."
+            f"The operation {name} returns {after.dtype} of shape {tuple(after.shape)}. Use one that returns uint8 of "
+            f"{image} and is compiled (jit_mode)."
         )
     code = operation.generate_code()
     shape, dtype = (image, levels) if memory is None else (tuple(memory.shape), memory.dtype)

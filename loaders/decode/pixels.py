@@ -1,4 +1,4 @@
-"""What is done to a batch's pixels after the crop: colours, the cut-out square, normalisation. Compiled."""
+"""Compiled pixel operations after the crop: colours, CutOut, normalisation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _grey(r: Any, g: Any, b: Any) -> Any:
 
 @nb.njit(nogil=True)
 def _blend(base: Any, value: Any, factor: Any) -> Any:
-    """Pillow's `Image.blend` of one level: clipped to 0–255, and cut off, not rounded."""
+    """Pillow's `Image.blend` of one level: clipped to 0–255, and truncated, not rounded."""
     mixed = np.float32(base) + factor * (np.float32(value) - np.float32(base))
     return np.uint8(min(max(mixed, np.float32(0)), np.float32(255)))
 
 
 @nb.njit(nogil=True)
 def _adjust(image: Any, what: Any, factor: Any) -> None:
-    """Blends `image` `(side, side, 3)` with black, with its mean grey, or with its own grey values."""
+    """Blend `image` `(side, side, 3)` with black, with its mean grey, or with its own grey values."""
     height, width = image.shape[0], image.shape[1]
     mean = 0
     if what == CONTRAST:
@@ -51,7 +51,7 @@ def _adjust(image: Any, what: Any, factor: Any) -> None:
 def jitter_color(images: Any, factors: Any) -> None:
     """torchvision's `ColorJitter` on `(n, side, side, 3)`, in place, with Pillow's arithmetic.
 
-    `factors` `(n, 4)`: of brightness, contrast and saturation, and which of the six orders they come in.
+    `factors` `(n, 4)`: of brightness, contrast and saturation, and the index of their order, one of six.
     """
     for i in range(len(images)):
         order = _ORDERS[nb.int64(factors[i, 3])]
@@ -64,7 +64,7 @@ def jitter_color(images: Any, factors: Any) -> None:
 
 @jit(nb.void(nb.uint8[:, :, :, ::1], nb.int64[:, ::1], nb.int64, nb.int64[::1]))
 def cut_out(images: Any, corners: Any, side: Any, fill: Any) -> None:
-    """Fills the square at `corners` `(n, 2)` of each image with the colour `fill` `(3,)`, in place."""
+    """Fill the square at `corners` `(n, 2)` of each image with the colour `fill` `(3,)`, in place."""
     for i in range(len(images)):
         top, left = corners[i, 0], corners[i, 1]
         for y in range(top, top + side):
@@ -75,7 +75,7 @@ def cut_out(images: Any, corners: Any, side: Any, fill: Any) -> None:
 
 @jit(nb.void(nb.uint8[:, :, :, ::1], nb.float32[:, ::1], nb.float32[:, :, :, ::1]))
 def normalise(images: Any, line: Any, floats: Any) -> None:
-    """Writes `pixel · line[0] + line[1]` to `floats`; `line` `(2, 3 · side)` repeats the channels' numbers."""
+    """Write `pixel · line[0] + line[1]` to `floats`; `line` `(2, 3 · side)` repeats the channels' numbers."""
     width = images.shape[2] * 3
     for i in range(len(images)):
         levels, values = images[i].reshape(-1, width), floats[i].reshape(-1, width)
@@ -86,7 +86,7 @@ def normalise(images: Any, line: Any, floats: Any) -> None:
 
 @jit(nb.void(nb.uint8[:, :, :, ::1], nb.uint16[:, ::1], nb.uint16[:, :, :, ::1]))
 def look_up(images: Any, table: Any, values: Any) -> None:
-    """Writes each level's entry in its channel's row of `table` `(3, 256)`: bfloat16, which numba lacks."""
+    """Write each level's entry in its channel's row of `table` `(3, 256)`: bfloat16, which numba lacks."""
     for i in range(len(images)):
         for y in range(images.shape[1]):
             for x in range(images.shape[2]):

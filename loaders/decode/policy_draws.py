@@ -1,4 +1,4 @@
-"""Which operations a policy does to each image, how strongly, and how AugMix mixes them: drawn from its key.
+"""A policy's operations for each image, their magnitudes, and AugMix's weights, drawn from the sample's key.
 
 n samples, c chains of s steps each.
 """
@@ -37,13 +37,13 @@ _AUG_MIX_BINS = 10
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a policy does to n images.
+    """The operations of a policy on n images.
 
     Attributes:
-        operations: `(n, c, s)` int64, numbers of `NAMES`. A chain shorter than the longest ends with Identity.
-        magnitudes: `(n, c, s)` float64, with their signs, in torchvision's units (see `magnitudes`).
-        weights: AugMix's, `(n, 1 + c)` float32: of the image itself, and of what each chain makes of it; they
-            sum to 1. Of the other policies, whose one chain replaces the image, `(n, 0)`.
+        operations: `(n, c, s)` int64, indices into `NAMES`. Chains shorter than the longest are padded with Identity.
+        magnitudes: `(n, c, s)` float64, signed, in torchvision's units (see `magnitudes`).
+        weights: for AugMix, `(n, 1 + c)` float32: of the image itself and of each chain's result; they sum to 1. For
+            the other policies, whose single chain replaces the image, `(n, 0)`.
     """
 
     operations: NDArray[np.int64]
@@ -52,7 +52,7 @@ class Drawn:
 
 
 def draw(policy: Mapping[str, Any], keys: NDArray[np.uint64], side: int) -> Drawn:
-    """What the policy does to the samples of these `keys` `(n,)` (see `draws`), images of `side` pixels.
+    """Draw the policy's operations for the samples with these `keys` `(n,)` (see `draws`), images of `side` pixels.
 
     The same distribution as torchvision's classes; AugMix with all operations.
     """
@@ -82,19 +82,19 @@ def draw(policy: Mapping[str, Any], keys: NDArray[np.uint64], side: int) -> Draw
 
 @functools.lru_cache(maxsize=16)
 def magnitudes(name: str, side: int, bins: int) -> NDArray[np.float64]:
-    """The magnitudes that a policy chooses from, without their signs, `(len(NAMES), bins)`.
+    """Return the magnitudes that a policy chooses from, unsigned, `(len(NAMES), bins)`.
 
-    Shear: pixels per pixel. Translation: pixels. Rotation: degrees. Brightness, colour, contrast and
-    sharpness: added to the factor 1. Posterize: bits that are kept. Solarize: threshold, as a share of 255.
-    0 for the others. Every number is torchvision's float32.
+    Shear: pixels per pixel. Translation: pixels. Rotation: degrees. Brightness, colour, contrast and sharpness: added
+    to the factor 1. Posterize: number of bits kept. Solarize: threshold, as a fraction of 255. 0 for the others. Every
+    number is torchvision's float32.
     """
-    # shear, translation, rotation, factor; bits that Posterize keeps at least, and how many it may take away.
+    # shear, translation, rotation, factor; the fewest bits Posterize keeps, and how many it may remove.
     largest, most_bits, taken = {
         "rand_augment": ((0.3, 150.0 / 331.0 * side, 30.0, 0.9), 8, 4),
         "trivial_augment": ((0.99, 32.0, 135.0, 0.99), 8, 6),
         "aug_mix": ((0.3, side / 3.0, 30.0, 0.9), 4, 4),
     }[name]
-    exactly: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
+    exactly: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # independent of torch's defaults
     shear, shift, turn, factor = (torch.linspace(0.0, end, bins, **exactly).numpy() for end in largest)
     table = np.zeros((len(NAMES), bins))
     table[SHEAR_X:POSTERIZE] = [shear, shear, shift, shift, turn, factor, factor, factor, factor]
@@ -105,7 +105,7 @@ def magnitudes(name: str, side: int, bins: int) -> NDArray[np.float64]:
 
 
 def _mixing_weights(keys: NDArray[np.uint64], chains: int, alpha: float) -> NDArray[np.float32]:
-    """Beta(alpha, alpha) between the image and the mixture, and Dirichlet(alpha, …) within it."""
+    """Return Beta(alpha, alpha) weights between image and mixture, and Dirichlet(alpha, …) weights within it."""
     uniform = draws.uniforms(keys, WEIGHTS, (chains + 2) * _PER_WEIGHT)
     logs = _log_gammas(uniform.reshape(len(keys), chains + 2, _PER_WEIGHT), alpha)
     share, within = (_softmax(logs[:, span]) for span in (slice(2), slice(2, None)))
@@ -119,7 +119,7 @@ def _softmax(logs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _log_gammas(uniform: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
-    """Logarithms of Gamma(alpha) variables, one of each row of `uniform` `(…, _PER_WEIGHT)`.
+    """Return logarithms of Gamma(alpha) variables, one per row of `uniform` `(…, _PER_WEIGHT)`.
 
     Marsaglia and Tsang 2000, "A simple method for generating gamma variables": rejection for alpha + 1, then
     their step down to alpha; in logarithms, because a small alpha leaves the range of floats.
@@ -127,9 +127,11 @@ def _log_gammas(uniform: NDArray[np.float64], alpha: float) -> NDArray[np.float6
     tries = uniform[..., 1:].reshape(*uniform.shape[:-1], _TRIES, 3)
     normal = np.sqrt(-2 * np.log1p(-tries[..., 0])) * np.cos(2 * np.pi * tries[..., 1])
     d = alpha + 1 - 1 / 3
-    cube = np.maximum(1 + normal / np.sqrt(9 * d), 1e-3) ** 3  # below 0 is refused; so, practically, is 0.001
+    cube = (
+        np.maximum(1 + normal / np.sqrt(9 * d), 1e-3) ** 3
+    )  # below 0 is rejected; so, practically, is 0.001
     accepted = np.log1p(-tries[..., 2]) < normal**2 / 2 + d - d * cube + d * np.log(cube)
     first = accepted.argmax(axis=-1)[..., None]
-    found = np.take_along_axis(cube, first, axis=-1)[..., 0]
-    logs: NDArray[np.float64] = np.log(d * found) + np.log1p(-uniform[..., 0]) / alpha
+    chosen = np.take_along_axis(cube, first, axis=-1)[..., 0]
+    logs: NDArray[np.float64] = np.log(d * chosen) + np.log1p(-uniform[..., 0]) / alpha
     return logs

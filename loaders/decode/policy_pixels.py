@@ -1,8 +1,8 @@
-"""The operations of the augmentation policies on a part's pixels, in place. Compiled.
+"""The compiled operations of the augmentation policies on a chunk's pixels, in place.
 
-Arithmetic is Pillow's, so that RandAugment and TrivialAugment give torchvision's images of the same draws level
-for level. In AugMix, torchvision works on tensors, interpolated bilinearly: so does this, but its colours are
-Pillow's, up to 1 level from torchvision's.
+Arithmetic is Pillow's: RandAugment and TrivialAugment return exactly torchvision's images for the same draws. For
+AugMix torchvision works on tensors with bilinear interpolation, and so does this; its colours are Pillow's, up to 1
+level from torchvision's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IDENTITY, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y, ROTATE = 0, 1, 2, 3, 4, 5
 BRIGHTNESS, COLOR, CONTRAST, SHARPNESS = 6, 7, 8, 9
 POSTERIZE, SOLARIZE, AUTO_CONTRAST, EQUALIZE = 10, 11, 12, 13
 
-# _grey and _blend are those of pixels.py again: compiled functions are not shared between files (compiling.py).
+# _grey and _blend repeat those of pixels.py: compiled functions are not shared between files (compiling.py).
 
 
 @nb.njit(nogil=True)
@@ -35,7 +35,7 @@ def _blend(base: Any, value: Any, factor: Any) -> Any:
 
 @nb.njit(nogil=True)
 def _source(operation: Any, magnitude: Any, height: Any, width: Any) -> Any:
-    """(a, b, c, d, e, f): the pixel at (x, y) comes from (a·x + b·y + c, d·x + e·y + f)."""
+    """Return (a, b, c, d, e, f): the pixel at (x, y) comes from (a·x + b·y + c, d·x + e·y + f)."""
     if operation == SHEAR_X:
         return 1.0, magnitude, 0.0, 0.0, 1.0, 0.0
     if operation == SHEAR_Y:
@@ -51,7 +51,7 @@ def _source(operation: Any, magnitude: Any, height: Any, width: Any) -> Any:
 
 @nb.njit(nogil=True)
 def _move(image: Any, before: Any, source: Any) -> None:
-    """Fills `image` with the nearest pixels of `before`, black outside of it.
+    """Fill `image` with the nearest pixels of `before`, black outside of it.
 
     Pillow steps through the source in 16 bits of fraction, from the centre of the first pixel.
     """
@@ -75,7 +75,7 @@ def _move(image: Any, before: Any, source: Any) -> None:
 
 @nb.njit(nogil=True)
 def _neighbours(at: Any, size: Any) -> Any:
-    """Of a place on one axis: the two pixels it lies between, and their weights; 0 for one that is outside."""
+    """Return the two pixels that a position on one axis lies between, and their weights; 0 for one outside."""
     first = math.floor(at)
     share = np.float32(at - first)
     weight = np.float32(1) - share if 0 <= first < size else np.float32(0)
@@ -85,7 +85,7 @@ def _neighbours(at: Any, size: Any) -> Any:
 
 @nb.njit(nogil=True)
 def _move_smoothly(image: Any, before: Any, source: Any) -> None:
-    """As `_move`, interpolated bilinearly; outside of `before` everything is black, also to the interpolation."""
+    """As `_move`, but bilinear; pixels outside of `before` are black in the interpolation too."""
     height, width = image.shape[0], image.shape[1]
     a, b, c, d, e, f = source
     for y in range(height):
@@ -102,7 +102,7 @@ def _move_smoothly(image: Any, before: Any, source: Any) -> None:
 
 @nb.njit(nogil=True)
 def _saturate(image: Any, factor: Any) -> None:
-    """Blends each pixel with its grey value."""
+    """Blend each pixel with its grey value."""
     for y in range(image.shape[0]):
         for x in range(image.shape[1]):
             grey = _grey(image[y, x, 0], image[y, x, 1], image[y, x, 2])
@@ -112,9 +112,9 @@ def _saturate(image: Any, factor: Any) -> None:
 
 @nb.njit(nogil=True)
 def _sharpen(image: Any, before: Any, factor: Any) -> None:
-    """Blends each pixel with its smoothed value: itself five times and its 8 neighbours, over 13.
+    """Blend each pixel with its smoothed value: itself five times and its 8 neighbours, over 13.
 
-    The pixels at the edges stay. The smoothed value is rounded; halves do not occur in thirteenths.
+    Edge pixels are unchanged. The smoothed value is rounded; halves do not occur in thirteenths.
     """
     width = image.shape[1] * 3
     lines, old = image.reshape(-1, width), before.reshape(-1, width)  # so that the compiler vectorises
@@ -148,7 +148,7 @@ def _count_levels(image: Any, counts: Any) -> None:
 
 @nb.njit(nogil=True)
 def _stretch(counts: Any, table: Any, k: Any) -> None:
-    """The table that makes channel `k`'s darkest level 0 and its brightest 255."""
+    """Fill the table that maps channel `k`'s darkest level to 0 and its brightest to 255."""
     low, high = 0, 255
     while counts[k, low] == 0:
         low += 1
@@ -162,7 +162,7 @@ def _stretch(counts: Any, table: Any, k: Any) -> None:
 
 @nb.njit(nogil=True)
 def _flatten(counts: Any, table: Any, k: Any) -> None:
-    """The table that makes all levels of channel `k` about equally frequent."""
+    """Fill the table that makes all levels of channel `k` about equally frequent."""
     total, brightest = 0, 0
     for level in range(256):
         total += counts[k, level]
@@ -176,7 +176,7 @@ def _flatten(counts: Any, table: Any, k: Any) -> None:
 
 @nb.njit(nogil=True)
 def _tabulate(image: Any, counts: Any, table: Any, operation: Any, magnitude: Any, tensor: Any) -> None:
-    """What each level of each channel becomes, `table` `(3, 256)`."""
+    """Fill `table` `(3, 256)`, which maps each level of each channel to its new level."""
     if operation in (AUTO_CONTRAST, EQUALIZE):
         _count_levels(image, counts)
         for k in range(3):
@@ -186,7 +186,7 @@ def _tabulate(image: Any, counts: Any, table: Any, operation: Any, magnitude: An
                 _flatten(counts, table, k)
         return
     base = _mean_grey(image) if operation == CONTRAST else 0
-    # A threshold a little above a whole level, as float32's thirds are, is one in torch, and not in Pillow.
+    # A threshold slightly above an integer level, as float32's thirds are, counts in torch, but not in Pillow.
     threshold = float(np.float32(255.0 * magnitude)) if tensor else 255.0 * magnitude
     mask = ~((1 << (8 - int(magnitude))) - 1) if operation == POSTERIZE else 0
     for level in range(256):
@@ -212,9 +212,9 @@ def _look_up(image: Any, table: Any) -> None:
 def _operate(
     image: Any, before: Any, counts: Any, table: Any, operation: Any, magnitude: Any, tensor: Any
 ) -> None:
-    """One operation on `image` `(side, side, 3)`; `before`, `counts` and `table` are memory for it.
+    """Apply one operation to `image` `(side, side, 3)`; `before`, `counts` and `table` are its working memory.
 
-    `tensor`: as torchvision does it to tensors, else as to Pillow's images.
+    `tensor`: as torchvision does for tensors, else as for Pillow's images.
     """
     if operation == IDENTITY:
         return
@@ -252,7 +252,7 @@ def _add(sums: Any, lines: Any, weight: Any) -> None:
 
 @nb.njit(nogil=True)
 def _cut_off(sums: Any, lines: Any) -> None:
-    """Writes the sums as levels: cut off, not rounded, as torchvision does."""
+    """Write the sums as levels: truncated, not rounded, as in torchvision."""
     for y in range(lines.shape[0]):
         for x in range(lines.shape[1]):
             lines[y, x] = np.uint8(min(sums[y, x], np.float32(255)))
@@ -260,9 +260,9 @@ def _cut_off(sums: Any, lines: Any) -> None:
 
 @jit(nb.void(nb.uint8[:, :, :, ::1], nb.int64[:, :, ::1], nb.float64[:, :, ::1], nb.float32[:, ::1]))
 def augment(images: Any, operations: Any, magnitudes: Any, weights: Any) -> None:
-    """Does to `images` `(n, side, side, 3)` what was drawn (`policy_draws.Drawn`), in place.
+    """Apply the drawn operations (`policy_draws.Drawn`) to `images` `(n, side, side, 3)`, in place.
 
-    Without weights, the one chain's operations. With weights, the image and what each chain makes of it are mixed.
+    Without weights, the single chain's result replaces the image. With weights, the image and all results are mixed.
     """
     height, width, mixed = images.shape[1], images.shape[2], weights.shape[1] > 0
     before, plain = (

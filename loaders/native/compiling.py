@@ -1,7 +1,7 @@
-"""How the loader's inner functions are compiled: by numba, without the GIL, and kept on disk.
+"""Compiles the loader's inner functions with numba, without the GIL, and caches them on disk.
 
-A function that is compiled here must call no compiled function of another file: numba's cache notices a
-change in the function's own file only. (That is why random numbers, pixels and colours are separate steps.)
+A function compiled here must not call compiled functions of another file: numba's cache only notices changes in the
+function's own file. (That is why random numbers, pixels and colours are separate steps.)
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from . import libffcv
 
 
 def jit(signature: Any) -> Callable[[Any], Any]:
-    """Compiles without the GIL, keeping the result in numba's cache where that can be written.
+    """Compile without the GIL, storing the result in numba's cache if it is writable.
 
-    No argument may be a writable one-dimensional uint8 array, and none may be made: a stock `ffcv.Loader`
-    in the same process declares that very type, which numba shares, read-only (os_cache.py, `state_type`).
+    No argument may be a writable one-dimensional uint8 array, and none may be created: a stock `ffcv.Loader` in the
+    same process declares that very type, which numba shares, as read-only (os_cache.py, `state_type`).
     """
 
     def decorate(function: Any) -> Any:
         try:
             return nb.njit(signature, cache=True, nogil=True)(function)
-        except (RuntimeError, OSError):  # no folder can be written, or the disk is full
+        except (RuntimeError, OSError):  # no writable folder, or the disk is full
             return nb.njit(signature, nogil=True)(function)
 
     return decorate
 
 
 class CFunction(types.WrapperAddressProtocol):
-    """A C function as an argument of compiled code; captured as a constant it would forbid caching."""
+    """A C function as an argument of compiled code; captured as a constant it would prevent caching."""
 
     def __init__(self, name: str, signature: Any) -> None:
         function = getattr(libffcv.library(), name)

@@ -1,6 +1,6 @@
-"""FFCV's C library (libjpeg-turbo decoding, OpenCV area resize), without importing FFCV.
+"""FFCV's C library (libjpeg-turbo decoding, OpenCV area resize), loaded without importing FFCV.
 
-Importing `ffcv` takes seconds, and sets the global number of torch and numba threads to 1; the library alone
+Importing `ffcv` takes seconds, and sets the global number of torch and numba threads to 1; loading only the library
 takes milliseconds.
 """
 
@@ -19,7 +19,7 @@ from ...errors import MissingExtra, require
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library, with the argument types of `imdecode` declared.
+    """Return the library, with the argument types of `imdecode` declared.
 
     Raises:
         MissingExtra: if FFCV is not installed, or the library cannot be loaded.
@@ -30,13 +30,13 @@ def library() -> ctypes.CDLL:
     if not files:
         require("ffcv.libffcv", "ffcv", "load .beton files")
         raise MissingExtra(
-            "FFCV is installed without its C library _libffcv; install it again: pip install ffcv"
+            "FFCV is installed without its C library _libffcv. Reinstall it: pip install --force-reinstall ffcv"
         )
     try:
         loaded = ctypes.CDLL(str(files[0]))
     except OSError as error:
         raise MissingExtra(
-            f"FFCV's C library cannot be loaded ({error}). Install it again: pip install --force-reinstall ffcv"
+            f"FFCV's C library cannot be loaded ({error}). Reinstall it: pip install --force-reinstall ffcv"
         ) from error
     sizes, flags = [ctypes.c_uint32] * 2, [ctypes.c_bool] * 2
     loaded.imdecode.argtypes = [
@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL:
 
 
 def ffcv_module(name: str) -> ModuleType:
-    """A module of FFCV, such as `ffcv.pipeline.state`, imported without its side effects.
+    """Import a module of FFCV, such as `ffcv.pipeline.state`, without its side effects.
 
     Raises:
         MissingExtra: if FFCV or numba is not installed.

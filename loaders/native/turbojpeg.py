@@ -1,6 +1,6 @@
-"""libjpeg-turbo's decoder and transcoder, which FFCV's library brings along, with handles that are given back.
+"""libjpeg-turbo's decoder and transcoder, from FFCV's library, with handles that are freed.
 
-FFCV's own `imdecode` makes two handles per thread and frees none, so that each thread that ends leaks them.
+FFCV's own `imdecode` creates two handles per thread and frees none, so each thread that ends leaks them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from PIL import Image
 from . import libffcv
 
 PLAIN_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
-"""Baseline, extended and progressive, with Huffman codes: what every decoder reads."""
+"""Baseline, extended and progressive, with Huffman codes: what every decoder supports."""
 
 _ARITHMETIC_FRAMES = frozenset((0xC9, 0xCA))
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # these three are tables and reserved
@@ -25,13 +25,13 @@ _ALONE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a segment
 
 
 class Handle:
-    """A decoder, or what else `create` makes, for one thread at a time.
+    """A handle of a decoder, or of whatever `create` makes, for one thread at a time.
 
-    It is freed by `close`, or when nothing refers to it any more.
-    Not when the interpreter ends: the system takes everything back then, and a thread may still use it.
+    It is freed by `close`, or when it is no longer referenced. Not at interpreter exit: the system reclaims everything
+    then, and a thread may still use it.
 
     Attributes:
-        address: what the C functions take.
+        address: the handle, as passed to the C functions.
 
     Raises:
         MemoryError: if there is no memory for it.
@@ -49,36 +49,36 @@ class Handle:
         self._free.atexit = False
 
     def close(self) -> None:
-        """Frees it; a second call does nothing."""
+        """Free the handle; a second call does nothing."""
         self._free()
 
 
 def decodes(jpeg: bytes, width: int, height: int) -> bool:
-    """Whether the loader's own decoder reads this JPEG, whole and without a warning.
+    """Whether the loader's decoder reads this JPEG completely and without a warning.
 
-    Decoded at an eighth of its size: all of the entropy-coded data is read, which is what can fail, while
-    the arithmetic on pixels, which cannot, is left out. Three quarters of the time (0.60 ms of 0.78 for a
-    photograph of 92 KB).
+    Decodes at an eighth of its size: that reads all of the entropy-coded data, which can be damaged, but skips the
+    arithmetic on pixels, which cannot fail. Takes three quarters of the time (0.60 ms of 0.78 for a photograph of
+    92 KB).
     """
     with closing(Handle()) as handle:
         return _decompress(handle, jpeg, -(-width // 8), -(-height // 8)) == 0
 
 
 def complaint(jpeg: bytes, width: int, height: int) -> str:
-    """What libjpeg says when it decodes these bytes: an error or a warning; empty if nothing."""
+    """Return libjpeg's error or warning when it decodes these bytes; empty if there is none."""
     with closing(Handle()) as handle:
         return "" if _decompress(handle, jpeg, width, height) == 0 else _error(handle)
 
 
 def _error(handle: Handle) -> str:
-    """What libjpeg has last said with this handle."""
+    """Return this handle's last libjpeg message."""
     describe = libffcv.library().tjGetErrorStr2
     describe.restype = ctypes.c_char_p
     return str(describe(ctypes.c_void_p(handle.address)).decode(errors="replace"))
 
 
 def _decompress(handle: Handle, jpeg: bytes, width: int, height: int) -> int:
-    """libjpeg-turbo's status of decoding to these pixels, 0 if all is well."""
+    """Decode to this many pixels; return libjpeg-turbo's status, 0 for success."""
     source = np.frombuffer(jpeg, dtype=np.uint8)
     target: NDArray[np.uint8] = np.empty(width * height * 3, dtype=np.uint8)
     return int(
@@ -90,7 +90,7 @@ def _decompress(handle: Handle, jpeg: bytes, width: int, height: int) -> int:
 
 
 class _Transform(ctypes.Structure):
-    """`tjtransform`: with zeros, no change of the picture, and Huffman codes for its coefficients."""
+    """`tjtransform`: all zeros means no change of the picture, and Huffman codes for its coefficients."""
 
     _fields_ = (
         ("region", ctypes.c_int * 4),
@@ -102,7 +102,7 @@ class _Transform(ctypes.Structure):
 
 
 def frame_type(jpeg: bytes) -> int | None:
-    """The second byte of the marker that begins the frame, 0xC0 to 0xCF, which names the coding; None if none does."""
+    """Return the second byte of the frame marker, 0xC0 to 0xCF, which identifies the coding; None without a frame."""
     at = 2
     while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
         marker = jpeg[at + 1]
@@ -118,19 +118,19 @@ def frame_type(jpeg: bytes) -> int | None:
 
 
 def huffman_coded(jpeg: bytes) -> bytes:
-    """The same JPEG with Huffman codes if its own are arithmetic, else itself. The coefficients stay, so do the pixels.
+    """Return the JPEG with arithmetic codes replaced by Huffman codes; others unchanged. Pixels are identical.
 
-    Pillow decodes arithmetic codes only in files of up to 64 KiB, because it reads in parts, and libjpeg's
-    arithmetic decoder cannot wait for the next one.
+    Pillow decodes arithmetic codes only in files of up to 64 KiB, because it reads in chunks, and libjpeg's arithmetic
+    decoder cannot wait for the next one.
 
     Raises:
-        ValueError: with libjpeg's words, if it does not decode without a warning.
-        Image.DecompressionBombError: as Pillow, for pixels beyond any picture's.
-        MissingExtra: without FFCV.
+        ValueError: with libjpeg's message, if it does not decode without a warning.
+        Image.DecompressionBombError: as Pillow, for more pixels than any real picture has.
+        MissingExtra: if FFCV is not installed.
     """
     if not jpeg.startswith(b"\xff\xd8") or frame_type(jpeg) not in _ARITHMETIC_FRAMES:
         return jpeg
-    with Image.open(io.BytesIO(jpeg)):  # refuses what would take gigabytes
+    with Image.open(io.BytesIO(jpeg)):  # rejects what would take gigabytes
         pass
     library = libffcv.library()
     target, size = ctypes.c_void_p(), ctypes.c_ulong()

@@ -72,7 +72,7 @@ def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 def _division(engine: Engine) -> tuple[Any, int]:
     """What this rank is to keep of each export, and how many ranks write: all where parameters are divided."""
-    if not engine.divided:
+    if not engine.sharded:
         return (lambda _: engine.rank == 0), 1
     homes = shares(engine.sizes(), engine.world_size)
     return (lambda name: homes.get(name, 0) == engine.rank), engine.world_size

@@ -393,7 +393,7 @@ class DistributedConfig(Config):
         default=None,
         metadata=option("largest norm of all gradients together; None: no clipping", NUMBER, NULL),
     )
-    activation_checkpointing: strategies.Policy = field(
+    activation_checkpointing: strategies.ModuleFilter = field(
         default=False,
         metadata=option(
             "modules that recompute their activations in the backward: True for the model's blocks, or a list of class "

@@ -181,7 +181,7 @@ class PipelineSpec:
         precision: strategies.Precision = "fp32",
         accumulate: int = 1,
         clip_norm: float | None = None,
-        activation_checkpointing: strategies.Policy = False,
+        activation_checkpointing: strategies.ModuleFilter = False,
         compile: bool | str = False,
         cudnn_benchmark: bool | None = None,
         matmul_precision: MatmulPrecision | None = None,

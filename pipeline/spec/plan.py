@@ -98,7 +98,7 @@ def _wrapping_steps(how: DistributedConfig) -> list[Step]:
     """What is done to the final modules before they are wrapped."""
     steps = []
     if how.activation_checkpointing:
-        what = f"recompute the activations of {_policy_name(how.activation_checkpointing)}"
+        what = f"recompute the activations of {_filter_name(how.activation_checkpointing)}"
         steps.append(
             Step(what, ".distribute()", "on the final modules, inside of what gathers and compiles them")
         )
@@ -125,10 +125,10 @@ def _gpu_steps(how: DistributedConfig, transforms: tuple[Transform, ...]) -> lis
     return steps
 
 
-def _policy_name(policy: strategies.Policy) -> str:
-    if isinstance(policy, bool):
+def _filter_name(module_filter: strategies.ModuleFilter) -> str:
+    if isinstance(module_filter, bool):
         return "the model's blocks"
-    return "what a function chooses" if callable(policy) else ", ".join(sorted(policy))
+    return "what a function chooses" if callable(module_filter) else ", ".join(sorted(module_filter))
 
 
 def _transform_step(transform: Transform, strategy: str = "") -> Step:

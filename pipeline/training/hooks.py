@@ -138,7 +138,7 @@ class TrainingHooks:
         if self._sam is None or not self._sam.applies(self.state.step):
             return
         restore = self._sam.perturb(engine.plain_model.parameters())
-        engine.zero()
+        engine.zero_grad()
         with buffers_kept(engine.plain_model):  # BatchNorm's statistics count each image once
             gradients()
         restore()

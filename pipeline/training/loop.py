@@ -75,7 +75,7 @@ def train_epoch(
                 meter.counted += 1
                 meter.overflowed += engine.skipped
             else:
-                engine.zero()
+                engine.zero_grad()
                 meter.skipped += 1
             hooks.after_step(taken=admitted and not engine.skipped)
             meter.images += len(images) * engine.world_size

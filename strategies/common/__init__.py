@@ -1,1 +1,1 @@
-"""What several strategies share."""
+"""Helpers shared by several strategies."""

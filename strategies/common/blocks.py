@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks: the units that a sharding strategy gathers one at a time."""
+"""Find a model's blocks: the units that a sharding strategy gathers one at a time."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 LARGE = 1_000_000
-"""Parameters from which a single layer, or a block inside a block, is worth a message of its own: below
-4 MB in fp32 a message costs mostly its latency."""
+"""Number of parameters from which a single layer, or a nested block, is worth a separate message: below 4 MB in fp32
+the cost of a message is mostly latency."""
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of `model`, inner ones before those that hold them; the model itself is not one.
+    """Return the blocks of `model`, inner ones before those that contain them; never the model itself.
 
-    A block has children of its own, stands in a Sequential, ModuleList or ModuleDict or at the top of the model,
-    and its class occurs there at least twice: the residual blocks of a ResNet, the encoder layers of a
-    transformer. Inside a block, only blocks of `LARGE` parameters or more are looked for. Outside of them, a
-    single layer of that size in a Sequential, such as VGG's first linear layer, is one too. A module that shares
-    a parameter with one outside of it is left to whatever holds both.
+    A block has children, is in a Sequential, ModuleList or ModuleDict or at the top level of the model, and its class
+    occurs there at least twice: the residual blocks of a ResNet, the encoder layers of a transformer. Inside a block,
+    only blocks with at least `LARGE` parameters count. Outside of blocks, a single layer of that size in a Sequential,
+    such as VGG's first linear layer, counts too. A module that shares a parameter with an outside module is left to the
+    module that contains both.
     """
-    found = _repeated(model)
-    inside = {module for block in found for module in block.modules()}
-    found += [layer for layer in _large_layers(model) if layer not in inside]
-    return without_cut_ties(model, dict.fromkeys(found))
+    blocks = _repeated(model)
+    inside = {module for block in blocks for module in block.modules()}
+    blocks += [layer for layer in _large_layers(model) if layer not in inside]
+    return without_cut_ties(model, dict.fromkeys(blocks))
 
 
 def without_cut_ties(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that share no parameter with a module outside of them: apart, it would become two."""
+    """Return the modules that share no parameter with a module outside; separated, it would become two."""
     tied = _holders_of_tied(model)
     return [module for module in modules if not _cuts_a_tie(module, tied)]
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    """The composed modules below `module` whose class occurs at least twice, inner ones first."""
+    """Return the composite modules below `module` whose class occurs at least twice, inner ones first."""
     candidates = list(_candidates(module))
     counts = Counter(type(candidate) for candidate in candidates)
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for candidate in candidates:
         inner = _repeated(candidate)
         if counts[type(candidate)] > 1:
-            found += [*(block for block in inner if _size(block) >= LARGE), candidate]
+            blocks += [*(block for block in inner if _size(block) >= LARGE), candidate]
         else:
-            found += inner
-    return found
+            blocks += inner
+    return blocks
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules below `module` that may be blocks, each once."""
+    """Yield the outermost modules below `module` that may be blocks, each once."""
     seen: set[nn.Module] = set()
 
     def walk(parent: nn.Module) -> Iterator[nn.Module]:
@@ -71,7 +71,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether it only holds modules that are themselves composed, as a ResNet's layer holds its blocks."""
+    """Whether it only contains modules that are themselves composite, as a ResNet's layer contains its blocks."""
     if not _is_list(module):
         return False
     if not isinstance(module, nn.Sequential):
@@ -80,7 +80,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _large_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Large layers in a Sequential: it is sure to call them, while others may only read their weights."""
+    """Yield large layers in a Sequential, which certainly calls them; other containers may only read their weights."""
     for parent in model.modules():
         if isinstance(parent, nn.Sequential):
             for child in parent.children():
@@ -93,7 +93,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _holders_of_tied(model: nn.Module) -> list[set[nn.Module]]:
-    """For each parameter that several modules hold, those modules."""
+    """Return, for each parameter held by several modules, those modules."""
     holders: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

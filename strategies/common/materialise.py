@@ -1,4 +1,4 @@
-"""Models built on the meta device, which has shapes and no values: their values, a few modules at a time."""
+"""Give models built on the meta device (shapes without values) their values, a few modules at a time."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from ...errors import StrategyError
 
 
 def refuse_without_reset(strategy: str, model: nn.Module) -> None:
-    """Raises StrategyError, naming the module, if one has meta tensors and no way to give them values."""
+    """Raise `StrategyError`, naming the module, if one has meta tensors but no way to initialise them."""
     for name, module in model.named_modules():
         waiting = [own for own, _ in _meta_tensors(module)]
         if waiting and _reset_of(module) is None:
             raise StrategyError(
                 f"strategy {strategy!r}: {name or 'the model'}, a {type(module).__name__}, is on the meta device and "
-                f"has no reset_parameters() to give values to {', '.join(waiting)}; add that method, or build the "
+                f"has no reset_parameters() to initialise {', '.join(waiting)}. Add that method, or build the "
                 f"model on the CPU."
             )
 
 
 def materialise(model: nn.Module, device: torch.device, done: Collection[nn.Module] = ()) -> None:
-    """Gives `model` real tensors on `device` in place of meta ones, with the values of `reset_parameters`.
+    """Replace the meta tensors of `model` by real ones on `device`, with the values of `reset_parameters`.
 
-    Children before parents, as constructors run. Tied parameters stay tied. What the constructor of the whole
-    model would have changed afterwards is not repeated.
+    Children come before parents, as in constructors. Tied parameters stay tied. Changes that the full model's
+    constructor makes after its modules are built are not repeated.
 
     Args:
-        model: changed in place; one without meta tensors stays as it is.
-        device: where the values are made.
-        done: modules below `model` that are passed over.
+        model: changed in place; unchanged if it has no meta tensors.
+        device: where the tensors are created.
+        done: modules below `model` to skip.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in _children_first(model, set(done)):
@@ -57,13 +57,13 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
 
 
 def _meta_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The module's own parameters and buffers that have no values."""
+    """Return the module's own parameters and buffers that have no values."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return [(name, tensor) for name, tensor in own if tensor.is_meta]
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """The module's `reset_parameters`; torch's MultiheadAttention has it under a private name."""
+    """Return the module's `reset_parameters`; torch's MultiheadAttention has it under a private name."""
     reset = getattr(module, "reset_parameters", None)
     if reset is None and isinstance(module, nn.MultiheadAttention):
         reset = module._reset_parameters

@@ -1,4 +1,4 @@
-"""What a rank keeps for training, in bytes: to hold a strategy's memory to its formula."""
+"""The bytes that a rank holds for training, to compare a strategy's memory with its formula."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DIVIDES = {
     "deepspeed_stage_2": "gradients optimizer",
     "deepspeed_stage_3": "parameters gradients optimizer",
 }
-"""What the ranks of a strategy divide among them; the rest each of them has whole."""
+"""What a strategy shards across its ranks; each rank holds the rest in full."""
 
 
 def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
-    """Bytes per parameter of parameters, gradients and optimizer that a rank keeps with AdamW in fp32.
+    """Return the bytes per parameter of parameters, gradients and optimizer that a rank holds with AdamW in fp32.
 
-    ZeRO's formulas (Rajbhandari et al. 2020, arXiv:1910.02054). Under `hsdp`, `ranks` are those of one group.
-    DeepSpeed steps a copy of the weights, which counts with the optimizer.
+    ZeRO's formulas (Rajbhandari et al. 2020, arXiv:1910.02054). With `hsdp`, `ranks` is the size of one group.
+    DeepSpeed steps a copy of the weights, which counts as optimizer.
     """
     divided = DIVIDES[strategy].split()
     copy = 4.0 if strategy.startswith("deepspeed") else 0.0
@@ -46,43 +46,43 @@ def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Held:
-    """The tensors that one rank holds for training, on whatever device."""
+    """The tensors that one rank holds for training, on any device."""
 
     parameters: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
     optimizer: Sequence[torch.Tensor]
     count: int
-    """Parameters of the whole model."""
+    """Number of parameters of the full model."""
 
 
 class HoldsTensors(Protocol):
-    """What `held_bytes` needs of an engine."""
+    """What `held_bytes` requires of an engine."""
 
     def held(self) -> Held: ...
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes that one rank holds between backward and step, on whatever device; activations are not counted."""
+    """Bytes that one rank holds between backward and step, on any device, without activations."""
 
     parameters: int
     gradients: int
     optimizer: int
     count: int
-    """Parameters of the whole model."""
+    """Number of parameters of the full model."""
 
     @property
     def per_parameter(self) -> float:
-        """All three together, for each parameter of the whole model; to be compared with `ADAMW_BYTES`."""
+        """Return the sum of all three per parameter of the full model; compare it with `ADAMW_BYTES`."""
         return (self.parameters + self.gradients + self.optimizer) / self.count
 
 
 def held_bytes(engine: HoldsTensors) -> HeldBytes:
-    """Counts what this rank holds now; no communication.
+    """Count what this rank holds now, without communication.
 
-    Gradients are there only between the last `backward` and `step`, and most optimizers make their state in
-    the first step: call it after the second step's `backward`. Memory that tensors share, such as DDP's
-    buckets, counts once and whole. Padding counts too: FSDP2 rounds the first dimension up to the ranks.
+    Gradients exist only between the last `backward` and `step`, and most optimizers create their state in the first
+    step: call it after the second step's `backward`. Shared memory, such as DDP's buckets, counts once and in full.
+    Padding counts too: FSDP2 pads the first dimension to a multiple of the world size.
     """
     held = engine.held()
     return HeldBytes(_bytes(held.parameters), _bytes(held.gradients), _bytes(held.optimizer), held.count)
@@ -100,6 +100,6 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors of an optimizer's state."""
+    """Yield the tensors of an optimizer's state."""
     for values in optimizer.state.values():
         yield from (value for value in values.values() if isinstance(value, torch.Tensor))

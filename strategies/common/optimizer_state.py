@@ -1,4 +1,4 @@
-"""The state of an optimizer by parameter names, which every strategy writes and reads alike."""
+"""An optimizer's state by parameter names, in the same form for every strategy."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import nn
 from ...errors import StrategyError
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""What a parameter group says of how torch computes, not what: it is chosen where the optimizer is built."""
+"""Options of a parameter group that select torch's implementation, not its result; set where the optimizer is built."""
 Keep = Callable[[str], bool]
-"""Which tensors of an export this rank wants, by parameter name. All ranks take part in gathering each."""
+"""Selects the tensors of an export that this rank keeps, by parameter name. All ranks take part in gathering each."""
 Entry = Mapping[str, torch.Tensor | float | int | bool]
-"""One parameter's state: `{"exp_avg": tensor of the parameter's shape, "step": tensor of no dimension}`."""
+"""One parameter's state: `{"exp_avg": tensor of the parameter's shape, "step": 0-dim tensor}`."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state as plain values: whole CPU tensors and JSON types, by plain parameter names."""
+    """An optimizer's state as plain values: full CPU tensors and JSON types, by plain parameter names."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     """The parameter groups in order: hyperparameters as JSON types, and `"params"`, a list of names."""
     entries: Mapping[str, Entry] = field(default_factory=dict)
-    """By parameter name. A parameter that has not been stepped has none."""
+    """State by parameter name. A parameter that has never been stepped has none."""
     loss_scale: Mapping[str, float] = field(default_factory=dict)
     """The state of fp16's loss scale (`torch.amp.GradScaler.state_dict`); empty in other precisions."""
 
@@ -34,10 +34,10 @@ class OptimizerState:
 def export_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> list[dict[str, Any]]:
-    """The groups of `optimizer` with names in the place of parameters.
+    """Return the parameter groups of `optimizer` with names in place of parameters.
 
     Raises:
-        StrategyError: for a parameter that is not the model's, or a hyperparameter that is no JSON value.
+        StrategyError: for a parameter that is not the model's, or a hyperparameter that is not a JSON value.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -49,17 +49,17 @@ def export_groups(
 def import_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], groups: list[dict[str, Any]]
 ) -> None:
-    """Gives the groups of `optimizer` the hyperparameters of `groups`; its implementations stay its own.
+    """Set the hyperparameters of `groups` on `optimizer`'s groups; its implementation options are kept.
 
     Raises:
-        StrategyError: if their parameters are not the same.
+        StrategyError: if their parameters differ.
     """
     here = [[name_of(p, names) for p in group["params"]] for group in optimizer.param_groups]
     there = [group["params"] for group in groups]
     if here != there:
         raise StrategyError(
             f"import_optimizer: the saved optimizer has groups of {[len(g) for g in there]} parameters, this one "
-            f"of {[len(g) for g in here]}{_first_difference(here, there)}; build it with the same transforms and "
+            f"of {[len(g) for g in here]}{_first_difference(here, there)}. Build it with the same transforms and "
             f"the same factory."
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -69,15 +69,15 @@ def import_groups(
 
 
 def name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
-    """The name of an optimizer's parameter.
+    """Return the name of an optimizer's parameter.
 
     Raises:
-        StrategyError: if the model does not have it.
+        StrategyError: if it is not one of the model's.
     """
     if parameter not in names:
         raise StrategyError(
-            f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's, and so has "
-            f"no name to be saved under; make it a part of the model."
+            f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's, so it has no "
+            f"name to be saved under. Register it in the model."
         )
     return names[parameter]
 
@@ -90,13 +90,13 @@ def _plain(key: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise StrategyError(
-        f"export_optimizer: the optimizer's {key!r} is a {type(value).__name__}, which cannot be saved; only "
-        f"numbers, strings and lists of them can."
+        f"export_optimizer: the optimizer's {key!r} is a {type(value).__name__}, which cannot be saved. Use numbers, "
+        f"strings and lists of them."
     )
 
 
 def _like(present: Any, value: Any) -> Any:
-    """`value` in the type that the group has now: JSON knows no tuples and no tensors."""
+    """Return `value` in the group's current type: JSON has neither tuples nor tensors."""
     if isinstance(present, torch.Tensor):
         return present.new_tensor(value)
     return tuple(value) if isinstance(value, list) and isinstance(present, tuple) else value

@@ -1,4 +1,4 @@
-"""What every strategy looks at before it touches a model: the device, the ranks, and the model's parts."""
+"""What every strategy checks and prepares before it wraps a model: the device, the ranks, and the model's modules."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..options import Options
 from .recompute import recompute_activations
 
 RANKS_PER_CORE = 8
-"""As many as are started on a CPU: enough to try out many ranks, and few enough for a machine to stay usable."""
+"""Maximum number of ranks per CPU core: enough to try out many ranks, and few enough to keep a machine usable."""
 
 
 class OnRanks(Protocol):
-    """What `enter` needs of a strategy."""
+    """What `enter` requires of a strategy."""
 
     @property
     def name(self) -> str: ...
@@ -33,10 +33,10 @@ class OnRanks(Protocol):
 
 
 def enter(strategy: OnRanks, model: nn.Module) -> torch.device:
-    """Joins the process group under torchrun, checks that `strategy` can train here, and says on which device.
+    """Join the process group under torchrun, check that `strategy` can train here, and return its device.
 
     Raises:
-        StrategyError: if it cannot, or the model has a SyncBatchNorm and this rank trains on the CPU.
+        StrategyError: if it cannot, or if the model has a SyncBatchNorm and this rank trains on the CPU.
     """
     if not dist.is_initialized() and under_torchrun():
         join_group(device=strategy.device)
@@ -44,7 +44,7 @@ def enter(strategy: OnRanks, model: nn.Module) -> torch.device:
     device = rank_device(strategy.device)
     if device.type == "cuda" and dist.is_initialized():
         refuse_shared_gpu(device)
-        # It stays this process's: NCCL, and FSDP2 at its first forward, take the current one.
+        # It stays the process's current device, which NCCL, and FSDP2 at its first forward, use.
         torch.cuda.set_device(device)
     refuse_sync_batch_norm(strategy.name, model, device)
     parameters_to_train(model)
@@ -52,23 +52,23 @@ def enter(strategy: OnRanks, model: nn.Module) -> torch.device:
 
 
 def check_ranks(strategy: str, device: str | None, devices: int) -> None:
-    """Checks the surroundings of a strategy that runs on several ranks; `device` is its option.
+    """Check the environment of a strategy that runs on several ranks; `device` is its option.
 
     Raises:
         StrategyError: if `devices` ranks cannot train here.
     """
     if devices < 1:
-        raise StrategyError(f"strategy {strategy!r}: devices={devices} must be 1 or more.")
+        raise StrategyError(f"strategy {strategy!r}: devices={devices} must be a positive integer.")
     if not dist.is_available():
-        raise StrategyError(f"strategy {strategy!r}: this torch is built without torch.distributed.")
+        raise StrategyError(f"strategy {strategy!r}: this torch was built without torch.distributed.")
     if device not in (None, "cpu", "cuda"):
         raise StrategyError(
-            f"strategy {strategy!r}: device={device!r} is not one for all ranks; use 'cpu' or 'cuda' "
-            f"(the index is the rank's), or 'single' for one given device."
+            f"strategy {strategy!r}: device={device!r} cannot be the same for all ranks. Use 'cpu' or 'cuda' (the rank "
+            f"determines the index), or the strategy 'single' for one given device."
         )
     if is_rank():
-        # Those of one machine see the same GPUs, or each one of its own. The check of the largest number is the
-        # same on all of them, so that none waits for another that has failed.
+        # The ranks of one machine see the same GPUs, or one each. Checking the largest index gives the same result on
+        # all of them, so that none waits for another that has failed.
         alone = torch.cuda.device_count() == 1
         found = pick_device(device, 0 if alone else machine.local_ranks() - 1)
     else:
@@ -77,24 +77,24 @@ def check_ranks(strategy: str, device: str | None, devices: int) -> None:
     if found.type == "cpu" and devices > RANKS_PER_CORE * cores and not is_rank():
         raise StrategyError(
             f"strategy {strategy!r}: devices={devices} would start {devices} processes on the {cores} CPU core(s) "
-            f"here; use at most {RANKS_PER_CORE * cores}. Where ranks run on other machines, start them by torchrun."
+            f"here. Use at most {RANKS_PER_CORE * cores}. If ranks run on other machines, start them with torchrun."
         )
 
 
 def refuse_sync_batch_norm(strategy: str, model: nn.Module, device: torch.device) -> None:
-    """Raises StrategyError for a SyncBatchNorm on the CPU, naming it."""
+    """Raise `StrategyError` for a SyncBatchNorm on the CPU, naming it."""
     if device.type != "cpu":
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise StrategyError(
-                f"strategy {strategy!r}: {name or 'the model'} is a SyncBatchNorm, which works on CUDA only, "
-                f"and this rank trains on the CPU; use BatchNorm2d there."
+                f"strategy {strategy!r}: {name or 'the model'} is a SyncBatchNorm, which works on CUDA only, but this "
+                f"rank trains on the CPU. Use BatchNorm2d instead."
             )
 
 
 def parameters_to_train(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `model` that require gradients.
+    """Return the parameters of `model` that require gradients.
 
     Raises:
         StrategyError: if there are none.
@@ -102,14 +102,14 @@ def parameters_to_train(model: nn.Module) -> list[nn.Parameter]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise StrategyError(
-            f"prepare: {type(model).__name__} has no parameter that requires a gradient, so nothing would "
-            f"train; set requires_grad on those that should."
+            f"prepare: {type(model).__name__} has no parameter that requires a gradient, so nothing would train. Set "
+            f"requires_grad on those to train."
         )
     return parameters
 
 
 def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.Optimizer:
-    """The factory's optimizer over the parameters of `model` that require gradients.
+    """Return the factory's optimizer over the parameters of `model` that require gradients.
 
     Raises:
         StrategyError: if there are none.
@@ -118,13 +118,13 @@ def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.
 
 
 def compile_in_place(module: nn.Module, compile: bool | str) -> None:
-    """Has `torch.compile` compile the module at its first call, as `Options.compile` says; no name changes."""
+    """Make `torch.compile` compile the module at its first call, as `Options.compile` specifies; no name changes."""
     if compile:
         module.compile(mode=compile if isinstance(compile, str) else None)
 
 
 def put_on(model: nn.Module, device: torch.device, options: Options) -> nn.Module:
-    """`model` on `device`, with what `options` ask of a model that one device holds whole; before its optimizer."""
+    """Return `model` on `device` with the model `options` applied, for strategies that keep it unsharded."""
     model = model.to(device)
     recompute_activations(model, options.activation_checkpointing)
     compile_in_place(model, options.compile)

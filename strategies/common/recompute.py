@@ -1,4 +1,4 @@
-"""Activation checkpointing: a module keeps only its input for the backward, which runs its forward once more."""
+"""Activation checkpointing: a module keeps only its input for the backward, which runs its forward again."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .module_filter import Policy, choose
+from .module_filter import ModuleFilter, choose
 
 
-def recompute_activations(model: nn.Module, policy: Policy) -> tuple[str, ...]:
-    """Has the modules that `policy` chooses forget their activations; returns their names.
+def recompute_activations(model: nn.Module, module_filter: ModuleFilter) -> tuple[str, ...]:
+    """Checkpoint the activations of the modules that `module_filter` selects; return their names.
 
-    Numbers stay the same: the second forward draws the random numbers of the first and sees its buffers, and
-    these (BatchNorm's statistics) are updated once; `torch.utils.checkpoint` alone sees to the first only. Only a
-    module's class changes, to a subclass: no name in the state dict does. Of chosen modules inside each other the
-    outermost counts. About a third more computing, for memory of one activation a module (Chen et al. 2016,
-    "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174).
+    Results do not change: the second forward uses the random numbers and buffers of the first, and buffers (BatchNorm's
+    statistics) are updated once; `torch.utils.checkpoint` only does the former. Only a module's class changes, to a
+    subclass, and no name in the state dict. Of nested modules, only the outermost counts. It takes about a third more
+    computation, for the memory of one activation per module (Chen et al. 2016, "Training Deep Nets with Sublinear
+    Memory Cost", arXiv:1604.06174).
 
     Raises:
-        StrategyError: if it chooses nothing.
+        StrategyError: if it selects nothing.
     """
     outermost: dict[str, nn.Module] = {}
-    for name, module in choose(policy, model, "activation_checkpointing").items():
+    for name, module in choose(module_filter, model, "activation_checkpointing").items():
         if not any(name.startswith(f"{outer}.") or outer == "" for outer in outermost):
             outermost[name] = module
     for module in outermost.values():
@@ -37,7 +37,7 @@ def recompute_activations(model: nn.Module, policy: Policy) -> tuple[str, ...]:
 
 
 class _Recomputed(nn.Module):
-    """Mixed into the class of a module, before it."""
+    """Mixin placed before the class of a module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] = super().forward
@@ -53,14 +53,14 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    """One subclass for each class, so that modules of a class stay of one class."""
+    """Return one subclass per class, so that modules of one class keep a common class."""
     if kind not in _KINDS:
         _KINDS[kind] = type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {"__module__": __name__})
     return _KINDS[kind]
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What the first forward runs in, and the second."""
+    """Return the contexts of the first forward and of the second."""
     return nullcontext(), _buffers_as_in_the_first(module, _values(module))
 
 
@@ -80,5 +80,5 @@ def _values(module: nn.Module) -> list[torch.Tensor]:
 
 def _write(module: nn.Module, values: list[torch.Tensor]) -> None:
     for buffer, value in zip(module.buffers(), values, strict=True):
-        # Through `data`, which autograd does not watch: the backward about to run may have saved the buffer.
+        # Through `data`, which autograd does not track: the backward about to run may have saved the buffer.
         buffer.data.copy_(value)

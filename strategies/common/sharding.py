@@ -1,4 +1,4 @@
-"""What `fully_shard` asks of a model, and what is done to a model that does not have it yet."""
+"""What `fully_shard` requires of a model, and how a model is adapted to it."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from torch.nn.parameter import is_lazy
 from ...errors import StrategyError
 from ..options import HALF, Precision
 from .blocks import find_blocks, without_cut_ties
-from .module_filter import Policy, choose
+from .module_filter import ModuleFilter, choose
 
 
 def refuse_unshardable(strategy: str, model: nn.Module) -> None:
-    """Raises StrategyError, naming the module or parameter and the remedy, if `model` cannot be sharded."""
+    """Raise `StrategyError`, naming the module or parameter and the remedy, if `model` cannot be sharded."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FSDPModule):
             raise StrategyError(
-                f"strategy {strategy!r}: {name or 'the model'} is wrapped in {type(module).__name__} already; give "
-                f"the plain model."
+                f"strategy {strategy!r}: {name or 'the model'} is already wrapped in {type(module).__name__}. Pass the "
+                f"plain model."
             )
     for name, parameter in model.named_parameters():
         place = f"strategy {strategy!r}: the parameter {name!r}"
         if isinstance(parameter, DTensor):
-            raise StrategyError(f"{place} is sharded already (DTensor); give the plain model.")
+            raise StrategyError(f"{place} is already sharded (DTensor). Pass the plain model.")
         if is_lazy(parameter):
             raise StrategyError(
-                f"{place} has no shape before the first forward; run the model once, or state its sizes."
+                f"{place} has no shape before the first forward. Run the model once, or pass its sizes."
             )
         if parameter.dim() == 0:
             raise StrategyError(
-                f"{place} has no dimension to divide (shape ()); give it the shape (1,), or use 'ddp'."
+                f"{place} has no dimension to shard (shape ()). Give it the shape (1,), or use 'ddp'."
             )
 
 
-def units(strategy: str, model: nn.Module, wrap: Policy) -> list[nn.Module]:
-    """The modules below `model` that are gathered by themselves, inner ones before those that hold them.
+def units(strategy: str, model: nn.Module, wrap: ModuleFilter) -> list[nn.Module]:
+    """Return the modules below `model` that are gathered separately, inner ones before those that contain them.
 
     Raises:
-        StrategyError: if `wrap` names classes, or is a function, and none can be: a list of modules has no forward
-            before which to gather, and what has no parameters, or shares one, has none of its own.
+        StrategyError: if `wrap` names classes, or is a function, but none can be a unit: a list of modules has no
+            forward before which to gather, and a module needs parameters that only it holds.
     """
     if isinstance(wrap, bool):
         return find_blocks(model) if wrap else []
@@ -56,23 +56,23 @@ def units(strategy: str, model: nn.Module, wrap: Policy) -> list[nn.Module]:
     lists = [name for name, module in chosen.items() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
     if lists:
         raise StrategyError(
-            f"strategy {strategy!r}: wrap chooses {lists[0]}, a {type(chosen[lists[0]]).__name__}, which has no "
-            f"forward before which to gather its parameters; choose the modules in it."
+            f"strategy {strategy!r}: wrap selects {lists[0]}, a {type(chosen[lists[0]]).__name__}, which has no "
+            f"forward before which to gather its parameters. Select the modules in it."
         )
     inner_first = (chosen[name] for name in sorted(chosen, key=lambda name: -name.count(".")))
     own = [module for module in inner_first if module is not model and any(True for _ in module.parameters())]
-    found = without_cut_ties(model, own)
-    if not found:
+    own_units = without_cut_ties(model, own)
+    if not own_units:
         names = ", ".join(filter(None, chosen)) or "the model"
         raise StrategyError(
-            f"strategy {strategy!r}: wrap chooses {names}, of which none has parameters that only it holds; choose "
-            f"others below the model, or wrap=False for one unit."
+            f"strategy {strategy!r}: wrap selects {names}, none of which has parameters that only it holds. Select "
+            f"other modules below the model, or set wrap=False for a single unit."
         )
-    return found
+    return own_units
 
 
 def make_contiguous(model: nn.Module) -> bool:
-    """Makes every parameter contiguous, in place; returns whether some were channels-last."""
+    """Make every parameter contiguous, in place; return whether any was channels-last."""
     channels_last = False
     for parameter in model.parameters():
         if parameter.is_contiguous():
@@ -84,9 +84,9 @@ def make_contiguous(model: nn.Module) -> bool:
 
 
 def give_channels_last_inputs(model: nn.Module) -> None:
-    """Has `model` convert tensors of 4 dimensions, given by position, to channels-last before its forward.
+    """Make `model` convert its positional 4-D tensor inputs to channels-last before its forward.
 
-    A convolution gives channels-last outputs if its input or its weight is, so all that follows is too.
+    A convolution returns channels-last if its input or its weight is, so everything that follows is channels-last too.
     """
 
     def convert(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG001
@@ -102,10 +102,10 @@ def give_channels_last_inputs(model: nn.Module) -> None:
 
 @torch.no_grad()
 def begin_like_rank_0(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Overwrites the modules' own parameters and buffers by rank 0's.
+    """Overwrite the modules' own parameters and buffers with rank 0's.
 
-    `fully_shard` takes a part of what each rank has: ranks that began with different weights would train a
-    patchwork. One at a time through `device`, so that the model need not fit there.
+    `fully_shard` takes a shard of what each rank has: ranks that start with different weights would train a mixture.
+    One at a time through `device`, so that the model need not fit there.
     """
     tensors = (
         tensor
@@ -119,11 +119,11 @@ def begin_like_rank_0(modules: Iterable[nn.Module], device: torch.device) -> Non
 
 
 def mixed_precision(strategy: str, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
-    """Computes and gathers in half precision, reduces in fp32; BatchNorm's parameters stay as they are.
+    """Return a policy that computes and gathers in half precision and reduces in fp32, except BatchNorm's parameters.
 
     Raises:
-        StrategyError: if there is a BatchNorm and this torch has one precision for all parameters: with
-            parameters in half precision and statistics in fp32 it fails.
+        StrategyError: if there is a BatchNorm and this torch supports only one precision for all parameters: BatchNorm
+            fails with half-precision parameters and fp32 statistics.
     """
     kept = {
         parameter
@@ -136,7 +136,7 @@ def mixed_precision(strategy: str, model: nn.Module, precision: Precision) -> Mi
         if "param_dtype_override_fn" not in inspect.signature(MixedPrecisionPolicy).parameters:
             raise StrategyError(
                 f"strategy {strategy!r}: precision={precision!r} with BatchNorm needs a newer torch than "
-                f"{torch.__version__}; use precision='fp32', or 'ddp'."
+                f"{torch.__version__}. Use precision='fp32', or 'ddp'."
             )
         options["param_dtype_override_fn"] = lambda p: p.dtype if p in kept else None
     return MixedPrecisionPolicy(**options)

@@ -1,4 +1,4 @@
-"""Buffers of all ranks as one: means, and for BatchNorm the variance of all ranks' samples together."""
+"""Buffers pooled over all ranks: means, and for BatchNorm the variance of all ranks' samples together."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Mean = Callable[[torch.Tensor], torch.Tensor]
-"""The mean of a tensor over the ranks; all of them must call it."""
+"""Returns the mean of a tensor over the ranks; all of them must call it."""
 
 
 def pool_buffers(values: Mapping[str, torch.Tensor], model: nn.Module, mean: Mean) -> dict[str, torch.Tensor]:
-    """Return floating-point buffers over all ranks: their means, and BatchNorm's `running_var` as one variance.
+    """Return floating-point buffers pooled over all ranks: their means, and BatchNorm's `running_var` as one variance.
 
-    Ranks normalise with the statistics of their own shards, so that their running statistics differ. Of N shards of
-    equal size the whole has (law of total variance)::
+    Ranks normalise with the statistics of their own shards, so their running statistics differ. For N shards of equal
+    size the full batch has (law of total variance)::
 
         mean = mean_r(mean_r)
         var  = mean_r(var_r) + var_r(mean_r)     # var_r over the N ranks as the population
 
-    The mean of the variances alone is too small wherever the shards' means differ. The result is that of one process
-    on the whole batches, with two exceptions, because only the running statistics are exchanged, once, and not
-    each batch's. A rank's variance is unbiased for its n values of a channel, n / (n - 1), and the whole would be for
-    N · n: a share of less than 1 / n. And the second term is that of the *running* means: it has the differences
-    between the ranks that last longer than 1 / momentum steps, as where ranks see different data, and little of those
-    that each shuffled batch draws independently. These are missing: a share of about 1 / n_independent of one batch's
+    The mean of the variances alone is too small if the shards' means differ. The result equals that of one process on
+    the full batches, with two exceptions, because only the running statistics are exchanged, once, and not those of
+    each batch. First, a rank's variance is unbiased for its n values of a channel, by n / (n - 1), where the full batch
+    would use N · n: a relative difference below 1 / n. Second, the second term uses the *running* means: it contains
+    differences between ranks that last longer than 1 / momentum steps, as when ranks see different data, but little of
+    the independent differences of each shuffled batch: a relative difference of about 1 / n_independent of one batch's
     values.
 
-    Layers whose running variance is a mean of variances also in one process keep the mean: InstanceNorm, and those
-    with a class variable `averages_variances` (GhostBatchNorm).
+    Layers whose running variance is a mean of variances even in one process keep the mean: InstanceNorm, and those with
+    a class variable `averages_variances` (GhostBatchNorm).
 
     Args:
-        values: by the names of the model's buffers; others than floating-point ones are left out.
-        model: names the BatchNorm layers.
+        values: by the names of the model's buffers; only floating-point ones are returned.
+        model: determines which buffers are BatchNorm's.
         mean: over the ranks. Called once, with float64: mean² - mean² in float32 would lose small variances.
     """
     chosen = {name: value for name, value in values.items() if value.is_floating_point()}
@@ -51,7 +51,7 @@ def pool_buffers(values: Mapping[str, torch.Tensor], model: nn.Module, mean: Mea
 
 
 def _batch_norms(model: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of `running_var` and `running_mean` of each layer whose variance is one of all its samples."""
+    """Return the names of `running_var` and `running_mean` of each layer that keeps one variance of all its samples."""
     return [
         (f"{name}.running_var".lstrip("."), f"{name}.running_mean".lstrip("."))
         for name, module in model.named_modules()

@@ -1,8 +1,8 @@
-"""Optimizers whose state is divided by parameters: each rank steps the ones it owns, and sends them to the others.
+"""Optimizers with sharded state: each rank steps the parameters it owns, and sends them to the others.
 
-That is ZeRO's first stage. The backends want a class and its arguments; here the user's own optimizer, once made
-over all parameters, is left with those of its rank, so that any optimizer with any groups can be divided. What
-looks at several parameters at once (a norm over all of them, say) sees one rank's only.
+This is ZeRO's first stage. The backends expect a class and its arguments. Here the user's own optimizer is built over
+all parameters and then keeps only those of its rank, so that any optimizer with any groups can be sharded. An optimizer
+that combines several parameters (a norm over all of them, for example) sees only those of one rank.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ Groups = list[dict[str, Any]]
 
 
 def copy_groups(optimizer: torch.optim.Optimizer) -> Groups:
-    """The groups of `optimizer` with all their options, for a backend to divide."""
+    """Return the groups of `optimizer` with all their options, for a backend to partition."""
     return [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
 
 
 def keep_part(optimizer: torch.optim.Optimizer) -> Callable[..., torch.optim.Optimizer]:
-    """What a backend calls with this rank's part of `copy_groups`: `optimizer` itself, with only these parameters.
+    """Return a callable for the backend: given this rank's part of `copy_groups`, it returns `optimizer` with only
+    these.
 
-    A group of which the rank owns nothing stays, empty: backends give options to groups by their place.
+    A group of which the rank owns nothing is kept, empty: backends match options to groups by index.
     """
 
     def keep(own: Groups, **defaults: object) -> torch.optim.Optimizer:  # noqa: ARG001
@@ -38,7 +39,7 @@ def keep_part(optimizer: torch.optim.Optimizer) -> Callable[..., torch.optim.Opt
             group["params"] = list(part["params"])
         kept = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for parameter in [p for p in optimizer.state if p not in kept]:
-            del optimizer.state[parameter]  # some optimizers (Adagrad) make their state at once
+            del optimizer.state[parameter]  # some optimizers (Adagrad) create their state immediately
         return optimizer
 
     return keep
@@ -46,14 +47,14 @@ def keep_part(optimizer: torch.optim.Optimizer) -> Callable[..., torch.optim.Opt
 
 @dataclass(frozen=True)
 class Remote:
-    """A tensor of the optimizer's state that `rank` has, and what the others need to receive it."""
+    """A tensor of the optimizer's state that `rank` has, and what the others need in order to receive it."""
 
     rank: int
     shape: torch.Size
     dtype: torch.dtype
 
     def send(self, value: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-        """The tensor on every rank, sent by the one that has it as `value`; all ranks must call it."""
+        """Return the tensor on every rank, sent by the one that has it as `value`; all ranks must call it."""
         if value is None:
             value = torch.empty(self.shape, dtype=self.dtype, device=device)
         else:
@@ -63,11 +64,11 @@ class Remote:
 
 
 class OwnedEngine(DDPEngine):
-    """A wrapped model whose optimizer state is on its owners; see `base.Engine` for what each method promises.
+    """A wrapped model with its optimizer state on the owning ranks; see `base.Engine`.
 
     Args:
         model: the wrapper, with the user's model as `module`, and `no_sync`.
-        optimizer: with all groups and parameters, and as `optim` the one over those that this rank owns.
+        optimizer: has all groups and parameters, and as `optim` the optimizer of those that this rank owns.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class OwnedEngine(DDPEngine):
     ) -> None:
         super().__init__(model, optimizer, device, options)
         local: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
-        optimizer.state = local.state  # one dict: what is read and loaded there is what steps
+        optimizer.state = local.state  # one dict: what is read and loaded there is what is stepped
         self._own = [parameter for group in local.param_groups for parameter in group["params"]]
         self._owned = set(self._own)
 

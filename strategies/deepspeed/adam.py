@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled Adam for the CPU in the place of torch's, where ZeRO offloads the optimizer."""
+"""DeepSpeed's compiled CPU Adam, which replaces torch's if ZeRO offloads the optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...errors import DrivetrainError, StrategyError
 from . import build as deepspeed_build
 
 OFF = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
-"""Options of torch's Adam that DeepSpeed's lacks; fused, torch's is a compiled one already."""
+"""Options of torch's Adam that DeepSpeed's lacks; with fused, torch's is already compiled."""
 DECOUPLED = "decoupled_weight_decay"
 _log = logging.getLogger(__name__)
 
@@ -23,19 +23,19 @@ _log = logging.getLogger(__name__)
 def faster(
     optimizer: torch.optim.Optimizer, deepspeed: Any, device: torch.device
 ) -> tuple[torch.optim.Optimizer, str]:
-    """DeepSpeedCPUAdam with the groups of `optimizer` where that computes the same, else `optimizer` itself.
+    """Return DeepSpeedCPUAdam with the groups of `optimizer` if it computes the same, else `optimizer` itself.
 
-    Every rank must call it, because all take the same one. The first call on a machine compiles it, which takes up to
-    `deepspeed_build.SECONDS`; failing that, training continues with torch's.
+    Every rank must call it, because all must use the same one. The first call on a machine compiles it, which takes up
+    to `build.SECONDS`; if that fails, training continues with torch's.
 
     Args:
-        optimizer: not stepped yet. Exactly torch's Adam or AdamW, with plain numbers as hyperparameters, can be
-            replaced; there is no SGD in DeepSpeed for the CPU.
+        optimizer: not stepped yet. It can be replaced if it is exactly torch's Adam or AdamW with plain numbers as
+            hyperparameters; DeepSpeed has no SGD for the CPU.
         deepspeed: the package.
-        device: of this rank, for the ranks to agree.
+        device: of this rank, for communication between the ranks.
 
     Returns:
-        The optimizer, and why torch's Adam stays where DeepSpeed's could not be compiled: one sentence, else empty.
+        The optimizer, and a sentence with the reason if DeepSpeed's could not be compiled, else an empty string.
     """
     if not replaceable(optimizer):
         return optimizer, ""
@@ -44,7 +44,7 @@ def faster(
     if not reason:
         try:
             made = _made(optimizer, deepspeed)
-        except (RuntimeError, ImportError, OSError) as error:  # it asks the system about the CPU
+        except (RuntimeError, ImportError, OSError) as error:  # it queries the system about the CPU
             reason = deepspeed_build.short(error)
     here = torch.tensor(float(made is not None), device=device)
     if dist.get_world_size() > 1:
@@ -58,7 +58,7 @@ def faster(
 
 
 def replaceable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether DeepSpeedCPUAdam computes the same as `optimizer`, and nothing else hangs on that object."""
+    """Whether DeepSpeedCPUAdam computes the same as `optimizer`, and nothing else refers to that object."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
         return False
     # A learning-rate scheduler of the factory replaces `step`.
@@ -76,35 +76,35 @@ def replaceable(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_deepspeeds(optimizer: torch.optim.Optimizer, deepspeed: Any) -> bool:
-    """Whether `optimizer` is DeepSpeed's Adam for the CPU."""
+    """Whether `optimizer` is DeepSpeedCPUAdam."""
     return isinstance(optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam)
 
 
 def like_torch(key: str, value: object) -> object:
-    """A value of DeepSpeedCPUAdam's state as torch's Adam keeps it: steps are counted by a tensor `()` in fp32."""
+    """Convert a value of DeepSpeedCPUAdam's state to torch's Adam, which counts steps in a fp32 tensor `()`."""
     return torch.tensor(float(value)) if key == "step" and isinstance(value, int) else value
 
 
 def like_deepspeed(key: str, value: torch.Tensor | float) -> torch.Tensor | float:
-    """A value of the state of torch's Adam as DeepSpeedCPUAdam keeps it: steps are counted by an int."""
+    """Convert a value of torch's Adam's state to DeepSpeedCPUAdam, which counts steps in an int."""
     return int(value) if key == "step" else value
 
 
 def without_its_own(group: dict[str, Any]) -> dict[str, Any]:
-    """An exported group of DeepSpeedCPUAdam without what torch's Adam does not have; it always corrects the bias."""
+    """Return an exported group without DeepSpeedCPUAdam's own options; it always corrects the bias."""
     return {key: value for key, value in group.items() if key != "bias_correction" or value is not True}
 
 
 def refuse_other_options(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Raises StrategyError for saved groups of an Adam that DeepSpeedCPUAdam cannot continue as that one did."""
+    """Raise `StrategyError` if the saved groups have options with which DeepSpeedCPUAdam cannot continue."""
     decoupled = bool(cast(Any, optimizer).adam_w_mode)
     for group in groups:
         expected = {"amsgrad": False, "maximize": False, DECOUPLED: decoupled}
         for key, value in expected.items():
             if bool(group.get(key, value)) != value:
                 raise StrategyError(
-                    f"import_optimizer: the saved optimizer has {key}={group[key]!r}, and this one {value!r}; build "
-                    f"it with the same options."
+                    f"import_optimizer: the saved optimizer has {key}={group[key]!r}, but this one {value!r}. Build it "
+                    f"with the same options."
                 )
 
 
@@ -121,10 +121,10 @@ def _made(optimizer: torch.optim.Optimizer, deepspeed: Any) -> torch.optim.Optim
 
 
 def _load(deepspeed: Any) -> str:
-    """Has the compiled part of DeepSpeedCPUAdam in this process; why it cannot, or empty.
+    """Load the compiled part of DeepSpeedCPUAdam into this process; return why it cannot be loaded, or "".
 
-    It is given to DeepSpeed where that keeps what it has loaded. DeepSpeed's own way to it waits without a limit for
-    another process that compiles; in older versions of torch also for one that is dead, and has left a lock file.
+    It is stored where DeepSpeed keeps its loaded extensions. DeepSpeed's own loader waits without a limit for another
+    process that compiles; in older versions of torch also for a dead one that left a lock file.
     """
     name = deepspeed_build.NAME
     builders = importlib.import_module("deepspeed.ops.op_builder.builder")
@@ -136,7 +136,7 @@ def _load(deepspeed: Any) -> str:
     try:
         builder = importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder()
         if not builder.is_compatible(verbose=False):
-            return "DeepSpeed finds that it does not fit this machine"
+            return "DeepSpeed reports that it is incompatible with this machine"
         if _is_installed(deepspeed):
             builder.load(verbose=False)
         else:
@@ -147,7 +147,7 @@ def _load(deepspeed: Any) -> str:
 
 
 def _is_installed(deepspeed: Any) -> bool:
-    """Whether DeepSpeed was installed with its compiled Adam, for the accelerator it has chosen."""
+    """Whether DeepSpeed was installed with its compiled Adam, for the accelerator it selected."""
     version: Mapping[str, Any] = vars(importlib.import_module("deepspeed.git_version_info"))
     chosen = deepspeed.accelerator.get_accelerator()._name
     return bool(

@@ -1,4 +1,4 @@
-"""DeepSpeed itself: imported at use, kept quiet, and what it changes around it put back."""
+"""DeepSpeed itself: imported on use, with its logging reduced and its global changes reverted."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from ..devices import local_rank, pick_device
 
 @contextmanager
 def working(device: torch.device) -> Iterator[Any]:
-    """DeepSpeed, for the preparation of an engine on `device`.
+    """Yield DeepSpeed, to prepare an engine on `device`.
 
-    After the block, environment variables and DeepSpeed's own global switches are as before; DeepSpeed's choice of
-    the accelerator stays, because engines ask for it all the time: a process has one kind of device.
+    On exit, environment variables and DeepSpeed's global switches are restored. DeepSpeed's choice of the accelerator
+    is kept, because engines query it all the time: a process has one kind of device.
 
     Raises:
-        MissingExtra: if it is not installed.
+        MissingExtra: if DeepSpeed is not installed.
     """
     with _environment_kept():
-        os.environ["DS_ACCELERATOR"] = device.type  # else it takes CUDA where there is any, also for "cpu"
-        # It wants one, also in a group that no launcher started, and takes it for the index of the GPU.
+        os.environ["DS_ACCELERATOR"] = device.type  # else it uses CUDA if available, also for "cpu"
+        # It requires one, even in a group that no launcher started, and uses it as the index of the GPU.
         os.environ["LOCAL_RANK"] = str(local_rank() or 0 if device.index is None else device.index)
-        deepspeed: Any = require("deepspeed", "deepspeed", "divide a training with ZeRO")
+        deepspeed: Any = require("deepspeed", "deepspeed", "shard a training run with ZeRO")
         _choose_accelerator(deepspeed, device)
         logger = logging.getLogger("DeepSpeed")
-        logger.addFilter(_is_news)
+        logger.addFilter(_should_log)
         operations, autocast = deepspeed.ops.__compatible_ops__, deepspeed.runtime.torch_autocast
         before = dict(operations), autocast.TORCH_AUTOCAST_INITIALIZED
-        # An all-reduce for inference, which it would compile, and say so on standard output.
+        # An all-reduce for inference, which it would compile, and announce on standard output.
         operations["deepspeed_shm_comm"] = False
         try:
             yield deepspeed
         finally:
             operations.update(before[0])
             autocast.TORCH_AUTOCAST_INITIALIZED = before[1]  # one engine in bf16 would change the next
-            logger.removeFilter(_is_news)
+            logger.removeFilter(_should_log)
 
 
 def reason_without_aio() -> str:
-    """Why DeepSpeed cannot read and write NVMe here, with the remedy; empty if it can.
+    """Return why DeepSpeed cannot read and write NVMe here, with the remedy; empty if it can.
 
     Raises:
         MissingExtra: if DeepSpeed is not installed.
     """
-    # DeepSpeed's own question costs seconds: asked only where there is a library to be compiled with.
+    # DeepSpeed's own check takes seconds: run it only if the library to compile with is installed.
     if find_library("aio") is not None:
         with working(pick_device(None)) as deepspeed:
             builder = deepspeed.accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
             if builder is not None and builder.is_compatible(verbose=False):
                 return ""
-    return "DeepSpeed's async_io cannot be compiled here; install a C++ compiler, ninja and libaio-dev"
+    return "DeepSpeed's async_io cannot be compiled here. Install a C++ compiler, ninja and libaio-dev"
 
 
 def _choose_accelerator(deepspeed: Any, device: torch.device) -> None:
@@ -67,15 +67,15 @@ def _choose_accelerator(deepspeed: Any, device: torch.device) -> None:
         chosen.get_accelerator()
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Without two warnings of what was asked for: an optimizer of torch, and autocast around the engine."""
+def _should_log(record: logging.LogRecord) -> bool:
+    """Drop two warnings about what is intended: an optimizer of torch, and autocast around the engine."""
     message = str(record.msg)
     return "untested optimizer" not in message and "torch.autocast is" not in message
 
 
 @contextmanager
 def _environment_kept() -> Iterator[None]:
-    """Environment variables that change inside the block are as before after it."""
+    """Restore environment variables on exit."""
     before = dict(os.environ)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The compiled part of DeepSpeed's Adam for the CPU: built in a process that is ended in time, and kept in a cache."""
+"""The compiled part of DeepSpeed's CPU Adam: built in a process with a time limit, and cached."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ...errors import StrategyError
 from ...files import atomic_file
 
 NAME = "cpu_adam"
-"""DeepSpeed's, of the operation and of the compiled module."""
+"""DeepSpeed's names of the operation and of the compiled module."""
 SECONDS = 300.0
-"""The longest that a compilation may take; two files of C++, two minutes on one busy core."""
+"""Time limit of a compilation; it has two C++ files and takes two minutes on one busy core."""
 _log = logging.getLogger(__name__)
 
-# The compiler's process: it ends with its descendants as soon as the parent's end of the pipe closes. Each of them is
-# named, ninja first, because ninja gives compilers process groups of their own. DeepSpeed needs psutil, too.
+# The compiler's process: it ends with its descendants as soon as the parent's end of the pipe closes. They are killed
+# one by one, because ninja gives compilers their own process groups. DeepSpeed requires psutil too.
 PROGRAM = """
 import json, os, signal, sys, threading
 sys.path[:] = json.loads(sys.argv[1])
@@ -51,10 +51,10 @@ CPUAdamBuilder().load(verbose=False)
 
 
 def compiled(version: str) -> Path:
-    """The compiled module, built first if it is not in the cache; ranks and other trainings wait for one of them.
+    """Return the compiled module, built first if it is not cached; other ranks and runs wait for the one that builds.
 
-    The cache is the folder `drivetrain` in that of torch's own extensions, but nothing in it is half-built: the module
-    is built in a temporary folder and moved. The lock that others wait for is dropped by the system with its owner.
+    The cache is the folder `drivetrain` in torch's extension folder, but nothing in it is ever incomplete: the module
+    is built in a temporary folder and moved. The system releases the lock that others wait for when its owner ends.
 
     Args:
         version: DeepSpeed's.
@@ -71,7 +71,9 @@ def compiled(version: str) -> Path:
         if made.exists():
             return made
         file.seek(0)
-        if waited and (reason := file.read()):  # of the one that was waited for: not to be tried by each rank
+        if waited and (
+            reason := file.read()
+        ):  # the failure of the process waited for: do not retry on each rank
             raise StrategyError(reason)
         file.truncate(0)
         try:
@@ -84,24 +86,24 @@ def compiled(version: str) -> Path:
 
 
 def load(path: Path) -> ModuleType:
-    """The compiled module.
+    """Return the loaded module.
 
     Raises:
         StrategyError: if it cannot be loaded.
     """
     spec = importlib.util.spec_from_file_location(NAME, path)
-    assert spec is not None  # a name that ends in .so has one, and a loader
+    assert spec is not None  # a name that ends in .so has a spec, and a loader
     assert spec.loader is not None
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise StrategyError(f"{path} cannot be loaded ({short(error)}); delete it") from error
+        raise StrategyError(f"{path} cannot be loaded ({short(error)}). Delete it") from error
     return module
 
 
 def short(error: BaseException) -> str:
-    """An error as the end of a sentence: its first line, at most 300 characters, without a full stop."""
+    """Return an error's first line, at most 300 characters, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0][:300] if lines else type(error).__name__).rstrip(".")
 
@@ -112,7 +114,7 @@ def _cache() -> Path:
 
 
 def _key(version: str) -> str:
-    """What a compiled module depends on; the CPU, too, because it is compiled for that alone."""
+    """Return what a compiled module depends on, including the CPU, for which it is optimised."""
     cpu = [platform.machine()]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -123,10 +125,10 @@ def _key(version: str) -> str:
 
 @contextmanager
 def _turn(file: IO[str]) -> Iterator[bool]:
-    """Holds the lock on an open file; gives whether another process had it before.
+    """Hold the lock on an open file; yield whether another process held it before.
 
     Raises:
-        StrategyError: if that process keeps it for longer than a compilation may take.
+        StrategyError: if that process holds it for longer than a compilation may take.
     """
     waited, end = False, time.monotonic() + 1.1 * SECONDS
     while True:
@@ -138,13 +140,13 @@ def _turn(file: IO[str]) -> Iterator[bool]:
                 raise StrategyError(f"another process has been compiling it for {SECONDS:.0f} s") from error
             waited = True
             time.sleep(0.2)
-        except OSError:  # a file system without locks: each builds its own, and the last to finish stays
+        except OSError:  # a file system without locks: each process builds its own, and the last one wins
             break
-    yield waited  # closing the file drops the lock
+    yield waited  # closing the file releases the lock
 
 
 def _build(made: Path) -> None:
-    """Compiles the module by DeepSpeed's and torch's own means, in a process and a folder apart."""
+    """Compile the module with DeepSpeed's and torch's own tools, in a separate process and folder."""
     _log.info("Compiling DeepSpeed's Adam for the CPU, once for this machine, for at most %.0f s.", SECONDS)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as work:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
@@ -165,10 +167,10 @@ def _build(made: Path) -> None:
         try:
             code = process.wait(SECONDS)
         except subprocess.TimeoutExpired as error:
-            raise StrategyError(f"compiling it takes longer than {SECONDS:.0f} s") from error
+            raise StrategyError(f"compiling it took longer than {SECONDS:.0f} s") from error
         finally:
             if process.stdin is not None:
-                process.stdin.close()  # which ends it, if it has not ended
+                process.stdin.close()  # which ends it, if it is still running
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
@@ -181,8 +183,8 @@ def _build(made: Path) -> None:
 
 
 def _cause(log: Path) -> str:
-    """The compiler's first error, else the last line."""
+    """Return the compiler's first error, else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    found = [line for line in lines if "error: " in line.lower() or line.endswith(": not found")]
-    compilers = [line for line in found if not line.startswith(("RuntimeError", "subprocess."))]
+    errors = [line for line in lines if "error: " in line.lower() or line.endswith(": not found")]
+    compilers = [line for line in errors if not line.startswith(("RuntimeError", "subprocess."))]
     return ([*compilers, *lines[-1:], "no message"])[0].rstrip(".")[:200]

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what Drivetrain writes into it, and what a user's own may say beside that."""
+"""DeepSpeed's configuration: what Drivetrain sets, and what a user's own may contain."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..options import Options
 Config = Mapping[str, Any]
 
 NOT_YOURS = {
-    "optimizer": "Drivetrain gives DeepSpeed the optimizer of your factory",
-    "scheduler": "the learning rate is set by whoever calls the engine: .optimize(schedule=…) in a Pipeline",
-    "train_batch_size": "the batch size is the data's: .load(batch_size=…) in a Pipeline",
-    "train_micro_batch_size_per_gpu": "the batch size is the data's: .load(batch_size=…) in a Pipeline",
-    "fp16": "precision is chosen with precision='fp32' or 'bf16'",
-    "bf16": "precision is chosen with precision='fp32' or 'bf16', which keeps the weights in fp32 under autocast",
-    "torch_autocast": "precision is chosen with precision='fp32' or 'bf16'",
-    "amp": "precision is chosen with precision='fp32' or 'bf16'",
+    "optimizer": "Drivetrain passes your factory's optimizer to DeepSpeed",
+    "scheduler": "the caller sets the learning rate: .optimize(schedule=…) in a Pipeline",
+    "train_batch_size": "the data determines the batch size: .load(batch_size=…) in a Pipeline",
+    "train_micro_batch_size_per_gpu": "the data determines the batch size: .load(batch_size=…) in a Pipeline",
+    "fp16": "precision='fp32' or 'bf16' sets the precision",
+    "bf16": "precision='fp32' or 'bf16' sets the precision, with fp32 weights under autocast",
+    "torch_autocast": "precision='fp32' or 'bf16' sets the precision",
+    "amp": "precision='fp32' or 'bf16' sets the precision",
 }
-"""Keys of the configuration that Drivetrain decides alone, and how it is told."""
+"""Keys of the configuration that only Drivetrain sets, and the option to use instead."""
 
 
 @dataclass(frozen=True)
 class Zero:
-    """What is divided among the ranks, and where it is kept.
+    """What is sharded across the ranks, and where it is stored.
 
     Attributes:
-        stage: 1: the optimizer's state and fp32 copy of the weights; 2: gradients, too; 3: parameters, too.
+        stage: 1: the optimizer's state and fp32 copy of the weights; 2: also gradients; 3: also parameters.
         offload: None; `"cpu"`; or `"nvme"`, for which `nvme_path` is a folder on that disk.
     """
 
@@ -40,10 +40,10 @@ class Zero:
     nvme_path: str | None = None
 
     def section(self) -> dict[str, Any]:
-        """The part of the configuration that says so."""
+        """Return the section of the configuration for it."""
         section: dict[str, Any] = {
             "stage": self.stage,
-            # Else DeepSpeed replaces torch.nn.functional.linear for the whole process, and leaves it so.
+            # Otherwise DeepSpeed replaces torch.nn.functional.linear for the rest of the process.
             "memory_efficient_linear": False,
         }
         if self.offload is not None:
@@ -57,13 +57,13 @@ class Zero:
 
 
 def read_config(config: str | Path | Config | None) -> dict[str, Any]:
-    """A user's configuration as a dict of its own, without what is left to be filled in (`"auto"`).
+    """Return a copy of the user's configuration as a dict, without values to be filled in (`"auto"`).
 
     Args:
-        config: a dict, or the path of a JSON file as DeepSpeed reads it; None for an empty one.
+        config: a dict, or the path of a JSON file as for DeepSpeed; None for an empty one.
 
     Raises:
-        StrategyError: if it cannot be read, or is no mapping.
+        StrategyError: if it cannot be read, or is not a mapping.
     """
     if config is None:
         return {}
@@ -73,22 +73,22 @@ def read_config(config: str | Path | Config | None) -> dict[str, Any]:
         read = json.loads(Path(config).read_text())
     except (OSError, ValueError, TypeError) as error:
         raise StrategyError(
-            f"strategy 'deepspeed': config={str(config)!r} cannot be read as a JSON file: {error}. Give the path of "
-            f"a DeepSpeed configuration, or a dict."
+            f"strategy 'deepspeed': config={str(config)!r} cannot be read as a JSON file: {error}. Pass the path of a "
+            f"DeepSpeed configuration, or a dict."
         ) from error
     if not isinstance(read, dict):
         raise StrategyError(
-            f"strategy 'deepspeed': config={str(config)!r} holds a {type(read).__name__}, and a DeepSpeed "
-            f"configuration is an object: {{…}}."
+            f"strategy 'deepspeed': config={str(config)!r} contains a {type(read).__name__}, but a DeepSpeed "
+            f"configuration must be an object: {{…}}."
         )
     return _without_auto(read)
 
 
 def choose_zero(stage: int | None, offload: str | None, nvme_path: str | None, config: Config) -> Zero:
-    """What the strategy's options and the configuration say together; stage 2 without offload if neither does.
+    """Return what the strategy's options and the configuration specify; stage 2 without offload if neither does.
 
     Raises:
-        StrategyError: if they contradict each other, or mean nothing.
+        StrategyError: if they contradict each other, or are invalid.
     """
     name = "deepspeed"
     section = config.get("zero_optimization", {})
@@ -101,21 +101,21 @@ def choose_zero(stage: int | None, offload: str | None, nvme_path: str | None, c
     stage = 2 if stage is None else stage
     if stage not in (1, 2, 3):
         raise StrategyError(
-            f"strategy {name!r}: stage={stage!r} must be 1, 2 or 3; without dividing anything, use 'ddp'."
+            f"strategy {name!r}: stage={stage!r} must be 1, 2 or 3. To shard nothing, use 'ddp'."
         )
     device, path = _offload_of(section, stage)
     if None not in (offload, device) and offload != device:
         raise _contradiction(name, "zero_optimization.offload_optimizer", device, f"offload={offload!r}")
     zero = Zero(stage, offload or device, nvme_path or path)
     if zero.offload not in (None, "cpu", "nvme"):
-        raise StrategyError(f"strategy {name!r}: offload={zero.offload!r} is not known; use 'cpu' or 'nvme'.")
+        raise StrategyError(f"strategy {name!r}: offload={zero.offload!r} is unknown. Use 'cpu' or 'nvme'.")
     if zero.offload == "nvme" and stage != 3:
         raise StrategyError(f"strategy {name!r}: offload='nvme' needs stage=3, not {stage}.")
     return zero
 
 
 def _offload_of(section: Config, stage: int) -> tuple[str | None, str | None]:
-    """Device and path of the optimizer's offload in a configuration."""
+    """Return device and path of the optimizer's offload in a configuration."""
     keys = ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",)
     for key in keys:
         where = section.get(key) or {}
@@ -126,10 +126,10 @@ def _offload_of(section: Config, stage: int) -> tuple[str | None, str | None]:
 
 
 def make_config(zero: Zero, options: Options, theirs: Config, name: str) -> dict[str, Any]:
-    """The whole configuration: the user's, with all that Drivetrain decides.
+    """Return the full configuration: the user's, plus everything Drivetrain sets.
 
     Raises:
-        StrategyError: for a key of the user's that contradicts that.
+        StrategyError: if a key of the user's contradicts that.
     """
     for key, who in NOT_YOURS.items():
         present = theirs.get(key)
@@ -141,7 +141,7 @@ def make_config(zero: Zero, options: Options, theirs: Config, name: str) -> dict
     clip = 0.0 if options.clip_norm is None else options.clip_norm
     decided = {
         "gradient_accumulation_steps": (options.accumulate, f"accumulate={options.accumulate}"),
-        # Its default is 1.0: always written, or DeepSpeed clips without being asked.
+        # Always written, because DeepSpeed's default is to clip at 1.0.
         "gradient_clipping": (clip, f"clip_norm={options.clip_norm}"),
     }
     for key, (value, argument) in decided.items():
@@ -149,24 +149,24 @@ def make_config(zero: Zero, options: Options, theirs: Config, name: str) -> dict
             raise _contradiction(name, key, theirs[key], argument)
     whole = {key: value for key, value in theirs.items() if key not in NOT_YOURS}
     whole |= {key: value for key, (value, _) in decided.items()}
-    # DeepSpeed wants a batch size, which it uses for its own reports only.
+    # DeepSpeed requires a batch size, but uses it only in its own reports.
     whole["train_micro_batch_size_per_gpu"] = 1
     whole["zero_optimization"] = _joined(zero.section(), theirs.get("zero_optimization", {}))
     whole["zero_allow_untested_optimizer"] = True
-    # Offloaded, any optimizer of the factory's may step; `takes_cpu_adam` is where DeepSpeed's replaces torch's.
+    # If offloaded, any optimizer may step; `takes_cpu_adam` decides when DeepSpeed's replaces torch's.
     whole.setdefault("zero_force_ds_cpu_optimizer", False)
     if options.precision == "bf16":
-        # No modules: what is listed there would send its gradients in bf16.
+        # No modules: those listed there would send their gradients in bf16.
         whole["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     return whole
 
 
 def takes_cpu_adam(whole: Config, theirs: Config) -> bool:
-    """Whether DeepSpeed's Adam for the CPU may take the place of torch's: the whole optimizer is on the CPU.
+    """Whether DeepSpeed's CPU Adam may replace torch's: only if the full optimizer is on the CPU.
 
     Args:
-        whole: what `make_config` gave.
-        theirs: the user's part of it, in which `zero_force_ds_cpu_optimizer: false` keeps torch's.
+        whole: result of `make_config`.
+        theirs: the user's part of it; `zero_force_ds_cpu_optimizer: false` in it keeps torch's.
     """
     section = whole["zero_optimization"]
     where = section.get("offload_optimizer") or {}
@@ -180,7 +180,7 @@ def takes_cpu_adam(whole: Config, theirs: Config) -> bool:
 
 
 def _joined(ours: Config, theirs: Config) -> dict[str, Any]:
-    """Both, key by key at every depth; `choose_zero` has seen to it that they do not contradict each other."""
+    """Merge both, key by key at every depth; `choose_zero` has checked that they do not contradict each other."""
     joined = dict(ours)
     for key, value in theirs.items():
         here = joined.get(key)
@@ -197,6 +197,6 @@ def _without_auto(config: Config) -> dict[str, Any]:
 
 def _contradiction(name: str, key: str, value: object, argument: str) -> StrategyError:
     return StrategyError(
-        f"strategy {name!r}: config {key}={value!r} contradicts {argument}. Remove it from the configuration, or give "
-        f"both the same value."
+        f"strategy {name!r}: config {key}={value!r} contradicts {argument}. Remove it from the configuration, or set "
+        f"both to the same value."
     )

@@ -1,4 +1,4 @@
-"""The engine of a model that DeepSpeed's ZeRO divides among the ranks."""
+"""The engine of a model that DeepSpeed's ZeRO shards across the ranks."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ..options import Options
 from .adam import is_deepspeeds, like_deepspeed, like_torch, refuse_other_options, without_its_own
 
 Groups = list[list[nn.Parameter]]
-"""The parameters of an optimizer's groups, before DeepSpeed puts flat ones in their place."""
+"""The parameters of an optimizer's groups, before DeepSpeed replaces them by flat ones."""
 
 
 class DeepSpeedEngine(RanksEngine):
-    """A model inside DeepSpeed's engine; see `base.Engine` for what each method promises.
+    """A model inside DeepSpeed's engine; see `base.Engine`.
 
-    DeepSpeed keeps the parameters of an optimizer's group end to end in one tensor, of which each rank steps a part:
-    the optimizer must treat each element by itself, as SGD and Adam do. What it reports in fp32 are the weights
-    that are trained; nothing of DeepSpeed's own checkpoints is read or written.
+    DeepSpeed concatenates the parameters of an optimizer's group into one flat tensor, of which each rank steps a
+    partition: the optimizer must treat each element independently, as SGD and Adam do. The weights it exports are the
+    fp32 ones that are trained; DeepSpeed's own checkpoints are neither read nor written.
 
-    With stage 3 every forward, in evaluation too, and every export gathers parameters from all ranks: all ranks must
-    make the same calls, in the same order.
+    With stage 3 every forward, also in evaluation, and every export gathers parameters from all ranks: all ranks must
+    make the same calls in the same order.
 
     Args:
-        wrapper: what `deepspeed.initialize` gave.
+        wrapper: result of `deepspeed.initialize`.
         deepspeed: the package.
         groups: the parameters of the optimizer's groups.
         stage: of ZeRO.
@@ -61,12 +61,12 @@ class DeepSpeedEngine(RanksEngine):
         return cast(nn.Module, self._wrapper.module)
 
     @property
-    def divided(self) -> bool:
-        """Whether parameters are divided among the ranks: those of stage 3 are."""
+    def sharded(self) -> bool:
+        """Whether parameters are sharded: True for stage 3."""
         return self._stage == 3
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """Adds the gradients of `loss / accumulate`; DeepSpeed divides.
+        """Accumulate the gradients of `loss / accumulate`; DeepSpeed does the division.
 
         Raises:
             StrategyError: as `base.Engine.backward`.
@@ -76,18 +76,18 @@ class DeepSpeedEngine(RanksEngine):
         self._wrapper.backward(loss)
 
     def step(self) -> torch.Tensor | None:
-        """Clips, steps and zeroes; see `LocalEngine.step`.
+        """Clip, step and zero the gradients; see `LocalEngine.step`.
 
         Raises:
-            StrategyError: also for gradients that are not finite: DeepSpeed would leave the step out in silence.
+            StrategyError: also for non-finite gradients, for which DeepSpeed would silently skip the step.
         """
         self._check_complete()
         self._wrapper.step()
         self._microbatches = 0
         if self._zero.overflow:
             raise StrategyError(
-                "step: the gradients are not finite, and DeepSpeed has left the step out. Lower the learning rate, "
-                "add a warm-up, or set clip_norm."
+                "step: the gradients are not finite, and DeepSpeed has skipped the step. Lower the learning rate, add "
+                "a warm-up, or set clip_norm."
             )
         return (
             None
@@ -95,12 +95,12 @@ class DeepSpeedEngine(RanksEngine):
             else torch.as_tensor(self._zero._global_grad_norm).reshape(())
         )
 
-    def zero(self) -> None:
-        """Throws away the gradients added since the last step."""
+    def zero_grad(self) -> None:
+        """Discard the gradients accumulated since the last step."""
         self._wait_for_reduction()
         self._zero.zero_grad()
         if self._stage < 3:
-            # As DeepSpeed's step does where it overflows; its `zero_grad` leaves the partitions as they are.
+            # As DeepSpeed's step does on overflow; its `zero_grad` does not reset the partitions.
             self._zero._release_preflattened_grad_buffers()
             for kept in (self._zero.averaged_gradients, self._zero.all_grad_tensors):
                 kept.update(dict.fromkeys(kept))
@@ -108,9 +108,9 @@ class DeepSpeedEngine(RanksEngine):
         self._microbatches = 0
 
     def _wait_for_reduction(self) -> None:
-        """Has what comes next on this device wait for DeepSpeed's reduction of the gradients; the host does not wait.
+        """Make this device's next work wait for DeepSpeed's reduction of the gradients, without blocking the host.
 
-        It runs on a stream of its own. Memory that is given back before it is done would be in use twice.
+        The reduction runs on a separate stream. Memory freed before it is done would be in use twice.
         """
         if self.device.type != "cuda":
             return
@@ -121,12 +121,12 @@ class DeepSpeedEngine(RanksEngine):
 
     @torch.no_grad()
     def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrites the model's state, and the fp32 copy of it that is trained; see `LocalEngine.import_state`."""
+        """Overwrite the model's state and its trained fp32 copy; see `LocalEngine.import_state`."""
         super().import_state(state)
         self._zero.refresh_fp32_params()
 
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
-        """The optimizer's state by plain parameter names; see `LocalEngine.export_optimizer`."""
+        """Return the optimizer's state by plain parameter names; see `LocalEngine.export_optimizer`."""
         with self._plain_groups():
             state = super().export_optimizer(keep)
         if not self._deepspeeds:
@@ -135,10 +135,10 @@ class DeepSpeedEngine(RanksEngine):
 
     @torch.no_grad()
     def import_optimizer(self, state: OptimizerState) -> None:
-        """Gives the optimizer the state that another engine's `export_optimizer` gave; see `base.Engine`.
+        """Load the result of another engine's `export_optimizer`; see `base.Engine`.
 
         Raises:
-            StrategyError: if it is that of other parameters, or differs between parameters that have one here.
+            StrategyError: if it belongs to other parameters, or differs between parameters of one group here.
         """
         names = self._names()
         if self._deepspeeds:
@@ -166,17 +166,17 @@ class DeepSpeedEngine(RanksEngine):
                     self._set_state(parameter, key, value)
 
     def gather(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` whole; all ranks must call it for a parameter that stage 3 has divided."""
+        """Return the full `value`; all ranks must call it for a parameter that stage 3 has partitioned."""
         if not hasattr(value, "ds_id"):
             return value
         with self._deepspeed.zero.GatheredParameters([value]):
             return value.detach().clone()
 
     def held(self) -> Held:
-        """The tensors this rank holds for training; see `memory.held_bytes`.
+        """Return the tensors this rank holds for training; see `memory.held_bytes`.
 
-        DeepSpeed's copy of the weights counts with the optimizer; with stages 1 and 2 a parameter that lies across
-        two parts has its whole gradient in both. Its buffers for communication and offload are left out.
+        DeepSpeed's copy of the weights counts as optimizer; with stages 1 and 2 a parameter that spans two partitions
+        has its full gradient in both. Its buffers for communication and offload are not included.
         """
         parameters = list(self.plain_model.parameters())
         flats = list(dict.fromkeys(self._flat(p) for group in self._groups for p in group))
@@ -191,7 +191,7 @@ class DeepSpeedEngine(RanksEngine):
         if self._stage < 3:
             return super()._tensors(caller)
         super()._tensors(caller)
-        # The parameters themselves, which know their parts.
+        # The parameters themselves, which know their partitions.
         return dict(self.plain_model.state_dict(keep_vars=True))
 
     def _shape(self, value: torch.Tensor) -> torch.Size:
@@ -219,7 +219,7 @@ class DeepSpeedEngine(RanksEngine):
         if self._stage < 3:
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole.contiguous(), key)
             return
-        # DeepSpeed's setter of whole tensors fails on those that do not divide evenly: the last part is padded.
+        # DeepSpeed's setter of full tensors fails if they do not divide evenly: the last partition is padded.
         size = cast(Any, parameter).ds_tensor.numel()
         padded = whole.new_zeros(size * self.world_size)
         padded[: whole.numel()] = whole.flatten()
@@ -227,7 +227,7 @@ class DeepSpeedEngine(RanksEngine):
         self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, key)
 
     def _flat(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The tensor that this rank steps in the place of `parameter` and its neighbours."""
+        """Return the tensor that this rank steps in place of `parameter` and its neighbours."""
         if self._stage < 3:
             number = next(i for i, group in enumerate(self._groups) if any(p is parameter for p in group))
             return cast(torch.Tensor, self._zero.single_partition_of_fp32_groups[number])
@@ -236,7 +236,7 @@ class DeepSpeedEngine(RanksEngine):
 
     @contextmanager
     def _plain_groups(self) -> Iterator[None]:
-        """Inside it the optimizer's groups have the model's parameters instead of DeepSpeed's flat ones."""
+        """Return a context in which the optimizer's groups have the model's parameters instead of the flat ones."""
         flat = [group["params"] for group in self.optimizer.param_groups]
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
@@ -252,7 +252,7 @@ def _is_per_element(value: object, flat: torch.Tensor) -> bool:
 
 
 def _blank(flat: torch.Tensor, entry: Entry) -> dict[str, Any]:
-    """The state of a flat tensor: zeros for what has a value per element, and a copy of the rest."""
+    """Return an initial state for a flat tensor: zeros for per-element values, and a copy of the rest."""
     state: dict[str, Any] = {}
     for key, value in entry.items():
         if not isinstance(value, torch.Tensor):
@@ -263,12 +263,12 @@ def _blank(flat: torch.Tensor, entry: Entry) -> dict[str, Any]:
 
 
 def _refuse_uneven(entries: Mapping[str, Entry], names: list[str]) -> None:
-    """Raises StrategyError unless all of `names` have an entry, and the same number of steps."""
+    """Raise `StrategyError` unless all of `names` have an entry with the same number of steps."""
     missing = [name for name in names if name not in entries]
     if missing:
         raise StrategyError(
-            f"import_optimizer: the saved optimizer has no state for {missing[0]!r} and has some for others; DeepSpeed "
-            f"steps the parameters of a group together. Give the two groups of their own."
+            f"import_optimizer: the saved optimizer has no state for {missing[0]!r} but has some for others, and "
+            f"DeepSpeed steps the parameters of a group together. Put the two into separate groups."
         )
     first, *others = entries
     for key, value in entries[first].items():
@@ -278,5 +278,5 @@ def _refuse_uneven(entries: Mapping[str, Entry], names: list[str]) -> None:
             if entries[other].get(key) != value:
                 raise StrategyError(
                     f"import_optimizer: {key!r} is {value} for {first!r} and {entries[other].get(key)} for {other!r}; "
-                    f"DeepSpeed steps the parameters of a group together. Give the two groups of their own."
+                    f"DeepSpeed steps the parameters of a group together. Put the two into separate groups."
                 )

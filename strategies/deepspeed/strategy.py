@@ -1,4 +1,4 @@
-"""Training on several ranks with DeepSpeed's ZeRO: stages 1 to 3, with or without offload."""
+"""Train on several ranks with DeepSpeed's ZeRO: stages 1 to 3, with or without offload."""
 
 from __future__ import annotations
 
@@ -32,50 +32,50 @@ from .config import Zero, choose_zero, make_config, read_config, takes_cpu_adam
 from .engine import DeepSpeedEngine
 
 SUMMARIES = {
-    1: "optimizer state divided among the devices (DeepSpeed ZeRO 1)",
-    2: "optimizer state and gradients divided among the devices (DeepSpeed ZeRO 2)",
-    3: "optimizer state, gradients and parameters divided among the devices (DeepSpeed ZeRO 3)",
+    1: "optimizer state sharded across the devices (DeepSpeed ZeRO 1)",
+    2: "optimizer state and gradients sharded across the devices (DeepSpeed ZeRO 2)",
+    3: "optimizer state, gradients and parameters sharded across the devices (DeepSpeed ZeRO 3)",
 }
 
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """DeepSpeed's ZeRO: each rank keeps its part of what the stage divides.
+    """DeepSpeed's ZeRO: each rank keeps its shard of what the stage partitions.
 
-    With AdamW in fp32 over N ranks, a rank keeps after the step 4 + 12/N bytes per parameter with stages 1 and 2,
-    20/N with stage 3 (DeepSpeed steps a copy of the weights), and gradients in the backward: 4/N. Stage 3 keeps
-    parameters below `stage3_param_persistence_threshold` (100,000 elements) whole, beside their part.
+    With AdamW in fp32 on N ranks, a rank holds 4 + 12/N bytes per parameter after the step with stages 1 and 2, and
+    20/N with stage 3 (DeepSpeed steps a copy of the weights), plus gradients in the backward: 4/N. Stage 3 keeps
+    parameters below `stage3_param_persistence_threshold` (100,000 elements) in full, in addition to their shard.
 
-    The optimizer is the factory's; it must treat each element by itself, as SGD and Adam do. Every parameter that it
-    has must take part in every step: DeepSpeed steps one without a gradient by zero, weight decay included, and stages
-    1 and 2 mix up gradients that come in another order on another rank, as where a model chooses its layers by the
-    data. Weights stay fp32; precision "bf16" is autocast around the forward, and gradients are reduced in fp32.
-    Channels-last weights become contiguous, and images channels-last instead, as in `FSDP`.
+    The optimizer is the factory's; it must treat each element independently, as SGD and Adam do. Each of its parameters
+    must take part in every step: DeepSpeed steps one without a gradient with zeros, weight decay included, and stages 1
+    and 2 mix up gradients that arrive in a different order on another rank, as with models that choose layers by the
+    data. Weights are fp32; precision "bf16" is autocast around the forward, and gradients are reduced in fp32.
+    Channels-last weights are made contiguous and images channels-last instead, as in `FSDP`.
 
-    Where the optimizer is offloaded to the CPU, DeepSpeed's compiled DeepSpeedCPUAdam takes the place of torch's Adam
-    and AdamW (see `deepspeed_adam`): it computes the same up to fp32's rounding. Its first use on a machine compiles
-    it, for five minutes at most. If that fails, torch's stays, and the engine's `note` gives the reason. The key
+    If the optimizer is offloaded to the CPU, DeepSpeed's compiled DeepSpeedCPUAdam replaces torch's Adam and AdamW (see
+    `adam`): it computes the same up to fp32 rounding. Its first use on a machine compiles it, which takes at most five
+    minutes. If that fails, torch's is used, and the engine's `note` has the reason. The key
     `zero_force_ds_cpu_optimizer: false` in `config` keeps torch's.
 
-    A model on the meta device gets its values as in `FSDP`, with stage 3 block by block.
+    A model on the meta device is initialised as in `FSDP`, with stage 3 block by block.
 
-    Precision "fp16", and `compile` with stage 3, are errors.
+    Precision "fp16", and `compile` with stage 3, are not supported.
 
-    Alone in a process, without a process group, there is nothing to divide, and it trains like `single`; with
-    `offload` or `config`, which would do nothing, that is an error.
+    Without a process group there is nothing to shard, and it trains like `single`; `offload` and `config`, which would
+    have no effect, then raise an error.
 
     Args:
-        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`); None takes CUDA if there is any, else
-            the CPU. One kind of device for all engines of a process.
-        stage: 1, 2 or 3; None takes that of `config`, else 2, as Lightning does.
-        offload: `"cpu"`: the optimizer and its state, with stage 3 also the parameters, are on the CPU; `"nvme"`
-            (stage 3): on a disk, which no test has run. None takes that of `config`, else nothing is offloaded.
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`). Default None: CUDA if available, else the
+            CPU. All engines of a process must use the same kind of device.
+        stage: 1, 2 or 3. Default None: that of `config`, else 2, as in Lightning.
+        offload: `"cpu"` keeps the optimizer and its state, with stage 3 also the parameters, on the CPU; `"nvme"`
+            (stage 3) keeps them on a disk (not tested). Default None: that of `config`, else no offload.
         nvme_path: for `"nvme"`, a folder on that disk.
-        config: a DeepSpeed configuration, as a dict or the path of a JSON file. What Drivetrain decides (optimizer,
-            schedule, batch size, precision, clipping, accumulation) must not be in it, or be `"auto"`, or the same.
+        config: a DeepSpeed configuration, as a dict or the path of a JSON file. What Drivetrain sets (optimizer,
+            schedule, batch size, precision, clipping, accumulation) must be absent, `"auto"`, or the same.
 
     Raises:
-        StrategyError: at construction, for an option that means nothing or contradicts `config`.
+        StrategyError: at construction, for an option that is invalid or contradicts `config`.
     """
 
     device: str | None = None
@@ -106,7 +106,7 @@ class DeepSpeed:
         return choose_zero(self.stage, self.offload, self.nvme_path, read_config(self.config))
 
     def check(self, devices: int) -> None:
-        """Checks that DeepSpeed is here, without importing it unless NVMe is asked for.
+        """Check that DeepSpeed is installed, without importing it unless NVMe is requested.
 
         Raises:
             MissingExtra: if it is not installed.
@@ -114,7 +114,9 @@ class DeepSpeed:
         """
         check_ranks(self.name, self.device, devices)
         if importlib.util.find_spec("deepspeed") is None:
-            require("deepspeed", "deepspeed", "divide a training with ZeRO")  # says how to install it
+            require(
+                "deepspeed", "deepspeed", "shard a training run with ZeRO"
+            )  # raises with installation instructions
         zero = self._zero()
         if zero.offload != "nvme":
             return
@@ -122,21 +124,21 @@ class DeepSpeed:
             raise StrategyError(f"strategy {self.name!r}: {reason}, or use 'deepspeed_stage_3_offload'.")
         if zero.nvme_path is None or not Path(zero.nvme_path).is_dir():
             raise StrategyError(
-                f"strategy {self.name!r}: nvme_path={zero.nvme_path!r} is no folder; give one on the disk to use."
+                f"strategy {self.name!r}: nvme_path={zero.nvme_path!r} is not a folder. Pass one on the disk to use."
             )
 
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Builds the optimizer, then divides; see `base.Strategy.prepare`.
+        """Build the optimizer, then shard; see `base.Strategy.prepare`.
 
-        Rank 0's weights and buffers become everyone's.
+        Every rank starts with rank 0's weights and buffers.
 
         Raises:
             MissingExtra: if DeepSpeed is not installed.
-            StrategyError: for an argument that means nothing or contradicts `config`, a device that is not here,
-                or a model that cannot be divided: wrapped or divided already, with a parameter of no dimension or no
-                shape yet, a module on the meta device that cannot be reset, a SyncBatchNorm on the CPU.
+            StrategyError: for an argument that is invalid or contradicts `config`, an unavailable device, or a model
+                that cannot be sharded: already wrapped or sharded, with a parameter of no dimension or without a shape
+                yet, a module on the meta device that cannot be initialised, or a SyncBatchNorm on the CPU.
         """
         options = Options.of(given)
         zero = self._zero()
@@ -153,7 +155,7 @@ class DeepSpeed:
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
         if make_contiguous(model):
             give_channels_last_inputs(model)
-        # Before anything is divided: blocks are found, and a factory may look, by shapes, which stage 3 empties.
+        # Before anything is sharded: finding blocks, and maybe the factory, needs shapes, which stage 3 empties.
         recompute_activations(model, options.activation_checkpointing)
         before = dict(model.named_parameters())
         optimizer = build_optimizer(model, optimizer_factory)
@@ -177,46 +179,46 @@ class DeepSpeed:
     def _check_alone(self, zero: Zero) -> None:
         if zero.offload is not None or self.config is not None:
             raise StrategyError(
-                f"strategy {self.name!r}: there is no process group, without which DeepSpeed does nothing; start this "
+                f"strategy {self.name!r}: there is no process group, without which DeepSpeed does nothing. Start this "
                 f"with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
             )
 
 
 def _refuse_options(strategy: str, options: Options, zero: Zero) -> None:
-    """Raises StrategyError for an option that DeepSpeed cannot do exactly."""
+    """Raise `StrategyError` for an option that DeepSpeed does not support exactly."""
     if options.precision == "fp16":
         raise StrategyError(
-            f"strategy {strategy!r}: precision='fp16' would have two loss scales, DeepSpeed's and torch's; use 'bf16'."
+            f"strategy {strategy!r}: precision='fp16' would have two loss scales, DeepSpeed's and torch's. Use 'bf16'."
         )
     if options.compile and zero.stage == 3:
         raise StrategyError(
-            f"strategy {strategy!r}: compile={options.compile!r} cannot see through the hooks by which stage 3 gathers "
-            f"parameters; leave it out, or use 'deepspeed_stage_2' or 'fsdp'."
+            f"strategy {strategy!r}: compile={options.compile!r} does not support the hooks with which stage 3 gathers "
+            f"parameters. Remove it, or use 'deepspeed_stage_2' or 'fsdp'."
         )
 
 
 def _refuse_divided(strategy: str, model: nn.Module) -> None:
-    """Raises StrategyError if DeepSpeed has had a parameter of `model` before."""
+    """Raise `StrategyError` if DeepSpeed has already partitioned a parameter of `model`."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
             raise StrategyError(
-                f"strategy {strategy!r}: the parameter {name!r} was divided by DeepSpeed already; give a plain model."
+                f"strategy {strategy!r}: DeepSpeed has already sharded the parameter {name!r}. Pass a plain model."
             )
 
 
 def _place(model: nn.Module, device: torch.device, init: Any) -> None:
-    """Moves `model` to the device with rank 0's values; block by block, each divided at once, if `init` is given."""
+    """Move `model` to the device with rank 0's values; block by block, each sharded immediately, if `init` is given."""
     done: set[nn.Module] = set()
     for block in (*(find_blocks(model) if init else ()), model):
         materialise(block, device, done)
         own = [module for module in block.modules() if module not in done]
         begin_like_rank_0(own, device)
         for module in own:
-            # Not `Module.to`, which would also take the parameters of the blocks inside.
+            # Not `Module.to`, which would also move the parameters of the blocks inside.
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
             for parameter in module.parameters(recurse=False):
-                # Viewed anew, for DeepSpeed fails on the strides that 1 × 1 convolutions keep of channels-last.
+                # A new view, because DeepSpeed fails on the channels-last strides that 1 × 1 convolutions keep.
                 whole = parameter.data if init else parameter.data.to(device)
                 parameter.data = whole.flatten().view(parameter.shape)
         if init is not None:
@@ -227,7 +229,7 @@ def _place(model: nn.Module, device: torch.device, init: Any) -> None:
 def _exchange(
     optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
 ) -> None:
-    """Gives the optimizer the parameters that have taken the place of those on the meta device."""
+    """Replace the optimizer's meta-device parameters by the real ones."""
     now = {parameter: after[name] for name, parameter in before.items()}
     for group in optimizer.param_groups:
         group["params"] = [now.get(parameter, parameter) for parameter in group["params"]]

@@ -1,1 +1,1 @@
-"""Starting ranks as processes, and joining their process group."""
+"""Start ranks as processes, and join their process group."""

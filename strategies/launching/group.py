@@ -13,7 +13,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun (or something that sets the same variables) started this process."""
+    """Whether torchrun (or another launcher that sets the same variables) started this process."""
     return all(name in os.environ for name in _TORCHRUN)
 
 
@@ -45,12 +45,12 @@ def needs_ranks(strategy: object, devices: int) -> bool:
 def join_group(init_method: str = "env://", device: str | None = None) -> None:
     """Join the process group that RANK and WORLD_SIZE describe.
 
-    Gloo serves CPU tensors and, unless the ranks train on the CPU, NCCL serves CUDA tensors. Without `device` this
-    rank's GPU becomes CUDA's current device where there is one for it; a strategy sees to that itself.
+    Gloo handles CPU tensors and, unless the ranks train on the CPU, NCCL handles CUDA tensors. Without `device`, this
+    rank's GPU becomes CUDA's current device if it has one; a strategy sets it by itself.
 
     Args:
         init_method: as torch's.
-        device: what the ranks train on: `"cpu"`, which touches no GPU, `"cuda"`, or None for CUDA where there is any.
+        device: what the ranks train on: `"cpu"`, which uses no GPU, `"cuda"`, or None for CUDA if available.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "gloo"

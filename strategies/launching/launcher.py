@@ -1,4 +1,4 @@
-"""`launch`: runs a function on several ranks, under torchrun or by starting the processes itself."""
+"""`launch`: run a function on several ranks, under torchrun or by starting the processes itself."""
 
 from __future__ import annotations
 
@@ -30,40 +30,41 @@ def launch(
     device: str | None = None,
     patience: float = _INTERRUPT_PATIENCE,
 ) -> list[Result]:
-    """Calls `function(*args)` on `devices` ranks in one process group, and returns their results.
+    """Call `function(*args)` on `devices` ranks in one process group, and return their results.
 
-    Outside torchrun every rank is a fresh interpreter (nothing is forked, no main guard is needed);
-    the function, its arguments and its result travel by cloudpickle, so they may be defined in a script
-    or a notebook cell. Results should hold CPU tensors. Standard output and error are shared with the
-    ranks. Starting takes as long as importing torch, 4 to 10 s.
+    Outside torchrun every rank is a new interpreter (nothing is forked, and no main guard is needed). The function, its
+    arguments and its result are pickled with cloudpickle, so they may be defined in a script or a notebook cell.
+    Results should contain CPU tensors. The ranks share standard output and error. Starting takes as long as importing
+    torch, 4 to 10 s.
 
-    Under torchrun, or in a process group that exists already, this process *is* a rank: the function is
-    called here, and its exceptions come as they are.
+    Under torchrun, or in an existing process group, this process *is* a rank: the function is called here, and its
+    exceptions are raised unchanged.
 
-    Ctrl-C is passed on to the ranks, which have `patience` seconds to answer. If rank 0 answers with a
-    KeyboardInterrupt of its own (a subclass that carries what was finished), that object is raised.
-    A rank in a collective notices Ctrl-C only when the collective returns.
+    Ctrl-C is forwarded to the ranks, which have `patience` seconds to answer. If rank 0 answers with a
+    KeyboardInterrupt (a subclass that carries what was finished), that object is raised. A rank in a collective
+    receives Ctrl-C only when the collective returns.
 
     Args:
+        function: called on every rank.
+        args: its arguments.
         devices: number of ranks.
-        timeout: seconds the whole launch may take, start included; None, the default, for no limit,
-            because training may take days. Not used when this process is a rank.
-        device: what the ranks compute on: `"cpu"`, for which gloo alone is started and no GPU is touched; `"cuda"`; or
-            None, the default, for CUDA where there is any. Not used in a process group that exists already.
-        patience: seconds that the ranks have to answer after Ctrl-C, 3 by default; 0 where there is nothing to
-            wait for.
+        timeout: time limit of the launch in seconds, including the start. Default None: no limit, because training may
+            take days. Ignored if this process is a rank.
+        device: what the ranks compute on: `"cpu"`, for which only gloo is started and no GPU is used; `"cuda"`; or None
+            (default) for CUDA if available. Ignored in an existing process group.
+        patience: seconds that the ranks have to answer after Ctrl-C. Default 3; 0 if there is nothing to wait for.
 
     Returns:
-        One result for each rank, in order; under torchrun only this rank's, as a list of one.
+        One result per rank, in order; under torchrun a list with only this rank's.
 
     Raises:
-        StrategyError: if a rank raises or dies (it names the first one and holds its traceback, and the
-            exception is its `__cause__`), if the job or a result cannot be pickled, at the time limit,
-            or if `devices` is not the number of ranks that torchrun started. No rank is left running.
+        StrategyError: if a rank raises or dies (the message names the first one and contains its traceback, and the
+            exception is its `__cause__`), if the job or a result cannot be pickled, at the time limit, or if `devices`
+            is not the number of ranks that torchrun started. No rank is left running.
         KeyboardInterrupt: after Ctrl-C.
     """
     if devices < 1:
-        raise StrategyError(f"launch: devices={devices} must be 1 or more.")
+        raise StrategyError(f"launch: devices={devices} must be a positive integer.")
     if is_rank():
         return [_call_here(function, args, devices, device)]
     job = _pickle_job(function, args)
@@ -86,14 +87,14 @@ def _call_here(
     world_size = dist.get_world_size() if in_group() else int(os.environ["WORLD_SIZE"])
     if world_size != devices:
         raise StrategyError(
-            f"launch: devices={devices}, but this process is one of {world_size} ranks that are already "
-            f"running; pass devices={world_size}, or start {devices} with torchrun."
+            f"launch: devices={devices}, but this process is one of {world_size} ranks that are already running. Pass "
+            f"devices={world_size}, or start {devices} with torchrun."
         )
     if in_group():
         return function(*args)
     join_group(device=device)
     result = function(*args)
-    # Not after an exception: leaving a broken group may wait for the others for ever.
+    # Not after an exception: leaving a broken group may wait for the others forever.
     dist.destroy_process_group()
     return result
 
@@ -115,12 +116,12 @@ def _pickle_job(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
                 break
         raise StrategyError(
             f"launch: {culprit} cannot be sent to another process: {type(error).__name__}: {error}. "
-            f"Build what cannot be pickled inside the function."
+            f"Create what cannot be pickled inside the function."
         ) from error
 
 
 def _wait_for_results(ranks: Ranks, deadline: float | None, timeout: float | None) -> None:
-    """Returns when every rank has a result; raises for the first cause otherwise."""
+    """Wait until every rank has a result; if one fails, raise the error of the first cause."""
     waiting = ranks.all
     while waiting:
         ranks.pump()
@@ -130,8 +131,8 @@ def _wait_for_results(ranks: Ranks, deadline: float | None, timeout: float | Non
         if waiting and deadline is not None and time.monotonic() > deadline:
             raise StrategyError(
                 f"launch: rank(s) {[rank.number for rank in waiting]} of {len(ranks.all)} did not return "
-                f"within timeout={timeout:g} s; all ranks were ended. Allow more time, or look for "
-                f"a collective call that not every rank makes."
+                f"within timeout={timeout:g} s; all ranks were terminated. Increase the timeout, or look for a "
+                f"collective call that not every rank makes."
             )
 
 
@@ -140,17 +141,17 @@ def _failed(rank: Rank) -> bool:
 
 
 def _first_cause(ranks: Ranks) -> StrategyError:
-    """The error for the rank that failed first; one that only lost its connection comes last."""
+    """Return the error of the rank that failed first; one that only lost its connection comes last."""
     patience = time.monotonic() + _ECHO_PATIENCE
     failed: list[tuple[Rank, Report]] = []
     while not any(not report.echo for _, report in failed) and time.monotonic() < patience:
         ranks.pump()
         failed = [(rank, rank.report) for rank in ranks.all if rank.report and _failed(rank)]
     rank, report = min(failed, key=lambda pair: (pair[1].echo, pair[1].time))
-    message = f"launch: rank {rank.number} of {len(ranks.all)} {report.what}. All ranks were ended."
+    message = f"launch: rank {rank.number} of {len(ranks.all)} {report.what}. All ranks were terminated."
     returned = [rank.number for rank in ranks.all if rank.report and not _failed(rank)]
     if report.echo and returned:
-        message += f" Rank(s) {returned} had returned already: they made fewer collective calls."
+        message += f" Rank(s) {returned} had already returned: they made fewer collective calls."
     if report.traceback:
         message += f"\n\nTraceback of rank {rank.number}:\n{report.traceback}"
     error = StrategyError(message)
@@ -159,7 +160,7 @@ def _first_cause(ranks: Ranks) -> StrategyError:
 
 
 def _wait_after_interrupt(ranks: Ranks, patience: float) -> KeyboardInterrupt | None:
-    """Passes Ctrl-C on and waits a moment; returns rank 0's own KeyboardInterrupt if it sent one."""
+    """Forward Ctrl-C and wait for `patience` seconds; return rank 0's KeyboardInterrupt if it sent one."""
     if not patience:
         return None
     ranks.interrupt()
@@ -175,7 +176,7 @@ def _wait_after_interrupt(ranks: Ranks, patience: float) -> KeyboardInterrupt | 
 
 
 def _load_exception(report: Report) -> BaseException | None:
-    """The rank's exception, or None if it does not survive the way: its text is in the message."""
+    """Return the rank's exception, or None if it cannot be unpickled; its text is in the message."""
     try:
         error = pickle.loads(report.payload)
     except Exception:

@@ -1,4 +1,4 @@
-"""The parent's side of a launch: starts the ranks' processes, talks to them, and leaves none behind."""
+"""The parent's side of a launch: start the ranks' processes, communicate with them, and leave none behind."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from .worker import BOOT
+from .rank_main import BOOT
 
-_ROUND = 0.05  # seconds between two looks at whether a rank died without a word
+_ROUND = 0.05  # seconds between two checks whether a rank died without an answer
 _EXIT_PATIENCE = 10.0  # seconds a rank that has answered may take to exit by itself
 
 
@@ -26,21 +26,21 @@ class Report:
     """How a rank ended."""
 
     kind: str
-    """`"result"`, `"error"` (it raised) or `"died"` (it went without a word)."""
+    """`"result"`, `"error"` (it raised) or `"died"` (it ended without an answer)."""
     what: str
     """The end of a sentence that begins with "rank 1 of 2"."""
     traceback: str = ""
     echo: bool = False
-    """Whether it looks like a consequence of another rank's end."""
+    """Whether it is probably a consequence of another rank's end."""
     time: float = 0.0
-    """When it failed, on `time.monotonic`'s clock, which all processes share."""
+    """When it failed, on the clock `time.monotonic`, which all processes share."""
     payload: bytes = b""
     """The pickled result or exception; empty for an exception that cannot be pickled."""
 
 
 @dataclass
 class Rank:
-    """One child process and what has been sent to it and heard from it so far."""
+    """One child process, and the data sent to and received from it."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -50,10 +50,10 @@ class Rank:
     inbox: bytearray = field(default_factory=bytearray)
     report: Report | None = None
     heard: float = 0.0
-    """When its last byte came, on `time.monotonic`'s clock."""
+    """When its last byte arrived, by `time.monotonic`."""
 
     def send(self) -> bool:
-        """Writes what the pipe takes; returns whether there is more to write."""
+        """Write what the pipe accepts; return whether there is more to write."""
         try:
             self.unsent[0] = self.unsent[0][os.write(self.orders, self.unsent[0]) :]
         except BlockingIOError:
@@ -66,7 +66,7 @@ class Rank:
         return bool(self.unsent)
 
     def receive(self) -> bool:
-        """Reads what is there; returns whether more may come."""
+        """Read what is available; return whether more may come."""
         try:
             part = os.read(self.answers, 1 << 20)
         except BlockingIOError:
@@ -84,14 +84,14 @@ class Rank:
         return bool(part) and self.report is None
 
     def exited(self) -> bool:
-        """Whether the process has ended. It is not reaped, so its number stays its own."""
+        """Whether the process has ended. It is not reaped, so that its process id is not reused."""
         return not _is_running(self.process.pid)
 
     def look_for_death(self) -> None:
-        """Files a report if the process ended without one."""
+        """Record a report if the process ended without one."""
         if self.report is not None or not self.exited():
             return
-        while self.report is None:  # its last words may still be in the pipe
+        while self.report is None:  # its last data may still be in the pipe
             before = len(self.inbox)
             if not self.receive() or len(self.inbox) == before:
                 break
@@ -99,7 +99,7 @@ class Rank:
             self.report = Report("died", _cause_of_death(self.process.pid), time=time.monotonic())
 
     def kill(self) -> None:
-        """Kills the process and what it started."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -107,7 +107,7 @@ class Rank:
 def _is_running(pid: int) -> bool:
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # reaped by somebody else: SIGCHLD is ignored, or another thread waits
+    except ChildProcessError:  # reaped elsewhere: SIGCHLD is ignored, or another thread waits
         return False
 
 
@@ -126,7 +126,7 @@ def _cause_of_death(pid: int) -> str:
 
 
 class Ranks:
-    """`devices` running ranks; leaving the `with` block kills and reaps whatever is left of them."""
+    """`devices` running ranks; leaving the `with` block kills and reaps those that are still running."""
 
     def __init__(self, job: bytes, devices: int, device: str | None = None) -> None:
         self.all: list[Rank] = []
@@ -170,7 +170,7 @@ class Ranks:
         order = {
             "path": [str(entry) for entry in sys.path],
             "argv": sys.argv,
-            "worker": f"{__package__}.worker",
+            "rank_main": f"{__package__}.rank_main",
             "directory": self._directory.name,
             "device": self._device,
             "answer": answer,
@@ -185,7 +185,7 @@ class Ranks:
         self._selector.register(rank.answers, selectors.EVENT_READ, (rank, rank.receive))
 
     def pump(self) -> None:
-        """Moves bytes for a moment, then files reports for the ranks that have died."""
+        """Transfer data for a moment, then record reports for the ranks that have died."""
         for key, _ in self._selector.select(_ROUND):
             more: Callable[[], bool] = key.data[1]
             if not more():
@@ -196,20 +196,20 @@ class Ranks:
             rank.look_for_death()
 
     def interrupt(self) -> None:
-        """Sends SIGINT to every rank that has not answered yet."""
+        """Send SIGINT to every rank that has not answered yet."""
         for rank in self.all:
             if rank.report is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.process.pid, signal.SIGINT)
 
     def wait_for_exit(self) -> None:
-        """Lets ranks that have answered run their exit handlers, for a while."""
+        """Give ranks that have answered some time to run their exit handlers."""
         deadline = time.monotonic() + _EXIT_PATIENCE
         while time.monotonic() < deadline and not all(rank.exited() for rank in self.all):
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Kills, reaps and removes everything."""
+        """Kill, reap and remove everything."""
         for rank in self.all:
             rank.kill()
         self._selector.close()
@@ -230,6 +230,6 @@ def _environment(number: int, devices: int) -> dict[str, str]:
         "WORLD_SIZE": str(devices),
         "LOCAL_WORLD_SIZE": str(devices),
     }
-    # All ranks are on this machine; looking up its host name can hang or find a foreign address.
+    # All ranks are on this machine; looking up its host name can hang or return a foreign address.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment

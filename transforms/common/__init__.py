@@ -1,1 +1,1 @@
-"""What several transforms share."""
+"""Helpers shared by several transforms."""

@@ -1,4 +1,4 @@
-"""Averages of a model's parameters and buffers over a training: what EMA, SWA and Lookahead have in common."""
+"""Averages of a model's parameters and buffers during training: shared by EMA, SWA and Lookahead."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .tensors import is_dtensor, locals_of
 
 
 class Averages:
-    """One average for each parameter and buffer of a model, kept beside it, on its device.
+    """An average for each parameter and buffer of a model, stored on the same device.
 
-    Floating-point tensors are averaged, those in half precision in float32: a share of 0.001 of a bfloat16
-    weight is below its rounding and would be lost. Counters (`num_batches_tracked`) and buffers with
-    infinities, such as attention masks, are copied. A DTensor (FSDP2) is averaged shard by shard, without
-    communication.
+    Floating-point tensors are averaged; half precision in float32, because an update of 0.001 times a bfloat16
+    weight would be lost to rounding. Counters (`num_batches_tracked`) and buffers with infinities, such as
+    attention masks, are copied. A DTensor (FSDP2) is averaged shard by shard, without communication.
 
-    The model is only written to in place, so compiled code, wrappers and optimizers keep their tensors.
+    The model is only written in place, so compiled code, wrappers and optimizers keep their tensors.
     """
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, averaged: list[str] | None = None) -> None:
-        """Starts from the model's present values.
+        """Start from the model's current values.
 
         Args:
-            model: whose tensors are averaged.
-            averaged: `averaged_names(model)`, for a start in a step, which must not wait for the device.
+            model: the model whose tensors are averaged.
+            averaged: result of `averaged_names(model)`; pass it to start inside a step without a device
+                synchronisation.
 
         Raises:
-            PlanError: under DeepSpeed's stage 3.
+            PlanError: under DeepSpeed stage 3.
         """
         refuse_partitioned(model)
         self._averaged = averaged_names(model) if averaged is None else averaged
@@ -49,7 +49,7 @@ class Averages:
 
     @torch.no_grad()
     def add(self, share: float) -> None:
-        """average = (1 - share) · average + share · value, and copies of what is not averaged."""
+        """Update each average to (1 - share) · average + share · value, and copy what is not averaged."""
         values = self._values()
         for names in self._moved:
             averages = [self._averages[name] for name in names]
@@ -59,12 +59,12 @@ class Averages:
             _copy_all([self._averages[name] for name in names], [values[name] for name in names])
 
     def install(self) -> None:
-        """Writes the averages into the model, in place."""
+        """Write the averages into the model, in place."""
         self._write(self._averages)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The averages are in the model inside it; its own values come back after, bit for bit."""
+        """Return a context in which the model holds the averages; exit restores its own values exactly."""
         own = {name: value.detach().clone() for name, value in self._values().items()}
         self.install()
         try:
@@ -73,28 +73,28 @@ class Averages:
             self._write(own)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages by parameter name; DTensors for what is sharded. Not copied."""
+        """Return the averages by parameter name; DTensors if sharded. Not copied."""
         return dict(self._averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes averages from `state_dict`; a whole tensor is divided where the model is sharded.
+        """Load averages from a `state_dict`; full tensors are sharded if the model is.
 
         Raises:
-            PlanError: if the names or shapes are not the model's.
+            PlanError: if the names or shapes differ from the model's.
         """
         if set(state) != set(self._averages):
             odd = sorted(set(state) ^ set(self._averages))
             raise PlanError(
-                f"The averages were kept of another model: {odd[0]!r} (and {len(odd) - 1} more names) is in "
-                "only one of the two; load them into the model they were kept of."
+                f"These averages belong to another model: {odd[0]!r} (and {len(odd) - 1} more names) exists in "
+                "only one of the two. Load them into the model they were computed for."
             )
         for name, average in self._averages.items():
             value = state[name]
             if value.shape != average.shape:
                 raise PlanError(
-                    f"The average of {name!r} has the shape {tuple(value.shape)}, the model's has "
-                    f"{tuple(average.shape)}; load it into the model it was kept of."
+                    f"The average of {name!r} has shape {tuple(value.shape)}, but the model's tensor has "
+                    f"{tuple(average.shape)}. Load it into the model it was computed for."
                 )
             if is_dtensor(average) and not is_dtensor(value):
                 from torch.distributed.tensor import distribute_tensor
@@ -109,20 +109,20 @@ class Averages:
             _copy_all([own[name] for name in names], [values[name] for name in names])
 
     def _values(self) -> dict[str, torch.Tensor]:
-        """The model's tensors. Looked up each time: `Module.to` puts new buffers in the old ones' place."""
+        """Return the model's tensors, looked up on each call because `Module.to` replaces buffers."""
         for module in self._sharded:
-            # After an evaluation FSDP2 keeps the root's parameters whole, and would compute with that copy on.
+            # After an evaluation FSDP2 keeps the root's parameters gathered and would keep using that copy.
             module.reshard()
         return {name: getattr(module, leaf).detach() for name, (module, leaf) in self._owners.items()}
 
 
 class AveragedSession(Session):
-    """A training's averages that move every so many steps, and are what is evaluated: EMA's and Lookahead's.
+    """Averages that are updated every few steps and used for evaluation: EMA's and Lookahead's.
 
     Args:
-        model: on its device, sharded and loaded; the averages begin with its weights.
-        every: optimizer steps between two moves.
-        move: moves the averages, at a share of the training (0 to 1).
+        model: the model, already on its device, sharded and loaded; the averages start from its weights.
+        every: optimizer steps between two updates.
+        move: updates the averages; receives the fraction of training completed (0 to 1).
     """
 
     def __init__(self, model: nn.Module, every: int, move: Callable[[Averages, float], None]) -> None:
@@ -131,36 +131,36 @@ class AveragedSession(Session):
         self._steps = 0
 
     def after_step(self, progress: float) -> None:
-        """Counts the step, and moves the averages where they are due."""
+        """Count the step, and update the averages when due."""
         self._steps += 1
         if self._steps % self._every == 0:
             self._move(self._averages, progress)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """The model has the averages inside it."""
+        """Return a context in which the model holds the averages."""
         return self._averages.installed()
 
     def finish(self) -> None:
-        """The model keeps the averages."""
+        """Leave the averages in the model."""
         self._averages.install()
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"steps": int, "averages": {name: tensor}}`."""
+        """Return `{"steps": int, "averages": {name: tensor}}`."""
         return {"steps": self._steps, "averages": self._averages.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave, of the same model."""
+        """Restore a state returned by `state_dict` of the same model."""
         self._averages.load_state_dict(state["averages"])
         self._steps = state["steps"]
 
 
 def refuse_partitioned(model: nn.Module) -> None:
-    """Raises a `PlanError` if DeepSpeed's stage 3 has put empty tensors in the place of the parameters."""
+    """Raise `PlanError` if DeepSpeed stage 3 has replaced the parameters by empty tensors."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_shape"):
             raise PlanError(
-                f"The average of {name!r} cannot be kept: DeepSpeed's stage 3 has divided it among the ranks "
-                "and left an empty tensor; use fsdp2, or leave EMA and SWA out."
+                f"Cannot average {name!r}: DeepSpeed stage 3 has partitioned it across the ranks and left an empty "
+                "tensor. Use the strategy fsdp2, or remove EMA and SWA."
             )
 
 
@@ -168,7 +168,7 @@ def refuse_partitioned(model: nn.Module) -> None:
 def averaged_names(model: nn.Module) -> list[str]:
     """Return the names of the parameters and buffers that are averaged; the others are copied.
 
-    Reads the model's buffers from the device, once.
+    Reads the model's buffers from the device once.
     """
     numbers = {name: value for name, value in model.named_buffers() if value.is_floating_point()}
     finite = [value.isfinite().all() for value in numbers.values()]
@@ -179,7 +179,7 @@ def averaged_names(model: nn.Module) -> list[str]:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """(name, (module, attribute)) of every parameter and buffer, tied ones once, by their first name."""
+    """Yield (name, (module, attribute)) of every parameter and buffer; tied ones once, under their first name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for named in (model.named_parameters(), model.named_buffers()):
         for name, _ in named:
@@ -188,22 +188,22 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
-    """A copy of its own, in float32 where the value is in half precision."""
+    """Return an independent copy, in float32 if the value is in half precision."""
     if value.is_floating_point():
         return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
     return value.clone()
 
 
 def _groups(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
-    """Return the names in groups of one device and dtype, of which one kernel can take all."""
-    found: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    """Return the names grouped by device and dtype, so that one kernel can process each group."""
+    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
-        found.setdefault((tensor.device, tensor.dtype), []).append(name)
-    return list(found.values())
+        groups.setdefault((tensor.device, tensor.dtype), []).append(name)
+    return list(groups.values())
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Overwrite `targets`, of one device and dtype, by `sources`, shard by shard; one launch for many tensors."""
+    """Overwrite `targets`, all of one device and dtype, with `sources`, shard by shard; one launch for many tensors."""
     torch._foreach_copy_(locals_of(targets), locals_of(sources))
 
 

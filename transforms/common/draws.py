@@ -1,4 +1,4 @@
-"""Random numbers from a given generator, which `torch.distributions` cannot take."""
+"""Random draws from a given generator, which `torch.distributions` does not support."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 def draw_beta(alpha: float, generator: torch.Generator) -> float:
-    """One draw from Beta(alpha, alpha), in [0, 1].
+    """Return one draw from Beta(alpha, alpha), in [0, 1].
 
-    With X and Y from Gamma(alpha), X / (X + Y) is Beta(alpha, alpha). The two are kept as logarithms: at
-    alpha = 0.01 a third of the Gamma draws are below what float32 can hold, at 0.001 nearly half are below
-    float64's least number, and 0 / 0 is no number.
+    With X and Y from Gamma(alpha), X / (X + Y) is Beta(alpha, alpha). Both are kept as logarithms: at
+    alpha = 0.01 a third of the Gamma draws underflow float32, at 0.001 nearly half underflow float64, and 0 / 0
+    is NaN.
     """
     difference = _log_gamma(alpha, generator) - _log_gamma(alpha, generator)
-    # The logistic function, of the negative side only, so that exp cannot overflow.
+    # The logistic function, evaluated on the negative side so that exp cannot overflow.
     small = math.exp(-abs(difference)) / (1 + math.exp(-abs(difference)))
     return small if difference < 0 else 1 - small
 
 
 def _log_gamma(alpha: float, generator: torch.Generator) -> float:
-    """The logarithm of one draw from Gamma(alpha, 1), for any alpha > 0.
+    """Return the logarithm of one draw from Gamma(alpha, 1), for any alpha > 0.
 
     Marsaglia and Tsang 2000, "A simple method for generating gamma variables": their rejection method for
     alpha + 1, which is above 1 as it must be, and Gamma(alpha) = Gamma(alpha + 1) · U^(1 / alpha).
@@ -36,7 +36,7 @@ def _log_gamma(alpha: float, generator: torch.Generator) -> float:
 
 
 def _uniform(generator: torch.Generator) -> float:
-    """In (0, 1], so that it has a logarithm."""
+    """Return a number in (0, 1], so that its logarithm exists."""
     return 1 - torch.rand((), generator=generator, dtype=torch.float64).item()
 
 

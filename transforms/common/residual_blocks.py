@@ -15,19 +15,19 @@ from torchvision.models.vision_transformer import EncoderBlock
 
 
 class DropBranch(torchvision.ops.StochasticDepth):  # type: ignore[misc]
-    """torchvision's module, under a name that says that the surgery set it."""
+    """torchvision's module, under a name that marks it as set by the surgery."""
 
 
 class Shortcut(torch.autograd.Function):
     """A copy of the shortcut, for a branch that was not computed: its parameters get gradients of 0.
 
-    Gradients of None would be another training: an optimizer passes such parameters over, momentum and
-    weight decay included, DDP waits for them, and FSDP2's ranks disagree on what to reduce.
+    Gradients of None would change the training: an optimizer skips such parameters, momentum and weight decay
+    included, DDP waits for them, and FSDP2's ranks disagree on what to reduce.
     """
 
     @staticmethod
     def forward(shortcut: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return shortcut.clone()  # a view could not be changed in place, which ReLU does
+        return shortcut.clone()  # a view could not be modified in place, which ReLU does
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ARG004
@@ -39,7 +39,7 @@ class Shortcut(torch.autograd.Function):
 
 
 class _DropsBranch(nn.Module):
-    """The sum of shortcut and branch in torchvision's ResNet blocks. A dropped branch moves no statistics."""
+    """The sum of shortcut and branch in torchvision's ResNet blocks. A dropped branch updates no statistics."""
 
     BRANCH: ClassVar[tuple[str, ...]]
     """The modules of the branch that have parameters or buffers."""
@@ -55,7 +55,7 @@ class _DropsBranch(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, C, H, W) to the same number of dimensions."""
+        """Map (B, C, H, W) to the same number of dimensions."""
         shortcut: torch.Tensor = x if self.downsample is None else self.downsample(x)
         out: torch.Tensor = self.relu(self._sum(shortcut, x))
         return out
@@ -68,7 +68,7 @@ class _DropsBranch(nn.Module):
         parts = [module for name in self.BRANCH for module in getattr(self, name).modules()]
         if not _may_skip(parts, x):
             return self._masked(parts, x).add_(shortcut)
-        # On the CPU, because Python reads it: a draw on the GPU would be waited for.
+        # On the CPU, because Python reads the result: a draw on the GPU would synchronise.
         scale = drop(torch.ones(())).item()
         if scale:
             return self._branch(x, scale).add_(shortcut)
@@ -77,7 +77,7 @@ class _DropsBranch(nn.Module):
         return skipped
 
     def _masked(self, parts: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
-        """The same numbers by a branch that is computed in any case, and multiplied by 0 if it is dropped."""
+        """Compute the branch in any case and multiply it by 0 if it is dropped: the same result as `_sum`."""
         scale: torch.Tensor = self.drop_branch(torch.ones((), device=x.device))
         buffers = [buffer for part in parts for buffer in part.buffers(recurse=False)]
         before = [buffer.clone() for buffer in buffers]
@@ -90,7 +90,7 @@ class _DropsBranch(nn.Module):
 
 
 def _scaled(norm: nn.Module, x: torch.Tensor, scale: float) -> torch.Tensor:
-    """norm(x) * scale. BatchNorm's weight and bias take the factor: no pass over the activations for it."""
+    """Return norm(x) * scale. BatchNorm's weight and bias absorb the factor, saving a pass over the activations."""
     if scale != 1 and isinstance(norm, nn.BatchNorm2d) and norm.affine:
         weights = {name: value * scale for name, value in norm.named_parameters()}
         scaled: torch.Tensor = torch.func.functional_call(norm, weights, x)
@@ -100,11 +100,11 @@ def _scaled(norm: nn.Module, x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _may_skip(parts: list[nn.Module], x: torch.Tensor) -> bool:
-    """Whether these modules may be left uncalled: Python decides it, and no one waits for them.
+    """Whether a dropped branch may be skipped. The decision is made in Python, without communication.
 
-    A graph, of torch.compile or CUDA, would take in one draw for ever. Hooks gather shards (FSDP around each
-    layer, ZeRO 3) and SyncBatchNorm sums over ranks, which must all take part, and may draw differently. Hooks on
-    parameters (ZeRO 1 and 2) send gradients as they come, and from a skipped branch they come in another order.
+    A graph (torch.compile or CUDA) would bake in one random draw. Hooks gather shards (FSDP around each layer,
+    ZeRO 3) and SyncBatchNorm sums over ranks: all ranks must take part, but may draw differently. Hooks on
+    parameters (ZeRO 1 and 2) send gradients as they arrive, and a skipped branch changes their order.
     """
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
@@ -116,7 +116,7 @@ def _may_skip(parts: list[nn.Module], x: torch.Tensor) -> bool:
 
 
 class StochasticBasicBlock(_DropsBranch, BasicBlock):  # type: ignore[misc]
-    """torchvision's, with the branch dropped at random."""
+    """torchvision's block with a randomly dropped branch."""
 
     BRANCH = ("conv1", "bn1", "conv2", "bn2")
 
@@ -126,7 +126,7 @@ class StochasticBasicBlock(_DropsBranch, BasicBlock):  # type: ignore[misc]
 
 
 class StochasticBottleneck(_DropsBranch, Bottleneck):  # type: ignore[misc]
-    """torchvision's, with the branch dropped at random."""
+    """torchvision's block with a randomly dropped branch."""
 
     BRANCH = ("conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
     conv3: nn.Module
@@ -139,10 +139,10 @@ class StochasticBottleneck(_DropsBranch, Bottleneck):  # type: ignore[misc]
 
 
 class StochasticEncoderBlock(EncoderBlock):  # type: ignore[misc]
-    """torchvision's, with each of the two branches dropped at random."""
+    """torchvision's block with each of its two branches dropped at random."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(B, N, D) to the same."""
+        """Map (B, N, D) to the same shape."""
         branch = self.ln_1(input)
         branch, _ = self.self_attention(branch, branch, branch, need_weights=False)
         x = self.drop_branch(self.dropout(branch)) + input

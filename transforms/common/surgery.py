@@ -1,4 +1,4 @@
-"""The walk that the surgeries share: look at every module once, judge it, change it, report."""
+"""The walk all surgeries share: inspect every module once, change it, report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..base import Report, State, warn_nothing_changed
 
 
 class Verdict(Enum):
-    """What a surgery thinks of a module. The fourth verdict is a text: why a candidate is left alone."""
+    """What a surgery does with a module. A fourth verdict is a string: why a candidate is skipped."""
 
     IGNORE = auto()
     CHANGE = auto()
     DONE = auto()
-    """It was changed before."""
+    """It is already changed."""
 
 
 def operate(
@@ -27,19 +27,19 @@ def operate(
     change: Callable[[nn.Module], None],
     looks_for: str,
 ) -> Report:
-    """Changes every module of `model` that `judge` wants changed. Call it directly from `apply`.
+    """Change every module of `model` that `judge` selects. Call it directly from `apply`.
 
-    All are judged before any is changed, so a module that `change` adds is not judged.
+    All modules are judged before any is changed, so modules that `change` adds are not judged.
 
     Args:
         name: class name of the transform.
-        judge: the verdict on a module, or the reason to leave a candidate as it is.
+        model: the model, changed in place.
+        judge: returns the verdict on a module, or the reason to skip a candidate.
         change: changes one module in place.
-        looks_for: what the transform can change, completing "it looks for …" in the warning that nothing
-            was found.
+        looks_for: what the transform can change, completing "it looks for …" in the `NothingChanged` warning.
 
     Raises:
-        PlanError: if the model is wrapped in DDP or sharded, before anything is changed.
+        PlanError: if the model is wrapped in DDP or sharded; nothing is changed then.
     """
     _refuse_wrapped(name, model)
     verdicts = [(place, module, judge(module)) for place, module in model.named_modules()]
@@ -50,7 +50,7 @@ def operate(
             changed.append(place)
     skipped = tuple((place, verdict) for place, _, verdict in verdicts if isinstance(verdict, str))
     already = sum(verdict is Verdict.DONE for _, _, verdict in verdicts)
-    notes = (f"{already} module(s) were changed before and stay as they are.",) if already else ()
+    notes = (f"{already} module(s) were already changed and are left as they are.",) if already else ()
     report = Report(name, tuple(changed), skipped, notes)
     if not changed and not already:
         warn_nothing_changed(report, looks_for, model, stacklevel=4)
@@ -58,37 +58,41 @@ def operate(
 
 
 def _refuse_wrapped(name: str, model: nn.Module) -> None:
-    """New parameters would not be synchronised, silently, and sharded ones are not whole."""
+    """Raise `PlanError` if DDP would not synchronise new parameters, or if parameters are sharded."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise PlanError(f"{name}: the model is wrapped in DDP already. Apply it before, to the model itself.")
+        raise PlanError(
+            f"{name}: the model is already wrapped in DDP. Apply the transform before wrapping it."
+        )
     for place, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):  # a DTensor; importing its class takes a distributed build
-            raise PlanError(f"{name}: {place!r} is sharded already (DTensor). Apply it before sharding.")
+            raise PlanError(
+                f"{name}: {place!r} is already sharded (DTensor). Apply the transform before sharding."
+            )
 
 
 def obstacle(module: nn.Module, plain: type[nn.Module]) -> str | None:
-    """Why the class of an instance of `plain` cannot be changed without changing what it does, or None."""
+    """Return why changing the class of an instance of `plain` would change its behaviour, or None."""
     if type(module) is not plain:
         return f"{type(module).__name__} is a subclass of {plain.__name__} and may have its own forward"
     return patched(module)
 
 
 def patched(module: nn.Module) -> str | None:
-    """Why a new class would not reach the module's forward, or None."""
+    """Return why a new class would not affect the module's forward, or None."""
     if "forward" in vars(module):
-        return "its forward was replaced on the instance, which a new class cannot reach"
+        return "its forward was replaced on the instance, so a new class has no effect"
     return None
 
 
 def full_name(module: nn.Module) -> str:
-    """Where the module's class is defined: recognises classes of packages that may not be installed."""
+    """Return the qualified name of the module's class; identifies classes of packages that may not be installed."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def places(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> Iterator[str]:
-    """The prefix, "" or one that ends in ".", of the state dict entries of each module of a kind.
+    """Yield the state dict prefix, "" or ending in ".", of each module of a kind.
 
-    A module registered under two names comes twice, as in a state dict.
+    A module registered under two names is yielded twice, as in a state dict.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, kind):
@@ -96,7 +100,7 @@ def places(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]
 
 
 def rename(state: State, old: str, new: str) -> None:
-    """Renames an entry of `state`, in place, if there is one."""
+    """Rename an entry of `state`, in place, if it exists."""
     if old in state:
         state[new] = state.pop(old)
 

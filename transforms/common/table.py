@@ -1,4 +1,4 @@
-"""`catalogue()`: every transform in one table, from the facts that each declares."""
+"""`catalogue()`: all transforms in one table, from the facts each one declares."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class CatalogueRow:
         transform: class name, which is also its name in a recipe.
         kind: what it changes; see `base.Kind`.
         defaults: its fields.
-        renames: whether parameter names or shapes in the state dict change (`to_plain` translates them back).
-        compiles: whether the changed model compiles whole, with fullgraph=True; empty where no model changes.
-        ddp, fsdp, deepspeed: whether it works under that family of strategies, or what it needs there.
+        renames: whether parameter names or shapes in the state dict change (`to_plain` restores them).
+        compiles: whether the changed model compiles with fullgraph=True; empty if the model does not change.
+        ddp, fsdp, deepspeed: whether it works with that family of strategies, or what it needs there.
         source: the publication.
     """
 
@@ -39,7 +39,7 @@ class CatalogueRow:
 
 
 class Catalogue(list[CatalogueRow]):
-    """The rows of `catalogue()`, which print as a table; in a notebook, as one in HTML."""
+    """The rows of `catalogue()`, which print as a table; as an HTML table in a notebook."""
 
     def _table(self) -> Table:
         return Table(HEADS, list(map(dataclasses.astuple, self)), title="Transforms")
@@ -51,12 +51,12 @@ class Catalogue(list[CatalogueRow]):
         return self._table().html()
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """The same as plain JSON types."""
+        """Return the rows in plain JSON types."""
         return [dataclasses.asdict(row) for row in self]
 
 
 def make_catalogue(transforms: Iterable[type[Transform]]) -> Catalogue:
-    """The table of these classes, by kind and name."""
+    """Return the table of these classes, sorted by kind and name."""
     return Catalogue(sorted(map(_row, transforms), key=lambda row: (row.kind, row.transform)))
 
 

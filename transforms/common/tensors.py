@@ -1,6 +1,6 @@
-"""Tensors of a model in training: shards (FSDP2's DTensors), norms, and buffers to keep as they are.
+"""Tensors of a model in training: shards (FSDP2's DTensors), norms, and buffers to preserve.
 
-DTensors are told without importing their class, which takes a distributed build of torch.
+DTensors are recognised without importing their class, which requires a distributed build of torch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ...errors import PlanError
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[Any]:
-    """Whether it is a shard of a larger tensor."""
+    """Whether the tensor is a shard of a larger one."""
     return hasattr(tensor, "device_mesh")
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors themselves, or this rank's shard of each, sharing its memory. Call without gradients."""
+    """Return the tensors, or this rank's shard of each, sharing memory. Call it without gradients."""
     return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """2-norm of all tensors together, shards and whole ones mixed, the same on every rank; float32, ()."""
+    """Return the 2-norm of all tensors together, sharded or not; the same on every rank, float32, ()."""
     norms: list[torch.Tensor] = []
     for group in ([t for t in tensors if not is_dtensor(t)], [t for t in tensors if is_dtensor(t)]):
         if group:
@@ -36,26 +36,26 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def with_gradients(owner: object, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters that have a gradient.
+    """Return the parameters that have a gradient.
 
     Raises:
-        PlanError: if none has, for `owner` would silently do nothing.
+        PlanError: if none has one, because `owner` would silently do nothing.
     """
-    found = [parameter for parameter in parameters if parameter.grad is not None]
-    if not found:
+    selected = [parameter for parameter in parameters if parameter.grad is not None]
+    if not selected:
         raise PlanError(
-            f"{type(owner).__name__}: no parameter has a gradient; call it between the backward and the "
-            "optimizer's step, with a strategy that leaves gradients on the parameters (DeepSpeed does not)."
+            f"{type(owner).__name__}: no parameter has a gradient. Call it between the backward pass and the "
+            "optimizer step, with a strategy that leaves gradients on the parameters (DeepSpeed does not)."
         )
-    return found
+    return selected
 
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Inside it forwards may change buffers; on leaving, all buffers are as they were, bit for bit.
+    """Return a context in which forwards may change buffers; exit restores all buffers exactly.
 
-    For forwards that see images of a step once more, so that BatchNorm's statistics do not count them
-    twice: SelectiveBackprop's, and SAM's second.
+    For forwards that process the images of a step a second time (SelectiveBackprop, SAM), so that BatchNorm's
+    statistics do not count them twice.
     """
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:

@@ -1,8 +1,8 @@
-"""What a rank does in the interpreter that `launch` started for it.
+"""What a rank runs in the interpreter that `launch` started for it.
 
-The parent writes one JSON line and the pickled job to the rank's standard input; the rank answers with
-one JSON line and a pickled payload on a pipe of its own, so standard output and error are the user's.
-Imports torch as late as possible: the parent must be watched before the seconds that takes.
+The parent writes one JSON line and the pickled job to the rank's standard input; the rank answers with one JSON line
+and a pickled payload on a separate pipe, so that standard output and error are the user's. Imports torch as late as
+possible: the parent must be watched during the seconds that takes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if not line: sys.exit(1)
 order = json.loads(line)
 sys.path[:], sys.argv[:] = order["path"], order["argv"]
 import importlib
-importlib.import_module(order["worker"]).main(order)
+importlib.import_module(order["rank_main"]).main(order)
 """
 
 Answer = tuple[dict[str, Any], bytes]
 
 
 def main(order: dict[str, Any]) -> None:
-    """Reads the job, runs it, answers.
+    """Read the job, run it, and answer.
 
     Args:
-        order: the parent's first line: `bytes` (the job's length), `directory` (of the rendezvous, to
-            be removed if the parent dies), `answer` (the file descriptor to write to), `device` (of `launch`).
+        order: the parent's first line: `bytes` (the job's length), `directory` (of the rendezvous, to be removed if the
+            parent dies), `answer` (the file descriptor to write to), `device` (of `launch`).
     """
     orders = _take_stdin()
     # A parent started in the background has SIGINT ignored, and that is inherited.
@@ -52,18 +52,18 @@ def main(order: dict[str, Any]) -> None:
         header, payload = _run(orders, order["bytes"], order["directory"], order["device"])
     except BaseException as error:  # SIGINT between two steps
         header, payload = _failure("raised", error)
-    # The answer leaves before any connection closes, so the first cause is the first to arrive.
+    # The answer is sent before any connection closes, so the first cause is the first to arrive.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _send(order["answer"], header, payload)
     sys.stdout.flush()
     sys.stderr.flush()
     if header["kind"] != "result":
-        os._exit(1)  # a clean exit may wait for ranks that will never come
+        os._exit(1)  # a clean exit may wait for ranks that never come
     _leave_group()
 
 
 def _take_stdin() -> int:
-    """The descriptor of the parent's pipe; the user's code finds an empty standard input instead."""
+    """Return the descriptor of the parent's pipe; the user's code gets an empty standard input instead."""
     orders = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -76,13 +76,13 @@ def _read_exactly(descriptor: int, size: int) -> bytearray:
     while len(data) < size:
         part = os.read(descriptor, min(size - len(data), 1 << 20))
         if not part:
-            os._exit(1)  # the parent died while it wrote
+            os._exit(1)  # the parent died while writing
         data += part
     return data
 
 
 def _die_with_parent(orders: int, directory: str) -> None:
-    """Ends this rank and its own children at once when the parent's end of the pipe closes."""
+    """Terminate this rank and its children as soon as the parent's end of the pipe closes."""
     while os.read(orders, 1):
         pass
     shutil.rmtree(directory, ignore_errors=True)
@@ -115,7 +115,7 @@ def _join(directory: str, device: str | None) -> None:
     from ... import machine
     from .group import join_group
 
-    # Ranks that each use every core only get in each other's way.
+    # Ranks that each use every core would only slow each other down.
     share = machine.cores() // int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, min(share, torch.get_num_threads())))
     join_group(f"file://{directory}/rendezvous", device)
@@ -138,7 +138,7 @@ def _failure(stage: str, error: BaseException) -> Answer:
 
 
 def _is_echo(error: BaseException, text: str) -> bool:
-    """Whether this rank only noticed through a connection that another one is gone."""
+    """Whether this rank only noticed, through a connection, that another one has ended."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, distributed.DistError):
         return True
