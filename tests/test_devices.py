@@ -115,7 +115,7 @@ def test_two_ranks_on_one_gpu_are_told_so_on_all(gpus: Any, monkeypatch: pytest.
     )
     for rank in range(3):
         in_group(monkeypatch, rank, 3)
-        with pytest.raises(StrategyError, match=r"Ranks 0 and 2 have the same GPU\."):
+        with pytest.raises(StrategyError, match=r"Ranks 0 and 2 use the same GPU\."):
             devices.refuse_shared_gpu(gpu)
     fingerprints[2] += 1
     devices.refuse_shared_gpu(gpu)

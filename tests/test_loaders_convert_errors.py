@@ -183,7 +183,7 @@ def lazily_opened(tmp_path: Path) -> Image.Image:
     [
         (KeyError("no such row"), "reading it raised KeyError: 'no such row'"),
         (OSError(5, "Input/output error"), "reading it raised OSError"),
-        (RuntimeError("lost."), "reading it raised RuntimeError: lost. Rend"),
+        (RuntimeError("lost."), "reading it raised RuntimeError: lost. Repair"),
         (StopIteration(), "reading it raised StopIteration"),
         (IMAGES[0], "it is a ndarray; expected a pair"),
         ((IMAGES[0], 1, 2), r"it is a tuple of 3; expected a pair \(image, label\)"),

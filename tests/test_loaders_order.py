@@ -171,7 +171,7 @@ def test_a_launched_process_that_has_not_joined_its_group(
 ) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(DataError, match=r"WORLD_SIZE=2 .* has not joined .*init_process_group\(\)"):
+    with pytest.raises(DataError, match=r"WORLD_SIZE=2, .* has not joined .*init_process_group\(\)"):
         loader(numbered)
     assert len(epoch(numbered, rank=0, world_size=1)) == 6
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -356,10 +356,10 @@ def test_set_epoch_forgets_the_place_within_one(photos: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"seed": 1}, "seed=1, this loader 0"),
-        ({"batch_size": 8}, "batch_size=8, this loader 4"),
-        ({"samples": 17}, "samples=17, this loader 23"),
-        ({"order": "sequential"}, "order=sequential, this loader random"),
+        ({"seed": 1}, "seed=1, but this loader has 0"),
+        ({"batch_size": 8}, "batch_size=8, but this loader has 4"),
+        ({"samples": 17}, "samples=17, but this loader has 23"),
+        ({"order": "sequential"}, "order=sequential, but this loader has random"),
         ({"position": None}, "position=None"),
         ({"epoch": -1}, "epoch=-1"),
         ({"epoch": "2"}, "epoch='2'"),
@@ -386,7 +386,8 @@ def test_a_last_batch_that_was_not_given_yet_is_not_lost(numbered: Path) -> None
         other.load_state_dict(states[4])
         assert [labels.tolist() for _, labels in other] == [[16, 17, 18]]
         with pytest.raises(
-            DataError, match="lacks its epoch's last batch, of 1 samples, which 2 ranks cannot"
+            DataError,
+            match="lacks its epoch's last batch, of 1 samples, which cannot be shared among 2 ranks",
         ):
             other.load_state_dict(states[5])
         other.load_state_dict(states[6])

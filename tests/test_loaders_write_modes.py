@@ -125,7 +125,7 @@ def test_target_sizes() -> None:
         ({"smart_threshold": -1}, "smart_threshold=-1"),
         ({"smart_threshold": 0.5}, "smart_threshold=0.5"),
         ({"check": "all"}, "check='all' is unknown. Known: decode, structure"),
-        ({"compress_probability": 1.5}, "compress_probability=1.5 must be in \[0, 1\]"),
+        ({"compress_probability": 1.5}, r"compress_probability=1.5 must be in \[0, 1\]"),
         ({"compress_probability": float("nan")}, "compress_probability=nan"),
         ({"compress_probability": "half"}, "compress_probability='half'"),
     ],

@@ -72,7 +72,7 @@ def test_a_configuration_passes_through(tmp_path: Path) -> None:
     [
         ({"gradient_clipping": 1.0}, "gradient_clipping=1.0 contradicts clip_norm=None"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 contradicts accumulate=1"),
-        ({"optimizer": {"type": "Adam"}}, r"config\['optimizer'\] cannot be set, because Drivetrain gives"),
+        ({"optimizer": {"type": "Adam"}}, r"config\['optimizer'\] cannot be set, because Drivetrain passes"),
         ({"scheduler": {"type": "WarmupLR"}}, r"config\['scheduler'\] cannot be set"),
         ({"train_batch_size": 8}, r"config\['train_batch_size'\] cannot be set"),
         ({"train_micro_batch_size_per_gpu": 8}, r"config\['train_micro_batch_size_per_gpu'\]"),

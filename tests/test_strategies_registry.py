@@ -63,7 +63,7 @@ def test_what_cannot_run_here_says_why() -> None:
     row = next(row for row in strategies.available() if row.name == "fairscale_fsdp")
     assert not row.runs_here
     assert "GPU" in row.why_not
-    with pytest.raises(StrategyError, match=r"'fairscale_fsdp': .*use 'fsdp'"):
+    with pytest.raises(StrategyError, match=r"'fairscale_fsdp': .*Use 'fsdp'"):
         strategies.get("fairscale_fsdp").prepare(nn.Linear(2, 1), make_optimizer("sgd"))
 
 
@@ -130,7 +130,7 @@ def test_the_names_under_data_parallel_are_plain() -> None:
         (DP(), 2, "devices=2 must be 1"),
         (DP("cuda:1"), 1, "names a single device"),
         (DP("cpu", device_ids=(0,)), 1, "would train on the CPU"),
-        (DP("cuda", device_ids=(99,)), 1, "sees"),
+        (DP("cuda", device_ids=(99,)), 1, "finds"),
     ],
 )
 def test_dp_refuses(strategy: DP, devices: int, words: str) -> None:
