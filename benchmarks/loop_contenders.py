@@ -152,7 +152,7 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
             contextlib.redirect_stderr(nowhere),
             contextlib.redirect_stdout(nowhere),
         ):
-            job = FitJob(1, Path(folder), True, None, None, "raise", loggers=("csv",))
+            job = FitJob(epochs=1, out=Path(folder), checkpoints=None, logger=("csv",))
             Run(resolve(pipeline), built, job, RankResult()).train()
             entries = len((Path(folder) / "metrics.csv").read_text().splitlines()) - 2  # head, and the epoch
         if entries != len(batches) // job.log_every:

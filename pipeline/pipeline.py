@@ -7,24 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import require
-from .checkpoints.directory import Checkpoints
 from .recipes.build import build_pipeline
 from .recipes.export import to_recipe
+from .runs.config import FitConfig
+from .spec.options import built_from
 from .spec.pipeline_spec import PipelineSpec
 from .spec.plan import Plan
 from .spec.resolve import resolve
-from .telemetry.loggers import LOG_EVERY
 
 if TYPE_CHECKING:
     from .ledger.ledger import Ledger
     from .lightning.hand_over import HandOver
     from .runs.result import FitResult
-    from .telemetry.loggers import LoggerArg
     from .training.build import Built
-    from .training.guard import OnNonFinite
-
-CHECKPOINTS = Checkpoints()
-"""What `fit` saves when it is not told."""
 
 
 class Pipeline(PipelineSpec):
@@ -100,50 +95,17 @@ class Pipeline(PipelineSpec):
 
         return build(resolve(self))
 
-    def fit(
-        self,
-        *,
-        epochs: int | None = None,
-        out: str | Path | None = None,
-        progress: bool = True,
-        resume: str | Path | bool | None = None,
-        checkpoints: Checkpoints | None = CHECKPOINTS,
-        on_nonfinite: OnNonFinite = "raise",
-        logger: LoggerArg = None,
-        log_every: int = LOG_EVERY,
-    ) -> FitResult:
-        """Trains.
+    @built_from(FitConfig)
+    def fit(self, config: FitConfig) -> FitResult:
+        """Train.
 
-        A run that is resumed goes on as if it had not been interrupted: bit for bit with the same strategy and
-        number of ranks, with others to the rounding of sums. What is compared, and refused where it differs:
-        model, optimizer, schedule, seed, data, batch size, transforms, precision, clipping, and the epochs
-        unless the learning rate and the transforms (`Transform.depends_on_length`) do not depend on them. Functions
-        among the settings are compared by module and qualified name, lambdas also by their code. Epochs that
-        were finished keep their lines in the history. A run that was finished gives its result.
-
-        Args:
-            epochs: passes over the training data; None: the recipe's.
-            out: a folder for `plan.txt` and `recipe.yaml`, for `history.json` and `model.safetensors`, written
-                after each epoch, for `curves.png`, drawn at the end, and for `checkpoints/`. With several
-                machines, one that all of them share.
-            progress: show a bar and a line per epoch.
-            resume: `"auto"`, or True: from the newest complete checkpoint in `out`, or from the start where there is
-                none; a path: from this checkpoint, or the newest of this run's folder; None, or False: from the start.
-                A path to a checkpoint in `out` that is not the newest one there is refused: the newer would be lost.
-                An earlier run in `out` is then replaced, and a line says so: its results go when this one begins,
-                its checkpoints once the first new one is complete.
-            checkpoints: when they are made, and which are kept; None: none are. Without `out` there are none.
-            on_nonfinite: `"raise"`: a loss that is not finite ends the training, naming step, rank and the last
-                good checkpoint; `"skip"`: its step is not taken by any rank. The learning rate goes on, and
-                the history counts it. On a GPU every step then waits for its loss.
-            logger: `"csv"` (`out/metrics.csv`), `"tensorboard"` (`out/tensorboard/`), an object with
-                `log(dict, step=)` or `log_metrics(dict, step=)`, such as `wandb.init(…)` or the module `mlflow`,
-                or a list of them. It gets each epoch's figures, and those of every `log_every`-th step under
-                names that begin with `step/`, the loss being that of rank 0's share of the batch. Only rank 0
-                logs; where this call starts the ranks, an object is copied to it. A logger that fails is left
-                out from then on, with a `LoggerWarning`. A run that is resumed goes on in the same files.
-            log_every: optimizer steps between two entries. 50 by default, so that they cost nothing to speak of;
-                the device is never waited for.
+        A run that resumes continues as if it had not been interrupted: bit for bit with the same strategy and
+        number of ranks; across strategies or world sizes, results match up to floating-point summation order. What is
+        compared, and refused where it differs: model, optimizer, schedule, seed, data, batch size, transforms,
+        precision, clipping, and the epochs unless the learning rate and the transforms
+        (`Transform.depends_on_length`) do not depend on them. Functions among the settings are compared by module and
+        qualified name, lambdas also by their code. Epochs that were finished keep their lines in the history. A run
+        that was finished gives its result.
 
         Raises:
             PlanError, DataError, StrategyError: before training, if it cannot work.
@@ -154,10 +116,7 @@ class Pipeline(PipelineSpec):
         """
         from .runs.fit import fit
 
-        return fit(
-            self, epochs=epochs, out=out, progress=progress, resume=resume, checkpoints=checkpoints,
-            on_nonfinite=on_nonfinite, logger=logger, log_every=log_every,
-        )  # fmt: skip
+        return fit(self, config)
 
     def to_lightning(self, *, epochs: int | None = None, **trainer: Any) -> HandOver:
         """This pipeline for Lightning: `module, data, trainer, reports`; `Trainer(**trainer).fit(module, data)`.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from drivetrain.pipeline import Checkpoints, Pipeline
+from drivetrain.pipeline.runs.config import FitConfig
 from drivetrain.pipeline.runs.fit import fit
 from drivetrain.transforms import EMA
 from pipeline_data import BATCH, CLASSES, SIDE
@@ -55,11 +56,13 @@ def train(order: dict[str, Any], rank: int) -> None:
         pipeline = pipeline.distribute(order["strategy"], devices=ranks)
     fit(
         pipeline,
-        epochs=EPOCHS,
-        out=Path(order["out"]),
-        progress=False,
-        resume="auto",
-        checkpoints=Checkpoints(every_steps=order["every_steps"]),
+        FitConfig(
+            epochs=EPOCHS,
+            out=Path(order["out"]),
+            progress=False,
+            resume="auto",
+            checkpoints=Checkpoints(every_steps=order["every_steps"]),
+        ),
     )
     if ranks > 1:
         dist.destroy_process_group()

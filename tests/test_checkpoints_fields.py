@@ -83,7 +83,10 @@ class Reader:
         for group, built in zip(self._built.engine.optimizer.param_groups, self._groups, strict=True):
             group.update(built)
         run = Run(
-            self._plan, self._built, FitJob(EPOCHS, None, False, self.path, None, "raise"), RankResult()
+            self._plan,
+            self._built,
+            FitJob(epochs=EPOCHS, progress=False, resume=self.path, checkpoints=None),
+            RankResult(),
         )
         run._begin(ResumePoint(checkpoint, "name", True))
         engine, hooks = self._built.engine, self._built.hooks

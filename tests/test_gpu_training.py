@@ -94,7 +94,7 @@ def test_no_step_of_a_recipe_waits_for_the_device(
     built = pipeline.build()
     strict: Any = Strict(built.train, device)
     assert pipeline.epochs is not None
-    job = FitJob(pipeline.epochs, tmp_path, True, None, None, "raise", loggers=("csv",), log_every=2)
+    job = FitJob(epochs=pipeline.epochs, out=tmp_path, checkpoints=None, logger=("csv",), log_every=2)
     Run(resolve(pipeline), replace(built, train=strict), job, RankResult()).train()
     assert strict.steps == 3 * pipeline.epochs
     device.holds(*built.engine.plain_model.parameters())

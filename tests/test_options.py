@@ -17,6 +17,7 @@ import pytest
 import recipe_factories
 from drivetrain import Pipeline
 from drivetrain.pipeline.recipes.schema import DEFAULTS, KEYS, keys_of
+from drivetrain.pipeline.runs.config import FitConfig
 from drivetrain.pipeline.spec.config import DataConfig, DistributedConfig, OptimizerConfig
 from drivetrain.pipeline.spec.options import Config, options_of
 
@@ -59,10 +60,12 @@ def test_the_method_names_every_option_for_type_checkers(name: str) -> None:
             assert method.__annotations__[field.name] == field.type
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, "fit"])
 def test_every_option_has_help_and_is_documented(name: str) -> None:
-    text = " ".join((getattr(Pipeline, name).__doc__ or "").split())
-    for option in options_of(METHODS[name]).values():
+    method, config = getattr(Pipeline, name), METHODS.get(name, FitConfig)
+    text, parameters = " ".join((method.__doc__ or "").split()), inspect.signature(method).parameters
+    for option in options_of(config).values():
+        assert option.name in parameters
         assert f"{option.name}: {option.help}." in text
         assert not option.help.endswith("."), "a phrase, which other text continues"
 

@@ -172,7 +172,8 @@ def train(
     """
     changes = _checked(recipe, overrides, data, val)
     from ...strategies.launching.group import is_main_process
-    from ..pipeline import CHECKPOINTS, Pipeline
+    from ..pipeline import Pipeline
+    from ..runs.config import FitConfig
     from ..runs.fit import fit
     from ..runs.result import TrainingInterrupted
 
@@ -183,10 +184,8 @@ def train(
     _find_modules(context, recipe)
     pipeline = Pipeline.from_recipe(recipe, **changes)
     try:
-        result = fit(
-            pipeline, epochs=None, out=out, progress=True, resume="auto" if resume else None,
-            checkpoints=CHECKPOINTS, logger=logger, show_plan=True,
-        )  # fmt: skip
+        config = FitConfig(out=out, resume=resume, logger=logger)
+        result = fit(pipeline, config, show_plan=True)
     except TrainingInterrupted as interrupt:
         interrupt.add_note(_what_is_left(interrupt, out))
         raise

@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 from ...checks import is_number
 from ...errors import PlanError
+from ..runs.config import FitConfig
 from ..runs.fit import fit
 from ..spec.resolve import ResolvedPlan
 from ..telemetry.history import Epoch
@@ -62,7 +63,7 @@ def train_each(
 
 def _trained(variant: Variant, epochs: int, target: float | None, sets_target: bool) -> Trained:
     try:
-        history = fit(variant.spec, epochs=epochs, out=None, progress=False).history.epochs
+        history = fit(variant.spec, FitConfig(epochs=epochs, progress=False, checkpoints=None)).history.epochs
     except Exception as error:  # it diverged, or lacked memory: the others are trained all the same
         return Trained(failed=described(error))
     accuracy = history[-1].accuracy

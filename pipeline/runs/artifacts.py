@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.directory import Checkpoints
 from ..checkpoints.weights import load_weights, save_weights
 from ..telemetry.history import Epoch, History
-from ..telemetry.loggers import LOG_EVERY
 from ..telemetry.observer import Observer
 from ..telemetry.progress import echo
 from ..telemetry.state import TrainState
-from ..training.guard import OnNonFinite
+from .config import FitConfig
 from .folder import HISTORY, MODEL, clear_results, draw_curves, read_history, write
 from .interrupts import interrupts_held
 
@@ -26,20 +24,20 @@ Weights = Callable[[], dict[str, torch.Tensor]]
 """Gathers the weights that are evaluated, by plain names; empty on a rank that does not keep them."""
 
 
-@dataclass(frozen=True)
-class FitJob:
-    """What `Pipeline.fit` was told; see there. `folder` is `out`, which exists; `texts` go into it, by name;
-    `in_cell` is whether it was called in a notebook; rank 0 prints `plan` once everything is built and checked;
-    `each_rank` is whether the ranks were there before the call, so that the caller on each of them gets the result."""
+@dataclass(frozen=True, kw_only=True)
+class FitJob(FitConfig):
+    """What a rank trains: the options of `fit`, checked, with `epochs` and the loggers decided.
+
+    Attributes:
+        texts: go into the folder, by name.
+        in_cell: whether `fit` was called in a notebook.
+        plan: rank 0 prints it once everything is built and checked.
+        each_rank: whether the ranks were there before the call, so that the caller on each of them gets the result.
+    """
 
     epochs: int
-    folder: Path | None
-    progress: bool
-    resume: str | Path | None
-    checkpoints: Checkpoints | None
-    on_nonfinite: OnNonFinite
-    loggers: tuple[object, ...] = ()
-    log_every: int = LOG_EVERY
+    resume: str | Path | None = None
+    logger: tuple[object, ...] = ()
     texts: dict[str, str] = field(default_factory=dict)
     in_cell: bool = False
     plan: str = ""

@@ -12,85 +12,41 @@ from ... import strategies
 from ...errors import DrivetrainError, PlanError, StrategyError
 from ...strategies.launching.group import is_main_process, is_rank, needs_ranks, under_torchrun
 from ...transforms import NothingChanged
-from ..checkpoints.directory import Checkpoints
 from ..checkpoints.state import global_randomness_kept
 from ..spec.cuda_settings import cuda_settings
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
-from ..telemetry.loggers import LOG_EVERY, LoggerArg
 from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo, in_cell
 from ..training.build import build, build_model, fork_rng, source_file
-from ..training.guard import OnNonFinite, check_choice
 from .artifacts import FitJob, RankResult
+from .config import FitConfig
 from .folder import descriptions, draw_curves, lock_run_dir, replaced
 from .result import FitResult, TrainingInterrupted
 from .run import Run
 
 
-def fit(
-    spec: PipelineSpec,
-    *,
-    epochs: int | None,
-    out: str | Path | None,
-    progress: bool,
-    resume: str | Path | bool | None = None,
-    checkpoints: Checkpoints | None = None,
-    on_nonfinite: OnNonFinite = "raise",
-    logger: LoggerArg = None,
-    log_every: int = LOG_EVERY,
-    show_plan: bool = False,
-) -> FitResult:
+def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> FitResult:
     """See `Pipeline.fit`. With `show_plan` it prints the plan, after every check that can be made before training."""
-    epochs = spec.epochs if epochs is None else epochs
+    epochs = spec.epochs if config.epochs is None else config.epochs
     if epochs is None:
         raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
-    resume = _checked(resume, checkpoints, out)
-    check_choice(on_nonfinite)
     plan = resolve(spec.replace(epochs=epochs))
-    folder = None if out is None else Path(out)
-    loggers = check_loggers(logger, log_every, folder, travels=not _is_rank(plan))
+    folder, progress = config.folder, config.progress
+    loggers = check_loggers(config.logger, config.log_every, folder, travels=not _is_rank(plan))
     if folder is not None:  # last: what is refused leaves no folder
         make_folder(folder)
     texts, note = descriptions(plan) if folder is not None else ({}, "")
     job = FitJob(
-        epochs, folder, progress, resume, checkpoints, on_nonfinite, loggers, log_every, texts, in_cell(),
+        **vars(config) | {"epochs": epochs, "logger": loggers}, texts=texts, in_cell=in_cell(),
         plan=f"{Plan(plan.steps)!r}" if show_plan else "", each_rank=is_rank(),
     )  # fmt: skip
     with lock_run_dir(folder) if folder is not None and is_main_process() else nullcontext():
         plan = resolve_data(plan, progress)
-        for text in (note, "" if folder is None else replaced(folder, resume)):
+        for text in (note, "" if folder is None else replaced(folder, job.resume)):
             _tell(text, progress)
         return _fit(plan, job)
-
-
-def _checked(
-    resume: str | Path | bool | None, checkpoints: object, out: str | Path | None
-) -> str | Path | None:
-    """Where to go on from: True is `"auto"`, and False is None."""
-    if isinstance(resume, bool):
-        resume = "auto" if resume else None
-    if not isinstance(resume, str | Path | None):
-        raise PlanError(
-            f"resume={resume!r:.80} must be 'auto', the path of a checkpoint or of a run, or None."
-        )
-    if resume == "auto" and out is None:
-        raise PlanError(
-            "resume='auto' looks for checkpoints in out; give fit(out=…) (--out), or the checkpoint's path."
-        )
-    if not isinstance(out, str | Path | None):
-        raise PlanError(f"out={out!r:.80} must be the path of a folder, or None to keep no files.")
-    if out == "":
-        raise PlanError(
-            "out='' names no folder; give the path of one, '.' for this, or None to keep no files."
-        )
-    if not isinstance(checkpoints, Checkpoints | None):
-        raise PlanError(
-            f"checkpoints={checkpoints!r:.80} must say which: Checkpoints(keep=2, …) of drivetrain.pipeline; or be "
-            f"None for none."
-        )
-    return resume
 
 
 def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:

@@ -79,7 +79,7 @@ class Run:
         options = self._job.checkpoints
         choice = resuming.choose(self._engine, self._job.resume, self._store)
         self._name = choice.run
-        loggers = self._job.loggers if self._lead else ()
+        loggers = self._job.logger if self._lead else ()
         metrics = Metrics(loggers, self._job.folder, self._job.log_every)
         saving = Observer()
         if self._store is not None and options is not None:

@@ -12,13 +12,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from ...checks import check_whole, is_flag, is_number, is_whole, make_plain
 from ...errors import PlanError, suggest
 from .frozen import FrozenDict
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+C = TypeVar("C")
+S = TypeVar("S")
+R = TypeVar("R")
+_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 Check = Callable[[str, Any], None]
 """Raises PlanError for a value that cannot be used; called with the option's name and the value."""
 
@@ -103,14 +108,16 @@ class Config:
     """Base of the configs: what one method of the builder was given, one field per option.
 
     Attributes:
-        EXTRA: the field that holds the further options, those of the loader, the optimizer or the strategy.
+        EXTRA: the field that holds the further options, those of the loader, the optimizer or the strategy; "" for
+            none.
     """
 
-    EXTRA: ClassVar[str]
+    EXTRA: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         make_plain(self)
-        object.__setattr__(self, self.EXTRA, FrozenDict(getattr(self, self.EXTRA)))
+        if self.EXTRA:
+            object.__setattr__(self, self.EXTRA, FrozenDict(getattr(self, self.EXTRA)))
         for one in options_of(type(self)).values():
             if one.check is not None:
                 one.check(one.name, getattr(self, one.name))
@@ -146,6 +153,7 @@ def options_of(config: type[Config]) -> dict[str, Option]:
     return {
         field.name: dataclasses.replace(field.metadata["option"], name=field.name, default=_default(field))
         for field in dataclasses.fields(config)
+        if "option" in field.metadata
     }
 
 
@@ -168,15 +176,35 @@ def documented(config: type[Config]) -> Callable[[F], F]:
         described = "\n".join(_described(one) for one in options.values())
         function.__doc__ = f"{summary}Args:\n{described}\n\n{raises}{errors}".rstrip()
         signature = inspect.signature(function)
-        *named, extra = signature.parameters.values()
-        names = {parameter.name for parameter in (*named, extra)}
+        named = [p for p in signature.parameters.values() if p.kind not in _VARIABLE]
+        extra = [p for p in signature.parameters.values() if p.name == config.EXTRA]
+        names = {parameter.name for parameter in (*named, *extra)}
+        types = {field.name: field.type for field in dataclasses.fields(config)}
         new = [
-            Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default)
+            Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name])
             for one in options.values()
             if one.name not in names
         ]
-        vars(function)["__signature__"] = signature.replace(parameters=[*named, *new, extra])
+        vars(function)["__signature__"] = signature.replace(parameters=[*named, *new, *extra])
         return function
+
+    return complete
+
+
+def built_from(config: Callable[P, C]) -> Callable[[Callable[[S, C], R]], Callable[Concatenate[S, P], R]]:
+    """Return a decorator that turns `method(self, config)` into `method(self, **options)`, documented.
+
+    For a config without further options, whose constructor is the signature also for type checkers.
+    """
+
+    def complete(function: Callable[[S, C], R]) -> Callable[Concatenate[S, P], R]:
+        def method(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            return function(self, config(*args, **kwargs))
+
+        method.__doc__, method.__name__ = function.__doc__, function.__name__
+        method.__module__, method.__qualname__ = function.__module__, function.__qualname__
+        method.__annotations__ = {"return": function.__annotations__["return"]}
+        return documented(cast(type[Config], config))(method)
 
     return complete
 
