@@ -151,7 +151,9 @@ def test_fewer_classes_than_labels(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("source", [7, None, object(), {1, 2}, iter([1])], ids=str)
+@pytest.mark.parametrize(
+    "source", [7, None, object(), {1, 2}, iter([1])], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_source(tmp_path: Path, source: Any) -> None:
     refused(source, tmp_path, "cannot be converted. Pass a folder")
 
@@ -192,7 +194,7 @@ def lazily_opened(tmp_path: Path) -> Image.Image:
         ({"image": IMAGES[0]}, r"keys \['image'\]"),
         ((None, 1), "sample 2: "),
         (("a/path.jpg", 1), "sample 2: "),
-        ((torch.rand(3, 12, 12), 1), "its pixels are torch.float32|its pixels are float32"),
+        ((torch.full((3, 12, 12), 0.5), 1), "its pixels are torch.float32|its pixels are float32"),
         ((b"", 1), "not an image"),
         ((Image.fromarray(np.full((9, 9), 1 << 20, np.int32)), 1), "are not in 0 to 65535"),
     ],

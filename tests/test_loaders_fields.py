@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import zlib
@@ -243,7 +244,7 @@ def test_kinds_that_are_inferred_and_given(tmp_path: Path) -> None:
         ((0, "box", np.zeros((0, 3))), "sample 0: its field 'box'|sample 1: its field 'box'"),
         ((0, "meta", object()), "should be json"),
     ],
-    ids=str,
+    ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),
 )
 def test_values_that_do_not_fit(tmp_path: Path, change: tuple[int, str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
