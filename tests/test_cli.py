@@ -208,7 +208,14 @@ def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
         "--logger", "csv",
     )  # fmt: skip
     assert end.code == 0, end.err
-    for text in ("BlurPool", "epoch 2  loss", "top-1 accuracy", "after 2 epochs", "plain PyTorch", "bind"):
+    for text in (
+        "BlurPool",
+        "epoch 2  loss",
+        "top-1 accuracy",
+        "after 2 epochs",
+        "plain PyTorch",
+        "bottleneck",
+    ):
         assert text in end.out, text
     assert left_in(out) == sorted([*RUN_FILES, "ledger.json", "ledger.png", "metrics.csv"])
     again = Pipeline.from_recipe(str(out / "recipe.yaml"))

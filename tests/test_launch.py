@@ -107,7 +107,7 @@ def test_large_jobs_and_results_of_local_functions() -> None:
         ("raise what cannot be loaded", "rank 1 of 2 raised Boom: leftright", type(None)),
         ("SIGKILL", "rank 1 of 2 was killed by SIGKILL before it returned", type(None)),
         ("exit", "rank 1 of 2 exited with code 0 before it returned", type(None)),
-        ("return", r"rank 0 of 2 raised .*Rank\(s\) \[1\] had returned already", RuntimeError),
+        ("return", r"rank 0 of 2 raised .*Rank\(s\) \[1\] had already returned", RuntimeError),
     ],
 )
 def test_the_first_cause_is_named(how: str, words: str, cause: type) -> None:

@@ -187,7 +187,7 @@ assert not dist.is_initialized()
 try:
     launch(train, devices=3)
 except StrategyError as error:
-    say(f"{pid == os.getpid()} {size} {mean} {'pass devices=2' in str(error)}")
+    say(f"{pid == os.getpid()} {size} {mean} {'devices=2' in str(error)}")
 """,
         "-m",
         "torch.distributed.run",

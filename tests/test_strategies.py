@@ -79,7 +79,7 @@ NOT_HERE = "use fewer devices" if torch.cuda.is_available() else "finds none her
         (Single("cuda:99"), 1, NOT_HERE),
         (DDP("cuda"), 99, NOT_HERE),
         (DDP("cuda:1"), 2, "cannot be the same for all ranks"),
-        (DDP("cpu"), 0, "1 or more"),
+        (DDP("cpu"), 0, "a positive integer"),
         (
             DDP("cpu"),
             8 * CORES + 1,

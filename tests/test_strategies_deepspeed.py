@@ -233,7 +233,7 @@ def test_it_is_quiet_and_changes_nothing_around_it(ranks: Ranks) -> None:
     [
         ("twice", "'deepspeed_stage_3': DeepSpeed has already sharded the parameter 'weight'"),
         ("scalar", "'deepspeed_stage_1': the parameter 'scale' has no dimension"),
-        ("wrapped", "'deepspeed_stage_2': the model is wrapped in DistributedDataParallel already"),
+        ("wrapped", "'deepspeed_stage_2': the model is already wrapped in DistributedDataParallel"),
         ("lazy", "'deepspeed_stage_3': the parameter '0.weight' has no shape"),
         ("infinite", "the gradients are not finite"),
         ("uneven", "'step' is 1.0 for 'weight' and 2.0 for 'bias'"),

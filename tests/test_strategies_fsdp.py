@@ -91,7 +91,7 @@ def test_units_inside_each_other_train_like_one_device(ranks: Ranks) -> None:
         (lambda *_: False, "'fsdp': wrap: the function selects no module"),
         (["ReLU"], "none of which has parameters that only it holds"),
         (lambda name, _: name == "", "wrap selects the model, none of which"),
-        (lambda name, _: name == "list", "wrap chooses list, a ModuleList, which has no forward"),
+        (lambda name, _: name == "list", "wrap selects list, a ModuleList, which has no forward"),
         ("BasicBlock", "'fsdp': wrap='BasicBlock' must be a list"),
     ],
 )
@@ -106,8 +106,8 @@ def test_a_wrap_that_cannot_be_is_refused(wrap: Any, message: str) -> None:
     ("what", "words"),
     [
         ("scalar", "'fsdp': the parameter 'scale' has no dimension"),
-        ("sharded twice", "'hsdp': the model is wrapped in FSDPLinear already"),
-        ("wrapped", "'fsdp_grad_op': the model is wrapped in DistributedDataParallel already"),
+        ("sharded twice", "'hsdp': the model is already wrapped in FSDPLinear"),
+        ("wrapped", "'fsdp_grad_op': the model is already wrapped in DistributedDataParallel"),
         ("lazy", "'fsdp_cpu_offload': the parameter '0.weight' has no shape"),
         ("sync batch norm", "'fsdp': 1 is a SyncBatchNorm"),
         ("untrainable", "Linear has no parameter that requires a gradient"),
@@ -153,7 +153,7 @@ def test_hsdp_wants_groups_of_one_size(devices: int, size: int) -> None:
 def test_the_family_checks_its_devices(name: str) -> None:
     with pytest.raises(StrategyError, match=f"'{name}': devices=0 must be a positive integer"):
         strategies.get(name, device="cpu").check(0)
-    with pytest.raises(StrategyError, match=f"'{name}': device='cuda:1' is cannot be the same for all ranks"):
+    with pytest.raises(StrategyError, match=f"'{name}': device='cuda:1' cannot be the same for all ranks"):
         strategies.get(name, device="cuda:1").check(2)
 
 

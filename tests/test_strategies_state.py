@@ -141,7 +141,7 @@ def test_a_rank_keeps_only_what_it_wants(ranks: Ranks, name: str) -> None:
 def test_state_of_another_model_is_refused(alone: dict[tuple[str, str], Exported]) -> None:
     engine = strategies.get("single", device="cpu").prepare(Stateful(), factory("adamw", 0.1))
     before, given = engine.export_state(), alone["single", "adamw"]
-    with pytest.raises(StrategyError, match=r"'head\.bias' is in the model only"):
+    with pytest.raises(StrategyError, match=r"'head\.bias' is only in the model"):
         engine.import_state({n: t for n, t in given.state.items() if n != "head.bias"})
     with pytest.raises(StrategyError, match=r"'odd' is only in the saved state"):
         engine.import_state({**given.state, "odd": torch.zeros(1)})

@@ -110,7 +110,7 @@ def test_a_recomputed_model_is_copied_whole_and_chosen_once() -> None:
         ({"accumulate": True}, "accumulate=True must be a positive integer"),
         ({"clip_norm": "1"}, "clip_norm='1' must be a finite number"),
         ({"clip_norm": float("nan")}, "clip_norm=nan must be a finite number"),
-        ({"clipnorm": 1.0}, "no option 'clipnorm'.*Did you mean 'clip_norm'"),
+        ({"clipnorm": 1.0}, "unknown option 'clipnorm'.*Did you mean 'clip_norm'"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -> None:

@@ -149,7 +149,7 @@ def test_the_context_must_be_complete(missing: str) -> None:
 
 def test_a_loss_that_drops_rows() -> None:
     loss = LabelSmoothing(0.1).loss(F.binary_cross_entropy_with_logits)
-    with pytest.raises(DataError, match=r"one value per image.*-100"):
+    with pytest.raises(DataError, match=r"one loss per image.*-100"):
         SelectiveBackprop().batch(IMAGES, LABELS.where(LABELS != 2, -100), context(loss=loss))
 
 
