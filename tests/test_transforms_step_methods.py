@@ -281,5 +281,5 @@ def test_flip_keeps_formats_and_averages_in_float32(form: torch.memory_format) -
     assert TestTimeFlip().predict(model, images).dtype == torch.float32
     assert TestTimeFlip(shift=2).predict(model, images.double()).dtype == torch.float64
     assert all(image.is_contiguous(memory_format=form) for image in seen)
-    with pytest.raises(DataError, match=r"TestTimeFlip\(shift=0\): images \(2, 6, 6\)"):
+    with pytest.raises(DataError, match=r"TestTimeFlip\(shift=0\): images of shape \(2, 6, 6\)"):
         TestTimeFlip().predict(model, images[0])
