@@ -131,7 +131,7 @@ def test_bfloat16_is_float32_rounded(kind: Any, photos: Path) -> None:
         ({"cutout": SIDE + 1}, "cutout=25 must be a side from 0 to image_size"),
         ({"cutout": -1}, "cutout=-1"),
         ({"cutout": 1.5}, "cutout=1.5 must be an integer"),
-        ({"color_jitter": 0.4}, "color_jitter=0.4 must be 3 numbers"),
+        ({"color_jitter": 0.4}, "color_jitter=0.4 must be 3 finite numbers"),
         ({"color_jitter": (0.4, -1, 0)}, "three strengths"),
         ({"color_jitter": (float("nan"), 0, 0)}, "three strengths"),
         ({"interpolation": "cubic"}, "interpolation='cubic' must be an interpolation. Known: area, bilinear"),

@@ -229,7 +229,7 @@ def test_kinds_that_are_inferred_and_given(tmp_path: Path) -> None:
     [
         (
             (3, "score", "high"),
-            r"sample 3: its field 'score' is 'high', but should be float: it is no number",
+            r"sample 3: its field 'score' is 'high', but should be float: it is not a number",
         ),
         ((3, "rank", 0.5), "sample 3: its field 'rank' is 0.5, but should be int"),
         ((3, "rank", 1 << 63), "it does not fit 64 bits"),
@@ -238,7 +238,7 @@ def test_kinds_that_are_inferred_and_given(tmp_path: Path) -> None:
         ((3, "box", [[1, 2], [3]]), "should be ndarray int16"),
         ((3, "text", "words"), "should be bytes"),
         ((3, "meta", {1, 2}), "should be json"),
-        ((3, "label", 4), "its label is 4; the first sample's has 3 values"),
+        ((3, "label", 4), "its label is 4, but the first sample's has 3 values"),
         ((3, "label", [1.0, 2.0]), "first sample's has 3 values"),
         ((3, "label", [1.0, np.inf, 0]), "must be finite"),
         ((0, "box", np.zeros((0, 3))), "sample 0: its field 'box'|sample 1: its field 'box'"),
@@ -264,9 +264,9 @@ def test_values_that_do_not_fit(tmp_path: Path, change: tuple[int, str, Any], wo
         ([""], "1 to 16 printable ASCII"),
         (["größe"], "ASCII"),
         (["label"], "is always included"),
-        (["score", "score"], "names one field twice"),
+        (["score", "score"], "contains a name twice"),
         ({"score": "double"}, "Use one of float, int, bytes, ndarray, json"),
-        (["nothing"], r"the fields \['nothing'\] are not among them"),
+        (["nothing"], r"the fields \['nothing'\] are missing"),
     ],
     ids=str,
 )

@@ -67,7 +67,7 @@ def test_bad_sample_is_named(dataset: Any, tmp_path: Path) -> None:
     bad = datasets.Dataset.from_dict(columns, features=dataset.features)
     with pytest.raises(DataError, match="sample 2: it cannot be decoded"):
         convert(bad, tmp_path / "a.beton", progress=False)
-    with pytest.raises(DataError, match=r"the fields \['rating'\] are not among them"):
+    with pytest.raises(DataError, match=r"the fields \['rating'\] are missing"):
         convert(dataset, tmp_path / "a.beton", fields=["rating"], progress=False)
     report = convert(bad, tmp_path / "a.beton", on_error="skip", progress=False)
     assert [name for name, _ in report.skipped] == ["sample 2"]

@@ -250,5 +250,5 @@ def test_changed_pixels_are_noticed_by_the_manifest(kind: Any, numbered: Path, t
     with pytest.raises(DataError, match=r"verify=True .*changed\.beton has no manifest"):
         load(kind, path, train=False, verify=True)
     (tmp_path / "changed.beton.json").write_bytes(numbered.with_name("numbered.beton.json").read_bytes())
-    with pytest.raises(DataError, match=r"sample 7: its data changed since the conversion \(CRC-32\)"):
+    with pytest.raises(DataError, match=r"sample 7: its data changed since the conversion \(CRC-32 mismatch\)"):
         load(kind, path, train=False, verify=True)
