@@ -23,6 +23,8 @@ from pipeline_data import Toy
 from process_state import wait_until_ended
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.process
+
 PATIENCE = 100.0  # seconds that one training may take
 
 

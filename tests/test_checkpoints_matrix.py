@@ -14,7 +14,7 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import EMA
 from pipeline_data import Toy, plain_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 ON_RANKS = ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fairscale_oss"]
 AVERAGED = ["averaged deepspeed_stage_2", "averaged fairscale_oss"]
 """With averages of the weights, which the third stage cannot keep; those of ddp and fsdp move elsewhere."""

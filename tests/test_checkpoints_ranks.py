@@ -15,6 +15,8 @@ from drivetrain.transforms import EMA
 from pipeline_data import Toy, plain_model
 from safetensors import safe_open
 
+pytestmark = pytest.mark.process
+
 STRATEGIES = ("single", "ddp", "fsdp")
 """Those that a checkpoint moves between."""
 ON_RANKS = [name for name in STRATEGIES if name != "single"]

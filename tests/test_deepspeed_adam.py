@@ -149,6 +149,7 @@ def test_what_does_not_fit_the_machine_leaves_torchs(cache: Path, monkeypatch: p
     assert not cache.exists()
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("one_rank")
 def test_a_compiler_that_fails_leaves_torchs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real build, with a compiler that always fails."""
@@ -172,6 +173,7 @@ def test_a_folder_that_cannot_be_made_leaves_torchs(cache: Path) -> None:
     fallen_back("File exists")
 
 
+@pytest.mark.process
 def test_a_build_that_takes_too_long_is_ended(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     popen = deepspeed_build.subprocess.Popen
@@ -278,6 +280,7 @@ def check(ranks: list[dict[str, Any]], names: list[str], case: Case) -> None:
         assert rank["kept"] == ("AdamW", "")
 
 
+@pytest.mark.process
 def test_its_state_moves_to_and_from_torchs() -> None:
     """Without the compiled part, in the place of which torch computes."""
     names, case = OFFLOAD[1:], replace(MOVED[0], steps=4)

@@ -50,6 +50,7 @@ def test_a_method_may_keep_any_json_values_beside_averages(tmp_path: Path) -> No
     assert evaluated_state(checkpoint)["weight"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.process
 def test_a_model_of_torchvision_loads_without_drivetrain(toy: Toy, tmp_path: Path) -> None:
     """Surgery that wraps layers has renamed weights; the plain names are those of the unmodified model."""
     pipeline = (
@@ -131,6 +132,7 @@ def test_a_checkpoint_imports_no_model() -> None:
         rebuild_spec({"model": "torch.hub:load", "model_options": {}, "transforms": [], "seed": 0})
 
 
+@pytest.mark.process
 def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     out, target = str(tmp_path / "run"), tmp_path / "model.safetensors"
     before = Path(toy.train).read_bytes()

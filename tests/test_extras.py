@@ -25,6 +25,7 @@ except MissingExtra as error:
 LOAD = "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch_size=2, image_size=8)"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("blocked", "statement", "extra"),
     [

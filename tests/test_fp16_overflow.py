@@ -146,6 +146,7 @@ def on_ranks(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.process
 @pytest.mark.timeout(200)
 def test_two_ranks_skip_the_same_steps(toy: Toy) -> None:
     """And train on, with clip_norm, whichever strategy."""

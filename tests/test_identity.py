@@ -97,6 +97,7 @@ def zeroed(module: nn.Module) -> None:
         parameter.zero_()
 
 
+@pytest.mark.process
 def test_it_is_the_same_in_another_process() -> None:
     """With other addresses, and another order of sets."""
     code = "import json, test_identity as t; print(json.dumps({k: t.identity(v) for k, v in t.values().items()}))"

@@ -14,6 +14,8 @@ from typing import Any
 import gpu_stages
 import pytest
 
+pytestmark = pytest.mark.process
+
 install = gpu_stages.load("install")
 kit = gpu_stages.load("kit")
 LIMIT = 64 << 10

@@ -19,6 +19,8 @@ from drivetrain.strategies import launch
 from drivetrain.strategies.launching.group import is_main_process, is_rank
 from strategy_jobs import Unloadable, fail_on_rank_1, surroundings, wait_for_ever
 
+pytestmark = pytest.mark.process
+
 
 def test_which_process_is_a_rank_and_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable that is left over from another program makes no rank."""

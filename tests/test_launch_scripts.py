@@ -14,6 +14,8 @@ import psutil
 import pytest
 from process_state import wait_until_ended
 
+pytestmark = pytest.mark.process
+
 HEAD = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background

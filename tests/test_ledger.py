@@ -148,6 +148,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         made_up().save(tmp_path / "no" / "ledger.json")
 
 
+@pytest.mark.process
 def test_without_matplotlib(tmp_path: Path) -> None:
     """In a process of its own, where matplotlib cannot be imported."""
     code = """

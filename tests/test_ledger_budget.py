@@ -354,6 +354,7 @@ class _Late:
         return self.transform(image)
 
 
+@pytest.mark.process
 def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy) -> None:
     """A batch takes them 16 s; torch waits 5 s for each."""
     loader = _Decoding(toy.train, batch_size=BATCH, image_size=16, workers=2)

@@ -114,6 +114,7 @@ def test_the_names_below_are_all_of_them() -> None:
     assert sorted(trained | set(REFUSALS)) == sorted(StrategyRegistry.available_strategies())
 
 
+@pytest.mark.process
 @pytest.mark.timeout(200)
 def test_ranks_that_run_the_script_again(script: Script, alone: Any) -> None:
     """Lightning's DDP, and its FSDP made to run on the CPU, in one start."""
@@ -143,6 +144,7 @@ def test_ranks_that_are_spawned(script: Script, alone: Any, name: str) -> None:
     check(script, [(name, "everything")], alone, "DDPStrategy")
 
 
+@pytest.mark.process
 @pytest.mark.timeout(200)
 def test_one_device_and_what_lightning_has_for_other_devices_only(script: Script, alone: Any) -> None:
     """Its own words, for the names themselves; `single_device` is the one name that means one process."""

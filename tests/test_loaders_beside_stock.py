@@ -37,6 +37,7 @@ print(stock(path), len(after[0]))
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("first", ["ours", "stock"])
 def test_both_loaders_in_one_process(tmp_path: Path, first: str) -> None:
     path = jpeg_beton(tmp_path / "photos.beton")

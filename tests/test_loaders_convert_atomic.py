@@ -126,6 +126,7 @@ def test_an_open_file_survives_its_replacement(tmp_path: Path) -> None:
     assert open_beton(out).stored(0) == before[4]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("older", [False, True], ids=["new", "older"])
 def test_sigkill_at_random_moments_leaves_no_file_that_looks_finished(
     server: Server, tmp_path: Path, older: bool

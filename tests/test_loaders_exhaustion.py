@@ -81,6 +81,7 @@ def photos() -> Iterator[Path]:
         yield path
 
 
+@pytest.mark.process
 def test_what_the_system_refuses_is_a_data_error(photos: Path) -> None:
     run = run_python(STARVED, photos, timeout=250)
     assert run.returncode == 0, (run.returncode, run.stdout, run.stderr)

@@ -95,6 +95,7 @@ def holds_the_values(beton: Beton) -> None:
     assert np.array_equal(beton.labels, labels)
 
 
+@pytest.mark.process
 def test_every_kind_is_stored_and_read(folder: Path) -> None:
     beton = open_beton(folder / "dicts.beton")
     assert (beton.fields, beton.label_name, beton.num_classes) == (KINDS, "label", 3)

@@ -202,6 +202,7 @@ def judge(mutant: Mutant, answer: dict[str, Any], sound: list[Any], verified: bo
     return "unseen" if unseen else "identical"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("verified", [False, True], ids=["alone", "with-manifest"])
 def test_damage_is_refused_or_harmless(original: Path, tmp_path: Path, verified: bool) -> None:
     beton, path, reader = open_beton(original), tmp_path / "mutant.beton", Reader()

@@ -106,6 +106,7 @@ def test_contact_sheet_shows_pictures_in_a_grid(photos: Path, tmp_path: Path) ->
     assert not (tmp_path / "other.png").exists()
 
 
+@pytest.mark.process
 def test_command_line(photos: Path, tmp_path: Path) -> None:
     def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         command = [BIN / "drivetrain", *arguments]
@@ -133,6 +134,7 @@ def test_an_unsound_structure_is_an_error(photos: Path) -> None:
             function(photos)
 
 
+@pytest.mark.process
 def test_command_line_with_shards_fields_and_modes(tmp_path: Path) -> None:
     """All that `convert` takes, then what `inspect` says of it."""
     for number in range(2):
@@ -159,7 +161,7 @@ def test_command_line_with_shards_fields_and_modes(tmp_path: Path) -> None:
         "--smart-threshold", "100", "--min-resolution", "40",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "6 images (6 scaled down)" in done.stdout
+    assert "6 images (all scaled down)" in done.stdout
     beton = open_beton(tmp_path / "a.beton")
     assert beton.fields == {"image": "rgb_image", "label": "int", "npy": "ndarray", "txt": "bytes"}
     assert set(beton.heights.tolist()) == {40}

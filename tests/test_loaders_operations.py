@@ -83,6 +83,7 @@ def test_a_users_own_operation(raws: Path) -> None:
     assert torch.equal(load(raws, [Invert(), Invert()]), originals)
 
 
+@pytest.mark.process
 def test_random_operations_depend_on_seed_epoch_and_sample_alone(raws: Path) -> None:
     """Stock FFCV gives others at every run."""
 

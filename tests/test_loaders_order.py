@@ -178,6 +178,7 @@ def test_a_launched_process_that_has_not_joined_its_group(
     assert len(epoch(numbered)) == 6
 
 
+@pytest.mark.process
 def test_another_process_gives_the_same_pixels(photos: Path) -> None:
     code = """
 import hashlib, sys
@@ -313,7 +314,9 @@ def test_resuming_is_exact(numbered: Path, data: st.DataObject) -> None:
     for rank in range(after):
         with loader(numbered, **options, rank=rank, world_size=after) as second:
             second.load_state_dict(state)
-            assert second.state_dict()["position"] == position % len(second)
+            # The epoch is over where it was for the ranks before; these may have a smaller last batch left.
+            over = position == state["batches"]
+            assert second.state_dict()["position"] == (0 if over else position % len(second))
             parts.append(list(second))
     found = joined(parts)
     if second.padded and not options.get("pad_last"):  # equal shares of the last batch

@@ -203,6 +203,7 @@ def test_both_loaders_change_pictures_alike(policy: dict[str, Any], same: Path) 
         assert (shares[0] - shares[1]).abs().max() < 4.5 * math.sqrt(0.5 / len(one))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("policy", EACH, ids=str)
 def test_pixels_are_functions_of_seed_epoch_and_sample(
@@ -258,7 +259,7 @@ def test_the_size_changes_between_epochs(kind: Any, photos: Path) -> None:
         ("rand_augment", "policy='rand_augment' must be a dict with a name"),
         ({"magnitude": 9}, "must be a dict with a name"),
         ({"name": "randaugment"}, "policy\\['name'\\]='randaugment' is unknown. Did you mean 'rand_augment'"),
-        ({"name": 3}, "policy\\['name'\\]=3 is no policy. Known: aug_mix, rand_augment"),
+        ({"name": 3}, "policy\\['name'\\]=3 is unknown. Known: aug_mix, rand_augment"),
         ({"name": "rand_augment", "magnitud": 9}, "\\['magnitud'\\]: rand_augment has no such option. Did you mean"),
         ({"name": "trivial_augment", "magnitude": 9}, "\\['magnitude'\\]: trivial_augment has no such option"),
         ({"name": "rand_augment", "magnitude": 31}, "\\['magnitude'\\]=31 must be below num_magnitude_bins=31"),

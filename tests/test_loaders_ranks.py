@@ -69,6 +69,7 @@ def load_as_rank(path: str, state: dict[str, Any]) -> list[list[list[Digest]]]:
     ]
 
 
+@pytest.mark.process
 @pytest.mark.timeout(200)
 def test_two_ranks_load_what_one_process_loads(tmp_path: Path) -> None:
     path = str(jpeg_beton(tmp_path / "photos.beton"))

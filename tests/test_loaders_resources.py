@@ -200,6 +200,7 @@ def test_a_loop_that_was_overtaken_says_so(photos: Path, kind: type[FFCVLoader] 
     made.close()
 
 
+@pytest.mark.process
 def test_thread_counts_are_left_alone_and_nothing_is_printed(photos: Path) -> None:
     code = """
 import sys, warnings
@@ -272,6 +273,7 @@ def test_a_sample_that_does_not_decode(damaged: Path, workers: int) -> None:
         list(made)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("index", "workers"), [(4, 0), (9, 0), (9, 1)])
 def test_torch_loader_notices_them_too(damaged: Path, index: int, workers: int) -> None:
     with (

@@ -59,6 +59,7 @@ def ours(path: Path, side: int) -> tuple[np.ndarray, list[int]]:
     return images.numpy(), torch.cat([labels for _, labels in batches]).tolist()
 
 
+@pytest.mark.process
 def test_stock_reads_raw_pixels(folder: Path) -> None:
     images, labels = raw_pictures(10, 16)
     theirs = np.load(folder / "raw.npz")

@@ -142,6 +142,7 @@ def test_augmentation_is_keyed_by_sample_and_epoch(photos: Path) -> None:
         assert same(list(second), whole[2:])
 
 
+@pytest.mark.process
 def test_worker_processes(photos: Path) -> None:
     """The same batches; an epoch left early; none of the processes remains after close()."""
     whole = load(TorchLoader, photos), load(TorchLoader, photos, epoch=1)
@@ -157,6 +158,7 @@ def test_worker_processes(photos: Path) -> None:
     assert not wait_until_ended(processes, 5)
 
 
+@pytest.mark.process
 def test_script_without_a_main_guard(photos: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"""
@@ -212,6 +214,7 @@ def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:
         list(loader)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
 def test_errors_of_samples_are_told_without_torchs_words(tmp_path: Path, workers: int) -> None:
     """Also from a worker process, whose exceptions torch raises with their traceback as the message."""
@@ -250,5 +253,7 @@ def test_changed_pixels_are_noticed_by_the_manifest(kind: Any, numbered: Path, t
     with pytest.raises(DataError, match=r"verify=True .*changed\.beton has no manifest"):
         load(kind, path, train=False, verify=True)
     (tmp_path / "changed.beton.json").write_bytes(numbered.with_name("numbered.beton.json").read_bytes())
-    with pytest.raises(DataError, match=r"sample 7: its data changed since the conversion \(CRC-32 mismatch\)"):
+    with pytest.raises(
+        DataError, match=r"sample 7: its data changed since the conversion \(CRC-32 mismatch\)"
+    ):
         load(kind, path, train=False, verify=True)

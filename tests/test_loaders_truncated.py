@@ -74,6 +74,7 @@ def raws(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_truncated_between_epochs_and_within_one(photos: Path, raws: Path, tmp_path: Path) -> None:
     """In a process of its own, which SIGBUS would end."""
     copies = []
@@ -112,6 +113,7 @@ def test_a_file_that_is_replaced_stays_readable(photos: Path, raws: Path, tmp_pa
         assert [labels.tolist() for _, labels in loader] == first
 
 
+@pytest.mark.process
 def test_a_worker_process_does_not_take_another_file(photos: Path, tmp_path: Path) -> None:
     """Each opens the file by its name, which another file may have by then."""
     path = Path(shutil.copy(photos, tmp_path / "copy.beton"))

@@ -166,6 +166,7 @@ def test_what_cannot_log_is_refused_before_any_work(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 def test_loggers_of_ranks_that_are_started(toy: Toy, tmp_path: Path) -> None:
     """Names and objects work on rank 0; what cannot travel is an error before any rank is started."""
     pipeline = toy.pipeline().distribute("ddp", devices=2)
@@ -174,7 +175,9 @@ def test_loggers_of_ranks_that_are_started(toy: Toy, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"cannot be sent to the process of rank 0 \(TypeError"):
         fit(pipeline, 1, logger=stuck)
     fit(pipeline, 1, out=tmp_path, logger=["csv", "tensorboard", ToFile(tmp_path / "own")], log_every=2)
-    assert (tmp_path / "own").read_text() == "2 step/data_wait_fraction\n4 step/data_wait_fraction\n4 accuracy\n"
+    assert (
+        tmp_path / "own"
+    ).read_text() == "2 step/data_wait_fraction\n4 step/data_wait_fraction\n4 accuracy\n"
     assert [int(row["step"]) for row in rows_of(tmp_path)] == [2, 4, 4]
     assert len(points_of(tmp_path, "step/loss")) == 2
     assert left_in(tmp_path) == sorted([*RUN_FILES, "metrics.csv", "own", "tensorboard"])

@@ -130,6 +130,7 @@ def on_ranks(pipelines: dict[str, tuple[Pipeline, str]]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.process
 def test_all_ranks_agree(toy: Toy) -> None:
     """One rank's loss is every rank's: none waits for another, whichever strategy."""
     made = toy.pipeline(Bad((3, 6), rank=1))

@@ -19,6 +19,8 @@ from nbclient import NotebookClient
 from pipeline_data import Toy
 from process_state import wait_until_ended
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LONG = ("convert-your-data", "from-one-process-to-sharded", "read-a-ledger")  # together two minutes and more

@@ -141,6 +141,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.process
+@pytest.mark.process
 def test_an_option_that_is_added_in_one_line_is_found_everywhere(tmp_path: Path) -> None:
     copy = tmp_path / "drivetrain"
     for path in (
@@ -172,6 +173,7 @@ def test_an_option_that_is_added_in_one_line_is_found_everywhere(tmp_path: Path)
     assert found == {"comes back": True, "default": True}
 
 
+@pytest.mark.process
 @pytest.mark.process
 def test_options_are_printed_and_checked_without_torch() -> None:
     """`drivetrain recipes`, and an unknown recipe's error, start at once."""

@@ -46,6 +46,8 @@ from pipeline_data import (
     write_toy,
 )
 
+pytestmark = pytest.mark.process
+
 SHARDED = [
     "plain",
     "clipped",

@@ -22,6 +22,8 @@ from pipeline_data import BATCH, CLASSES, RUN_FILES, SIDE, TRAIN, Sleepy, Toy, e
 from process_state import wait_until_ended
 from safetensors.torch import load_file
 
+pytestmark = [pytest.mark.process, pytest.mark.alone]
+
 PATIENCE = 15.0  # seconds that a script may take to end
 KEPT = [name for name in RUN_FILES if name != "curves.png"]  # drawing them would take a second
 

@@ -18,6 +18,8 @@ from memory_jobs import BYTES, WIDTH, Wide, digests, everything, growth
 from pipeline_data import Toy
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -160,7 +160,7 @@ def test_sam_takes_its_gradient_nearby_and_counts_batches_once(toy: Toy) -> None
 
         gradients()
         first, before = weight.grad.clone(), weight.detach().clone()
-        methods.refine(engine, gradients)
+        methods.second_pass(engine, gradients)
         assert torch.equal(weight, before)
         assert not torch.allclose(weight.grad, first, rtol=1e-3)
         assert engine.plain_model[1].num_batches_tracked.item() == 1

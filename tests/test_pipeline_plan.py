@@ -251,7 +251,7 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
         PlanError, r"batch_size=32 is global.*devices=1 × accumulate=5 = 5 parts; use 30",
     ),
     "devices of single": (
-        lambda toy, _: toy.pipeline().distribute("single", devices=2), StrategyError, "1 device, not 2; use 'ddp'"
+        lambda toy, _: toy.pipeline().distribute("single", devices=2), StrategyError, "1 device, not 2. Use 'ddp'"
     ),
     "batch larger than the data": (
         lambda toy, _: toy.pipeline(batch_size=512), DataError, "512 is larger than the data set of 128 samples"

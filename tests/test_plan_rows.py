@@ -90,6 +90,7 @@ def test_channels_last_comes_after_blurpool(toy: Toy) -> None:
         assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
 
 
+@pytest.mark.process
 def test_importing_and_applying_leaves_signal_handlers_alone() -> None:
     """Composer replaces two; nothing of ours imports it."""
     done = run_python(
@@ -265,6 +266,7 @@ def both_of(rank_pipeline: Callable[[], Pipeline]) -> Any:
             return built.engine.plain_model[1].running_mean.tolist()
 
 
+@pytest.mark.process
 def test_statistics_are_the_mean_of_the_ranks_under_averages_too(toy: Toy) -> None:
     """BatchNorm's running statistics differ per rank; rank 0's alone would be evaluated."""
 

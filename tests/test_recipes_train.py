@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,13 @@ def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:
     return overrides | {"model_options.num_classes": CLASSES}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# Recipes that differ in their epochs alone are for `make test-all`, but for the shortest of each model.
+LONGER = [name for name in RECIPES if re.fullmatch(r"ffcv-resnet\d+-(24|32|40|56|88)", name)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in RECIPES]
+)
 def test_a_recipe_takes_two_steps(name: str, stand_in: dict[str, str]) -> None:
     if RECIPES[name].get("strategy", "single") not in STRATEGIES:
         pytest.skip(f"unknown strategy {RECIPES[name]['strategy']}")

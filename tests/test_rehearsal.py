@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 FOLDER = Path(__file__).parent
 FILES = sorted(str(path) for path in FOLDER.glob("test_gpu_*.py"))
 REHEARSED = {

@@ -16,6 +16,8 @@ import psutil
 import pytest
 from process_state import wait_until_ended
 
+pytestmark = pytest.mark.process
+
 run = gpu_stages.load("run")
 stages = gpu_stages.load("stages")
 

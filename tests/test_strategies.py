@@ -44,6 +44,7 @@ def test_get_refuses(strategy: object, options: dict[str, object], words: str) -
         strategies.get(strategy, **options)
 
 
+@pytest.mark.process
 def test_importing_the_folder_does_not_import_torch() -> None:
     code = (
         "import drivetrain.strategies, drivetrain.strategies.launching.rank_main, sys; "

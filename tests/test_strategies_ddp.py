@@ -10,6 +10,8 @@ import torch
 from drivetrain.strategies import launch
 from strategy_jobs import BATCH_NORM, CASES, Case, ddp_everything, train
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:

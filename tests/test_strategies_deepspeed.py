@@ -29,7 +29,7 @@ from pipeline_data import Toy, numbers, plain_model
 from strategy_jobs import make_optimizer
 from test_strategies_parity import same_run, weights
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 Ranks = list[dict[str, Any]]
 stages = pytest.mark.parametrize("name", STAGES)
 FITTED = {"plain": STAGES[1], "clipped accumulated": STAGES[2], "methods": STAGES[2], "batches": STAGES[2]}

@@ -121,6 +121,7 @@ except MissingExtra as error:
 """
 
 
+@pytest.mark.process
 def test_it_is_imported_at_use_only_and_says_how_it_is_installed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=150, check=True

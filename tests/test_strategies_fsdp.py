@@ -16,7 +16,7 @@ from strategy_jobs import make_optimizer
 from test_strategies_parity import same_run
 from torch import nn
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 Ranks = list[dict[str, Any]]
 names = pytest.mark.parametrize("name", FAMILY)
 

@@ -12,7 +12,7 @@ from drivetrain.strategies import Single, launch, plugins
 from drivetrain.strategies.common.memory import ADAMW_BYTES, adamw_bytes
 from parity_jobs import BF16, CASES, KINDS, NAMES, WHOLE, Case, Run, parity, train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 Ranks = list[dict[str, Any]]
 names = pytest.mark.parametrize("name", NAMES)
 MORE = [*WHOLE, "fsdp"]

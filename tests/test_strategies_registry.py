@@ -225,6 +225,7 @@ def variant(site: Path, package: str, entry: str) -> Path:
     return other
 
 
+@pytest.mark.process
 def test_a_package_brings_a_strategy_by_an_entry_point(tmp_path: Path) -> None:
     site = install(tmp_path)
     second = variant(site, "second", "theirs = second_strategies:Theirs")

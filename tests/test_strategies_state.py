@@ -23,7 +23,7 @@ from state_jobs import (
     imported,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 Ranks = list[dict[str, Any]]
 OFTEN = [name for name in NAMES if name not in ("fsdp_grad_op", "hsdp")]
 """Those two keep what `fsdp` keeps; `make test-all` has them, too."""

@@ -20,7 +20,7 @@ from step_option_jobs import NAMES, OPTIONS, REFUSED, run_all
 from strategy_jobs import make_optimizer
 from torch import nn
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.process]
 
 
 class Block(nn.Module):

@@ -10,6 +10,8 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import SAM, Transform
 from shard_jobs import LOOPS, clip, drop_step, dropping, everything, net, train
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
