@@ -30,7 +30,7 @@ class Watch:
         popen, spawn = subprocess.Popen.__init__, multiprocessing.util.spawnv_passfds
 
         def started(program: object) -> None:
-            if not _is_python(program):
+            if not self.test or not _is_python(program):  # outside of tests it is a worker of pytest-xdist
                 return
             if MODE == "refuse":
                 raise AssertionError(f"{self.test} {ADVICE}")
