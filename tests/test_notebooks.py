@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 from pipeline_data import Toy
 from process_state import wait_until_ended
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
