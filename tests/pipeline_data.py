@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,11 @@ RUN_FILES = ["checkpoints", "curves.png", "history.json", "model.safetensors", "
 def left_in(folder: Path) -> list[str]:
     """The names in a run's folder, without that of the recipe, which not every pipeline has."""
     return sorted(path.name for path in folder.iterdir() if path.name != "recipe.yaml")
+
+
+def living_threads() -> set[threading.Thread]:
+    """The threads that would keep this process from ending."""
+    return {thread for thread in threading.enumerate() if not thread.daemon}
 
 
 def surroundings() -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -39,12 +38,13 @@ from drivetrain.pipeline.ledger.data import (
     without,
 )  # fmt: skip
 from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import _has_copies, _Measurement
+from drivetrain.pipeline.ledger.measure import _Measurement
 from drivetrain.pipeline.ledger.record import Record
 from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_variant, largest, resident_peak
 from drivetrain.pipeline.ledger.trials import mean_trial, run_trial
 from drivetrain.pipeline.ledger.variants import Variant, possible, variants
 from drivetrain.pipeline.spec.config import DistributedConfig
+from drivetrain.pipeline.spec.cuda_settings import uses_gpu
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry.history import Epoch
 from drivetrain.pipeline.telemetry.provenance import provenance
@@ -215,8 +215,7 @@ def test_the_whole_is_the_pipeline_that_was_asked_for(toy: Toy) -> None:
 def test_a_gpu_has_the_ceiling_of_its_copies(toy: Toy) -> None:
     for device, copies in (("cpu", False), ("cuda", True)):
         plan = resolve(toy.pipeline())
-        there = dataclasses.replace(plan, distribution=DistributedConfig(options={"device": device}))
-        assert _has_copies(there) is copies
+        assert uses_gpu(DistributedConfig(options={"device": device})) is copies
         kinds = {one.id: one.id.workload for one in variants(plan, copies=copies)}
         assert kinds.get(COPY) == ("copy" if copies else None)
 

@@ -18,7 +18,7 @@ from drivetrain.pipeline import Checkpoints, History, LoggerWarning
 from drivetrain.pipeline.telemetry.curves import draw
 from drivetrain.pipeline.telemetry.history import Epoch
 from PIL import Image
-from pipeline_data import BATCH, RUN_FILES, TRAIN, Toy, left_in, plain_model
+from pipeline_data import BATCH, RUN_FILES, TRAIN, Toy, left_in, living_threads, plain_model
 from torch import nn
 
 STEPS = TRAIN // BATCH  # in an epoch
@@ -90,7 +90,7 @@ def points_of(folder: Path, name: str) -> dict[int, float]:
 
 
 def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> None:
-    notebook, server = Notebook(), Server()
+    notebook, server, threads = Notebook(), Server(), living_threads()
     result = fit(
         toy.pipeline(), 2, out=tmp_path, logger=["csv", "tensorboard", notebook, server], log_every=1
     )
@@ -112,7 +112,7 @@ def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> Non
     assert points_of(tmp_path, "accuracy") == pytest.approx({4: first.accuracy, 8: last.accuracy})
     assert len(points_of(tmp_path, "step/loss")) == 2 * STEPS
     assert left_in(tmp_path) == sorted([*RUN_FILES, "metrics.csv", "tensorboard"])
-    assert not [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    assert living_threads() <= threads
 
 
 def test_a_run_that_begins_again_or_goes_on_doubles_nothing(toy: Toy, tmp_path: Path) -> None:

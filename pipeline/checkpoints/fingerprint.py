@@ -154,12 +154,12 @@ def description(plan: ResolvedPlan) -> dict[str, Any] | None:
 
     The model is None if it has no name: a built module, or a function that cannot be imported.
     """
-    name = None if isinstance(plan.model, nn.Module) else name_of_factory(plan.model)
+    name = None if isinstance(plan.spec.model, nn.Module) else name_of_factory(plan.spec.model)
     try:
         changes = [t for t in plan.transforms if t.kind in transforms.CHANGES_MODEL]
         found = {
             "model": name,
-            "model_options": dict(plan.model_options),
+            "model_options": dict(plan.spec.model_options),
             "transforms": [transforms.to_dict(transform) for transform in changes],
             "seed": plan.seed,
         }

@@ -26,8 +26,9 @@ import torch
 
 from ...checks import is_number
 from ...errors import DrivetrainError, LedgerError, PlanError
-from ...strategies.launching.group import is_rank, needs_ranks
+from ...strategies.launching.group import is_rank
 from ..runs.fit import resolve_data
+from ..spec.cuda_settings import uses_gpu
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
@@ -121,7 +122,7 @@ def _measured(
         LedgerError: likewise, if there is none.
     """
     begin = perf_counter()
-    always = variants(plan, copies=_has_copies(plan))
+    always = variants(plan, copies=uses_gpu(plan.distribution))
     record = Record([variant.id for variant in (*always, *alone_and_without(plan))])
     interrupted, error = False, ""
     try:
@@ -243,7 +244,7 @@ class _Measurement:
 
         On a GPU that of each variant is counted while it warms up.
         """
-        if _has_copies(self._plan):
+        if uses_gpu(self._plan.distribution):
             return False
         enough = self._budget.seconds >= PEAK_SECONDS
         if not enough:
@@ -263,7 +264,7 @@ class _Measurement:
                 record.missing_costs[what] = NO_TIME
                 continue
             try:
-                peak = peak_bytes(resolve(variant.spec), self._batches, self._budget.left)
+                peak = peak_bytes(variant.plan, self._batches, self._budget.left)
             except DrivetrainError as error:
                 record.missing_costs[what] = NO_TIME if self._budget.left <= 0 else described(error)
             else:
@@ -337,7 +338,7 @@ class _Measurement:
 
     def _least(self) -> None:
         """Plain PyTorch and the full pipeline, a trial each, which show how many batches a trial can have."""
-        plain, *others = groups(variants(self._plan, copies=_has_copies(self._plan)))
+        plain, *others = groups(variants(self._plan, copies=uses_gpu(self._plan.distribution)))
         runner = self._open(plain, 1)
         assert runner is not None  # else it has raised
         self._record.first |= self._run_trials(runner, [PLAIN], 0, 1)
@@ -362,11 +363,10 @@ class _Measurement:
         for variant in (*between, *alone_and_without(self._plan)):
             rounds = MIN_ROUNDS if variant in between else TIGHT_ROUNDS
             try:
-                plan = resolve(variant.spec)
+                ranks = variant.plan.needs_ranks
             except DrivetrainError as error:
                 self._record.left_out[variant.id] = f"it cannot be measured: {error}"
                 continue
-            ranks = needs_ranks(plan.strategy, plan.distribution.devices)
             alike = [t for t in self._runners if t.on_ranks == ranks]
             trial = _mean([t.seconds / (1 if ranks else len(t.variants)) for t in alike])
             opening = _mean([t.opening for t in alike])
@@ -428,9 +428,3 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
-
-
-def _has_copies(plan: ResolvedPlan) -> bool:
-    """Whether batches are copied to a GPU; on a CPU they are where they are computed on."""
-    device = plan.distribution.device
-    return torch.cuda.is_available() if device is None else torch.device(device).type != "cpu"

@@ -18,10 +18,10 @@ import torch
 from ...errors import DrivetrainError, StrategyError
 from ...loaders.epochs import EpochLoader
 from ...strategies import launch
-from ...strategies.launching.group import needs_ranks
 from ...transforms import LayerFreezing
 from ..spec.cuda_settings import cuda_settings
-from ..spec.resolve import ResolvedPlan, resolve
+from ..spec.kinds import find
+from ..spec.resolve import ResolvedPlan
 from ..training.build import build, fork_rng, make_loader
 from .budget import OutOfTime
 from .data import Costs, Trial, VariantId
@@ -88,7 +88,7 @@ class VariantRunner:
         deadline: float = math.inf,
     ) -> None:
         start = perf_counter()
-        self._plan = resolve(group[0].spec)
+        self._plan = group[0].plan
         self._left = [variant.id for variant in group]
         self._stack = ExitStack()
         self.opening, self.seconds = 0.0, 0.0
@@ -110,7 +110,7 @@ class VariantRunner:
     @property
     def on_ranks(self) -> bool:
         """Whether it starts processes for each round."""
-        return needs_ranks(self._plan.strategy, self._plan.distribution.devices)
+        return self._plan.needs_ranks
 
     def drop(self, variants: Iterable[VariantId]) -> None:
         """Remove these."""
@@ -225,7 +225,7 @@ def build_variant(
         built,
         phases(plan.transforms, plan.data.image_size),
         lambda size: loaders.get(plan, size, engine.device),
-        next((t for t in plan.transforms if isinstance(t, LayerFreezing)), None),
+        find(plan.transforms, LayerFreezing),
         partial(cuda_settings, plan.distribution, plan.transforms),
     )
     if plan.distribution.compile:
@@ -245,7 +245,7 @@ def build_variant(
 
 
 def _allocated() -> list[int]:
-    """Bytes on each GPU that tensors take now, from which the peaks are counted anew."""
+    """Bytes on each GPU that tensors take now, from which the peaks are counted from then on."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     for number in range(torch.cuda.device_count()):

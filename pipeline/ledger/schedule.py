@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...transforms import LayerFreezing, ProgressiveResizing, Transform
+from ..spec.kinds import find
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ def phases(transforms: Sequence[Transform], image_size: int) -> list[Phase]:
     degree (it grows with the square), and linear in what is frozen. Without such a schedule there is one
     phase. Equal phases are one.
     """
-    resizing = next((t for t in transforms if isinstance(t, ProgressiveResizing)), None)
-    freezing = next((t for t in transforms if isinstance(t, LayerFreezing)), None)
+    resizing = find(transforms, ProgressiveResizing)
+    freezing = find(transforms, LayerFreezing)
     points = {0.0, 1.0}
     points |= {resizing.delay, 1 - resizing.finetune} if resizing else set()
     points |= {freezing.freeze_start} if freezing else set()

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from ...errors import DrivetrainError
@@ -24,6 +24,11 @@ class Variant:
 
     id: VariantId
     spec: PipelineSpec
+
+    @cached_property
+    def plan(self) -> ResolvedPlan:
+        """The plan, made and checked at first use; see `resolve` for the errors."""
+        return resolve(self.spec)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def _distributed(spec: PipelineSpec, **changes: Any) -> PipelineSpec:
 
 
 def _strategy(spec: PipelineSpec, how: DistributedConfig) -> PipelineSpec:
-    """The strategy and what it was told, on top of the pipeline's own precision and compiling."""
+    """The strategy and its options, on top of the pipeline's own precision and compiling."""
     own = spec.distributed
     return spec.replace(distribution=dataclasses.replace(how, precision=own.precision, compile=own.compile))
 
@@ -134,6 +139,6 @@ def possible(found: Iterable[Variant]) -> list[Variant]:
     kept = []
     for variant in found:
         with suppress(DrivetrainError):
-            resolve(variant.spec)
+            _ = variant.plan  # raises if there is none
             kept.append(variant)
     return kept

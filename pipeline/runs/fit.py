@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ... import strategies
 from ...errors import DrivetrainError, PlanError, StrategyError
-from ...strategies.launching.group import is_main_process, is_rank, needs_ranks, under_torchrun
+from ...strategies.launching.group import is_main_process, is_rank, under_torchrun
 from ...transforms import NothingChanged
 from ..checkpoints.state import global_randomness_kept
 from ..spec.cuda_settings import cuda_settings
@@ -88,7 +88,7 @@ def _run(plan: ResolvedPlan, job: FitJob) -> RankResult:
 
 def _is_alone(plan: ResolvedPlan) -> bool:
     """Whether this process trains, and no other."""
-    return not needs_ranks(plan.strategy, plan.distribution.devices) and not under_torchrun()
+    return not plan.needs_ranks and not under_torchrun()
 
 
 def _is_rank(plan: ResolvedPlan) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from ...transforms import ProgressiveResizing, Transform
 from .config import DistributedConfig
+from .kinds import find
 
 
 def uses_gpu(how: DistributedConfig) -> bool:
@@ -29,7 +30,7 @@ def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) ->
         return chosen, "as set"
     if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
         return False, "torch is set to deterministic algorithms, and a benchmark may choose others each time"
-    if any(isinstance(transform, ProgressiveResizing) for transform in transforms):
+    if find(transforms, ProgressiveResizing):
         return False, "ProgressiveResizing changes the size of the images, and each size would be measured"
     return True, "images keep their size, so that the fastest convolutions are measured once"
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 from ...errors import PlanError
 from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip, Transform
 from ...transforms.base import missing_hook
+
+T = TypeVar("T", bound=Transform)
 
 # Surgery replaces modules, so it precedes whatever touches their parameters; a memory format set before
 # surgery would be lost on the new modules (BlurPool after ChannelsLast: 3 weights of a ResNet).
 KINDS = ("image", "surgery", "memory_format", "optimizer", "schedule", "batch", "loss", "loop", "evaluation")
 KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
 CALLED_BY_CLASS = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip)
-"""Transforms whose own methods the loop calls; see `methods.py`."""
+"""Transforms whose own methods the loop calls; see `training/hooks.py`."""
+
+
+def find(transforms: Iterable[Transform], kind: type[T]) -> T | None:
+    """Return the transform of that class, or None; a pipeline has at most one of each."""
+    return next((transform for transform in transforms if isinstance(transform, kind)), None)
 
 
 def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:

@@ -6,15 +6,14 @@ It alone knows the rules of order; what does not go together at all is in `rules
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from torch import nn
 
 from ... import strategies
 from ...errors import PlanError
 from ...strategies import Strategy
+from ...strategies.launching.group import needs_ranks
 from ...transforms import Transform
 from .config import DataConfig, DistributedConfig, OptimizerConfig
 from .kinds import sort_transforms
@@ -49,19 +48,9 @@ class ResolvedPlan:
     steps: tuple[Step, ...]
 
     @property
-    def model(self) -> Callable[..., nn.Module] | nn.Module:
-        """The model's factory, or a module to copy."""
-        return self.spec.model
-
-    @property
-    def model_options(self) -> Mapping[str, Any]:
-        """Arguments of the factory."""
-        return self.spec.model_options
-
-    @property
-    def model_name(self) -> str:
-        """The model's name for people."""
-        return self.spec.model_name
+    def needs_ranks(self) -> bool:
+        """Whether it trains on ranks, which something must start."""
+        return needs_ranks(self.strategy, self.distribution.devices)
 
     @property
     def seed(self) -> int:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from ... import strategies
 from ...checks import check_whole
 from ...errors import PlanError
 from ...transforms import GradientClipping, GyroDropout, ProgressiveResizing, SeqLengthWarmup, Transform
+from .kinds import find
 from .pipeline_spec import PipelineSpec
-
-T = TypeVar("T", bound=Transform)
 
 FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
 """Strategies whose family is not the first word of their name. Both of DDP's here divide the optimizer's state
@@ -48,7 +46,7 @@ def check_epochs(spec: PipelineSpec, epochs: int) -> None:
         PlanError: naming the value, or the method, and the remedy.
     """
     check_whole("epochs", epochs, PlanError, 1)
-    resizing, data = _find(spec, ProgressiveResizing), spec.data
+    resizing, data = find(spec.transforms, ProgressiveResizing), spec.data
     if resizing is None or data is None or resizing.finetune == 0:
         return
     if resizing.size(data.image_size, 1 - 0.5 / epochs) < data.image_size:
@@ -86,7 +84,7 @@ def _unused_parameters(spec: PipelineSpec) -> None:
 
 
 def _clipped_twice(spec: PipelineSpec) -> None:
-    clipping = _find(spec, GradientClipping)
+    clipping = find(spec.transforms, GradientClipping)
     if clipping is not None and spec.distributed.clip_norm is not None:
         raise PlanError(
             f"{clipping} and distribute(clip_norm={spec.distributed.clip_norm}) both bound the gradients. "
@@ -95,7 +93,7 @@ def _clipped_twice(spec: PipelineSpec) -> None:
 
 
 def _clipping_of_shards(spec: PipelineSpec) -> None:
-    clipping = _find(spec, GradientClipping)
+    clipping = find(spec.transforms, GradientClipping)
     strategy = spec.distributed.name
     if clipping is None or family(strategy) in ("single", "ddp", "dp"):
         return
@@ -116,7 +114,11 @@ def _two_averages(spec: PipelineSpec) -> None:
 
 def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
     data = spec.data
-    if data is not None and data.settings.get("crop") == "padded" and _find(spec, ProgressiveResizing):
+    if (
+        data is not None
+        and data.settings.get("crop") == "padded"
+        and find(spec.transforms, ProgressiveResizing)
+    ):
         raise PlanError(
             "ProgressiveResizing changes the size of the images, and crop='padded' keeps that of the file. Use "
             "crop='resized', or leave ProgressiveResizing out."
@@ -124,7 +126,7 @@ def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
 
 
 def _sequences_of_images(spec: PipelineSpec) -> None:
-    if _find(spec, SeqLengthWarmup):
+    if find(spec.transforms, SeqLengthWarmup):
         raise PlanError(
             "SeqLengthWarmup cuts sequences of tokens, and a pipeline loads images. Use it in a loop of your own, "
             "or ProgressiveResizing here."
@@ -143,7 +145,7 @@ def _compiled(spec: PipelineSpec) -> None:
 
 
 def _counted_forwards(spec: PipelineSpec) -> None:
-    if spec.distributed.activation_checkpointing and _find(spec, GyroDropout):
+    if spec.distributed.activation_checkpointing and find(spec.transforms, GyroDropout):
         raise PlanError(
             "GyroDropout counts forwards, and activation_checkpointing runs each twice: the second would drop other "
             "features. Leave one of the two out."
@@ -166,7 +168,3 @@ RULES: tuple[Callable[[PipelineSpec], None], ...] = (
 
 def _name(transform: Transform) -> str:
     return type(transform).__name__
-
-
-def _find(spec: PipelineSpec, kind: type[T]) -> T | None:
-    return next((transform for transform in spec.transforms if isinstance(transform, kind)), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +26,11 @@ from ...transforms import (
 )
 from ...transforms.common.tensors import buffers_kept
 from ...transforms.gyro_dropout import GyroDropoutLayer
+from ..spec.kinds import find
 from ..telemetry.state import TrainState
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]
 """Images `(b, 3, H, W)` and targets, `(b,)` class numbers or `(b, C)` probabilities."""
-
-T = TypeVar("T", bound=Transform)
 
 
 def split_microbatches(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
@@ -56,10 +55,10 @@ class TrainingHooks:
     def __init__(self, transforms: Sequence[Transform], seed: int = 0, classes: int | None = None) -> None:
         self.state = TrainState()
         self._seed, self._classes, self._all = seed, classes, tuple(transforms)
-        self._resizing = _only(transforms, ProgressiveResizing)
+        self._resizing = find(transforms, ProgressiveResizing)
         self._batch = [t for t in transforms if t.kind == "batch" and t is not self._resizing]
-        self._sam, self._clipping = _only(transforms, SAM), _only(transforms, GradientClipping)
-        self._freezing, self._flip = _only(transforms, LayerFreezing), _only(transforms, TestTimeFlip)
+        self._sam, self._clipping = find(transforms, SAM), find(transforms, GradientClipping)
+        self._freezing, self._flip = find(transforms, LayerFreezing), find(transforms, TestTimeFlip)
         self._loop = [t for t in transforms if t.kind == "loop"]
         self._sessions: list[Session] = []
 
@@ -75,7 +74,7 @@ class TrainingHooks:
 
         Said, not refused: the same recipe is right for more epochs, and trying it out for one is no fault.
         """
-        average = _only(self._loop, EMA)
+        average = find(self._loop, EMA)
         share = 0.0 if average is None else average.share_of_start(self.state.total_steps)
         if share < 0.1:
             return ""
@@ -200,8 +199,3 @@ def _counting(engine: Engine) -> Iterator[tuple[str, GyroDropoutLayer]]:
     for name, module in engine.plain_model.named_modules():
         if isinstance(module, GyroDropoutLayer):
             yield name, module
-
-
-def _only(transforms: Sequence[Transform], kind: type[T]) -> T | None:
-    """The transform of that class; the plan has seen to it that there is at most one."""
-    return next((transform for transform in transforms if isinstance(transform, kind)), None)
