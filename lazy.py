@@ -44,6 +44,6 @@ def _imports(source: str) -> dict[str, str]:
         alias.asname or alias.name: f"{'.' * node.level}{node.module}"
         for block in blocks
         for node in block
-        if isinstance(node, ast.ImportFrom) and node.module != "typing"
+        if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }

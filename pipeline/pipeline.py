@@ -123,7 +123,7 @@ class Pipeline(PipelineSpec):
 
         Each strategy of Lightning's can train it, by its name there or as an object:
         `to_lightning(epochs=16, strategy="ddp_spawn", devices=2)`, or as is usual in Lightning,
-        `Trainer(**{**trainer, "strategy": "ddp_spawn"})`. What `distribute` was told is translated otherwise.
+        `Trainer(**{**trainer, "strategy": "ddp_spawn"})`. The other options of `distribute` are translated.
         `fsdp` and its kin then are FSDP1, with the whole model as one unit (`FSDPStrategy(auto_wrap_policy=…)`
         divides it), and need GPUs, as do Lightning's `deepspeed…`; `ddp_fork` and `ddp_notebook` fork this process,
         in which torch should not have computed on several threads by then. This call does not.
@@ -165,12 +165,12 @@ class Pipeline(PipelineSpec):
         `seconds` includes everything but the fetching of a named data set and the trainings of `accuracy`: building,
         warm-up, compiling, rounds and peak memory. Plain PyTorch and the full pipeline, one trial each, are the least
         that is a ledger. What fits besides is decided by how long these take: trials of fewer batches, fewer rounds,
-        fewer variants. What is left out is in `facts["left_out"]`, with the reason. When the time is over, no further
+        fewer variants. `Ledger.left_out` has what is left out, with the reason. When the time is over, no further
         batch begins, and one that runs is interrupted; in another thread than the main one it is waited for. So a
         ledger takes longer by at most one batch, or the building of one model.
 
-        A variant that fails (it diverges, lacks memory, loses a rank) is a row with the reason; see
-        `facts["failed"]`. The others are measured without it.
+        A variant that fails (it diverges, lacks memory, loses a rank) is a row with the reason,
+        and in `Ledger.failed`. The others are measured without it.
 
         Args:
             seconds: the time to spend.

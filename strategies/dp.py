@@ -14,6 +14,7 @@ from .base import OptimizerFactory
 from .common.placement import build_optimizer, put_on
 from .devices import pick_device
 from .engine import LocalEngine
+from .launching.group import in_group
 from .options import Options, PrepareOptions
 
 
@@ -65,7 +66,7 @@ class DP:
                 several ranks, where each would train a separate model.
         """
         options = Options.of(given)
-        if dist.is_available() and dist.is_initialized():
+        if in_group():
             self.check(dist.get_world_size())
         devices = self._devices()
         if options.compile and devices[0].type == "cuda":

@@ -13,6 +13,7 @@ from .base import OptimizerFactory
 from .common.placement import build_optimizer, put_on
 from .devices import pick_device
 from .engine import LocalEngine
+from .launching.group import in_group
 from .options import Options, PrepareOptions
 
 
@@ -45,7 +46,7 @@ class Single:
                 separate model.
         """
         options = Options.of(given)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if in_group() and dist.get_world_size() > 1:
             raise StrategyError(
                 f"strategy 'single' was prepared on {dist.get_world_size()} ranks, and each would train a separate "
                 f"model. Use 'ddp', or devices=1."

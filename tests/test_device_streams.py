@@ -123,7 +123,7 @@ class OnGpu:
 
 
 def late_guard(monkeypatch: pytest.MonkeyPatch) -> tuple[NonFiniteGuard, TrainState]:
-    """A guard on a GPU, whose copies are counted, and the position that it is told."""
+    """Return a guard on a GPU whose copies are counted, and the position that it reads."""
     monkeypatch.setattr(nonfinite, "HostCopy", Queued)
     monkeypatch.setattr(Queued, "waited", [])
     engine: Any = SimpleNamespace(world_size=1, device=SECOND)

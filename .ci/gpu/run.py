@@ -180,7 +180,7 @@ def run_stage(stage: Stage, state: Path, results: Path, seconds: float, rehearsa
     for unit in pending:
         left = seconds - (monotonic() - start)
         if ran and left < MARGIN * expected(file, stage, unit) + GRACE:
-            # Two that fail, and do not fit into one call, would be repeated for ever.
+            # Two that fail, and do not fit into one call, would be repeated without end.
             again = failed and not_done.get(unit.name, {}).get("what", KILLED) != KILLED
             return "failed" if again else "more"
         began = monotonic()

@@ -241,7 +241,7 @@ def digest(ranks: Sequence[Labels]) -> str:
 
 
 def _wait_for(engine: Engine) -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device has finished the work it was given."""
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
 

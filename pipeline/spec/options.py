@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeGuard, TypeVar, cast
 
 from ...checks import check_whole, is_flag, is_number, is_whole, make_plain
 from ...errors import PlanError, suggest
@@ -40,7 +40,7 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
 
 
-def _is_mapping(value: object) -> bool:
+def _is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
 
@@ -48,7 +48,7 @@ TEXT = Kind(lambda value: isinstance(value, str), "text")
 PATH = Kind(lambda value: isinstance(value, str | Path) and value != "", "text that is not empty")
 FLAG = Kind(is_flag, "true or false")
 MAPPING = Kind(_is_mapping, "a dict")
-NOTES = Kind(lambda value: _is_mapping(value) and _is_texts([*value.values()]), "a dict of texts")  # type: ignore[attr-defined]
+NOTES = Kind(lambda value: _is_mapping(value) and _is_texts([*value.values()]), "a dict of texts")
 TEXTS = Kind(_is_texts, "a list of texts")
 LIST = Kind(lambda value: isinstance(value, list | tuple), "a list")
 INTEGER = Kind(is_whole, "an integer")

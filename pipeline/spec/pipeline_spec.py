@@ -28,19 +28,7 @@ from .options import documented
 class PipelineSpec:
     """A description of a training run: the fields of a `Pipeline`, and the methods that build it.
 
-    A value: it cannot change, and every method returns another one, of the same class. Specs of equal stages are
-    equal, and have the same hash; models that are modules are equal if they are the same object. It can be pickled
-    where its model can, and `dataclasses.replace` changes single fields.
-
-    Args:
-        model: a factory of the model, called with `model_options`; the name of one (`"resnet50"` or any
-            other of torchvision, `"cifar_resnet"`, `"package.module:factory"`); or a module, which
-            is copied and stays as it is.
-        seed: of weights, order and augmentation. Default 0.
-        model_options: arguments of the factory.
-
-    Raises:
-        PlanError, RecipeError: naming the value that cannot be used.
+    See `Pipeline` for the arguments and for what makes two of them equal.
     """
 
     model: Callable[..., nn.Module] | nn.Module
@@ -100,6 +88,11 @@ class PipelineSpec:
         if isinstance(self.model, nn.Module):
             return f"a copy of your {type(self.model).__name__}"
         return getattr(self.model, "__name__", type(self.model).__name__)
+
+    @property
+    def optimized(self) -> OptimizerConfig:
+        """What `optimize` was given; its defaults where it was not called, and `optimization` is None."""
+        return self.optimization or OptimizerConfig()
 
     @property
     def distributed(self) -> DistributedConfig:

@@ -9,7 +9,7 @@ from ... import strategies
 from ...strategies import Strategy
 from ...table import Table
 from ...transforms import CHANGES_MODEL, Transform
-from .config import PRECISIONS, DataConfig, DistributedConfig, OptimizerConfig
+from .config import PRECISIONS, DataConfig, DistributedConfig
 from .cuda_settings import choose_benchmark, uses_gpu
 from .kinds import KIND_ORDER
 from .pipeline_spec import PipelineSpec
@@ -62,15 +62,14 @@ def lay_out(
     spec: PipelineSpec, data: DataConfig, transforms: tuple[Transform, ...], strategy: Strategy
 ) -> tuple[Step, ...]:
     """Return the steps of a pipeline whose transforms are in order."""
-    how, optimization = spec.distributed, spec.optimization or OptimizerConfig()
-    ordered = transforms
+    how, optimization = spec.distributed, spec.optimized
     steps = [
         Step(f"load {data.train}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{data.image_size} px{_eval_size(data)}{data.for_plan()}; every rank takes its slice of each batch"),
-        *(_transform_step(t) for t in ordered if t.kind == "image"),
+        *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()", f"with the seed {spec.seed}, the same on every rank"),
     ]  # fmt: skip
-    steps += [_transform_step(t, how.name) for t in ordered if t.kind in CHANGES_MODEL]
+    steps += [_transform_step(t, how.name) for t in transforms if t.kind in CHANGES_MODEL]
     steps += _wrapping_steps(how)
     steps += _gpu_steps(how, transforms)
     steps += [
@@ -83,7 +82,7 @@ def lay_out(
              "; ".join(filter(None, [f"made when the parameters are the final ones{optimization.for_plan()}",
                                      optimization.note(data.batch_size)]))),
     ]  # fmt: skip
-    later = [t for t in ordered if t.kind not in ("image", *CHANGES_MODEL)]
+    later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
     steps += [Step("loss: cross entropy", "default", "class indices or probabilities")]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]

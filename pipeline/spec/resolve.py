@@ -95,13 +95,12 @@ def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
     transforms = sort_transforms(spec.transforms)
     settings = train_settings(data, transforms)
     check_rules(spec)
-    optimization = spec.optimization or OptimizerConfig()
     steps = lay_out(spec, data, transforms, strategy)
     if spec.epochs is not None:
         check_epochs(spec, spec.epochs)
     if files:
         check_sources(data, how.devices)
-    scaled = optimization.at(data.batch_size)
+    scaled = spec.optimized.at(data.batch_size)
     return ResolvedPlan(spec, data, transforms, strategy, scaled, how, settings, steps)
 
 

@@ -21,6 +21,7 @@ from ...errors import PlanError, StrategyError
 from ...loaders.epochs import EpochLoader
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
+from ...strategies.launching.group import in_group
 from ...transforms import CHANGES_MODEL, CutMix, Loss, MixUp, Report, Transform
 from ..spec.config import DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
@@ -158,8 +159,7 @@ def make_loader(
     """A loader of this rank's share; `ranks` is its number and theirs, None: those of the process group."""
     data = plan.data
     if ranks is None:
-        in_group = dist.is_available() and dist.is_initialized()
-        ranks = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
+        ranks = (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
     kind: Any = loaders.FFCVLoader if data.loader == "ffcv" else loaders.TorchLoader
     loader: EpochLoader = kind(
         source_file(data, source),
