@@ -89,7 +89,7 @@ def _gathered(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tests(rehearse: bool) -> Stage:
-    files = sorted((ROOT / "tests").glob("test_gpu_*.py"))
+    files = sorted((ROOT / "tests" / "gpu").glob("test_gpu_*.py"))
     units = tuple(
         Unit(
             file.stem,

@@ -1,0 +1,224 @@
+"""A whole training on the GPU: it agrees with the CPU, never waits for the host, and leaves nothing changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gpu_device
+import pytest
+import torch
+from drivetrain import RECIPES, Pipeline
+from drivetrain.loaders import convert
+from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
+from drivetrain.pipeline.runs.run import Run
+from drivetrain.pipeline.spec.resolve import resolve
+from gpu_device import Device
+from pipeline_data import CLASSES, Toy, batch_norm_model, evaluated, numbers, toy_arrays
+from places import SUPPORT
+from small_recipes import BATCH, SIDE, shrunk
+from torch import nn
+
+pytestmark = gpu_device.MARKS
+
+
+class Strict:
+    """A loader whose steps may not wait for the device, from the second one on: the first one makes what stays.
+
+    Args:
+        loader: the run's.
+        device: the error mode is CUDA's.
+    """
+
+    def __init__(self, loader: Any, device: Device) -> None:
+        self._loader, self._real, self.steps = loader, device.real, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for number, batch in enumerate(self._loader):
+                yield batch
+                self.steps += number > 0
+                self._mode("error")
+        finally:
+            self._mode("default")
+
+    def _mode(self, mode: str) -> None:
+        if self._real:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+def distinct() -> list[str]:
+    """Recipes whose steps differ: those of one family that differ in their length alone have one."""
+    by_steps = {}
+    for name, recipe in RECIPES.items():
+        methods = [entry["name"] for entry in recipe.get("transforms", [])]
+        by_steps.setdefault(json.dumps([recipe["model"], methods, recipe.get("precision")]), name)
+    return list(by_steps.values())
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder, arrays = tmp_path_factory.mktemp("stand-in"), toy_arrays(4 * BATCH, 0, SIDE)
+    for name in ("train", "val"):
+        convert(arrays, folder / f"{name}.beton", classes="abcd", progress=False)
+    return {name: str(folder / f"{name}.beton") for name in ("train", "val")}
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_no_step_of_a_recipe_waits_for_the_device(
+    device: Device, stand_in: dict[str, str], name: str, tmp_path: Path
+) -> None:
+    """Loader, forward, backward, optimizer, methods, guard, bar and logger: all of `fit` but an epoch's end.
+
+    Of fp16 `shrunk` makes bf16: with fp16 a step waits by design.
+    """
+    if not device.real and name not in ("baseline", "cifar10-quickstart"):
+        pytest.skip("too much for a CPU: rehearsed with two recipes")
+    small = {**shrunk(name, stand_in), "strategy": "single", "strategy_options": {"device": device.name}}
+    if not device.real:
+        small |= {"precision": "fp32", "epochs": 1}  # not every CPU has bf16's instructions
+    pipeline = Pipeline.from_recipe(name, **small)
+    built = pipeline.build()
+    strict: Any = Strict(built.train, device)
+    assert pipeline.epochs is not None
+    job = FitJob(epochs=pipeline.epochs, out=tmp_path, checkpoints=None, logger=("csv",), log_every=2)
+    Run(resolve(pipeline), replace(built, train=strict), job, RankResult()).train()
+    assert strict.steps == 3 * pipeline.epochs
+    device.holds(*built.engine.plain_model.parameters())
+
+
+def test_training_takes_the_gpu_by_itself_and_agrees_with_the_cpu(device: Device, toy: Toy) -> None:
+    gpu = toy.pipeline(batch_norm_model).fit(epochs=2, progress=False)
+    cpu = toy.pipeline(batch_norm_model).distribute("single", device="cpu").fit(epochs=2, progress=False)
+    for one, other in zip(numbers(gpu), numbers(cpu), strict=True):
+        assert one == pytest.approx(other, rel=1e-2)
+    assert next(gpu.model.parameters()).device.type == "cpu"
+    val_loss, accuracy = evaluated(gpu.model, toy.val)
+    assert val_loss == pytest.approx(gpu.history.epochs[-1].val_loss, rel=1e-2)
+    assert accuracy == pytest.approx(gpu.history.epochs[-1].accuracy, abs=0.05)
+    assert device.name in ("cuda", "cpu")
+
+
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=gpu_device.TWO)])
+def test_training_on_a_device_by_its_number(device: Device, toy: Toy, index: int) -> None:
+    name = f"cuda:{index}" if device.real else "cpu"
+    built = toy.pipeline(batch_norm_model).distribute("single", device=name).build()
+    assert {parameter.device for parameter in built.engine.plain_model.parameters()} == {torch.device(name)}
+    images, labels = next(iter(built.train))
+    assert images.device == labels.device == torch.device(name)
+    result = toy.pipeline(batch_norm_model).distribute("single", device=name).fit(epochs=1, progress=False)
+    assert result.history.epochs[0].loss > 0
+
+
+def global_flags() -> tuple[Any, ...]:
+    return (
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32,
+        torch.is_autocast_enabled("cuda"), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def flags_of_one_own() -> Iterator[None]:
+    """What a user may have set, and no default is."""
+    benchmark, precision = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.benchmark = not benchmark
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.backends.cudnn.benchmark = benchmark
+    torch.set_float32_matmul_precision(precision)
+
+
+class Fails(nn.Module):
+    """A model whose first training step raises; the plan's trial of two images does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = batch_norm_model()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and len(images) > 2:
+            raise ArithmeticError("on purpose")
+        logits: torch.Tensor = self.layers(images)
+        return logits
+
+
+@pytest.mark.usefixtures("flags_of_one_own")
+@pytest.mark.parametrize("recipe", [None, "cifar10-fast"])
+def test_cudnn_and_matmul_flags_are_put_back(device: Device, toy: Toy, recipe: str | None) -> None:
+    before = global_flags()
+    pipeline = toy.pipeline(batch_norm_model)
+    if recipe is not None:
+        small = {"batch_size": 16, "image_size": 16, "workers": 1, "model_options.widths": [8, 8, 8]}
+        small["model_options.num_classes"] = CLASSES
+        pipeline = Pipeline.from_recipe(recipe, train=toy.train, val=toy.val, **small)
+    pipeline.distribute("single", device=device.name).fit(epochs=1, progress=False)
+    assert global_flags() == before
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        toy.pipeline(Fails).distribute("single", device=device.name).fit(epochs=1, progress=False)
+    assert global_flags() == before
+    if device.real:
+        assert torch.cuda.get_sync_debug_mode() == 0
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+@pytest.mark.timeout(180)
+def test_the_ledger_runs_and_keeps_near_its_time(device: Device, toy: Toy) -> None:
+    start = time.monotonic()
+    ledger = toy.pipeline(batch_norm_model, batch_size=16).ledger(seconds=20, progress=False)
+    assert time.monotonic() - start < 120  # a hang or a forgotten limit, not a speed
+    assert bool(ledger.facts["provenance"]["hardware"]["gpus"]) == device.real
+    assert ledger.rows[0].ratio.value == 1.0
+    assert all(row.images_per_s.value > 0 for row in ledger.rows)
+
+
+SCRIPT = """
+import sys
+from drivetrain import Pipeline
+import pipeline_data
+if __name__ == "__main__":
+    pipeline = Pipeline(pipeline_data.batch_norm_model).load(sys.argv[1], batch_size=16, image_size=16, workers=1)
+    print("begins", flush=True)
+    pipeline.distribute("single", device=sys.argv[2]).ledger(seconds=600, progress=False)
+"""
+
+
+@pytest.mark.timeout(240)
+def test_an_interrupted_ledger_ends_at_once(device: Device, toy: Toy, tmp_path: Path) -> None:
+    """Long before its time, whatever the device is doing, and as Python ends on Ctrl-C."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join([str(SUPPORT), *filter(None, sys.path)])
+    process = subprocess.Popen(
+        [sys.executable, str(script), toy.train, device.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path}, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        time.sleep(8)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=90)
+        assert process.returncode in (-signal.SIGINT, 130, 1), errors
+        assert "Interrupt" in errors
+        assert "Segmentation" not in errors
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    torch.zeros(1, device=device.name)  # this process's own share of the device still works

@@ -1,0 +1,64 @@
+"""The house: no import circles, imports in one direction, and no folder that the layers forget."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import grimp
+from places import ROOT
+
+
+def modules() -> dict[str, set[str]]:
+    """Return what each module imports from the package, inside functions and for type checkers, too."""
+    graph = grimp.build_graph("drivetrain", cache_dir=None)
+    return {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    graph = modules()
+    assert len(graph) > 150
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names a circle
+
+
+def test_every_module_has_a_layer() -> None:
+    """A new room or helper that the contract does not name would be free to import anything."""
+    (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    named = {name.strip() for layer in contract["layers"] for name in layer.replace("|", ":").split(":")}
+    packages = {"drivetrain", "drivetrain.pipeline", "drivetrain.__main__"}  # which import only at first use
+    for module in modules().keys() - packages:
+        parents = {".".join(module.split(".")[: n + 1]) for n in range(module.count(".") + 1)}
+        assert parents & named, module
+
+
+def test_imports_go_down() -> None:
+    linter = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run(
+        [linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_package_itself_is_imported_relatively() -> None:
+    """Absolute imports would find another installation of Drivetrain than the file's own."""
+    for stage in ("loaders", "pipeline", "strategies", "transforms"):
+        for path in (ROOT / stage).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.level == 0:
+                    assert not (node.module or "").startswith("drivetrain"), f"{path}: {node.module}"
+
+
+def test_the_walks_of_contributing_lead_somewhere() -> None:
+    """Each file is there, and defines what is named in it."""
+    walks = (ROOT / "CONTRIBUTING.md").read_text().partition("**Five walks.**")[2].partition("**Add")[0]
+    steps = re.findall(r"`([a-z_/0-9]+\.py)`\s+\(`(\w+)`\)", walks)
+    assert len(steps) >= 20
+    for file, name in steps:
+        assert re.search(rf"def {name}\b", (ROOT / file).read_text()), (file, name)
+    for walk in walks.split("\n- ")[1:3]:  # training, and a recipe
+        assert len(set(re.findall(r"`([a-z_/0-9]+\.py)`", walk))) <= 6

@@ -1,0 +1,175 @@
+"""The README's example and the quickstart do what they say."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drivetrain import DataError, transforms
+from drivetrain.loaders import convert
+from drivetrain.loaders.datasets.names import cifar10
+from places import ROOT
+
+README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+DOCS = "\n".join(PAGES.values())
+BIN = Path(sys.executable).parent
+
+
+def _example() -> str:
+    """The first Python block: the ten lines."""
+    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def _run_script(text: str, folder: Path, timeout: int) -> str:
+    script = folder / "example.py"
+    script.write_text(text)
+    done = subprocess.run(
+        [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.process
+def test_the_loaders_example_runs_on_small_data(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    (text,) = [block for block in blocks if "set_image_size" in block]
+    images = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+    convert((images, np.arange(12)), tmp_path / "train.beton", progress=False)
+    told = _run_script(
+        text.replace("256", "4")
+        + "print(state['position'], images.shape, images.dtype, loader.settings.image_size)",
+        tmp_path,
+        100,
+    )
+    assert told == "3 torch.Size([4, 3, 176, 176]) torch.bfloat16 208\n"
+
+
+def test_every_name_in_the_snippets_is_imported_or_made_there() -> None:
+    """All but the reader's model, pipeline and data. Each import of ours is of something that is there."""
+    nodes = [
+        node
+        for block in re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+        for node in ast.walk(ast.parse(block))
+    ]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    made = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {"params"}  # of a lambda
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            made |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("drivetrain"):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                assert hasattr(module, alias.name), alias.name
+    assert used - made - set(dir(builtins)) == {"model"}
+
+
+def test_the_readme_is_one_screen_whose_links_lead_somewhere() -> None:
+    assert len(README.splitlines()) <= 70
+    for name, text in PAGES.items():
+        folder = ROOT if name == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\(([^)#]+)", text):
+            assert (folder / target).exists(), (name, target)
+        for target in re.findall(r"`(notebooks/[^`]+)`", text):
+            assert (ROOT / target).exists(), (name, target)
+
+
+def test_the_number_of_transforms_is_that_of_the_catalogue() -> None:
+    count = len(transforms.catalogue())
+    assert f"{count} frozen values" in DOCS
+    assert f"| {count}, ordered and checked by a plan" in DOCS
+
+
+def test_the_ledger_is_that_of_the_run() -> None:
+    """Each figure of the table is one of the committed run's."""
+    results = ROOT / "benchmarks" / "results"
+    ledger = json.loads((results / "quickstart-ledger.json").read_text())
+    lines = DOCS.splitlines()
+    for row in ledger["rows"]:
+        speed, over = row["images_per_s"], row["ratio"]
+        figures = f"{speed['median']:,.0f} ({speed['low']:,.0f} to {speed['high']:,.0f})"
+        (line,) = (line for line in lines if line.startswith(f"| {row['name']} "))
+        assert f"| {figures} |" in line, (figures, line)
+        ratio = (
+            "1.00" if over["value"] == 1 else f"{over['value']:.2f} ({over['low']:.2f} to {over['high']:.2f})"
+        )
+        assert line.endswith(f"| {ratio} |"), (ratio, line)
+    for name, speed in ledger["ceilings"].items():
+        figures = f"{speed['median']:,.0f} ({speed['low']:,.0f} to {speed['high']:,.0f})"
+        assert f"\n| ceiling: {name} | {figures} | |\n" in DOCS
+
+
+def test_the_libraries_beside_which_it_stands() -> None:
+    (head,) = (line for line in DOCS.splitlines() if line.startswith("| | Drivetrain |"))
+    columns = [name.strip() for name in head.strip("|").split("|")]
+    assert columns == ["", "Drivetrain", "Lightning", "Composer", "Accelerate", "FFCV"]
+    table = DOCS.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) >= 8
+    for row in table:
+        assert len([cell for cell in row.strip("|").split("|") if cell.strip()]) == len(columns), row
+
+
+@pytest.fixture
+def cifar() -> None:
+    """Skips where CIFAR-10 is neither cached nor to be had."""
+    try:
+        cifar10.fetch_cifar10()
+    except DataError as error:
+        pytest.skip(str(error).splitlines()[0])
+
+
+@pytest.mark.process
+def test_the_example_runs_on_small_data(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (1000, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(1000) % 10
+    for name in ("train", "test"):
+        convert((images, labels), tmp_path / f"{name}.beton", classes=cifar10.CLASSES, progress=False)
+    text = _example()
+    for name in ("train", "test"):
+        assert f'"cifar10:{name}"' in text
+        text = text.replace(f'"cifar10:{name}"', f'"{name}.beton"')
+    told = _run_script(text + "\nprint(len(result.history.epochs), result.accuracy)", tmp_path, 200)
+    assert "BlurPool" in told
+    assert re.search(r"^1 0\.\d+$", told, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("cifar")
+def test_the_example_runs_as_printed(tmp_path: Path) -> None:
+    told = _run_script(_example() + "\nprint('accuracy', result.accuracy)", tmp_path, 800)
+    accuracy = float(told.rsplit("accuracy ", 1)[1])
+    assert accuracy > 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("cifar")
+def test_the_quickstart_trains_evaluates_and_measures(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [BIN / "drivetrain", "train", "cifar10-quickstart", "--out", "out", "--ledger"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
+        "history.json", "model.safetensors", "ledger.json", "ledger.png"
+    }  # fmt: skip
+    last = json.loads((tmp_path / "out" / "history.json").read_text())["epochs"][-1]
+    assert last["accuracy"] >= 0.75
+    assert f"{last['accuracy']:.2%}" in done.stdout
+    ledger = json.loads((tmp_path / "out" / "ledger.json").read_text())
+    assert ledger["bound"] in done.stdout.replace("\n", " ")
+    assert [row["name"] for row in ledger["rows"]][:2] == ["plain PyTorch", "+ FFCV loader"]

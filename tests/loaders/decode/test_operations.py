@@ -1,0 +1,171 @@
+"""FFCV's own operations in the loader's pipeline: deterministic, and refused where they cannot work."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import numba as nb
+import numpy as np
+import pytest
+import torch
+from drivetrain.errors import DataError
+from drivetrain.loaders import FFCVLoader, convert
+from drivetrain.loaders.native import libffcv
+from loader_pictures import raw_beton, raw_pictures, run_python
+
+libffcv.ffcv_module("ffcv.transforms")  # importing it in any other way changes thread counts
+from ffcv.pipeline.allocation_query import AllocationQuery  # noqa: E402
+from ffcv.pipeline.operation import Operation  # noqa: E402
+from ffcv.transforms import (  # noqa: E402
+    Cutout,
+    ImageMixup,
+    Poison,
+    RandomBrightness,
+    RandomHorizontalFlip,
+    RandomTranslate,
+    ToTensor,
+)
+
+SIDE = 12
+
+
+@pytest.fixture(scope="module")
+def raws(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return raw_beton(tmp_path_factory.mktemp("operations") / "raws.beton", 20, SIDE)
+
+
+def load(path: Path, operations: list[Any], epoch: int = 0, **options: Any) -> torch.Tensor:
+    base = {"batch_size": 8, "image_size": SIDE, "crop": "padded", "padding": 0, "flip": False}
+    base |= {"dtype": torch.uint8, "order": "sequential"}
+    with FFCVLoader(path, operations=operations, **{**base, **options}) as loader:
+        loader.set_epoch(epoch)
+        return torch.cat([images for images, _ in loader])
+
+
+class Invert(Operation):  # type: ignore[misc]
+    """An operation of a user's own."""
+
+    def generate_code(self) -> Any:
+        def invert(images: Any, target: Any) -> Any:
+            for k in range(len(images)):
+                target[k] = 255 - images[k]
+            return target
+
+        return invert
+
+    def declare_state_and_memory(self, state: Any) -> Any:
+        return state, AllocationQuery(state.shape, state.dtype)
+
+
+class RaisesAtDark(Invert):
+    def generate_code(self) -> Any:
+        def code(images: Any, *_: Any) -> Any:
+            if images[0, 0, 0, 0] == 7:
+                raise ValueError("too dark")
+            return images
+
+        return code
+
+
+class Halves(Invert):
+    def declare_state_and_memory(self, state: Any) -> Any:
+        state.shape = (SIDE // 2, SIDE // 2, 3)
+        return state, None
+
+
+def test_a_users_own_operation(raws: Path) -> None:
+    originals = torch.from_numpy(raw_pictures(20, SIDE)[0]).permute(0, 3, 1, 2)
+    assert torch.equal(load(raws, []), originals)
+    assert torch.equal(load(raws, [Invert()]), 255 - originals)
+    assert torch.equal(load(raws, [Invert(), Invert()]), originals)
+
+
+@pytest.mark.process
+def test_random_operations_depend_on_seed_epoch_and_sample_alone(raws: Path) -> None:
+    """Stock FFCV gives others at every run."""
+
+    def operations() -> list[Any]:
+        return [RandomBrightness(0.5, 1.0), RandomTranslate(2), Cutout(3)]
+
+    once = load(raws, operations(), workers=1)
+    assert torch.equal(once, load(raws, operations(), workers=3))
+    assert torch.equal(once, load(raws, operations(), workers=2, batch_size=5))
+    assert torch.equal(once[[3, 11]], load(raws, operations(), indices=[3, 11], batch_size=1))
+    assert not torch.equal(once, load(raws, operations(), epoch=1))
+    assert not torch.equal(once, load(raws, operations(), seed=1))
+    again = run_python(
+        "import sys; sys.path[:0] = ['.', sys.argv[2]]; from pathlib import Path; import test_operations as t\n"
+        "import hashlib\n"
+        "images = t.load(Path(sys.argv[1]), [t.RandomBrightness(0.5, 1.0), t.RandomTranslate(2), t.Cutout(3)])\n"
+        "print(hashlib.sha256(images.numpy().tobytes()).hexdigest())",
+        raws,
+        Path(__file__).parent,
+    )
+    assert again.stdout.strip() == hashlib.sha256(once.numpy().tobytes()).hexdigest(), again.stderr
+
+
+def test_samples_draw_differently(tmp_path: Path) -> None:
+    same = np.repeat(raw_pictures(1, SIDE)[0], 30, axis=0)
+    convert((same, np.zeros(30, int)), tmp_path / "same.beton", progress=False)
+    flipped = load(tmp_path / "same.beton", [RandomHorizontalFlip(0.5)])
+    share = (flipped != flipped[0]).flatten(1).any(1).float().mean().item()
+    assert 0.2 < share < 0.8
+
+
+def test_operation_that_asks_for_indices_and_floats(raws: Path) -> None:
+    mask, alpha = np.full((SIDE, SIDE, 3), 255.0), np.full((SIDE, SIDE), 1.0)
+    images = load(raws, [Poison(mask, alpha, [2, 13])])
+    white = (images == 255).flatten(1).all(1)
+    assert white.nonzero().flatten().tolist() == [2, 13]
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        (ToTensor(), "The loader already does the work of ToTensor"),
+        (ImageMixup(0.5, True), "ImageMixup mixes the samples"),
+        (Halves(), r"Halves returns uint8 of shape \(6, 6, 3\)"),
+        (torch.nn.Identity(), "not an FFCV operation"),
+        ("Cutout", "not an FFCV operation"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_operations_that_cannot_be(raws: Path, operation: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        load(raws, [operation])
+
+
+def test_an_exception_reaches_the_caller_at_once(tmp_path: Path) -> None:
+    """Stock FFCV waits for ever: its worker thread is dead, and the loop does not know."""
+    images = raw_pictures(20, SIDE)[0] | 8
+    images[13, 0, 0, 0] = 7
+    convert((images, np.arange(20)), tmp_path / "dark.beton", progress=False)
+    options = {"batch_size": 2, "image_size": SIDE, "train": False, "eval_ratio": 1.0}
+    with FFCVLoader(tmp_path / "dark.beton", operations=[RaisesAtDark()], **options) as loader:
+        list(zip(range(3), loader, strict=False))
+        begin = time.monotonic()
+        with pytest.raises(
+            DataError, match=r"operation RaisesAtDark failed: ValueError: too dark.*\(1, 12, 12, 3\)"
+        ):
+            list(loader)
+        assert time.monotonic() - begin < 1
+
+
+def test_the_callers_random_numbers_are_left_alone(raws: Path) -> None:
+    @nb.njit
+    def seed() -> None:
+        np.random.seed(3)  # noqa: NPY002
+
+    @nb.njit
+    def draw() -> float:
+        return np.random.random()  # noqa: NPY002
+
+    seed()
+    expected = [draw() for _ in range(2)]
+    seed()
+    first = draw()
+    load(raws, [RandomBrightness(0.5, 1.0)])
+    assert [first, draw()] == expected

@@ -1,0 +1,222 @@
+"""`kill -9` of any rank, or of all, at any moment: `resume="auto"` ends with the weights of an uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from pipeline_data import Toy
+from places import SUPPORT
+from process_state import wait_until_ended
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.process
+
+PATIENCE = 100.0  # seconds that one training may take
+
+
+class Server:
+    """Starts trainings in processes that can be killed; see `checkpoint_kill_server.py`."""
+
+    def __init__(self, toy: Toy) -> None:
+        self._toy = toy
+        script = SUPPORT / "checkpoint_kill_server.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True, env={**os.environ, "PYTHONPATH": str(script.parent)},
+        )  # fmt: skip
+        assert self._answer() == "ready"
+
+    def start(self, out: Path, strategy: str, ranks: int, attempt: int) -> list[int]:
+        rendezvous = out.with_name(f"{out.name}-{attempt}.rendezvous")
+        order = {
+            "out": str(out),
+            "strategy": strategy,
+            "ranks": ranks,
+            "train": self._toy.train,
+            "val": self._toy.val,
+            "every_steps": 1,
+        }
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({**order, "rendezvous": str(rendezvous)}) + "\n")
+        self.process.stdin.flush()
+        pids: list[int] = self._answer()
+        return pids
+
+    def statuses(self) -> list[int]:
+        found: list[int] = self._answer()
+        return found
+
+    def _answer(self) -> Any:
+        watchdog = threading.Timer(PATIENCE, self.kill)
+        watchdog.start()
+        try:
+            assert self.process.stdout is not None
+            line = self.process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        assert line, "the server was killed: a training did not end"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def server(toy: Toy) -> Iterator[Server]:
+    server = Server(toy)
+    yield server
+    server.kill()
+    server.process.communicate()
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def uninterrupted(server: Server, out: Path, strategy: str, ranks: int) -> dict[str, torch.Tensor]:
+    server.start(out, strategy, ranks, 0)
+    assert server.statuses() == [0] * ranks, Path(f"{out}.stderr").read_text()
+    return load_file(out / "model.safetensors")
+
+
+def newest(out: Path) -> int:
+    """The step of the newest checkpoint, complete or not."""
+    found = [
+        re.fullmatch(r"\.?step-(\d+)(\.partial)?", path.name) for path in (out / "checkpoints").glob("*")
+    ]
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def wait_for_step(step: int, out: Path, pid: int) -> None:
+    """Returns when a checkpoint of that step is there, or the process has ended."""
+    deadline = time.monotonic() + PATIENCE
+    while newest(out) < step and psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def wait_for_a_moment(dice: random.Random, out: Path, pids: list[int]) -> None:
+    """Some steps on, and then a little; once in a while no step at all. Or until the training has ended."""
+    wait_for_step(newest(out) + dice.choice([0, 1, 2, 3, 5, 8]), out, pids[0])
+    time.sleep(dice.uniform(0, 0.05))
+
+
+def numbers(out: Path) -> list[tuple[float, float, float]]:
+    epochs = json.loads((out / "history.json").read_text())["epochs"]
+    return [(epoch["loss"], epoch["val_loss"], epoch["accuracy"]) for epoch in epochs]
+
+
+def ends_the_same(server: Server, folder: Path, strategy: str, ranks: int, kills: int, seed: int) -> None:
+    """Kills trainings until there were so many, each resumed from the last; every one that ends is compared."""
+    dice = random.Random(seed)
+    weights = uninterrupted(server, folder / "whole", strategy, ranks)
+    done, runs, attempt, while_saving, steps = 0, 0, 0, 0, set[int]()
+    out = folder / "run 0"
+    while True:
+        attempt += 1
+        pids = server.start(out, strategy, ranks, attempt)
+        victims = pids if dice.random() < 0.5 else [dice.choice(pids)]
+        if done < kills:
+            wait_for_a_moment(dice, out, pids)
+            while_saving += bool(list((out / "checkpoints").glob(".step-*.partial")))
+            steps.add(newest(out))
+            kill(victims)
+            time.sleep(dice.choice([0.0, 0.1]))
+            kill(pids)  # what a launcher does with the ranks that are left
+        statuses = server.statuses()
+        done += any(status == -signal.SIGKILL for status in statuses)
+        if statuses == [0] * ranks:
+            found = load_file(out / "model.safetensors")
+            torch.testing.assert_close(found, weights, rtol=0, atol=0)
+            assert numbers(out) == numbers(folder / "whole")
+            runs += 1
+            if done >= kills:
+                break
+            out = folder / f"run {runs}"
+        assert attempt < 5 * kills + 5, Path(f"{out}.stderr").read_text()
+    print(f"{done} kills, {while_saving} while saving, {runs} runs compared, at steps {sorted(steps)}")
+
+
+def test_a_few_on_one_device(server: Server, tmp_path: Path) -> None:
+    ends_the_same(server, tmp_path, "single", ranks=1, kills=4, seed=1)
+
+
+def test_a_few_on_two_ranks(server: Server, tmp_path: Path) -> None:
+    ends_the_same(server, tmp_path, "ddp", ranks=2, kills=3, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_twenty(strategy: str, ranks: int, server: Server, tmp_path: Path) -> None:
+    ends_the_same(server, tmp_path, strategy, ranks=ranks, kills=20, seed=3)
+
+
+SCRIPT = """
+import sys
+from checkpoint_kill_server import EPOCHS, pipeline_of
+from drivetrain.pipeline import Checkpoints
+
+train, val, strategy, out = sys.argv[1:]
+pipeline_of(train, val).distribute(strategy, devices=2).fit(
+    epochs=EPOCHS, out=out, progress=False, resume="auto", checkpoints=Checkpoints(every_steps=1)
+)
+"""
+
+
+@pytest.fixture
+def launched(toy: Toy, tmp_path: Path) -> Iterator[Callable[[str, Path], subprocess.Popen[str]]]:
+    """Starts a script whose `fit` starts two ranks."""
+    started: list[subprocess.Popen[str]] = []
+
+    def launch(strategy: str, out: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", SCRIPT, toy.train, toy.val, strategy, str(out)]
+        environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "TMPDIR": str(tmp_path)}
+        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_process_that_started_the_ranks(
+    strategy: str, launched: Callable[[str, Path], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Killed itself, its ranks end by themselves; a rank killed, it says so. The next start goes on."""
+    dice, whole, out = random.Random(4), tmp_path / "whole", tmp_path / "out"
+    assert launched(strategy, whole).wait(PATIENCE) == 0
+    for victim in ("parent", "rank", "parent"):
+        step, process = newest(out) + dice.choice([1, 2, 4]), launched(strategy, out)
+        wait_for_step(step, out, process.pid)
+        ranks = psutil.Process(process.pid).children()
+        assert len(ranks) == 2
+        (process if victim == "parent" else ranks[1]).kill()
+        told = process.communicate(timeout=30)[1]
+        assert not wait_until_ended(ranks, 30)
+        assert victim == "parent" or "rank 1 of 2 was killed by SIGKILL" in told, told
+    process = launched(strategy, out)
+    assert process.wait(PATIENCE) == 0, process.communicate()[1]
+    found, expected = (load_file(folder / "model.safetensors") for folder in (out, whole))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert numbers(out) == numbers(whole)

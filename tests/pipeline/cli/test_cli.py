@@ -1,0 +1,248 @@
+"""The command line, as processes: help, results, files, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from command_line import ENVIRONMENT, run, run_several, toy_values
+from drivetrain import RECIPES, Pipeline
+from drivetrain.pipeline.cli.doctor import EXTRAS, KEEPS_MEMORY, memory_kept
+from drivetrain.pipeline.models import cifar_resnet
+from drivetrain.pipeline.recipes.presets import KEYS
+from drivetrain.pipeline.recipes.table import PROSE
+from PIL import Image
+from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
+from places import ROOT
+from safetensors.torch import load_file
+
+COMMANDS = ("convert", "train", "export", "recipes", "ledger", "doctor")
+
+
+@pytest.mark.process
+def test_help_describes_every_command_and_option() -> None:
+    page, *pages = run_several(["--help"], *([command, "--help"] for command in COMMANDS))
+    for command, own in zip(COMMANDS, pages, strict=True):
+        assert re.search(rf"^. {command} +[A-Z].*\w", page.out, re.MULTILINE), page.out
+        options = re.findall(r"^. +(--[a-z-]+)(.*)", own.out, re.MULTILINE)
+        assert options, own
+        for option, rest in options:
+            assert re.search(r"[A-Z][A-Za-z]+", rest), f"{command} {option} is not described:\n{own.out}"
+
+
+@pytest.mark.process
+def test_recipes_are_listed_shown_and_explained() -> None:
+    every, one, keys = run_several(["recipes"], ["recipes", "baseline"], ["recipes", "--keys"])
+    for name in RECIPES:
+        assert name in every.out
+    for key in {*KEYS} - {"notes", *PROSE}:  # which are in the last column, and above the table
+        assert re.search(rf"^. {key} ", one.out, re.MULTILINE), key
+    assert "what is to be compared" in " ".join(one.out.split())
+    assert "(must be given)" in keys.out
+    assert re.search(r"precision +. fp32 ", keys.out)
+    assert (every.code, one.code, keys.code) == (0, 0, 0)
+
+
+@pytest.mark.process
+def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\ntrain: {toy.train}\n"
+        "batch_size: 32\nimage_size: 16\noptimizer: {name: sgd, lr: 1e-3}\nepochs: 1\nworkers: 1\n"
+    )
+    shown, trained, wrong, folder = run_several(
+        ["recipes", str(file)],
+        ["train", str(file), "--out", str(tmp_path / "out"), "seed=3", "--val", toy.val],
+        ["train", str(file), "optimizer.lr=fast"],
+        ["train", str(tmp_path / "out")],
+    )
+    assert re.search(r"optimizer .*name: sgd", shown.out)
+    assert trained.code == 0, trained.err
+    assert "after 1 epoch\n" in trained.out
+    assert f"Did you mean '{tmp_path / 'out' / 'recipe.yaml'}'?" in folder.line
+    assert json.loads((tmp_path / "out" / "history.json").read_text())["recipe"] == "mine.yaml"
+    assert "mine.yaml" in wrong.line
+
+
+@pytest.mark.process
+def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    files = [*toy_values(toy), "--out", str(tmp_path / "file")]
+    recipe, key, pair, data, train, ledger, option, seconds = run_several(
+        ["recipes", "baselin"],
+        ["train", "baseline", "epoch=3"],
+        ["ledger", "baseline", "epochs"],
+        ["train", "baseline", "--train", "no.beton", "--val", "no.beton"],
+        ["train", "cifar10-quickstart", *files],
+        ["ledger", "cifar10-quickstart", *files],
+        ["train", "baseline", "model_options.num_clases=4", *toy_values(toy)],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--ledger", "--ledger-seconds", "0"],
+    )
+    assert "No recipe is named 'baselin'. Did you mean 'baseline'?" in recipe.line
+    assert "Did you mean 'epochs'?" in key.line
+    assert "'epochs' is not KEY=VALUE" in pair.line
+    for end, message in ((data, "no.beton does not exist"), (train, "is a file"), (option, "num_clases")):
+        assert end.code == 1
+        assert message in end.err.splitlines()[-1]
+        assert "Traceback" not in end.err
+    assert "is a file" in ledger.line  # before it measures
+    assert "seconds=0 (--seconds, --ledger-seconds) must be positive" in seconds.line  # before it trains
+    refused = run_several(
+        ["train", "baseline", "epochs=1", "epochs=2"],
+        ["train", "baseline", "train=a.beton", "--train", "b.beton"],
+        ["train", "baseline", "--train", "a.beton", "--train=b.beton"],
+        ["ledger", "baseline", "--out", "a", "--seconds", "3", "--out", "b"],
+        ["ledger", "baseline", "--epochs", "3"],
+        ["ledger", "baseline", "--seconds", "9", "--compare", "a.json", "b.json"],
+    )
+    messages = (
+        "epochs= is given twice",
+        "--train and train= are both",
+        "--train is given 2 times",
+        "--out is given 2 times",
+        "--epochs is of",
+        ": recipe, --seconds.",
+    )
+    for end, message in zip(refused, messages, strict=True):
+        assert message in end.line
+    logger, empty = run_several(
+        ["train", "cifar10-quickstart", *toy_values(toy), "--logger", "csv"],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--out", ""],
+    )
+    assert "give fit(out=…) (--out)" in logger.err
+    assert (empty.code, "it is empty" in empty.err) == (2, True)
+    end = run("tran")
+    assert end.code == 2
+    assert "No such command 'tran'" in end.err
+
+
+@pytest.mark.process
+def test_convert(tmp_path: Path) -> None:
+    good, bad, out = tmp_path / "good", tmp_path / "bad", tmp_path / "out.beton"
+    for number, image in enumerate(toy_arrays(6, 0)[0]):
+        for root in (good, bad):
+            (root / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(root / "ab"[number % 2] / f"{number}.jpg")
+    (bad / "a" / "bad.jpg").write_bytes(b"no image")
+    converted, refused, skipped, quality = run_several(
+        ["convert", str(good), str(out)],
+        ["convert", str(bad), str(tmp_path / "refused.beton")],
+        ["convert", str(bad), str(tmp_path / "skipped.beton"), "--skip-bad", "--quality", "80"],
+        ["convert", str(good), str(tmp_path / "refused.beton"), "--quality", "0"],
+    )
+    assert (converted.code, refused.code, skipped.code) == (0, 1, 0)
+    assert "6 images" in converted.out
+    assert json.loads((tmp_path / "out.beton.json").read_text())["classes"] == ["a", "b"]
+    assert "bad.jpg: it is not an image" in refused.err.splitlines()[-1]
+    assert "(--skip-bad)" in refused.err.splitlines()[-1]
+    assert "  skipped " in skipped.out
+    assert "bad.jpg" in skipped.out
+    assert "quality=0 must" in quality.line
+    assert sorted(path.name for path in tmp_path.glob("*.beton")) == ["out.beton", "skipped.beton"]
+
+
+@pytest.mark.process
+def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "one"
+    end = run(
+        "train", "cifar10-quickstart", *toy_values(toy), "--out", str(out), "--ledger", "--ledger-seconds", "60",
+        "--logger", "csv",
+    )  # fmt: skip
+    assert end.code == 0, end.err
+    for text in (
+        "BlurPool",
+        "epoch 2  loss",
+        "top-1 accuracy",
+        "after 2 epochs",
+        "plain PyTorch",
+        "bottleneck",
+    ):
+        assert text in end.out, text
+    assert left_in(out) == sorted([*RUN_FILES, "ledger.json", "ledger.png", "metrics.csv"])
+    again = Pipeline.from_recipe(str(out / "recipe.yaml"))
+    assert f"{again.plan()!r}" == (out / "plan.txt").read_text().strip()
+    assert again.epochs == 2
+    files = sorted(path.name for path in out.iterdir() if path.is_file())
+    assert end.out.splitlines()[-1] == f"{out}: {', '.join(files)}"
+    with Image.open(out / "curves.png") as curves:
+        assert curves.size == (1080, 672)
+    assert (out / "plan.txt").read_text().strip() in end.out
+    assert (out / "metrics.csv").read_text().startswith("step,epoch,loss,val_loss,accuracy,")
+    history = json.loads((out / "history.json").read_text())
+    assert history["recipe"] == "cifar10-quickstart"
+    assert history["provenance"]["command"].startswith("drivetrain train cifar10-quickstart batch_size=32")
+    assert history["epochs"][1]["accuracy"] is not None
+    trained = cifar_resnet(CLASSES, width=4)
+    trained.load_state_dict(load_file(out / "model.safetensors"))
+    measured = json.loads((out / "ledger.json").read_text())
+    assert [row["name"] for row in measured["rows"]][:2] == ["plain PyTorch", "+ FFCV loader"]
+
+
+@pytest.mark.slow  # torchrun, and two interpreters of its ranks
+@pytest.mark.timeout(200)
+def test_torchrun_runs_the_command_on_its_ranks(toy: Toy, tmp_path: Path) -> None:
+    """They train together, rank 0 alone tells of it, and the folder is as after any run."""
+    out = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "drivetrain", "train", "cifar10-quickstart",
+        *toy_values(toy), "strategy=ddp", "devices=2", "transforms=[]", "--out", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for text in ("why here", "epoch 1  loss", "epoch 2  loss", "top-1 accuracy"):
+        assert done.stdout.count(text) == 1, (text, done.stdout)
+    assert {path.name for path in out.iterdir()} == {*RUN_FILES, "recipe.yaml"}
+    assert done.stdout.splitlines()[-1] == (
+        f"{out}: curves.png, history.json, model.safetensors, plan.txt, recipe.yaml"
+    )
+    history = json.loads((out / "history.json").read_text())
+    assert history["provenance"]["command"].startswith("drivetrain train cifar10-quickstart ")
+    assert Pipeline.from_recipe(out / "recipe.yaml").distribution.devices == 2
+
+
+def test_doctor_knows_every_extra_that_users_install() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(EXTRAS) == set(extras) - {"all", "dev"}
+    for extra, (packages, _) in EXTRAS.items():
+        assert set(packages) <= {re.split(r"[^\w.-]", asked)[0] for asked in extras[extra]}
+
+
+def test_doctor_says_how_glibc_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEEPS_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    finding = memory_kept()
+    assert not finding.good
+    for setting in finding.remedy.removeprefix("export ").split():
+        monkeypatch.setenv(*setting.split("="))
+    assert memory_kept().good
+    assert memory_kept().remedy == ""
+
+
+@pytest.mark.process
+def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
+    (whole,) = run_several(["doctor"])
+    assert whole.code == 0
+    for extra in EXTRAS:
+        assert re.search(rf"ok +. extra {extra}", whole.out)
+    assert re.search(r"ok +. torch ", whole.out)
+    assert "strategy ddp" in whole.out
+    assert "…" not in whole.out  # nothing is cut off
+    doctor, train = run_several(
+        ["doctor"],
+        ["train", "cifar10-quickstart", *toy_values(toy)],
+        blocked=("ffcv", "ffcv.libffcv", "numba"),
+    )
+    assert doctor.code == 0  # the core is whole
+    assert re.search(r"missing +. extra ffcv", doctor.out)
+    assert "drivetrain[ffcv]" in re.sub(r"[│\s]", "", doctor.out)
+    assert train.code == 1
+    line = train.err.splitlines()[-1]
+    assert line.startswith("MissingExtra: numba is needed to load .beton files")
+    assert line.endswith("pip install 'drivetrain[ffcv]'")

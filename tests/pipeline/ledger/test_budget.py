@@ -1,0 +1,438 @@
+"""The ledger's time is kept: fewer batches, rounds and variants; and Ctrl-C gives what was measured by then."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+import torch
+from drivetrain import LedgerError, PlanError
+from drivetrain.loaders import TorchLoader
+from drivetrain.pipeline import Ledger, LedgerInterrupted
+from drivetrain.pipeline.cli import app as cli
+from drivetrain.pipeline.ledger import budget as ledger_budget
+from drivetrain.pipeline.ledger import measure as ledger_module
+from drivetrain.pipeline.ledger import runner as ledger_runner
+from drivetrain.pipeline.ledger.budget import Budget, OutOfTime, alarm, rounded_up, until
+from drivetrain.pipeline.ledger.data import MODEL, PLAIN
+from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
+from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
+from places import SUPPORT
+from process_state import wait_until_ended
+from torch import nn
+from typer.testing import CliRunner
+
+
+class Slow(nn.Module):
+    """A model that sleeps `seconds` in each forward of a training batch; it notes all that are alive."""
+
+    alive: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layers, self.seconds = plain_model(), seconds
+        self.alive.add(self)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and len(images) == BATCH:
+            time.sleep(self.seconds)
+        result: torch.Tensor = self.layers(images)
+        return result
+
+
+@pytest.fixture
+def longest(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each thing that cannot be stopped: a trial, or building and warming up a variant."""
+    found: list[float] = []
+
+    def timed(name: str) -> None:
+        work = getattr(ledger_runner, name)
+
+        def run(*arguments: Any, **more: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return work(*arguments, **more)
+            finally:
+                found.append(time.perf_counter() - start)
+
+        monkeypatch.setattr(ledger_runner, name, run)
+
+    timed("run_trial")
+    timed("build_variant")
+    return found
+
+
+def staged(toy: Toy, seconds: float, **load: Any) -> Any:
+    made = toy.pipeline(Slow(seconds), loader="torch", **({"workers": 0} | load))
+    return made.transform(ChannelsLast(), LabelSmoothing(0.1), EMA()).distribute("single", precision="bf16")
+
+
+@pytest.mark.parametrize(("sleep", "seconds"), [(0.05, 6.0), (0.25, 12.0), (0.02, 16.0)])
+def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[float]) -> None:
+    """Also on a machine that is slow, because the trials are measured in this very run."""
+    start = time.perf_counter()
+    ledger = staged(toy, sleep).ledger(seconds=seconds, within=0.001, progress=False)
+    used = time.perf_counter() - start
+    assert used <= seconds + max(longest) + 0.5  # provenance, closing
+    assert ledger.facts["seconds"] <= used + 0.05  # rounded
+    assert ledger.facts["seconds_asked"] == seconds
+    # Every row and every variant is either measured or has a reason.
+    names = [row.name for row in ledger.rows]
+    assert names == [str(PLAIN), "+ ChannelsLast", "+ LabelSmoothing", "+ bf16", "+ EMA"] or len(names) == 5
+    for row in ledger.rows:
+        assert (row.ratio is None) == bool(row.note), row
+    missing = set(ledger.left_out)
+    assert not missing & set(ledger.rounds[0])
+    assert {ledger.left_out[name] for name in missing} <= {"the time does not allow it; give more seconds"}
+    for name in missing:
+        assert str(name) in " ".join(str(ledger).split())
+    assert ledger.measured(PLAIN)
+    assert ledger.measured(ledger.whole)
+
+
+def test_slow_batches_make_shorter_turns_and_fewer_variants(toy: Toy) -> None:
+    """Of 0.3 s a batch, 15 variants of three rounds of four batches would take four minutes."""
+    ledger = staged(toy, 0.3).ledger(seconds=16, progress=False)
+    assert ledger.facts["batches_per_trial"] < TRAIN // BATCH
+    assert len(ledger.left_out) > 3
+    assert ledger.ceilings[MODEL].value < BATCH / 0.3
+
+
+def test_too_short_for_any_ledger_tells_how_long_would_do(toy: Toy) -> None:
+    with pytest.raises(
+        LedgerError, match=r"seconds=0\.2 is too short for a ledger: after .* give about "
+    ) as caught:
+        staged(toy, 0.3).ledger(seconds=0.2, progress=False)
+    assert caught.value.ledger is None
+    enough = float(str(caught.value).partition("give about ")[2].partition(" s,")[0])
+    assert enough > 0.2
+    for _ in range(3):  # plain PyTorch alone shows little of the full pipeline
+        try:
+            ledger = staged(toy, 0.3).ledger(seconds=enough, progress=False)
+        except LedgerError as error:
+            enough = float(str(error).partition("give about ")[2].partition(" s,")[0])
+        else:
+            break
+    assert ledger.rows[-1].ratio is not None
+
+
+def test_the_least_is_one_turn_each(toy: Toy) -> None:
+    """Found by adding time until there is a ledger: it has plain PyTorch and the full pipeline."""
+    seconds = 0.5
+    while True:
+        try:
+            ledger = staged(toy, 0.4).ledger(seconds=seconds, progress=False)
+            break
+        except LedgerError:
+            seconds += 0.8
+    assert [row.ratio is not None for row in ledger.rows] == [True, False, False, False, True]
+    assert len(ledger.rounds) == 1
+    flat = " ".join(str(ledger).split())
+    assert "not resolved" in flat
+    assert "No round that interleaves the variants is complete" in flat
+
+
+def test_a_batch_that_would_begin_too_late_does_not() -> None:
+    begun = []
+
+    def work() -> None:
+        for batch in until(time.perf_counter() + 0.2, range(1000)):
+            begun.append(batch)
+            time.sleep(0.05)
+
+    with pytest.raises(OutOfTime):
+        work()
+    assert 1 <= len(begun) <= 5
+    assert list(until(float("inf"), [1, 2])) == [1, 2]
+
+
+class Stuck(nn.Module):
+    """A model that waits for a minute when it is built, or in its first forward in training."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.layers, self.when = plain_model(), when
+        time.sleep(60 * (when == "build"))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        time.sleep(60 * (self.when == "forward" and self.training))
+        result: torch.Tensor = self.layers(images)
+        return result
+
+
+def handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+@pytest.mark.parametrize("when", ["build", "forward", "forward in the background"])
+def test_what_never_ends_is_interrupted(when: str, toy: Toy, request: pytest.FixtureRequest) -> None:
+    pipeline = toy.pipeline(lambda: Stuck(when.partition(" ")[0]), loader="torch", workers=0)
+    if "background" in when:  # a shell starts such jobs with SIGINT ignored
+        request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before, start = handlers(), time.monotonic()
+    with pytest.raises(LedgerError, match="plain PyTorch was still at its first trial"):
+        pipeline.ledger(seconds=2, progress=False)
+    assert time.monotonic() - start < 15
+    assert handlers() == before
+
+
+def test_the_alarm_is_over_with_its_block() -> None:
+    with pytest.raises(OutOfTime), alarm(time.perf_counter() + 0.2):
+        time.sleep(30)
+    with alarm(time.perf_counter() + 0.3):
+        pass
+    time.sleep(1.0)  # nothing arrives any more
+    with pytest.raises(KeyboardInterrupt), alarm(time.perf_counter() + 60):
+        signal.raise_signal(signal.SIGINT)
+    found: list[str] = []
+
+    def elsewhere() -> None:
+        with alarm(time.perf_counter()):
+            time.sleep(1.0)
+            found.append("not interrupted")
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found
+
+
+def test_an_alarm_that_comes_as_its_block_ends_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """A lock that the main thread waits for, as it does while the other thread sends the signal."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is threading.main_thread():
+                time.sleep(5.0)
+            self.lock.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            self.lock.release()
+
+    monkeypatch.setattr(ledger_budget, "threading", SimpleNamespace(**{**vars(threading), "Lock": Slow}))
+    with pytest.raises(OutOfTime), alarm(time.perf_counter() - ledger_budget.GRACE + 0.3):
+        pass
+
+
+def test_the_bar_has_the_share_of_the_time_that_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    budget = Budget(10.0, time.perf_counter() - 4.0, progress=True)
+    budget.show("round 3, + bf16")
+    budget.close()
+    assert "ledger: round 3, + bf16:  40% of 10 s" in capsys.readouterr().err
+    assert [rounded_up(value) for value in (0.123, 12.1, 99.5, 341.0)] == [0.13, 13.0, 100.0, 350.0]
+
+
+def test_what_is_refused_on_the_command_line_leaves_no_folder(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"seconds=-1 \(--seconds"):
+        cli._measure(toy.pipeline(plain_model), -1.0, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes when that round begins."""
+    work, came = ledger_runner.VariantRunner.run, []
+
+    def counted(self: Any, epoch: int, *arguments: Any) -> Any:
+        if epoch == number and not came:
+            came.append(epoch)
+            signal.raise_signal(signal.SIGINT)
+        return work(self, epoch, *arguments)
+
+    monkeypatch.setattr(ledger_runner.VariantRunner, "run", counted)
+
+
+def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
+    recipe.write_text(
+        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\nloader: torch\nworkers: 0\n"
+        f"batch_size: {BATCH}\nimage_size: 16\noptimizer: {{name: sgd, lr: 1e-3}}\nepochs: 9\n"
+        "transforms: [{name: ChannelsLast}]\n"
+    )
+    interrupt_in_round(2, monkeypatch)
+    done = CliRunner().invoke(
+        cli.app, ["ledger", str(recipe), "--train", toy.train, "--seconds", "90", "--out", str(out)]
+    )
+    assert done.exit_code == 130, done.output
+    assert f"The ledger of 1 round is in {out / 'ledger.json'}." in " ".join(done.stderr.split())
+    assert sorted(path.name for path in out.iterdir()) == ["ledger.json", "ledger.png"]
+    found = Ledger.load(out / "ledger.json")
+    assert found.stopped == "Interrupted (Ctrl-C)"
+    assert "Interrupted (Ctrl-C) after" in " ".join(done.stdout.split())
+
+
+def interrupt_after(seconds: float) -> threading.Thread:
+    def work() -> None:
+        time.sleep(seconds)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_gives_the_ledger_so_far_and_keeps_no_model(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slow.alive.clear()
+    pipeline = toy.pipeline(lambda: Slow(0.05), loader="torch", workers=0).transform(
+        LabelSmoothing(0.1), EMA()
+    )
+    handler = signal.getsignal(signal.SIGINT)
+    interrupt_in_round(3, monkeypatch)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pipeline.ledger(seconds=90, within=0.001, progress=False)
+    assert signal.getsignal(signal.SIGINT) is handler
+    interrupt = caught.value
+    assert isinstance(interrupt, LedgerInterrupted)
+    assert interrupt.ledger is not None
+    assert len(interrupt.ledger.rounds) == 2  # the third was not complete
+    assert "Interrupted (Ctrl-C) after" in str(interrupt.ledger)
+    assert "after 2 round(s)" in str(interrupt)
+    assert interrupt.ledger.facts["provenance"]["versions"]
+    assert interrupt.__context__ is None
+    gc.collect()
+    assert not list(Slow.alive)
+
+
+def test_ctrl_c_in_the_trainings_keeps_the_speeds_and_those_that_were_finished(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(LabelSmoothing):
+        """Interrupts the second training, in its first epoch."""
+
+        def begin(self, *arguments: Any) -> None:
+            if interrupting:
+                raise KeyboardInterrupt
+            super().begin(*arguments)
+
+    interrupting: list[bool] = []
+    pipeline = toy.pipeline(plain_model, loader="torch", workers=0).transform(Late(0.1))
+    train = ledger_module._train_each
+
+    def first_plain(*arguments: Any) -> Ledger:
+        interrupting.append(True)
+        return train(*arguments)
+
+    monkeypatch.setattr(ledger_module, "_train_each", first_plain)
+    with pytest.raises(LedgerInterrupted) as caught:
+        pipeline.ledger(seconds=20, within=0.9, accuracy=True, epochs=1, progress=False)
+    assert caught.value.ledger is not None
+    assert list(caught.value.ledger.accuracy.rows) == [PLAIN]
+    assert caught.value.ledger.rows[1].ratio is not None
+
+
+class _Decoding(TorchLoader):
+    """Its workers take very long for each sample."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        transform = self.dataset.transform
+        self.dataset.transform = _Late(transform)
+
+
+class _Late:
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __call__(self, image: Any) -> Any:
+        time.sleep(0.5)
+        return self.transform(image)
+
+
+@pytest.mark.process
+def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy) -> None:
+    """A batch takes them 16 s; torch waits 5 s for each."""
+    loader = _Decoding(toy.train, batch_size=BATCH, image_size=16, workers=2)
+    batches = iter(loader)
+    interrupt_after(8.0)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    start = time.monotonic()
+    loader.close()
+    assert time.monotonic() - start < 2
+    assert not [c for c in psutil.Process().children() if "spawn_main" in str(c.cmdline())]
+
+
+SCRIPT = """
+import sys, time
+from drivetrain import Pipeline
+from drivetrain.pipeline import LedgerInterrupted
+from drivetrain.pipeline.ledger import record as ledger_record
+from drivetrain.transforms import LabelSmoothing
+from pipeline_data import Sleepy
+
+class Rounds(list):
+    def append(self, trials):
+        super().append(trials)
+        print("round", flush=True)
+
+make = ledger_record.Record.__init__
+def init(self, *arguments, **more):
+    make(self, *arguments, **more)
+    self.rounds = Rounds()
+ledger_record.Record.__init__ = init
+train, val = sys.argv[1:]
+pipeline = Pipeline(Sleepy, seconds=0.1).load(train, val, batch_size=32, image_size=16, loader="torch", workers=1)
+pipeline = pipeline.distribute("ddp", devices=2)
+try:
+    pipeline.ledger(seconds=400, within=0.001, progress=False)
+except LedgerInterrupted as interrupt:
+    print("kept", len(interrupt.ledger.rounds), [row.name for row in interrupt.ledger.rows], flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ctrl_c_while_ranks_run_gives_the_ledger_at_once(
+    toy: Toy, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), toy.train, toy.val], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(
+            [str(SUPPORT), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    started.append(process)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "round\n", process.communicate()
+    ranks = wait_for_ranks(process)
+    os.killpg(process.pid, signal.SIGINT)
+    begin = time.monotonic()
+    kept = process.stdout.readline()
+    answered = time.monotonic() - begin
+    _, errors = process.communicate(timeout=30)
+    assert kept == "kept 1 ['plain PyTorch', '+ ddp × 2']\n", (kept, errors)
+    assert answered < 5  # a second on an idle machine: a running batch, and closing
+    assert "Traceback" not in errors, errors
+    assert not wait_until_ended(ranks, 10)
+
+
+def wait_for_ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        children = psutil.Process(process.pid).children(recursive=True)
+        ranks = [
+            child for child in children if "-c" in child.cmdline() and "importlib" in str(child.cmdline())
+        ]
+        if len(ranks) == 2:
+            return ranks
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError("no ranks were started")

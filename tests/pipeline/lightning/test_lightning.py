@@ -1,0 +1,210 @@
+"""`Pipeline.to_lightning`: Lightning's Trainer reaches the losses of our own loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import DrivetrainError, Pipeline, PlanError
+from drivetrain.pipeline.spec.config import DistributedConfig
+from drivetrain.transforms import (
+    EMA,
+    SAM,
+    BlurPool,
+    ChannelsLast,
+    GyroDropout,
+    LabelSmoothing,
+    MixUp,
+    NoWeightDecay,
+)
+from own_loss import Own, by_image, hard
+from pipeline_data import Toy, batch_norm_model, plain_model, write_toy
+from torch import nn
+
+# Lightning's own: too few workers (our loaders have threads of their own), and its use of torch.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+def dropping_model() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.2), plain_model())
+
+
+def trained(pipeline: Any, epochs: int) -> tuple[Any, list[dict[str, float]]]:
+    """The module after Lightning's training, and what it logged of each epoch."""
+    import lightning.pytorch as pl
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    found: list[dict[str, float]] = []
+
+    class Keeps(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+            found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    module, data, arguments, _ = pipeline.to_lightning(epochs=epochs, callbacks=[Keeps()], **QUIET)
+    pl.Trainer(**arguments).fit(module, data)
+    return module, found
+
+
+@pytest.mark.parametrize("case", ["plain", "everything", "dropout"])
+def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
+    model = dropping_model if case == "dropout" else batch_norm_model
+    pipeline = toy.pipeline(model, flip=True).optimize(
+        "sgd", lr=0.1, momentum=0.9, weight_decay=1e-3, schedule="cosine", warmup=0.3
+    )
+    if case == "everything":
+        pipeline = pipeline.transform(ChannelsLast(), LabelSmoothing(0.1), MixUp(0.2), NoWeightDecay())
+        pipeline = pipeline.distribute("single", accumulate=2, clip_norm=0.5)
+    before = torch.get_rng_state(), torch.get_num_threads()
+    module, found = trained(pipeline, 2)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.get_num_threads() == before[1]
+    result = pipeline.fit(epochs=2, progress=False)
+    for name in ("loss", "val_loss", "accuracy"):
+        own = [getattr(epoch, name) for epoch in result.history.epochs]
+        assert [values[name] for values in found] == pytest.approx(own, abs=1e-5), name
+    torch.testing.assert_close(module.model.state_dict(), result.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:
+    pipeline = toy.pipeline(plain_model)
+    with pytest.raises(PlanError, match="EMA, SAM works in Drivetrain's own loop only"):
+        pipeline.transform(EMA(), SAM(), BlurPool()).to_lightning(epochs=1)
+    with pytest.raises(PlanError, match=r"give to_lightning\(epochs=…\)"):
+        pipeline.to_lightning()
+    for epochs in (0, "3"):
+        with pytest.raises(PlanError, match=rf"epochs={epochs!r} must be a positive integer"):
+            pipeline.to_lightning(epochs=epochs)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="compile= and activation_checkpointing="):
+        pipeline.distribute("single", compile=True).to_lightning(epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("single", {}, "auto"),
+        ("ddp", {}, "ddp"),
+        ("ddp_spawn", {}, "ddp_spawn"),
+        ("ddp_fork", {}, "ddp_fork"),
+        ("ddp_find_unused_parameters", {}, "ddp_find_unused_parameters_true"),
+        ("ddp_spawn", {"find_unused_parameters": True}, "ddp_spawn_find_unused_parameters_true"),
+        ("ddp_notebook_find_unused_parameters_false", {}, "ddp_notebook"),
+        ("fsdp", {}, "fsdp"),
+        ("fsdp_cpu_offload", {}, "fsdp_cpu_offload"),
+        ("deepspeed", {}, "deepspeed_stage_2"),
+        ("deepspeed", {"stage": 3, "offload": "cpu"}, "deepspeed_stage_3_offload"),
+    ],
+)
+def test_our_strategies_by_lightnings_names(name: str, options: dict[str, Any], expected: str) -> None:
+    from drivetrain.pipeline.lightning.strategies import to_strategy
+
+    how = DistributedConfig(name, devices=1 if name == "single" else 2, options=options)
+    assert to_strategy(how) == expected
+
+
+def test_our_strategies_that_have_no_name_there() -> None:
+    from drivetrain.pipeline.lightning.strategies import to_strategy
+    from torch.distributed.fsdp import ShardingStrategy
+
+    gradients: Any = to_strategy(DistributedConfig("fsdp_grad_op", devices=2))
+    assert gradients.sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
+    groups: Any = to_strategy(DistributedConfig("hsdp", devices=8, options={"shard_size": 4}))
+    assert groups.sharding_strategy == ShardingStrategy.HYBRID_SHARD
+    assert groups.kwargs["device_mesh"] == (2, 4)
+    for name in ("zero_redundancy", "fairscale_oss", "auto", "dp"):
+        with pytest.raises(
+            PlanError, match=rf"no strategy that does what '{name}' does.*to_lightning\(strat"
+        ):
+            to_strategy(DistributedConfig(name, devices=2))
+    with pytest.raises(PlanError, match=r"distribute\('fsdp', wrap=…\) is an option of our strategy"):
+        to_strategy(DistributedConfig("fsdp", devices=2, options={"wrap": False}))
+
+
+def test_what_the_trainer_is_told(toy: Toy) -> None:
+    pipeline = toy.pipeline(plain_model).distribute("single", device="cpu", precision="bf16")
+    arguments = pipeline.to_lightning(epochs=3).trainer
+    wanted = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "precision": "bf16-mixed",
+        "max_epochs": 3,
+        "strategy": "auto",
+    }
+    assert arguments | wanted == arguments
+    changed = pipeline.to_lightning(epochs=3, strategy="ddp_spawn", devices=2, logger=True).trainer
+    assert changed == {**arguments, "strategy": "ddp_spawn", "devices": 2, "logger": True}
+    with pytest.raises(PlanError, match=r"'ddp_spwan'\) takes Lightning's names .* Did you mean 'ddp_spawn'"):
+        pipeline.to_lightning(epochs=1, strategy="ddp_spwan")
+    with pytest.raises(PlanError, match=r"max_epochs=5\): say it in to_lightning\(epochs=…\)"):
+        pipeline.to_lightning(epochs=1, max_epochs=5)
+
+
+def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:
+    """Found before the first step, as the numbers would be others."""
+    import lightning.pytorch as pl
+
+    pipeline = toy.pipeline(plain_model)
+    module, data, arguments, _ = pipeline.to_lightning(epochs=2, **QUIET)
+    for change in ({"max_epochs": 3}, {"accumulate_grad_batches": 2}):
+        with pytest.raises(PlanError, match=r"Trainer\(.*, and the pipeline was handed over for"):
+            pl.Trainer(**{**arguments, **change}).fit(module, data)
+    other = toy.pipeline(plain_model, batch_size=16).to_lightning(epochs=2).data
+    with pytest.raises(PlanError, match="The module and the data are of two pipelines"):
+        pl.Trainer(**arguments).fit(module, other)
+    changing = pl.callbacks.GradientAccumulationScheduler(scheduling={1: 4})
+    with pytest.raises(
+        PlanError, match=r"accumulate_grad_batches=4\), and the pipeline was handed over for 1"
+    ):
+        pl.Trainer(**arguments, callbacks=[changing]).fit(module, data)
+    assert module.trainer.global_step == 4  # of the first epoch
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("drivetrain")]
+
+
+def test_what_build_refuses_is_refused_here_too(toy: Toy, tmp_path: Path) -> None:
+    """By the same checks, with the same words."""
+    plain = toy.pipeline(plain_model)
+
+    def validated_with(name: str, classes: Any, samples: int = 40) -> Any:
+        path = str(write_toy(tmp_path / name, samples, 0, classes))
+        return Pipeline(plain_model).load(toy.train, path, batch_size=8, image_size=16, workers=1)
+
+    refused = {
+        "order": validated_with("order.beton", "abdc"),
+        "number": validated_with("number.beton", "abcde"),
+        "labels": validated_with("labels.beton", None).load(
+            str(write_toy(tmp_path / "two.beton", 2, 0, None)), str(tmp_path / "labels.beton"),
+            batch_size=2, image_size=16, workers=1,
+        ),
+        "missing": plain.load(toy.train, "no.beton", batch_size=8, image_size=16),
+        "loss": plain.transform(Own(by_image)),
+        "mixed targets": plain.transform(Own(hard), MixUp()),
+        "output": toy.pipeline(lambda: plain_model(5)),
+    }  # fmt: skip
+    for name, pipeline in refused.items():
+        with pytest.raises(DrivetrainError) as ours:
+            pipeline.build()
+        with pytest.raises(type(ours.value), match=re.escape(str(ours.value))):
+            pipeline.to_lightning(epochs=1, **QUIET)
+        assert name
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("drivetrain")]
+
+
+def test_a_surgery_that_counts_the_run_is_handed_over(toy: Toy) -> None:
+    """The check of the output needs it begun, as the training does."""
+
+    def dropping() -> nn.Module:
+        return nn.Sequential(plain_model(), nn.Dropout(0.5), nn.Linear(4, 4))
+
+    module, found = trained(toy.pipeline(dropping).transform(GyroDropout()), 1)
+    assert module.trainer.global_step == 4
+    assert math.isfinite(found[0]["loss"])

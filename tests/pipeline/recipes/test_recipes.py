@@ -1,0 +1,349 @@
+"""Recipes: plain dicts that complete, plan and train, that nothing changes, and whose errors help."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain import RECIPES, Pipeline, PlanError, RecipeError
+from drivetrain.pipeline.recipes.presets import DEFAULTS, KEYS, complete, parse_overrides
+from drivetrain.pipeline.recipes.table import PROSE, recipe_table, recipes_table
+from drivetrain.pipeline.spec.plan import Plan
+from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.spec.rules import check_epochs
+from drivetrain.pipeline.training.build import build_model
+from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing, ProgressiveResizing
+from pipeline_data import CLASSES, SIDE, Toy
+from places import ROOT
+from rich.text import Text
+
+AT_FIRST = copy.deepcopy(RECIPES)
+DEFAULTS_AT_FIRST = copy.deepcopy(DEFAULTS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_changes_the_tables() -> Any:
+    yield
+    assert RECIPES == AT_FIRST
+    assert DEFAULTS == DEFAULTS_AT_FIRST
+
+
+def tiny(toy: Toy, **overrides: Any) -> dict[str, Any]:
+    """Overrides that bring a recipe down to the toy data."""
+    own = {
+        "train": toy.train, "val": toy.val, "batch_size": 32, "image_size": SIDE, "workers": 1, "devices": 1,
+        "model_options.num_classes": CLASSES, "epochs": 1,
+    }  # fmt: skip
+    return own | overrides
+
+
+def test_the_recipes_that_people_ask_for_are_there() -> None:
+    """By these names. docs/recipes.md says how many there are."""
+    lengths = (16, 24, 32, 40, 56, 88)
+    wanted = {
+        "baseline", "cifar10-quickstart", "cifar10-fast", "resnet50-mild", "resnet50-medium", "resnet50-hot", "vit-s16",
+        "finetune-pretrained", "billion-fsdp", "billion-deepspeed",
+        *(f"ffcv-{model}-{epochs}" for model in ("resnet18", "resnet50") for epochs in lengths),
+    }  # fmt: skip
+    assert wanted <= set(RECIPES)
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert f" lists {len(RECIPES)} recipes, each with its source" in page
+
+
+def cells(table: Any) -> list[tuple[str, ...]]:
+    """The rows of a table as the terminal gets them, without markup."""
+    return [
+        tuple(Text.from_markup(cell).plain for cell in row)
+        for row in zip(*(column.cells for column in table.columns), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_shown_with_each_value_its_meaning_and_its_source(name: str) -> None:
+    title, *told, table = recipe_table(name).renderables
+    full = complete(name)
+    assert Text.from_markup(str(title)).plain == name
+    assert [Text.from_markup(str(line)).plain for line in told] == [
+        full["description"],
+        *(f"{key.capitalize()}: {full[key]}" for key in ("source", "published", "measured")),
+    ]
+    rows = {key: rest for key, *rest in cells(table)}
+    assert list(rows) == [key for key in KEYS if key not in ("notes", *PROSE)]
+    for key, (value, text) in rows.items():
+        meaning, _, origin = text.partition("\n")
+        assert meaning == KEYS[key]
+        origin = origin.removeprefix("(").removesuffix(")")
+        for each in flat(full[key]):
+            assert (each if isinstance(each, str) else json.dumps(each)) in value, (key, each)
+        notes = [note for of, note in full["notes"].items() if of.partition(".")[0] == key]
+        assert all(note in origin for note in notes), key
+        assert origin or key in ("train", "val"), key
+        assert (origin == "default") == (key not in RECIPES[name] and not notes), key
+    assert not rows["precision"][1].endswith("(default)") or full["precision"] == DEFAULTS["precision"]
+
+
+def flat(value: Any) -> list[Any]:
+    """What a value holds that is neither a dict nor a list."""
+    if isinstance(value, dict):
+        return [*value, *flat(list(value.values()))]
+    return [each for one in value for each in flat(one)] if isinstance(value, list) else [value]
+
+
+def test_the_list_of_recipes_says_what_each_has_reached() -> None:
+    rows = {name: rest for name, *rest in cells(recipes_table())}
+    assert rows == {
+        name: [f"{recipe['description']}\nPublished: {recipe['published']}\nMeasured: {recipe['measured']}"]
+        for name, recipe in RECIPES.items()
+    }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_json_and_names_every_key(name: str) -> None:
+    assert json.loads(json.dumps(RECIPES[name])) == RECIPES[name]
+    full = complete(name)
+    assert set(full) == {*KEYS, "name"}
+    assert full["name"] == name
+    for key in ("description", "source", "published", "measured"):
+        assert full[key], key
+    assert re.search(r"https://|arXiv:\d{4}\.\d{5}", full["source"])
+    assert "%" in full["published"] or "nothing" in full["published"]  # its result, or that there is none
+    assert json.loads(json.dumps(full)) == full
+    assert complete(full) == full  # written out, it is a recipe again
+
+
+def test_every_value_of_a_recipe_arrives(toy: Toy) -> None:
+    recipe = complete("cifar10-quickstart") | {
+        "train": toy.train, "val": toy.val, "workers": 3, "accumulate": 2, "clip_norm": 0.5, "seed": 11,
+        "epochs": 7, "batch_size": 64, "image_size": SIDE, "devices": 2, "strategy": "ddp",
+    }  # fmt: skip
+    pipeline = Pipeline.from_recipe(recipe)
+    data, how, optimization = pipeline.data, pipeline.distribution, pipeline.optimization
+    assert data is not None
+    assert (data.train, data.val, data.batch_size, data.image_size) == (toy.train, toy.val, 64, SIDE)
+    assert (data.loader, data.workers, data.settings["mean"]) == ("ffcv", 3, (0.4914, 0.4822, 0.4465))
+    assert pipeline.transforms == (BlurPool(), ChannelsLast(), LabelSmoothing(0.1))
+    assert (how.strategy, how.devices, how.precision) == ("ddp", 2, "bf16")
+    assert (how.accumulate, how.clip_norm) == (2, 0.5)
+    assert optimization.options == {"lr": 0.3, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
+    assert (optimization.schedule, optimization.warmup) == ("linear", 0.25)
+    assert (pipeline.seed, pipeline.epochs, pipeline.model_options["width"]) == (11, 7, 16)
+    assert pipeline.plan().steps
+
+
+def test_composers_recipes_are_what_they_say() -> None:
+    pipeline = Pipeline.from_recipe("resnet50-mild", **{"strategy_options.device": "cpu"})
+    assert pipeline.optimization.options == {"lr": 2.048, "momentum": 0.875, "weight_decay": 5e-4}
+    whole = json.dumps(Plan(resolve(pipeline, files=False).steps).to_dict(), ensure_ascii=False)
+    for part in ("ffcv loader", "BlurPool", "EMA", "warm-up 25%", "8 device(s)", "224 px in evaluation"):
+        assert part in whole
+    for name in ("mild", "medium", "hot"):  # 8 epochs, however long the training
+        recipe = complete(f"resnet50-{name}")
+        assert recipe["warmup"] * recipe["epochs"] == pytest.approx(8, abs=0.05)
+
+
+def ffcv_size(epoch: int, start: int, end: int) -> int:
+    """FFCV's get_resolution, of epochs from 0: 160 pixels, a ramp in multiples of 32, 192 pixels."""
+    interpolated = np.interp(epoch, [start, end], [160, 192])
+    return int(np.round(interpolated / 32)) * 32
+
+
+RAMPS = {16: (11, 13), 24: (17, 20), 32: (23, 27), 40: (29, 34), 56: (41, 48), 88: (65, 76)}
+
+
+@pytest.mark.parametrize("epochs", RAMPS)
+def test_ffcvs_recipes_have_the_sizes_and_rates_of_ffcv(epochs: int) -> None:
+    for model in ("resnet18", "resnet50"):
+        pipeline = Pipeline.from_recipe(f"ffcv-{model}-{epochs}", **{"strategy_options.device": "cpu"})
+        (resizing,) = (t for t in pipeline.transforms if isinstance(t, ProgressiveResizing))
+        check_epochs(pipeline, epochs)
+        found = [resizing.size(192, (epoch + 0.5) / epochs) for epoch in range(epochs)]
+        assert found == [ffcv_size(epoch, *RAMPS[epochs]) for epoch in range(epochs)]
+        steps = 100 * epochs
+        rates = [pipeline.optimization.lr_factor(step, steps) for step in range(steps)]
+        ffcv = np.interp(np.arange(steps) / 100, [0, 2, epochs], [1e-4, 1, 0])
+        np.testing.assert_allclose(rates, ffcv, atol=6e-3)
+    assert pipeline.data is not None
+    assert (pipeline.data.batch_size, pipeline.data.eval_size) == (4096, 256)
+
+
+def test_what_was_measured_is_in_the_repository() -> None:
+    """Figures of our own are those of a result's file, or there are none."""
+    results = ROOT / "benchmarks" / "results"
+    rows = {row["name"]: row for row in json.loads((results / "quickstart-ledger.json").read_text())["rows"]}
+    figures = {"baseline": "plain PyTorch", "cifar10-quickstart": "+ bf16"}
+    for name, recipe in RECIPES.items():
+        measured = recipe["measured"]
+        if name == "cifar10-fast":
+            last = json.loads((results / "cifar10-fast.json").read_text())["epochs"][-1]
+            assert last["epoch"] == recipe["epochs"]
+            assert measured.startswith(f"{last['accuracy']:.2%}".replace("%", " %"))
+            assert "benchmarks/results/cifar10-fast.json" in measured
+            continue
+        if name not in figures:
+            assert measured.startswith("not measured"), name
+            continue
+        speed = rows[figures[name]]["images_per_s"]
+        assert f"{speed['median']:,.0f} images/s" in measured
+        assert f"{speed['low']:,.0f} to {speed['high']:,.0f}, n = {speed['n']}" in measured
+        assert "benchmarks/results/quickstart-ledger.json" in measured
+
+
+def test_notes_are_of_values_that_are_there() -> None:
+    for name, recipe in RECIPES.items():
+        transforms = {entry["name"] for entry in recipe.get("transforms", [])}
+        for note in recipe["notes"]:
+            head, dot, inner = note.partition(".")
+            assert head in recipe, (name, note)
+            assert not dot or inner in (transforms if head == "transforms" else recipe[head]), (name, note)
+
+
+def test_overrides_reach_into_dicts_and_leave_the_rest(toy: Toy) -> None:
+    pipeline = Pipeline.from_recipe(
+        "baseline", **tiny(toy), **{"optimizer.lr": 0.7, "loading.padding": 2, "model_options.width": 8}
+    )
+    assert pipeline.optimization.options["lr"] == 0.7
+    assert pipeline.optimization.options["momentum"] == 0.9
+    assert pipeline.data is not None
+    assert (pipeline.data.settings["padding"], pipeline.data.settings["crop"]) == (2, "padded")
+    assert pipeline.model_options == {"num_classes": CLASSES, "width": 8}
+
+
+def test_what_is_done_with_a_completed_recipe_stays_there() -> None:
+    full = complete("baseline")
+    full["loading"]["padding"] = 99
+    full["transforms"].append("mine")
+    assert complete("baseline")["loading"]["padding"] == 4
+    assert complete("cifar10-quickstart")["loading"]["padding"] == 4
+
+
+def test_a_dict_is_a_recipe(toy: Toy) -> None:
+    recipe = {
+        "model": "cifar_resnet", "model_options": {"num_classes": CLASSES, "width": 4}, "train": toy.train,
+        "batch_size": 32, "image_size": SIDE, "optimizer": {"name": "adamw", "lr": 0.01}, "epochs": 1,
+    }  # fmt: skip
+    before = copy.deepcopy(recipe)
+    result = Pipeline.from_recipe(recipe, workers=1).fit(progress=False)
+    assert recipe == before
+    assert result.history.to_dict()["recipe"] is None
+    assert torch.isfinite(next(result.model.parameters())).all()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "key": ({"bach_size": 3}, "no key 'bach_size'.*Did you mean 'batch_size'"),
+    "dotted key": ({"bach.size": 3}, "no key 'bach'"),
+    "dotted key of a number": ({"epochs.x": 3}, "'epochs.x': its epochs is not a dict"),
+    "model": ({"model": "cifar_resnt"}, "'cifar_resnt'.*Did you mean 'cifar_resnet'"),
+    "model of another kind": ({"model": 3}, "model=3 must be text: name of the model"),
+    "no dict": ({"loading": [1]}, "loading=.1. must be a dict"),
+    "transforms": ({"transforms": {"name": "BlurPool"}}, "transforms=.* must be a list"),
+    "transform": ({"transforms": [{"name": "BlurPol"}]}, "baseline: .*'BlurPol'.*Did you mean 'BlurPool'"),
+    "transform without a name": ({"transforms": ["BlurPool"]}, "'BlurPool' must be a dict with a name"),
+    "transform's option": (
+        {"transforms": [{"name": "BlurPool", "min_chanels": 3}]},
+        "'min_chanels'.*'min_channels'",
+    ),
+    "optimizer without a name": ({"optimizer": {"lr": 3}}, "optimizer=.* needs a name"),
+    "optimizer": ({"optimizer.name": "sdg"}, "baseline: .*'sdg'.*Did you mean 'sgd'"),
+    "optimizer's option": ({"optimizer.momentm": 1}, "baseline: .*'momentm'"),
+    "strategy": ({"strategy": "dpd"}, "baseline: .*'dpd'.*Did you mean 'dp'"),
+    "loader": ({"loader": "fcv"}, "baseline: .*'fcv'.*Did you mean 'ffcv'"),
+    "loader setting": ({"loading.pading": 3}, "baseline: .*'pading'.*Did you mean 'padding'"),
+    "argument twice": (
+        {"loading.batch_size": 3}, "baseline: loading.batch_size is a key of the recipe itself; give batch_size=…"
+    ),
+    "optimizer's value as text": ({"optimizer.lr": "fast"}, r"baseline: optimize\('sgd'\): lr='fast' must be a number"),
+    "schedule of the optimizer": ({"optimizer.schedule": "linear"}, "baseline: optimizer.schedule .*give schedule=…"),
+    "batch size as text": ({"batch_size": "many"}, "baseline: .*batch_size='many'"),
+    "epochs": ({"epochs": 0}, "epochs=0 must be a positive integer or null"),
+    "epochs as text": ({"epochs": "3"}, "epochs='3' must be"),
+    "epochs as a truth": ({"epochs": True}, "epochs=True must be"),
+    "number as text": (
+        {"image_size": "32"},
+        "image_size='32' must be .* Write the number without quotes: 32",
+    ),
+    "rate as text": (
+        {"optimizer.lr": "1e-4"},
+        "optimizer: lr='1e-4' is text. Write the number without quotes",
+    ),
+    "option as text": (
+        {"transforms": [{"name": "MixUp", "alpha": "0.2"}]},
+        "transforms: alpha='0.2' is text",
+    ),
+    "option as text, before another of that name": (
+        {"transforms": [{"name": "MixUp", "alpha": "0.2"}, {"name": "CutMix", "alpha": 1.0}]},
+        "transforms: alpha='0.2' is text",
+    ),
+    "not a number as text": ({"optimizer.lr": "NaN"}, "optimizer: lr='NaN' is text. A recipe's numbers are finite"),
+    "infinity as YAML has it": ({"warmup": "-.inf"}, "warmup='-.inf' must be a number: .* numbers are finite"),
+    "note": ({"notes": {"bach_size": "ours"}}, "no key 'bach_size'.*Did you mean 'batch_size'"),
+    "evaluated size": ({"eval_image_size": 0}, "eval_image_size=0 must be a positive integer or null"),
+    "strategy's option": (
+        {"strategy_options": {"devce": "cpu"}},
+        "baseline: .*'devce'.*Did you mean 'device'",
+    ),
+    "seed": ({"seed": None}, "baseline: seed=None must be"),
+    "warm-up": ({"warmup": "long"}, "baseline: warmup='long'"),
+    "workers": ({"workers": "all"}, "baseline: workers='all' must be an integer or null"),
+    "threads": (
+        {"workers": -3, "loader": "ffcv"},
+        "workers=-3 must be a positive integer with loader='ffcv'",
+    ),
+    "processes": (
+        {"workers": -3, "loader": "torch"},
+        "workers=-3 must be an integer, 0 or more with loader='torch'",
+    ),
+    "no name of data": ({"train": ""}, "baseline: train='' must be text that is not empty"),
+    "no name of validation data": ({"val": ""}, "baseline: val='' must be text that is not empty or null"),
+    "devices": ({"devices": 1.5}, "baseline: devices=1.5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_that_means_nothing(name: str) -> None:
+    overrides, message = REFUSED[name]
+    with pytest.raises(RecipeError, match=f"(?s){message}"):
+        Pipeline.from_recipe("baseline", **overrides)
+
+
+def test_a_recipe_that_is_none() -> None:
+    with pytest.raises(RecipeError, match=r"'baselin'.*Did you mean 'baseline'.*Known: "):
+        Pipeline.from_recipe("baselin")
+    with pytest.raises(RecipeError, match="name, a file or a dict, not 3"):
+        Pipeline.from_recipe(3)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="it has no 'model': name of the model"):
+        Pipeline.from_recipe({"epochs": 3})
+    for name in (["mine"], 2026):  # else the run's picture would fail, after the training
+        data = {"train": "a.beton", "batch_size": 8, "image_size": 8}
+        with pytest.raises(RecipeError, match="must be text: what the recipe is called"):
+            Pipeline.from_recipe({"name": name, "model": "resnet18", **data})
+
+
+def test_overrides_of_the_command_line() -> None:
+    found = parse_overrides(
+        ["epochs=3", "optimizer.lr=1e-2", "val=null", "transforms=[]", "train=a=b.beton", "precision=bf16"]
+    )
+    assert found == {
+        "epochs": 3, "optimizer.lr": 0.01, "val": None, "transforms": [], "train": "a=b.beton", "precision": "bf16"
+    }  # fmt: skip
+    for wrong in ("epochs", "=3"):
+        with pytest.raises(RecipeError, match=f"'{wrong}' is not KEY=VALUE"):
+            parse_overrides([wrong])
+
+
+def test_another_model_than_the_recipes_needs_options_of_its_own(toy: Toy) -> None:
+    data = {"train": toy.train, "val": toy.val, "batch_size": 32, "image_size": SIDE}
+    pipeline = Pipeline.from_recipe("baseline", model="resnet18", **data)
+    with pytest.raises(
+        PlanError, match=r"'width'\. The model_options of a recipe are for .*model_options=\{"
+    ):
+        build_model(pipeline, ())
+    build_model(
+        Pipeline.from_recipe("baseline", model="resnet18", model_options={"num_classes": 4}, **data), ()
+    )
+    with pytest.raises(PlanError, match="Did you mean 'num_classes' by 'num_clases'"):
+        build_model(Pipeline.from_recipe("baseline", **data, **{"model_options.num_clases": 4}), ())

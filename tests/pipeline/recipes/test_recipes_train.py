@@ -1,0 +1,125 @@
+"""Every recipe builds, plans and takes steps, on a stand-in for its data that is a few pictures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drivetrain import RECIPES, Pipeline
+from drivetrain.loaders import convert
+from drivetrain.pipeline.recipes.presets import complete
+from drivetrain.pipeline.telemetry.observer import Observer
+from drivetrain.pipeline.training.loop import train_epoch
+from drivetrain.strategies.registry import STRATEGIES
+from host_syncs import HostSyncs
+from pipeline_data import CLASSES, toy_arrays
+from small_recipes import BATCH, SIDE, shrunk
+
+BY_TRANSFORMS = {
+    tuple(entry["name"] for entry in recipe.get("transforms", ())): name for name, recipe in RECIPES.items()
+}.values()
+"""A recipe for each choice of transforms."""
+ON_THE_HOST = (
+    "at draws.py",  # draws from a generator of the host
+    "tolist at images.py",  # class indices are checked on the CPU only
+    "index at label_smoothing.py",  # rows that are ignored are left out on the CPU only
+    "index_put at engine.py",  # the backward of that
+)
+"""Reads of values that are on the host also with a GPU, or that only the CPU's branch makes."""
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("stand-in")
+    sizes = {"train": BATCH, "val": 4}
+    for seed, (name, size) in enumerate(sizes.items()):
+        convert(toy_arrays(size, seed, SIDE), folder / f"{name}.beton", classes="abcd", progress=False)
+    return {name: str(folder / f"{name}.beton") for name in sizes}
+
+
+# Recipes that differ in their epochs alone are for `make test-all`, but for the shortest of each model.
+LONGER = [name for name in RECIPES if re.fullmatch(r"ffcv-resnet\d+-(24|32|40|56|88)", name)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in RECIPES]
+)
+def test_a_recipe_takes_two_steps(name: str, stand_in: dict[str, str]) -> None:
+    if RECIPES[name].get("strategy", "single") not in STRATEGIES:
+        pytest.skip(f"unknown strategy {RECIPES[name]['strategy']}")
+    pipeline = Pipeline.from_recipe(name, **shrunk(name, stand_in))
+    assert pipeline.plan().steps
+    result = pipeline.fit(progress=False)
+    assert len(result.history.epochs) >= 2
+    assert np.isfinite([(epoch.loss, epoch.val_loss) for epoch in result.history.epochs]).all()
+    assert result.history.facts["recipe"] == name
+    asked = {entry["name"] for entry in RECIPES[name].get("transforms", [])}
+    reports = {report.transform: report for report in result.reports}
+    for surgery in asked & {"BlurPool", "StochasticDepth"}:
+        assert reports[surgery].changed, surgery
+    assert {type(transform).__name__ for transform in pipeline.transforms} == asked
+
+
+@pytest.mark.parametrize("name", BY_TRANSFORMS)
+def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: dict[str, str]) -> None:
+    """Without the guard, which reads losses at once only where that costs nothing, on the CPU."""
+    overrides = shrunk(name, stand_in)
+    if RECIPES[name]["model"] not in ("vit", "vit_s16"):
+        overrides = {key: value for key, value in overrides.items() if not key.startswith("model_options")}
+        overrides |= {"model": "resnet18", "model_options": {"num_classes": CLASSES}}
+    built = Pipeline.from_recipe(name, **overrides).build()
+    found: list[str] = []
+    with built.train:
+        batches = [batch for _ in range(3) for batch in built.train]
+    built.hooks.begin(built.engine, len(batches))
+
+    class Seen(Observer):
+        def on_step_end(self, *_: object) -> None:
+            found.extend(syncs.found)
+
+    with HostSyncs() as syncs:
+        train_epoch(
+            built.engine,
+            batches,
+            built.loss,
+            hooks=built.hooks,
+            observer=Seen(),
+        )
+    assert built.hooks.state.step == len(batches)
+    assert [line for line in found if not any(place in line for place in ON_THE_HOST)] == []
+
+
+@pytest.mark.slow
+def test_the_billions_are_divided_among_two_ranks(stand_in: dict[str, str]) -> None:
+    overrides = shrunk("billion-fsdp", stand_in) | {"devices": 2, "accumulate": 2}
+    result = Pipeline.from_recipe("billion-fsdp", **overrides).fit(progress=False)
+    assert np.isfinite([epoch.loss for epoch in result.history.epochs]).all()
+
+
+@pytest.mark.parametrize("name", ["billion-fsdp", "billion-deepspeed"])
+def test_the_billions_are_billions(name: str) -> None:
+    recipe = complete(name)
+    with torch.device("meta"):  # shapes alone
+        model = Pipeline(recipe["model"]).model(**recipe["model_options"])  # type: ignore[operator]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == 1_844_440_680  # width 1664, 48 layers
+    assert f"{count / 1e9:.2f} billion" in recipe["description"]
+    assert "7.4 GB" in recipe["notes"]["model_options"]
+    assert round(count * 4 / 1e9, 1) == 7.4
+
+
+def test_the_road_to_94_learns(tmp_path: Path) -> None:
+    """airbench's network, optimizer and schedule, on the toy data: from chance to nearly all."""
+    for seed, (name, size) in enumerate({"train": 256, "val": 64}.items()):
+        convert(toy_arrays(size, seed, 32), tmp_path / f"{name}.beton", classes="abcd", progress=False)
+    pipeline = Pipeline.from_recipe(
+        "cifar10-fast", train=tmp_path / "train.beton", val=tmp_path / "val.beton", batch_size=32, workers=1,
+        **{"loading.flip": False, "optimizer.lr": 1.5 / 32, "model_options": {"num_classes": 4, "widths": [8, 16, 16]}},
+        transforms=[{"name": "LabelSmoothing", "smoothing": 0.2}],
+    )  # fmt: skip
+    result = pipeline.fit(progress=False)
+    assert result.accuracy is not None
+    assert result.accuracy > 0.9

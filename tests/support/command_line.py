@@ -1,0 +1,73 @@
+"""`drivetrain` in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline_data import CLASSES, Toy
+
+ENVIRONMENT = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
+
+# Runs commands one after another in one process, because starting one takes seconds.
+SEVERAL = """
+import contextlib, io, json, sys
+commands, blocked = json.loads(sys.argv[1])
+sys.modules.update(dict.fromkeys(blocked))
+from drivetrain.pipeline.cli.app import main
+ends = []
+for command in commands:
+    sys.argv[:] = ["drivetrain", *command]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    ends.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(ends))
+"""
+
+
+@dataclass(frozen=True)
+class End:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def line(self) -> str:
+        """The one line on stderr of a command that fails."""
+        assert (self.code, self.err.count("\n"), self.out) == (1, 1, ""), self
+        return self.err
+
+
+def run(*command: str) -> End:
+    """One command, by the installed program."""
+    program = Path(sys.executable).with_name("drivetrain")
+    done = subprocess.run(
+        [str(program), *command], capture_output=True, text=True, timeout=240, check=False, env=ENVIRONMENT
+    )
+    return End(done.returncode, done.stdout, done.stderr)
+
+
+def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End]:
+    """Several commands in one process, in which the `blocked` modules cannot be imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL, json.dumps([commands, blocked])],
+        capture_output=True, text=True, timeout=240, check=False, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [End(*end) for end in json.loads(done.stdout.splitlines()[-1])]
+
+
+def toy_values(toy: Toy) -> list[str]:
+    return [
+        "batch_size=32", "image_size=16", "loading={}", "workers=1", "epochs=2", "model_options.width=4",
+        f"model_options.num_classes={CLASSES}", "--train", toy.train, "--val", toy.val,
+    ]  # fmt: skip

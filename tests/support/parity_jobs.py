@@ -1,0 +1,262 @@
+"""What the parity suite runs inside ranks, and on one device beside them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import fsdp_models as models
+import pytest
+import torch
+import torch.distributed as dist
+from drivetrain import strategies
+from drivetrain.errors import StrategyError
+from drivetrain.strategies import auto, plugins
+from drivetrain.strategies.common.memory import held_bytes
+from strategy_jobs import make_optimizer, norm_of, refusal
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+STEPS, BATCH = 8, 8
+
+SHARDED = ["fsdp", "fsdp_grad_op", "fsdp_cpu_offload", "hsdp"]
+"""Parameters are divided among the ranks."""
+WHOLE = ["ddp", "zero_redundancy", "fairscale_oss", "fairscale_sharded_ddp"]
+"""Each rank has all parameters."""
+NAMES = [*WHOLE, *SHARDED]
+"""Every strategy that several ranks can run on the CPU: a new one is one more word here."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run that every strategy must repeat; `accumulate` is a rank's."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    optimizer: str = "sgd"
+    clip_norm: float | None = None
+    accumulate: int = 1
+    precision: str = "fp32"
+    steps: int = STEPS
+    pixels: int = 16
+
+
+CASES = [
+    Case("resnet sgd", models.resnet),
+    Case("resnet sgd clipped accumulated", models.resnet, clip_norm=0.5, accumulate=2),
+    Case("resnet adamw", models.resnet, "adamw"),
+    Case("transformer sgd accumulated", models.Transformer, accumulate=2),
+    Case("transformer adamw clipped accumulated", models.Transformer, "adamw", 0.5, 2),
+]
+KINDS = [
+    Case("tied", models.Tied, "adamw", 0.5, 2),
+    Case("frozen", models.frozen, clip_norm=0.5),
+    Case("one layer", models.one_layer, "adamw"),
+    Case("channels last", models.channels_last),
+    Case("groups", models.resnet, "no decay", 0.5),
+]
+BF16 = [
+    Case("resnet bf16", models.resnet, precision="bf16"),
+    Case("transformer bf16", models.Transformer, "adamw", 0.5, 2, "bf16"),
+]
+
+
+LATE = Case("late", models.Late, "adamw", 0.5)
+
+
+@dataclass
+class Run:
+    """What came out of a training run on one rank."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    evaluated: float = 0.0
+
+
+def options_of(strategy: str) -> dict[str, object]:
+    """A strategy's options on as many ranks as there are now."""
+    if strategy == "hsdp":
+        return {"shard_size": max(1, dist.get_world_size() // 2)}
+    return {}
+
+
+def train(
+    strategy: str,
+    case: Case,
+    *,
+    seed: int = 0,
+    parts: int = 1,
+    given: dict[str, Any] | None = None,
+    **options: object,
+) -> Run:
+    """Trains on the same global batches on any number of ranks.
+
+    Args:
+        seed: of the first weights; rank 0's must win.
+        given: further options of `prepare`.
+        parts: multiplies `case.accumulate`: one device gets as many microbatches as `parts` ranks do.
+    """
+    torch.manual_seed(seed)
+    engine = strategies.get(strategy, device="cpu", **options).prepare(
+        case.model(),
+        make_optimizer(case.optimizer),
+        precision=case.precision,
+        clip_norm=case.clip_norm,
+        accumulate=case.accumulate * parts,
+        **(given or {}),
+    )
+    run = Run()
+    for step in range(case.steps):
+        engine.model.train()
+        images, labels = batch(step, case.pixels)
+        run.losses.append(one_step(engine, step, images, labels, run))
+        if step == case.steps // 2:
+            run.evaluated = evaluate(engine, images)
+    engine.sync_buffers()
+    run.state = engine.export_state()
+    return run
+
+
+def batch(step: int, pixels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 3, pixels, pixels, generator=generator)
+    return images, torch.randint(5, (BATCH,), generator=generator)
+
+
+def one_step(engine, step: int, images, labels, run: Run) -> float:
+    """Trains on this rank's part of a global batch; gives the loss of all of it."""
+    total = torch.zeros(())
+    part = BATCH // engine.accumulate // engine.world_size
+    for i in range(engine.accumulate):
+        number = i * engine.world_size + engine.rank
+        own = slice(number * part, (number + 1) * part)
+        torch.manual_seed(100 * step + number)  # dropout and the like: as the same part on one device
+        with engine.forward_context():
+            logits = engine.model(images[own]).flatten(1)
+            loss = cross_entropy(logits.float(), labels[own])
+        engine.backward(loss, last_microbatch=i == engine.accumulate - 1)
+        total += loss.detach() / engine.accumulate
+    run.norms.append(norm_of(engine.step()))
+    return float(engine.reduce(total))
+
+
+@torch.no_grad()
+def evaluate(engine, images) -> float:
+    """In the middle of training, after the buffers' mean: it must leave no trace in what follows."""
+    engine.sync_buffers()
+    engine.model.eval()
+    with engine.forward_context():
+        return float(engine.plain_model(images).float().square().mean())
+
+
+def quiet() -> None:
+    """Warnings are errors in ranks, as in the tests' own process; one thread per rank."""
+    warnings.simplefilter("error")
+    # Plain models give it too: the stride of a depthwise convolution's gradient.
+    warnings.filterwarnings("ignore", "Grad strides do not match", UserWarning)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+    torch.set_num_threads(1)
+
+
+def parity(names: list[str], more: list[str]) -> dict[str, object]:
+    """All cases of each strategy, and for those of `more` the other kinds of models and bf16."""
+    quiet()
+    results: dict[str, object] = {}
+    for name in names:
+        for case in [*CASES, *((*KINDS, *BF16) if name in more else ())]:
+            # Each rank starts from weights of its own: rank 0's must become everyone's.
+            results[f"{name} {case.name}"] = train(name, case, seed=dist.get_rank(), **options_of(name))
+        results[f"{name} held"] = held(name, **options_of(name))
+    results["late"] = train("fairscale_sharded_ddp", LATE)
+    results["late under ddp"] = train("ddp", LATE, find_unused_parameters=True)
+    results["after an error"] = after_an_error()
+    results["dtypes"] = refusal("fairscale_oss", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
+    results["adagrad"] = {name: entries_of_adagrad(name) for name in ("zero_redundancy", "fairscale_oss")}
+    results["auto"] = chosen()
+    results["handlers"] = len(logging.root.handlers)
+    results["registered"] = "of_the_launcher" in plugins.REGISTERED
+    return results
+
+
+def after_an_error() -> list[list[float]]:
+    """The gradient after a backward was refused in the middle of a step: ranks must still exchange it."""
+    model = nn.Linear(2, 1, bias=False)
+    engine = strategies.get("fairscale_sharded_ddp", device="cpu").prepare(model, make_optimizer("sgd"))
+    images = torch.full((1, 2), float(engine.rank + 1))
+    try:
+        engine.backward(engine.model(images).sum(), last_microbatch=False)
+    except StrategyError:
+        engine.backward(engine.model(images).sum())
+    return [] if model.weight.grad is None else model.weight.grad.tolist()
+
+
+def entries_of_adagrad(strategy: str) -> int:
+    """How many parameters this rank has state for, of an optimizer that makes it when it is built."""
+    engine = strategies.get(strategy, device="cpu").prepare(
+        models.resnet(), lambda p: torch.optim.Adagrad(p, lr=0.1)
+    )
+    return len(engine.optimizer.state)
+
+
+def chosen() -> tuple[str, Run]:
+    """The log line of `auto`, whose ranks see unlike memory, and a training with it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("drivetrain.strategies.auto")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    real = auto.free_bytes
+    # Of AdamW's 16 bytes per parameter a rank may have 1.5 times in half of this, another one 0.75 times.
+    share = 3 if dist.get_rank() == 0 else 1.5
+    auto.free_bytes = lambda *_: int(share * 16 * sum(p.numel() for p in models.resnet().parameters()))
+    try:
+        run = train("auto", CASES[0])
+        return "".join(lines), run
+    finally:
+        auto.free_bytes = real
+        log.removeHandler(handler)
+
+
+def held(strategy: str, **options: object) -> tuple[float, float, float]:
+    """Bytes per parameter on this rank, AdamW in fp32: parameters, gradients, optimizer."""
+    width, depth = 256, 16  # a million parameters, in layers of which the largest is a sixteenth
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)), nn.Linear(width, 4)
+    )
+    count = sum(p.numel() for p in model.parameters())
+    engine = strategies.get(strategy, device="cpu", **options).prepare(model, make_optimizer("adamw"))
+    for step in range(2):
+        engine.backward(engine.model(torch.randn(2, width)).square().mean())
+        bytes_ = held_bytes(engine)
+        if step == 0:
+            engine.step()
+    assert bytes_.count == count
+    assert bytes_.per_parameter == (bytes_.parameters + bytes_.gradients + bytes_.optimizer) / count
+    return bytes_.parameters / count, bytes_.gradients / count, bytes_.optimizer / count
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    """Without the statistics: a device that accumulates moves them once for each microbatch."""
+    return {n: t for n, t in run.state.items() if "running" not in n and "num_batches" not in n}
+
+
+def same_run(found: Run, expected: Run, tolerance: float) -> None:
+    """Losses, norms and final weights, to `tolerance`; the state is plain."""
+    assert list(found.state) == list(expected.state)
+    for name, tensor in found.state.items():
+        assert type(tensor) is torch.Tensor
+        assert tensor.is_contiguous()
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == (
+            expected.state[name].shape, expected.state[name].dtype, "cpu"
+        )  # fmt: skip
+    assert found.losses == pytest.approx(expected.losses, abs=tolerance)
+    if expected.norms[0] is None:
+        assert found.norms == expected.norms
+    else:
+        assert found.norms == pytest.approx(expected.norms, abs=10 * tolerance)
+    torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=tolerance)

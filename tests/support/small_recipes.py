@@ -1,0 +1,44 @@
+"""Recipes made small enough for a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drivetrain.pipeline.recipes.presets import complete
+from pipeline_data import CLASSES
+
+BATCH, SIDE = 8, 64
+TINY_VIT = {
+    "num_classes": CLASSES,
+    "image_size": SIDE,
+    "patch_size": 16,
+    "width": 32,
+    "depth": 2,
+    "heads": 2,
+    "mlp": 64,
+}
+
+
+def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:
+    """What makes a recipe small: its data, images, batch (and with it the learning rate), devices and length.
+
+    Models stay as they are, but for those of billions of parameters. fp16, for which CPUs have no fast
+    convolutions, becomes bf16.
+    """
+    recipe = complete(name)
+    overrides: dict[str, Any] = {
+        **files, "batch_size": BATCH, "image_size": SIDE, "eval_image_size": None, "devices": 1, "accumulate": 1,
+        "workers": 0 if recipe["loader"] == "torch" else 1, "strategy_options": {"device": "cpu"},
+        "optimizer.lr": recipe["optimizer"]["lr"] * BATCH / recipe["batch_size"],
+        # Each epoch is a step. Of three, growing images have one epoch at full size.
+        "epochs": 3 if any(entry["name"] == "ProgressiveResizing" for entry in recipe["transforms"]) else 2,
+    }  # fmt: skip
+    if recipe["precision"] == "fp16":
+        overrides["precision"] = "bf16"
+    if recipe["model"] == "vit":
+        return overrides | {"model_options": TINY_VIT}
+    if recipe["model"] == "vit_s16":
+        overrides["model_options.image_size"] = SIDE
+    if recipe["model"] == "pretrained":
+        overrides["model_options.weights"] = None  # to be fetched
+    return overrides | {"model_options.num_classes": CLASSES}
