@@ -1,4 +1,4 @@
-"""The CPU cores and the memory that this process may use: of the machine, and of its container.
+"""The CPU cores, their instructions and the memory that this process may use: of the machine, and of its container.
 
 A container's limits are those of its control group and of every group above it; the smallest counts. Both
 versions of control groups are read (Linux: cgroups(7)), also where a system has both.
@@ -81,6 +81,20 @@ def rank_free_memory(ranks: int = 1) -> int:
 def local_ranks(default: int = 1) -> int:
     """Return how many ranks a launcher started on this machine (`LOCAL_WORLD_SIZE`), else `default`."""
     return max(_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or default, 1)
+
+
+def lacks_bf16(root: Path = Path("/")) -> bool:
+    """Return whether this CPU computes bf16 without instructions for it, which is several times slower than fp32.
+
+    They are `avx512_bf16` and `amx_bf16` of x86, and `bf16` of Arm. False where the kernel does not list what the CPU
+    has, as `/proc/cpuinfo` of Linux does.
+    """
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()
+    return bool(flags) and not {"avx512_bf16", "amx_bf16", "bf16"} & set(flags)
 
 
 def container_limits(root: Path = Path("/")) -> Limits:

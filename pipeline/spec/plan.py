@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from ... import strategies
+from ... import machine, strategies
 from ...strategies import Strategy
 from ...table import Table
 from ...transforms import CHANGES_MODEL, Transform
@@ -76,7 +76,7 @@ def lay_out(
         Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
         Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
              f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) a step{how.for_plan()}: "
-             "after surgery"),
+             f"after surgery{_slow_bf16(how)}"),
         Step(f"optimizer: {optimization.at(data.batch_size).describe()}",
              "default" if spec.optimization is None else ".optimize()",
              "; ".join(filter(None, [f"made when the parameters are the final ones{optimization.for_plan()}",
@@ -91,6 +91,11 @@ def lay_out(
 
 def _eval_size(data: DataConfig) -> str:
     return "" if data.eval_size == data.image_size else f" ({data.eval_size} px in evaluation)"
+
+
+def _slow_bf16(how: DistributedConfig) -> str:
+    slow = how.precision == "bf16" and not uses_gpu(how) and machine.lacks_bf16()
+    return "; this CPU has no bf16 instructions, so that fp32 is faster" if slow else ""
 
 
 def _wrapping_steps(how: DistributedConfig) -> list[Step]:

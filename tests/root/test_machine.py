@@ -186,3 +186,20 @@ def test_memory_is_the_containers_where_that_is_less(monkeypatch: pytest.MonkeyP
 def test_a_launcher_that_sets_no_number_of_ranks(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
     assert (machine.local_ranks(), machine.local_ranks(3)) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "slow"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f\n", True),
+        ("flags\t\t: fpu avx512_bf16\n", False),
+        ("flags\t\t: fpu amx_bf16 amx_tile\n", False),
+        ("Features\t: fp asimd bf16 i8mm\n", False),
+        ("Features\t: fp asimd\n", True),
+        ("processor\t: 0\n", False),
+        ("", False),
+    ],
+)
+def test_bf16_instructions(tmp_path: Path, text: str, slow: bool) -> None:
+    assert machine.lacks_bf16(tree(tmp_path, {"proc/cpuinfo": text})) is slow
+    assert not machine.lacks_bf16(tmp_path / "nothing")

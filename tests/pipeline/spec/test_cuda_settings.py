@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain import Pipeline, PlanError
+from drivetrain import Pipeline, PlanError, machine
 from drivetrain.pipeline.spec.cuda_settings import cuda_settings, matmul_precision
 from drivetrain.transforms import ProgressiveResizing
 from pipeline_data import Toy, plain_model
@@ -119,3 +119,14 @@ def test_in_a_recipe(toy: Toy) -> None:
     assert read.distribution.cudnn_benchmark is False
     again = Pipeline.from_recipe(read.to_recipe())
     assert again.distribution == read.distribution
+
+
+@pytest.mark.parametrize(
+    ("precision", "lacks", "warned"), [("bf16", True, True), ("bf16", False, False), ("fp32", True, False)]
+)
+def test_the_plan_warns_of_bf16_without_instructions(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, precision: str, lacks: bool, warned: bool
+) -> None:
+    monkeypatch.setattr(machine, "lacks_bf16", lambda: lacks)
+    plan = toy.pipeline().distribute("single", precision=precision, device="cpu").plan()
+    assert any("no bf16 instructions" in step.why for step in plan.steps) is warned
