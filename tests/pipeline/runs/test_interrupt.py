@@ -278,7 +278,7 @@ def test_the_command_line_ends_with_a_line(
     assert (ledger.returncode, errors.count("Traceback")) == (130, 0), errors
     told = errors.splitlines()[-1]
     assert told.startswith("Interrupted: ")
-    if "there is not a ledger yet" in told:
+    if "there is no ledger yet" in told:
         assert list(measured.iterdir()) == []
     else:  # a fast machine has had two trials by then
         assert sorted(path.name for path in measured.iterdir()) == ["ledger.json", "ledger.png"]
