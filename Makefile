@@ -1,6 +1,6 @@
 # make quickstart   set up, then the main job: CIFAR-10 from raw files to a trained model and a ledger
 # make test         set up what is missing, then lint, types and tests (make test-all: the long ones, too)
-# make quick        lint, types, and the tests that start no process: for every save
+# make quick        lint, types, and the short tests that start no process: for every save
 # make install      the set-up alone        make lock   write requirements.txt anew
 # make check        ruff and mypy           make bench PHOTOS=FOLDER  loading speed on a folder of photographs
 # make gpu          on a machine with a GPU: its tests and measurements, in stages that continue where they stopped
@@ -43,7 +43,7 @@ test-all: install check
 
 quick: install check
 	DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist worksteal \
-		-m "not process and not slow and not gpu and not alone"
+		-m "not process and not long and not slow and not gpu and not alone"
 
 # mypy needs the package under its own name, whatever the clone's folder is called.
 check: install

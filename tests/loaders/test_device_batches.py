@@ -87,6 +87,7 @@ def trained_on(loader: Any, *, copies_first: bool = False) -> list[list[Any]]:
     return [[v if isinstance(v[0], bytes) else v[0] for v in values] for values in seen]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("kind", LOADERS)

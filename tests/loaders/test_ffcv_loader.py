@@ -98,6 +98,7 @@ def centre_average(image: np.ndarray, side: int, ratio: float) -> np.ndarray:
     return averages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("side", "ratio"), [(32, 224 / 256), (64, 1.0), (24, 0.5)])
 def test_area_averages_the_centre(photos: Path, tmp_path: Path, side: int, ratio: float) -> None:
     """Against numpy: raw images to the last level, JPEGs up to the decoders' difference (fast inverse DCT)."""
@@ -354,6 +355,7 @@ def test_batches_kept_are_not_overwritten(photos: Path) -> None:
         assert torch.equal(b, d)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "hold",
     [

@@ -84,6 +84,7 @@ def raise_in_the_loop(path: Path) -> None:
         _ = [1 // (len(labels) - 3) for _, labels in made]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "use", [leave_early, leave_early_and_forget, two_at_once, fifty_epochs, raise_in_the_loop]
 )
@@ -95,6 +96,7 @@ def test_threads_and_descriptors_come_back(photos: Path, use: Callable[[Path], N
     assert settled() == before
 
 
+@pytest.mark.long
 def test_an_open_loader_does_not_grow(photos: Path) -> None:
     with loader(photos) as made:
         list(made)
@@ -143,6 +145,7 @@ def handles(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.long
 def test_decoders_of_forgotten_loaders_are_freed(photos: Path, handles: dict[str, int]) -> None:
     for number in range(10):
         made = loader(photos)

@@ -68,6 +68,6 @@ def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End
 
 def toy_values(toy: Toy) -> list[str]:
     return [
-        "batch_size=32", "image_size=16", "loading={}", "workers=1", "epochs=2", "model_options.width=4",
-        f"model_options.num_classes={CLASSES}", "--train", toy.train, "--val", toy.val,
+        "batch_size=32", "image_size=16", "loading={}", "workers=1", "epochs=2", "precision=fp32",
+        "model_options.width=4", f"model_options.num_classes={CLASSES}", "--train", toy.train, "--val", toy.val,
     ]  # fmt: skip

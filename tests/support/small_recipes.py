@@ -7,7 +7,8 @@ from typing import Any
 from drivetrain.pipeline.recipes.presets import complete
 from pipeline_data import CLASSES
 
-BATCH, SIDE = 8, 64
+BATCH, SIDE = 4, 32
+"""Small, as convolutions in bf16 take long on CPUs without instructions for it."""
 TINY_VIT = {
     "num_classes": CLASSES,
     "image_size": SIDE,

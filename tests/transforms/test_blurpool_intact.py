@@ -98,6 +98,7 @@ def test_deepcopy_and_pickle(factory: Callable[[], nn.Module]) -> None:
         torch.testing.assert_close(other(images()), model(images()), rtol=0, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("blur_first", [True, False])
 def test_compiles_without_a_break(blur_first: bool) -> None:
     torch._dynamo.reset()

@@ -115,6 +115,7 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::drivetrain.transforms.NothingChanged")
 @pytest.mark.parametrize("transform", CASES, ids=repr)
 def test_the_declaration_is_what_the_hooks_do(transform: Transform, toy: Toy) -> None:

@@ -165,6 +165,7 @@ def test_set_batch_sequence_length(composer: ModuleType, truncate: bool) -> None
     assert torch.equal(ours[1], theirs["labels"])
 
 
+@pytest.mark.long
 def test_selection(composer: ModuleType) -> None:
     """The times are the same; the draws, of another generator, are as often the same images."""
     for interrupt in (0, 2, 3):

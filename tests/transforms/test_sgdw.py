@@ -23,6 +23,7 @@ def gradients(model: nn.Module, step: int) -> None:
     model(images).square().mean().backward()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_steps_are_composers(nesterov: bool) -> None:
     reference = composer_reference.load("composer.optim").DecoupledSGDW

@@ -37,6 +37,7 @@ def wait_for_layers(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factory", [models.bottlenecks, models.resnet], ids=["bottleneck", "basic"])
 def test_a_skipped_branch_is_a_branch_times_zero(factory: Callable[[], nn.Module]) -> None:
     """Skipped eagerly, masked in a graph and under hooks: the same output, gradients and statistics."""

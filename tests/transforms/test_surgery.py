@@ -67,6 +67,7 @@ def test_twice_is_once(transform: Transform, factory: Callable[[], nn.Module], c
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
 
 
+@pytest.mark.long
 @cases
 def test_copies(transform: Transform, factory: Callable[[], nn.Module], count: int) -> None:
     model = made(factory)

@@ -25,6 +25,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 @cases
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute:UserWarning"
@@ -47,6 +48,7 @@ def test_compiles_whole(transform: Transform, factory: Callable[[], nn.Module], 
             assert found.isfinite().all()
 
 
+@pytest.mark.long
 @cases
 def test_trains(transform: Transform, factory: Callable[[], nn.Module], count: int) -> None:
     model = made(factory)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
+@pytest.mark.long
 @cases
 @pytest.mark.usefixtures("one_process_group")
 # Plain models give both: the stride of a depthwise convolution's gradient, and the permuted output of a norm.

@@ -155,6 +155,7 @@ def test_sigkill_at_random_moments_leaves_no_file_that_looks_finished(
     assert killed >= 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("older", [False, True], ids=["new", "older"])
 def test_sigkill_between_the_renames_never_pairs_new_names_with_old_pixels(
     server: Server, tmp_path: Path, older: bool

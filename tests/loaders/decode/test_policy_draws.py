@@ -37,6 +37,7 @@ def torchvisions_draws(policy: dict[str, Any], count: int, side: int) -> NDArray
     return np.array(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "policy",
     [

@@ -80,6 +80,7 @@ def odd_pictures(side: int) -> list[NDArray[np.uint8]]:
     return [picture(3, side, side), noise, few, np.full((side, side, 3), 90, np.uint8), without]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["rand_augment", "trivial_augment"])
 @pytest.mark.parametrize("side", [1, 2, 17, 32, 224])
 def test_each_operation_is_torchvisions_on_pillow_images_bit_for_bit(policy: str, side: int) -> None:
@@ -181,6 +182,7 @@ def load(kind: Any, path: Path, **options: Any) -> torch.Tensor:
         return torch.cat([images for images, _ in loader])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", EACH, ids=str)
 def test_both_loaders_change_pictures_alike(policy: dict[str, Any], same: Path) -> None:
     """Mean and spread, over the samples, of how far the pixels move, and of each image's own mean and contrast."""

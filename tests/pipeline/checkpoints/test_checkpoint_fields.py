@@ -172,6 +172,7 @@ def check(reader: Reader, place: tuple[Any, ...], value: Any) -> None:
     assert same(read, expected), f"{place} = {value!r} is accepted, and changes the training"
 
 
+@pytest.mark.long
 @settings(
     max_examples=250, derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

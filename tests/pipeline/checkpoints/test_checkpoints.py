@@ -117,6 +117,7 @@ NAMES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_resumed_anywhere_it_is_the_same_run(name: str, toy: Toy, tmp_path: Path) -> None:
     """In the middle of the first epoch, at its end, in the middle of the second, and before the last step."""
@@ -264,6 +265,7 @@ def shuffled(folder: Path) -> str:
     return str(write_toy(folder / "other.beton", TRAIN, seed=9))
 
 
+@pytest.mark.long
 def test_more_epochs_only_where_nothing_depends_on_their_number(toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline(batch_norm_model)
     whole = fit(pipeline, 4)
@@ -301,6 +303,7 @@ class Steady(Fading):
         return False
 
 
+@pytest.mark.long
 def test_no_method_that_follows_the_length_takes_other_epochs(toy: Toy, tmp_path: Path) -> None:
     """Each is refused by what it declares; one of the user's that declares nothing learns how to."""
     pipeline = toy.pipeline(gyro)
@@ -364,6 +367,7 @@ def test_the_loss_scale_of_fp16_goes_on(toy: Toy, tmp_path: Path) -> None:
     assert scales[0]["_growth_tracker"] == 3 * STEPS
 
 
+@pytest.mark.long
 def test_an_earlier_run_is_replaced_with_a_word_and_as_a_whole(toy: Toy, tmp_path: Path, capsys: Any) -> None:
     pipeline = toy.pipeline(plain_model)
     pipeline.fit(epochs=2, out=tmp_path, logger="csv")
@@ -387,6 +391,7 @@ def test_an_earlier_run_is_replaced_with_a_word_and_as_a_whole(toy: Toy, tmp_pat
     assert "off held a run of 1 epoch; it is replaced.\n" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_run_from_another_folder_without_checkpoints_clears_those_of_an_earlier_run(
     toy: Toy, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_model_of_torchvision_loads_without_drivetrain(toy: Toy, tmp_path: Pat
     torch.testing.assert_close(found, unmodified(torch.ones(1, 3, 32, 32)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [None, EMA(half_life=3), SWA(0.2, 0.6), SWA(0.2, 1.0)], ids=str)
 def test_it_is_what_was_evaluated(method: EMA | SWA | None, toy: Toy, tmp_path: Path) -> None:
     """The averages while there are some; the weights where SWA has written its mean into them."""

@@ -68,6 +68,7 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 def test_an_older_one_of_the_same_folder_loses_no_newer_one(toy: Toy, tmp_path: Path) -> None:
     """It is refused, and nothing has changed; the newest one, by its path, continues the run as `auto` does."""
     pipeline, how = toy.pipeline(lambda: Sleepy(0)), Checkpoints(keep=10)
@@ -135,6 +136,7 @@ def test_a_crash_before_the_first_checkpoint_of_a_branch(toy: Toy, tmp_path: Pat
     assert everything_in(trunk) == before
 
 
+@pytest.mark.long
 def test_a_run_that_is_refused_leaves_the_folder_to_the_one_before(toy: Toy, tmp_path: Path) -> None:
     """`auto` still finds it: another run takes the folder when nothing but its training is left to fail."""
     pipeline = toy.pipeline(plain_model)
@@ -232,6 +234,7 @@ def test_one_ranks_failure_is_every_ranks(toy: Toy, tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.long
 def test_after_ctrl_c_the_run_goes_on(toy: Toy, tmp_path: Path) -> None:
     class Stops(Sleepy):
         count = 0

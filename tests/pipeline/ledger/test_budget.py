@@ -79,6 +79,7 @@ def staged(toy: Toy, seconds: float, **load: Any) -> Any:
     return made.transform(ChannelsLast(), LabelSmoothing(0.1), EMA()).distribute("single", precision="bf16")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sleep", "seconds"), [(0.05, 6.0), (0.25, 12.0), (0.02, 16.0)])
 def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[float]) -> None:
     """Also on a machine that is slow, because the trials are measured in this very run."""
@@ -102,6 +103,7 @@ def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[
     assert ledger.measured(ledger.whole)
 
 
+@pytest.mark.long
 def test_slow_batches_make_shorter_turns_and_fewer_variants(toy: Toy) -> None:
     """Of 0.3 s a batch, 15 variants of three rounds of four batches would take four minutes."""
     ledger = staged(toy, 0.3).ledger(seconds=16, progress=False)
@@ -128,6 +130,7 @@ def test_too_short_for_any_ledger_tells_how_long_would_do(toy: Toy) -> None:
     assert ledger.rows[-1].ratio is not None
 
 
+@pytest.mark.long
 def test_the_least_is_one_turn_each(toy: Toy) -> None:
     """Found by adding time until there is a ledger: it has plain PyTorch and the full pipeline."""
     seconds = 0.5
@@ -176,6 +179,7 @@ def handlers() -> dict[int, Any]:
     return {number: signal.getsignal(number) for number in signal.valid_signals()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["build", "forward", "forward in the background"])
 def test_what_never_ends_is_interrupted(when: str, toy: Toy, request: pytest.FixtureRequest) -> None:
     pipeline = toy.pipeline(lambda: Stuck(when.partition(" ")[0]), loader="torch", workers=0)
@@ -288,6 +292,7 @@ def interrupt_after(seconds: float) -> threading.Thread:
     return thread
 
 
+@pytest.mark.long
 def test_ctrl_c_gives_the_ledger_so_far_and_keeps_no_model(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     Slow.alive.clear()
     pipeline = toy.pipeline(lambda: Slow(0.05), loader="torch", workers=0).transform(
@@ -310,6 +315,7 @@ def test_ctrl_c_gives_the_ledger_so_far_and_keeps_no_model(toy: Toy, monkeypatch
     assert not list(Slow.alive)
 
 
+@pytest.mark.long
 def test_ctrl_c_in_the_trainings_keeps_the_speeds_and_those_that_were_finished(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

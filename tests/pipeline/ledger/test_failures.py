@@ -91,6 +91,7 @@ def assert_shown_everywhere(ledger: Ledger, name: str, reason: str, folder: Path
     assert f"{name} failed: out of memory" in " ".join(repr(found).split())
 
 
+@pytest.mark.long
 def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     """In turn and alone it fails; the full pipeline, in which it is undone, is measured."""
     ledger = pipeline_of(toy, Breaks(), Mends(), LabelSmoothing(0.1)).ledger(
@@ -113,6 +114,7 @@ def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_variant_that_fails_in_a_later_round_leaves_all_of_them(toy: Toy, tmp_path: Path) -> None:
     """After warm-up and its first trial, at most four batches each, and after a round or more."""
     ledger = pipeline_of(toy, Breaks(13), Mends(), LabelSmoothing(0.1)).ledger(
@@ -160,6 +162,7 @@ def test_plain_pytorch_fails(toy: Toy) -> None:
     assert found.caveats[0].startswith("Stopped because plain PyTorch failed after ")
 
 
+@pytest.mark.long
 def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:
     """With a rate at which all but the clipped variants diverge."""
     pipeline = (

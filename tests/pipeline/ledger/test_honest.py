@@ -82,6 +82,7 @@ def of_speeds(*rounds: dict[VariantId, float], **fields: Any) -> Ledger:
     return Ledger(made, {"recipe": None}, **fields)
 
 
+@pytest.mark.long
 def test_warm_up_is_left_out(toy: Toy) -> None:
     # It trains twice for one batch once it is built, and again to see how long a batch and rounds take.
     pipeline = toy.pipeline(SlowAtFirst(1, 3), loader="torch", workers=0)
@@ -335,6 +336,7 @@ def test_what_means_nothing_is_refused_at_once(asked: dict[str, Any], message: s
         toy.pipeline().ledger(**asked)
 
 
+@pytest.mark.long
 def test_the_command_measures_what_it_is_asked_for(toy: Toy, tmp_path: Path) -> None:
     file, out = tmp_path / "mine.yaml", tmp_path / "out"
     file.write_text(

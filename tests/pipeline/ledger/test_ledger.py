@@ -325,6 +325,7 @@ def test_one_odd_round_does_not_move_the_ratio() -> None:
     assert odd.spread < 0.03 < np.exp(np.log([*calm[1:], 0.4]).std()) - 1
 
 
+@pytest.mark.long
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     random = np.random.default_rng(7)
     for rounds in (3, 5, 8, 12):

@@ -35,6 +35,7 @@ def as_ledger(rounds: list[dict[VariantId, float]], stopped: str = "") -> Ledger
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(40))
 def test_a_speed_and_its_ratio_never_contradict_each_other(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -144,6 +144,7 @@ def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
     assert not [c for c in psutil.Process().children() if "spawn_main" in str(c.cmdline())]
 
 
+@pytest.mark.long
 def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     deliver = TorchLoader._batch
 
@@ -169,6 +170,7 @@ def full(toy: Toy) -> Ledger:
     return pipeline.ledger(seconds=95, within=0.99, accuracy=True, epochs=2, progress=False)
 
 
+@pytest.mark.long
 def test_every_stage_alone_and_without(full: Ledger) -> None:
     rows = ["ChannelsLast", "LabelSmoothing", "bf16"]
     further = [*map(only, rows[1:]), *map(without, rows[:-1])]
@@ -231,6 +233,7 @@ class NothingElse(Nothing):
     pass
 
 
+@pytest.mark.long
 def test_a_variant_against_itself_is_one(toy: Toy) -> None:
     pipeline = toy.pipeline(Sleepy(0.02), loader="torch", workers=0).transform(Nothing(), NothingElse())
     ledger = pipeline.ledger(seconds=15, within=1e-4, progress=False)
@@ -266,6 +269,7 @@ class WakesToo(Wakes):
     pass
 
 
+@pytest.mark.long
 def test_of_two_stages_that_do_the_same_the_second_falls(toy: Toy) -> None:
     pipeline = toy.pipeline(Sleepy(0.08), loader="torch", workers=0).transform(Idle(), Wakes(), WakesToo())
     ledger = pipeline.ledger(seconds=90, within=0.3, progress=False)
@@ -349,6 +353,7 @@ def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
 SLEEP = 0.2
 
 
+@pytest.mark.long
 def test_an_extra_that_takes_long_is_seen_in_the_row(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     log = CSVLogger.log
     steps = []

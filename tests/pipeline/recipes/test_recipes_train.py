@@ -44,6 +44,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 LONGER = [name for name in RECIPES if re.fullmatch(r"ffcv-resnet\d+-(24|32|40|56|88)", name)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in RECIPES]
 )
@@ -63,6 +64,7 @@ def test_a_recipe_takes_two_steps(name: str, stand_in: dict[str, str]) -> None:
     assert {type(transform).__name__ for transform in pipeline.transforms} == asked
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BY_TRANSFORMS)
 def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: dict[str, str]) -> None:
     """Without the guard, which reads losses at once only where that costs nothing, on the CPU."""
@@ -111,6 +113,7 @@ def test_the_billions_are_billions(name: str) -> None:
     assert round(count * 4 / 1e9, 1) == 7.4
 
 
+@pytest.mark.long
 def test_the_road_to_94_learns(tmp_path: Path) -> None:
     """airbench's network, optimizer and schedule, on the toy data: from chance to nearly all."""
     for seed, (name, size) in enumerate({"train": 256, "val": 64}.items()):
@@ -118,7 +121,7 @@ def test_the_road_to_94_learns(tmp_path: Path) -> None:
     pipeline = Pipeline.from_recipe(
         "cifar10-fast", train=tmp_path / "train.beton", val=tmp_path / "val.beton", batch_size=32, workers=1,
         **{"loading.flip": False, "optimizer.lr": 1.5 / 32, "model_options": {"num_classes": 4, "widths": [8, 16, 16]}},
-        transforms=[{"name": "LabelSmoothing", "smoothing": 0.2}],
+        transforms=[{"name": "LabelSmoothing", "smoothing": 0.2}], precision="fp32",
     )  # fmt: skip
     result = pipeline.fit(progress=False)
     assert result.accuracy is not None

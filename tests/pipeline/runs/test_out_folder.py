@@ -77,6 +77,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(toy: Toy, tmp_path: Path, name
     assert not (tmp_path / "history.json").is_file()
 
 
+@pytest.mark.long
 def test_ctrl_c_in_the_epoch_that_was_resumed_counts_those_before(toy: Toy, tmp_path: Path) -> None:
     """With their result where the folder has it; an epoch that this process finishes is one more."""
     run, how = tmp_path / "run", Checkpoints(every_steps=1, keep=99, background=False)

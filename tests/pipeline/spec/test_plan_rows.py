@@ -127,6 +127,7 @@ def test_an_optimizer_made_before_surgery_is_refused(toy: Toy) -> None:
         toy.pipeline().optimize(optimizer)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_squeeze_excite_and_factorize_find_all_they_find_alone(toy: Toy) -> None:
     """In Composer SqueezeExcite finds 13 blocks before Factorize and 6 after."""
     factorize, excite = Factorize(min_channels=64, min_features=64), SqueezeExcite(min_channels=64)

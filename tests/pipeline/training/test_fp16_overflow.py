@@ -40,6 +40,7 @@ def loud(toy: Toy, clip_norm: float | None = 1.0, strategy: str = "single", devi
     return made.distribute(strategy, devices=devices, device="cpu", precision="fp16", clip_norm=clip_norm)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["raise", "skip"])
 def test_a_training_with_clip_norm_finds_its_loss_scale(toy: Toy, tmp_path: Path, how: Any) -> None:
     """As with the transform that clips by norm, number for number."""

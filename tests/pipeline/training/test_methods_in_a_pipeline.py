@@ -45,6 +45,7 @@ def fit(pipeline: Pipeline, epochs: int = 2) -> Any:
     return pipeline.fit(epochs=epochs, progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_each_trains_and_differs_from_plain_training(toy: Toy, method: Transform) -> None:
     plain = toy.pipeline(batch_norm_model).optimize("sgd", lr=0.05, momentum=0.9, weight_decay=0.01)

@@ -139,6 +139,7 @@ def fallen_back(words: str) -> None:
     assert "\n" not in note
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_rank")
 def test_what_does_not_fit_the_machine_leaves_torchs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with working(CPU):
