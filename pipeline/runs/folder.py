@@ -19,7 +19,7 @@ from ..checkpoints.directory import CheckpointDir
 from ..recipes.export import to_recipe
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan
-from ..telemetry.history import Epoch, History
+from ..telemetry.history import History
 from ..telemetry.loggers import METRICS
 
 PLAN, RECIPE, HISTORY, CURVES = "plan.txt", "recipe.yaml", "history.json", "curves.png"
@@ -117,8 +117,7 @@ def _remove(path: Path) -> None:
 def read_history(folder: Path) -> History | None:
     """The history in the folder; None if there is none, or the file is not one of ours."""
     try:
-        saved = json.loads((folder / HISTORY).read_bytes())
-        return History([Epoch(**epoch) for epoch in saved.pop("epochs")], saved)
+        return History.from_dict(json.loads((folder / HISTORY).read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -76,6 +76,12 @@ class History:
         """The same as plain JSON types."""
         return {"epochs": [asdict(epoch) for epoch in self.epochs], **self.facts}
 
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> History:
+        """Return the history that `to_dict` gave as plain JSON types."""
+        facts = {key: value for key, value in saved.items() if key != "epochs"}
+        return cls([Epoch(**epoch) for epoch in saved["epochs"]], facts)
+
     def save(self, path: str | Path) -> None:
         """Writes it as JSON; the file is whole or not there."""
         with atomic_file(Path(path)) as file:
