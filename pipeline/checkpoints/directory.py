@@ -14,7 +14,8 @@ from typing import Any
 from ...checks import check_flag, check_whole, make_plain
 from ...errors import CheckpointError, PlanError
 from ...files import atomic_file
-from .format import STATE, Checkpoint, remove
+from .content import STATE
+from .format import Checkpoint, remove
 
 RUN = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -104,15 +105,10 @@ class CheckpointDir:
     def beyond(self, checkpoint: Checkpoint) -> list[Checkpoint]:
         """Those that are whole and that the run of `checkpoint` would lose by resuming from it: later ones of the
         same run, and any of another. The newest first."""
-        found = []
-        for other in self.of_run(None):
-            ahead = (
-                other.state["step"] > checkpoint.state["step"]
-                or other.state["run"] != checkpoint.state["run"]
-            )
-            if ahead and other.path.name != checkpoint.path.name and _whole(other.path) is not None:
-                found.append(other)
-        return found
+        here, name = checkpoint.content, checkpoint.path.name
+        others = [other for other in self.of_run(None) if other.path.name != name]
+        ahead = [o for o in others if o.content.step > here.step or o.content.run != here.run]
+        return [other for other in ahead if _whole(other.path) is not None]
 
     def clear(self) -> None:
         """Removes every checkpoint."""
@@ -143,7 +139,7 @@ class CheckpointDir:
                 checkpoint = Checkpoint(path)
             except CheckpointError:
                 continue
-            if run is None or checkpoint.state["run"] == run:
+            if run is None or checkpoint.content.run == run:
                 yield checkpoint
 
     def last(self, run: str) -> Path | None:
@@ -182,7 +178,7 @@ class CheckpointDir:
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """That of the highest accuracy, of equal ones the first; None if none has one."""
-    rated = [(c.accuracy, -c.state["step"], c) for c in checkpoints if c.accuracy is not None]
+    rated = [(c.accuracy, -c.content.step, c) for c in checkpoints if c.accuracy is not None]
     return max(rated, key=lambda entry: entry[:2])[2] if rated else None
 
 
@@ -214,7 +210,7 @@ def _whole(path: Path, run: str | None = None) -> Checkpoint | None:
     """The checkpoint, if it is whole and of that run (None: of any)."""
     try:
         checkpoint = Checkpoint(path)
-        if run is not None and checkpoint.state["run"] != run:
+        if run is not None and checkpoint.content.run != run:
             return None
         checkpoint.verify()
     except CheckpointError as error:

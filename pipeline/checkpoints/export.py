@@ -18,8 +18,8 @@ from ..spec.pipeline_spec import PipelineSpec
 from ..training.build import build_model
 from .directory import CheckpointDir, best_of, find
 from .fingerprint import rebuild_spec
-from .format import Checkpoint
-from .state import Averages, restoring, with_averages
+from .format import Checkpoint, Tensors
+from .state import restoring, with_averages
 from .weights import plain_state, save_weights
 
 Names = Literal["plain", "trained"]
@@ -69,10 +69,9 @@ def evaluated_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """The weights that the training evaluated at this point, by the names of the model that was trained."""
     with restoring(checkpoint):
         state = dict(checkpoint.tensors("model"))
-        methods = with_averages(checkpoint.state["methods"], checkpoint.tensors("methods"), {})
-        for kept in methods.values():
+        for kept in with_averages(checkpoint).values():
             for averages in kept.values():
-                if isinstance(averages, Averages):  # a custom method may keep any JSON values beside them
+                if isinstance(averages, Tensors):  # a custom method may keep any JSON values beside them
                     # Averages of half precision are kept in float32.
                     for name in averages:  # one at a time: there is one copy of the weights
                         if name in state:
@@ -85,8 +84,8 @@ def _plain(
     state: dict[str, torch.Tensor],
     given: str | Callable[..., nn.Module] | nn.Module | None,
 ) -> dict[str, torch.Tensor]:
-    found = checkpoint.state.get("description")
-    if not isinstance(found, dict):
+    found = checkpoint.content.description
+    if found is None:
         raise CheckpointError(
             f"{checkpoint.path} does not know how to build its model: its options, or a custom surgery, cannot be "
             f"written as JSON. Use names='trained' (--names trained), or FitResult.plain_state()."

@@ -20,7 +20,7 @@ from ..spec.kinds import sort_transforms
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from ..training.build import Built
-from .fields import REMEDY
+from .content import REMEDY
 from .identity import identity
 
 

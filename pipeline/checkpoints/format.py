@@ -6,7 +6,7 @@
         state.json                  where the run stands, and the SHA-256 of every other file
         model.safetensors           by parameter name; in shards, model-00001-of-00002.safetensors and
                                     model.safetensors.index.json, Hugging Face's layout
-        optimizer.safetensors       tensors named "<parameter>::<key>", in shards likewise
+        optimizer.safetensors       tensors named "<parameter>::<key>" (`key_of`), in shards likewise
         methods.safetensors         averages (EMA, SWA), likewise
         rank-00001-of-00002.safetensors    each rank's own: random states, buffers of its own
 """
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,15 +30,22 @@ from safetensors.torch import save_file
 
 from ...errors import CheckpointError
 from ...files import atomic_file, sync
-from .fields import REMEDY, fault_of
+from .content import REMEDY, STATE, CheckpointContent, Fault, RankContent
 
-FORMAT = 1
-STATE = "state.json"
 SHARED = ("model", "optimizer", "methods")
 """The kinds of tensors that belong to the run as a whole; beside them each rank has its own."""
 OWN = "rank"
 
-_SHARD = r"-\d{5}-of-\d{5}"
+
+def key_of(owner: str, name: str) -> str:
+    """Return a tensor's key in a file: `owner` is a parameter with optimizer state, or a method with averages."""
+    return f"{quote(owner)}::{name}"
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Return the owner and the name in a key."""
+    owner, _, name = key.partition("::")
+    return unquote(owner), name
 
 
 @dataclass(frozen=True)
@@ -47,13 +54,13 @@ class Part:
 
     Attributes:
         tensors: by kind, then by name; on the CPU, contiguous. A rank that writes none of a kind leaves it out.
-        own: this rank's JSON values.
+        own: this rank's entry in `state.json`.
         writers: number of ranks that write the kinds in `SHARED`.
     """
 
     tensors: dict[str, dict[str, torch.Tensor]]
-    own: dict[str, Any] = field(default_factory=dict)
-    writers: int = 1
+    own: RankContent
+    writers: int
 
 
 def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
@@ -63,15 +70,16 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
         CheckpointError: if a file cannot be written.
     """
     files: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     try:
         for kind, tensors in part.tensors.items():
             path = folder / _file_name(kind, rank, ranks if kind == OWN else part.writers)
             save_file(tensors, path, metadata={"format": "pt"})  # without which Hugging Face refuses it
             sync(path)
-            sizes = {name: value.numel() * value.element_size() for name, value in tensors.items()}
-            files[path.name] = {**_measure(path), "tensors": sizes}
+            files[path.name] = _measure(path)
+            sizes[path.name] = {key: value.numel() * value.element_size() for key, value in tensors.items()}
         with atomic_file(note_path(folder, rank)) as file:
-            file.write(json.dumps({"files": files, "own": part.own}).encode())
+            file.write(json.dumps({"files": files, "sizes": sizes, "own": vars(part.own)}).encode())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The checkpoint {folder} could not be written: {error}.") from error
 
@@ -81,34 +89,32 @@ def note_path(folder: Path, rank: int) -> Path:
     return folder / f"note-{rank:05d}.json"
 
 
-def finish(folder: Path, target: Path, state: Mapping[str, Any], ranks: int) -> None:
+def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -> None:
     """Makes of what all ranks have written a checkpoint under its own name; an older one there is replaced.
 
     Raises:
-        CheckpointError: if a file cannot be written.
+        CheckpointError: if a file cannot be written, or nothing could read it.
     """
     try:
         notes = [json.loads(note_path(folder, rank).read_text()) for rank in range(ranks)]
         files = {name: about for note in notes for name, about in note["files"].items()}
+        sizes = {name: about for note in notes for name, about in note["sizes"].items()}
         for kind in SHARED:
-            _write_index(folder, kind, files)
-        digests = {name: {key: about[key] for key in ("bytes", "sha256")} for name, about in files.items()}
-        whole = {"format": FORMAT, **state, "files": digests, "ranks": [note["own"] for note in notes]}
-        # Else nothing could read it, and the ones before would be removed for it.
-        if fault := fault_of(json.loads(_canonical(whole))):
-            raise CheckpointError(
-                f"The checkpoint {target} could not be written: {fault}. The checkpoints before it are kept."
-            )
+            _write_index(folder, kind, files, sizes)
+        text = replace(content, files=files, ranks=[RankContent(**note["own"]) for note in notes]).to_json()
+        CheckpointContent.from_json(text)  # what cannot be read must not replace the ones before
         with atomic_file(folder / STATE) as file:
-            file.write(_canonical({**whole, "sha256": _digest(whole)}))
+            file.write(text)
         for rank in range(ranks):
             note_path(folder, rank).unlink()
         sync(folder)
         remove(target)
         folder.rename(target)
         sync(target.parent)
-    except OSError as error:
-        raise CheckpointError(f"The checkpoint {target} could not be written: {error}.") from error
+    except (OSError, Fault) as error:
+        raise CheckpointError(
+            f"The checkpoint {target} could not be written: {error}. The checkpoints before it are kept."
+        ) from error
 
 
 def remove(folder: Path) -> None:
@@ -125,7 +131,7 @@ class Checkpoint:
 
     Attributes:
         path: its folder.
-        state: the content of `state.json`.
+        content: of its `state.json`.
 
     Raises:
         CheckpointError: if `state.json` is missing, damaged or of another format. The other files are not
@@ -134,7 +140,15 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.state = _read_state(path)
+        try:
+            self.content = CheckpointContent.from_json((path / STATE).read_bytes())
+            self._check_files()
+        except Fault as fault:
+            raise CheckpointError(f"{path} is damaged: {fault}. {REMEDY}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is not a complete checkpoint: {STATE}: {error}. {REMEDY}"
+            ) from None
 
     def verify(self) -> None:
         """Reads every file once and compares it with its digest.
@@ -142,7 +156,7 @@ class Checkpoint:
         Raises:
             CheckpointError: for the first that is missing, or differs.
         """
-        for name, about in self.state["files"].items():
+        for name, about in self.content.files.items():
             try:
                 found = _measure(self.path / name)
             except OSError as error:
@@ -150,53 +164,90 @@ class Checkpoint:
             if found != about:
                 raise CheckpointError(
                     f"The checkpoint {self.path} is damaged: {name} has {found['bytes']} bytes of another content "
-                    f"than the {about.get('bytes')} bytes that were written. Use an older checkpoint."
+                    f"than the {about['bytes']} bytes that were written. Use an older checkpoint."
                 )
 
+    def check_length(self, steps: int) -> None:
+        """Check the position against the number of steps in an epoch.
+
+        Raises:
+            CheckpointError: if such a run has no such position.
+        """
+        epoch, within, step = self.content.epoch, self.content.step_in_epoch, self.content.step
+        if step != epoch * steps + within or within >= steps:
+            raise CheckpointError(
+                f"{self.path} is damaged: its step is {step}, after {epoch} epochs and {within} steps of a run with "
+                f"{steps} steps in an epoch. {REMEDY}"
+            )
+
     def tensors(self, kind: str, rank: int | None = None) -> Tensors:
-        """The tensors of a kind of `SHARED`; those of one rank for `OWN`."""
-        pattern = re.compile(rf"{kind}({_SHARD})?\.safetensors")
-        if rank is not None:
-            pattern = re.compile(re.escape(_file_name(kind, rank, len(self.state["ranks"]))))
-        return Tensors([self.path / name for name in self.state["files"] if pattern.fullmatch(name)])
+        """Return the tensors of a kind of `SHARED`; those of one rank for `OWN`.
+
+        Raises:
+            CheckpointError: if a file is no safetensors file.
+        """
+        readers: dict[str, Callable[[], torch.Tensor]] = {}
+        names = self._names(kind)
+        for name in names if rank is None else [names[rank]]:
+            with _refused(path := self.path / name):
+                file: Any = safe_open(path, framework="pt")
+                readers |= {key: partial(_tensor, path, file, key) for key in file.keys()}  # noqa: SIM118 — no dict
+        return Tensors(readers)
 
     @property
     def accuracy(self) -> float | None:
         """Top-1 of the epoch at whose end it was made; None in the middle of one, or without validation."""
-        epochs = self.state["history"].get("epochs") or [{}]
-        return None if self.state["step_in_epoch"] else epochs[-1].get("accuracy")
+        return None if self.content.step_in_epoch else self.content.history.accuracy
+
+    def _names(self, kind: str) -> list[str]:
+        """Return the names of a kind's files: one, or one for each rank."""
+        count = len(self.content.ranks)
+        if kind != OWN and "model.safetensors" in self.content.files:
+            count = 1
+        return [_file_name(kind, rank, count) for rank in range(count)]
+
+    def _check_files(self) -> None:
+        names = {name for kind in (*SHARED, OWN) for name in self._names(kind)}
+        names |= {_index_name(kind) for kind in SHARED if len(self._names(kind)) > 1}
+        for name in sorted(self.content.files.keys() - names):  # it could lead out of the folder
+            raise Fault(f"it lists {name!r}, which is not a file that checkpoints have")
+        for name in sorted(names - self.content.files.keys()):  # what it holds would not be restored
+            raise Fault(f"{name!r} is not among its files")
 
 
 class Tensors(Mapping[str, torch.Tensor]):
-    """The tensors of some safetensors files by name, each read from its file when it is asked for.
+    """Tensors by name, each read from its file when it is asked for."""
 
-    Raises:
-        CheckpointError: if a file is no safetensors file.
-    """
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-
-    @cached_property
-    def _home(self) -> dict[str, Any]:
-        home: dict[str, Any] = {}
-        for path in self._paths:
-            with _refused(path):
-                opened: Any = safe_open(path, framework="pt")
-                home |= dict.fromkeys(opened.keys(), (path, opened))
-        return home
+    def __init__(self, readers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        self.readers = readers
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        path, opened = self._home[name]
-        with _refused(path):
-            value: torch.Tensor = opened.get_tensor(name)
-            return value
+        return self.readers[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.readers
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._home)
+        return iter(self.readers)
 
     def __len__(self) -> int:
-        return len(self._home)
+        return len(self.readers)
+
+
+def grouped(*several: Tensors) -> dict[str, Tensors]:
+    """Return tensors by the owner and then the name in their keys; of equal keys the last counts."""
+    found: dict[str, dict[str, Callable[[], torch.Tensor]]] = {}
+    for tensors in several:
+        for key, reader in tensors.readers.items():
+            owner, name = split_key(key)
+            found.setdefault(owner, {})[name] = reader
+    return {owner: Tensors(readers) for owner, readers in found.items()}
+
+
+def _tensor(path: Path, file: Any, key: str) -> torch.Tensor:
+    with _refused(path):
+        value: torch.Tensor = file.get_tensor(key)
+        return value
 
 
 @contextmanager
@@ -213,16 +264,20 @@ def _file_name(kind: str, rank: int, ranks: int) -> str:
     return f"{kind}{shard}.safetensors"
 
 
-def _write_index(folder: Path, kind: str, files: dict[str, Any]) -> None:
+def _index_name(kind: str) -> str:
+    return f"{kind}.safetensors.index.json"
+
+
+def _write_index(folder: Path, kind: str, files: dict[str, Any], sizes: dict[str, dict[str, int]]) -> None:
     """Says which shard holds which tensor, where there is more than one; adds itself to `files`."""
-    shards = {n: about["tensors"] for n, about in files.items() if re.fullmatch(rf"{kind}{_SHARD}\.\w+", n)}
+    shards = {name: tensors for name, tensors in sizes.items() if name.startswith(f"{kind}-")}
     if not shards:
         return
     index = {
-        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in shards.values())},
-        "weight_map": dict(sorted((name, shard) for shard, sizes in shards.items() for name in sizes)),
+        "metadata": {"total_size": sum(sum(tensors.values()) for tensors in shards.values())},
+        "weight_map": dict(sorted((key, name) for name, tensors in shards.items() for key in tensors)),
     }
-    path = folder / f"{kind}.safetensors.index.json"
+    path = folder / _index_name(kind)
     with atomic_file(path) as file:
         file.write(json.dumps(index, indent=2).encode())
     files[path.name] = _measure(path)
@@ -232,43 +287,3 @@ def _measure(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
-
-
-def _canonical(state: Mapping[str, Any]) -> bytes:
-    return json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _digest(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_canonical(state)).hexdigest()
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads((path / STATE).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint: {STATE}: {error}. {REMEDY}") from None
-    if not isinstance(state, dict) or state.pop("sha256", None) != _digest(state):
-        raise CheckpointError(f"{path} is damaged: {STATE} is not as it was written. {REMEDY}")
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has the format {state.get('format')!r}; this version reads {FORMAT}.")
-    if fault := fault_of(state):
-        raise CheckpointError(f"{path} is damaged: {fault}. {REMEDY}")
-    names = _file_names(state)
-    for name in sorted(set(state["files"]) - names):  # it could lead out of the folder
-        raise CheckpointError(
-            f"{path} is damaged: it lists {name!r}, which is not a file that checkpoints have. {REMEDY}"
-        )
-    for name in sorted(names - set(state["files"])):  # what it holds would not be restored
-        raise CheckpointError(f"{path} is damaged: {name!r} is not among its files. {REMEDY}")
-    return state
-
-
-def _file_names(state: Mapping[str, Any]) -> set[str]:
-    """The files that a checkpoint of so many ranks has; each kind is in one, or in a shard for each rank."""
-    ranks = len(state["ranks"])
-    names = {_file_name(OWN, rank, ranks) for rank in range(ranks)}
-    writers = 1 if "model.safetensors" in state["files"] else ranks
-    for kind in SHARED:
-        names |= {_file_name(kind, rank, writers) for rank in range(writers)}
-        names |= {f"{kind}.safetensors.index.json"} if writers > 1 else set()
-    return names

@@ -89,7 +89,7 @@ def _look(resume: str | Path | None, store: CheckpointDir | None) -> dict[str, A
     if resume == "auto":
         assert store is not None  # fit has checked
         found = store.newest()
-        goes_on = found is not None and store.run == found.state["run"]
+        goes_on = found is not None and store.run == found.content.run
     elif resume is not None:
         found = find(Path(resume))
         if store is not None and store.holds(found.path):
@@ -97,7 +97,7 @@ def _look(resume: str | Path | None, store: CheckpointDir | None) -> dict[str, A
             goes_on = True
     if found is None:
         return {"path": None, "run": uuid.uuid4().hex, "goes_on": False}
-    run = found.state["run"] if goes_on else uuid.uuid4().hex
+    run = found.content.run if goes_on else uuid.uuid4().hex
     return {"path": str(found.path), "run": run, "goes_on": goes_on}
 
 
@@ -106,11 +106,11 @@ def _refuse_to_lose(store: CheckpointDir, found: Checkpoint) -> None:
     ahead = store.beyond(found)
     if not ahead:
         return
-    newest, names = ahead[0], ", ".join(checkpoint.path.name for checkpoint in ahead)
-    other = "" if newest.state["run"] == found.state["run"] else ", of another run"
+    newest, names = ahead[0].content, ", ".join(checkpoint.path.name for checkpoint in ahead)
+    other = "" if newest.run == found.content.run else ", of another run"
     raise CheckpointError(
         f"{found.path} is not the newest checkpoint in {store.folder}: {names} would be replaced (the newest is after "
-        f"{newest.state['epoch']} epochs and {newest.state['step_in_epoch']} steps{other}). Continue the newest with "
+        f"{newest.epoch} epochs and {newest.step_in_epoch} steps{other}). Continue the newest with "
         f"resume='auto' (--resume), give this run a folder of its own (out=…, --out), or move {names} away first."
     )
 

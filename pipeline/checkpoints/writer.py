@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...strategies import Engine
+from .content import CheckpointContent
 from .directory import CheckpointDir, Checkpoints
 from .format import Part, finish, note_path, write_part
 
@@ -41,14 +42,14 @@ class CheckpointWriter:
         self._pending: Path | None = None
         self._written, self._given_up = threading.Event(), threading.Event()
 
-    def save(self, step: int, part: Part, state: Mapping[str, Any]) -> None:
-        """Saves this rank's `part`, and rank 0's `state`; in the background if asked.
+    def save(self, part: Part, content: CheckpointContent) -> None:
+        """Saves this rank's `part`, and rank 0's `content`; in the background if asked.
 
         Raises:
             CheckpointError: if this one, or the one before, cannot be written; on all ranks.
         """
         self._settle()
-        temporary = self._store.temporary(step)
+        temporary = self._store.temporary(content.step)
         if self._engine.rank == 0:
             self._caught(self._make, temporary)
         self._agree()
@@ -59,8 +60,8 @@ class CheckpointWriter:
             )
         self._written.clear()
         self._pending = temporary
-        job = (temporary, step, part, state)
         if self._options.background:
+            job = (temporary, part, content)
             self._thread = threading.Thread(
                 target=self._in_background, args=job, name="drivetrain-checkpoint", daemon=True
             )
@@ -68,7 +69,7 @@ class CheckpointWriter:
         else:
             self._caught(self._write, temporary, part)
             self._agree()
-            self._caught(self._complete, temporary, step, state)
+            self._caught(self._complete, temporary, content)
             self._agree()
 
     def close(self) -> None:
@@ -103,16 +104,16 @@ class CheckpointWriter:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
 
-    def _in_background(self, temporary: Path, step: int, part: Part, state: Mapping[str, Any]) -> None:
+    def _in_background(self, temporary: Path, part: Part, content: CheckpointContent) -> None:
         self._caught(self._write, temporary, part)
         self._written.set()
         if self._failure is None:
-            self._caught(self._complete, temporary, step, state)
+            self._caught(self._complete, temporary, content)
 
     def _write(self, temporary: Path, part: Part) -> None:
         write_part(temporary, part, self._engine.rank, self._engine.world_size)
 
-    def _complete(self, temporary: Path, step: int, state: Mapping[str, Any]) -> None:
+    def _complete(self, temporary: Path, content: CheckpointContent) -> None:
         """Rank 0 alone: gives the checkpoint its name when all ranks have written."""
         if self._engine.rank != 0:
             return
@@ -120,7 +121,7 @@ class CheckpointWriter:
         while waiting := [rank for rank in waiting if not note_path(temporary, rank).exists()]:
             if self._given_up.wait(_ROUND):
                 return
-        finish(temporary, self._store.path(step), state, self._engine.world_size)
+        finish(temporary, self._store.path(content.step), content, self._engine.world_size)
         self._store.prune(self._run, self._options)
 
     def _settle(self) -> None:

@@ -9,12 +9,11 @@ from time import perf_counter
 from typing import Any
 
 from ...errors import CheckpointError, NonFiniteError
-from ...version import __version__
 from ..checkpoints import resume as resuming
 from ..checkpoints import state as states
+from ..checkpoints.content import CheckpointContent
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.export import evaluated_state
-from ..checkpoints.fields import check_length
 from ..checkpoints.fingerprint import (
     check_compatible,
     check_hyperparameters,
@@ -22,7 +21,7 @@ from ..checkpoints.fingerprint import (
     fingerprint,
     tied_to_length,
 )
-from ..checkpoints.format import Checkpoint
+from ..checkpoints.format import Checkpoint, Part
 from ..checkpoints.writer import CheckpointWriter
 from ..spec.resolve import ResolvedPlan
 from ..telemetry.history import Epoch, History
@@ -85,7 +84,7 @@ class Run:
         if self._store is not None and options is not None:
             self._writer = CheckpointWriter(self._engine, self._store, options, choice.run)
             saving = SaveCheckpoints(
-                self._built, self._writer, options.every_steps, self._content, self._guard, self._advice
+                self._built, self._writer, options.every_steps, self._capture, self._guard, self._advice
             )
         self._observer = Observers(self._guard, metrics, self._artifacts, saving)
         failed = True
@@ -110,22 +109,21 @@ class Run:
             if self._job.resume is not None:
                 self._artifacts.echo("There is no checkpoint yet: the training starts from the beginning.")
             return
-        state = checkpoint.state
-        check_compatible(state["facts"], self._facts, checkpoint.path, tied_to_length(self._plan))
-        if state["epoch"] + (state["step_in_epoch"] > 0) > self._job.epochs:
+        content = checkpoint.content
+        check_compatible(content.facts, self._facts, checkpoint.path, tied_to_length(self._plan))
+        if content.epoch + (content.step_in_epoch > 0) > self._job.epochs:
             raise CheckpointError(
-                f"The checkpoint {checkpoint.path} is after {state['epoch']} epochs and {state['step_in_epoch']} "
+                f"The checkpoint {checkpoint.path} is after {content.epoch} epochs and {content.step_in_epoch} "
                 f"steps; epochs={self._job.epochs} must not be fewer."
             )
-        check_length(checkpoint.path, state, self._length)
-        check_hyperparameters(state["optimizer"]["groups"], self._facts, checkpoint.path)
+        checkpoint.check_length(self._length)
+        check_hyperparameters(content.optimizer.groups, self._facts, checkpoint.path)
         states.load_engine(checkpoint, self._engine)
         self._hooks.begin(self._engine, self._job.epochs * self._length)
-        states.load_methods(checkpoint, self._built)
-        states.load_position(checkpoint, self._built)
+        states.load_hooks(checkpoint, self._built)
         with states.restoring(checkpoint):
             self._hooks.begin_epoch(self._engine, self._built.train, self._image_size)
-            self._built.train.load_state_dict(state["loader"])
+            self._built.train.load_state_dict(content.loader)
         history = self._history(checkpoint)
         self._take_folder(choice)
         self._go_on(checkpoint, history)
@@ -140,21 +138,21 @@ class Run:
     @staticmethod
     def _history(checkpoint: Checkpoint) -> History:
         """That of the checkpoint, with a note on where it was resumed."""
-        state, before = checkpoint.state, states.load_history(checkpoint)
-        here = {"step": state["step"], "strategy": state["strategy"], "ranks": len(state["ranks"])}
+        content, before = checkpoint.content, checkpoint.content.history
+        here = {"step": content.step, "strategy": content.strategy, "ranks": len(content.ranks)}
         since = [*before.facts.get("resumed", []), {**here, "provenance": provenance()}]
         return History(before.epochs, {**before.facts, "resumed": since})
 
     def _go_on(self, checkpoint: Checkpoint, history: History) -> None:
         """Keeps the history; a run that has finished epochs has its result already."""
-        state = checkpoint.state
+        content = checkpoint.content
         self._artifacts.echo(
-            f"Resumed from {checkpoint.path}: step {state['step_in_epoch']} of epoch {state['epoch'] + 1}."
-            if state["epoch"] < self._job.epochs
+            f"Resumed from {checkpoint.path}: step {content.step_in_epoch} of epoch {content.epoch + 1}."
+            if content.epoch < self._job.epochs
             else f"Resumed from {checkpoint.path}: the training was finished."
         )
-        if not state["step_in_epoch"]:
-            keeps = self._keeps(state["epoch"])
+        if not content.step_in_epoch:
+            keeps = self._keeps(content.epoch)
             self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else {})
         else:
             self._artifacts.resume(history)
@@ -208,16 +206,16 @@ class Run:
                 f"In epoch {number} the loss is {stats.loss}, in validation {val_loss}. {self._advice()}"
             )
 
-    def _content(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the state of model, optimizer, hooks and position."""
-        return {
-            "drivetrain": __version__,
-            "run": self._name,
-            "strategy": self._plan.distribution.name,
-            "facts": self._facts,
-            "description": description(self._plan),
-            "history": self._artifacts.history.to_dict(),
-        }
+    def _capture(self) -> tuple[Part, CheckpointContent]:
+        """This rank's part of a checkpoint, and the content of it."""
+        return states.capture_state(
+            self._built,
+            run=self._name,
+            strategy=self._plan.distribution.name,
+            facts=self._facts,
+            description=description(self._plan),
+            history=self._artifacts.history,
+        )
 
     def _advice(self) -> str:
         if self._writer is not None:

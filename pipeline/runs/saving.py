@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
 from ...errors import NonFiniteError
-from ..checkpoints.state import all_finite, capture_state
+from ..checkpoints.content import CheckpointContent
+from ..checkpoints.format import Part
+from ..checkpoints.state import all_finite
 from ..checkpoints.writer import CheckpointWriter
 from ..telemetry.history import Epoch
 from ..telemetry.observer import Observer
@@ -24,7 +25,7 @@ class SaveCheckpoints(Observer):
         built: what trains.
         writer: of the files.
         every_steps: optimizer steps between two checkpoints within an epoch; None: none there.
-        content: gives what a checkpoint holds beside the captured state.
+        capture: gives this rank's part of a checkpoint, and its content.
         guard: is flushed before a checkpoint within an epoch.
         advice: completes an error.
     """
@@ -34,12 +35,12 @@ class SaveCheckpoints(Observer):
         built: Built,
         writer: CheckpointWriter,
         every_steps: int | None,
-        content: Callable[[], dict[str, Any]],
+        capture: Callable[[], tuple[Part, CheckpointContent]],
         guard: Observer,
         advice: Callable[[], str],
     ) -> None:
         self._built, self._writer, self._every = built, writer, every_steps
-        self._content, self._guard, self._advice = content, guard, advice
+        self._capture, self._guard, self._advice = capture, guard, advice
 
     def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
         """Save within an epoch; its end has a checkpoint anyway."""
@@ -63,10 +64,10 @@ class SaveCheckpoints(Observer):
 
     def _save(self, state: TrainState) -> None:
         engine = self._built.engine
-        part, captured = capture_state(self._built)
-        bad = torch.tensor(float(not all_finite(part, captured["parameters"])))
+        part, content = self._capture()
+        bad = torch.tensor(float(not all_finite(part, engine.plain_model)))
         if engine.reduce(bad, "sum").item():  # each rank has looked at what it writes
             raise NonFiniteError(
                 f"After step {state.step} the weights are not finite; they were not saved. {self._advice()}"
             )
-        self._writer.save(state.step, part, {**captured, **self._content()})
+        self._writer.save(part, content)

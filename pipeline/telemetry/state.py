@@ -83,13 +83,3 @@ class TrainState:
     def end_epoch(self) -> None:
         """Count the epoch."""
         self.epoch, self.meter = self.epoch + 1, EpochMeter()
-
-    def state_dict(self, engine: Engine) -> dict[str, Any]:
-        """Return the position as JSON values. Every rank must call it."""
-        place = {"epoch": self.epoch, "step_in_epoch": self.meter.steps, "step": self.step}
-        return {**place, "meter": self.meter.state_dict(engine)}
-
-    def load_state_dict(self, state: dict[str, Any], total: torch.Tensor) -> None:
-        """Continue at a position; `total` is this rank's sum of losses, on its device."""
-        self.epoch, self.step = state["epoch"], state["step"]
-        self.meter = EpochMeter(**{**state["meter"], "total": total})

@@ -15,7 +15,8 @@ import pytest
 import torch
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints
-from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest
+from drivetrain.pipeline.checkpoints.content import _digest
+from drivetrain.pipeline.checkpoints.format import Checkpoint
 from drivetrain.pipeline.checkpoints.resume import ResumePoint
 from drivetrain.pipeline.checkpoints.state import global_randomness_kept
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
@@ -44,7 +45,7 @@ MUTATIONS = [
     MISSING, None, True, "x", "", [], {}, [1], {"a": 1}, -1, -(2**40), 10**30, 2**53 + 1, 0.5, -0.5, math.nan, math.inf,
     1e308,
 ]  # fmt: skip
-FREE = {"drivetrain", "strategy", "description", "parameters", "run"}
+FREE = {"drivetrain", "strategy", "description", "run"}
 """What says where a checkpoint is from, not what the training does."""
 
 

@@ -145,7 +145,8 @@ def test_cases_depend_on_what_is_restored(toy: Toy, tmp_path: Path) -> None:
 
 def swap_file(host: Path, donor: Path, name: str, target: Path) -> Path:
     """A copy of `host` with one file of `donor`, with digests that are right."""
-    from drivetrain.pipeline.checkpoints.format import _digest, _measure
+    from drivetrain.pipeline.checkpoints.content import _digest
+    from drivetrain.pipeline.checkpoints.format import _measure
 
     target = target / "step-00000006"
     target.mkdir(parents=True)
@@ -360,7 +361,7 @@ def test_the_loss_scale_of_fp16_goes_on(toy: Toy, tmp_path: Path) -> None:
     halfway = checkpoints_in(tmp_path / "whole")[STEPS]
     fit(pipeline, out=tmp_path / "resumed", resume=halfway, checkpoints=ALL)
     scales = [
-        Checkpoint(checkpoints_in(tmp_path / run)[-1]).state["optimizer"]["loss_scale"]
+        Checkpoint(checkpoints_in(tmp_path / run)[-1]).content.optimizer.loss_scale
         for run in ("whole", "resumed")
     ]
     assert scales[0] == scales[1]

@@ -15,9 +15,11 @@ import torchvision
 from command_line import run_several, toy_values
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, export
+from drivetrain.pipeline.checkpoints.content import TENSORS
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.pipeline.checkpoints.export import evaluated_state
 from drivetrain.pipeline.checkpoints.fingerprint import rebuild_spec
+from drivetrain.pipeline.checkpoints.format import Tensors, key_of
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.transforms import EMA, SWA, BlurPool, ChannelsLast, Factorize
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model
@@ -42,11 +44,11 @@ torch.save(model.eval()(torch.ones(1, 3, 32, 32)), sys.argv[3])
 
 
 def test_a_method_may_keep_any_json_values_beside_averages(tmp_path: Path) -> None:
-    saved = {"model": {"weight": torch.zeros(2)}, "methods": {"Own.mean::weight": torch.ones(2)}}
-    kept = {"best": 0.5, "since": None, "seen": [[1, 2]], "note": "weight", "mean": {"tensors": "Own.mean::"}}
-    checkpoint: Any = SimpleNamespace(
-        path=tmp_path, state={"methods": {"counts": {}, "Own": kept}}, tensors=saved.__getitem__
-    )
+    averages = Tensors({key_of("Own.mean", "weight"): lambda: torch.ones(2)})
+    saved = {"model": {"weight": torch.zeros(2)}, "methods": averages}
+    kept = {"best": 0.5, "since": None, "seen": [[1, 2]], "note": "weight", "mean": TENSORS}
+    content = SimpleNamespace(methods={"counts": {}, "Own": kept})
+    checkpoint: Any = SimpleNamespace(path=tmp_path, content=content, tensors=saved.__getitem__)
     assert evaluated_state(checkpoint)["weight"].tolist() == [1.0, 1.0]
 
 
@@ -99,7 +101,7 @@ def test_it_is_what_was_evaluated(method: EMA | SWA | None, toy: Toy, tmp_path: 
     cifar_resnet(CLASSES, width=8).load_state_dict(plain)
     best = max(result.history.epochs, key=lambda epoch: (epoch.accuracy, -epoch.epoch))
     taken = export(tmp_path / "run", tmp_path / "best.safetensors", best=True)
-    assert taken.state["epoch"] == best.epoch
+    assert taken.content.epoch == best.epoch
 
 
 def test_the_best_is_one_of_the_run_and_undamaged(toy: Toy, tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_the_best_is_one_of_the_run_and_undamaged(toy: Toy, tmp_path: Path) -> N
         (epoch for epoch in result.history.epochs if epoch is not best),
         key=lambda epoch: (epoch.accuracy, -epoch.epoch),
     )
-    assert export(run, out, names="trained", best=True).state["epoch"] == second.epoch
+    assert export(run, out, names="trained", best=True).content.epoch == second.epoch
     store.begin("another", None)  # a run that replaces this one, and has no checkpoint yet
     with pytest.raises(CheckpointError, match="has no checkpoint of its run with an accuracy"):
         export(run, out, names="trained", best=True)

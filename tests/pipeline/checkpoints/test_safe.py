@@ -15,7 +15,8 @@ import pytest
 import torch
 from drivetrain import CheckpointError
 from drivetrain.pipeline import Checkpoints, export
-from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest, _measure
+from drivetrain.pipeline.checkpoints.content import _digest
+from drivetrain.pipeline.checkpoints.format import Checkpoint, _measure
 from pipeline_data import Toy, batch_norm_model
 from places import ROOT
 from safetensors.torch import save_file
@@ -163,7 +164,7 @@ def test_fuzz(saved: Path, tmp_path: Path) -> None:
             noticed += 1
         else:  # JSON that says the same in other bytes
             assert path.name == "state.json", (how, path.name, at)
-            assert checkpoint.state == Checkpoint(saved).state
+            assert checkpoint.content == Checkpoint(saved).content
     assert noticed > 290
 
 

@@ -55,7 +55,7 @@ def test_a_training_with_clip_norm_finds_its_loss_scale(toy: Toy, tmp_path: Path
     assert result.history.epochs[-1].val_loss < result.history.epochs[0].val_loss
     # Every step that was skipped has halved the scale, and none was left out of the count.
     newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
-    assert Checkpoint(newest).state["optimizer"]["loss_scale"]["scale"] == 65536 / 2 ** sum(skipped)
+    assert Checkpoint(newest).content.optimizer.loss_scale["scale"] == 65536 / 2 ** sum(skipped)
 
 
 def test_a_scale_that_grows_too_far_again_and_again() -> None:
