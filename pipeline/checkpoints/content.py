@@ -50,8 +50,8 @@ def _number(interval: str = ANY) -> Rule:
     return _that(lambda value: is_number(value, interval), f"a finite number in {interval}")
 
 
-def _is(expected: object) -> Rule:
-    return _that(lambda value: value == expected and type(value) is type(expected), repr(expected))
+def _is(expected: object, why: str = "") -> Rule:
+    return _that(lambda value: value == expected and type(value) is type(expected), f"{expected!r}{why}")
 
 
 def _or_null(rule: Rule) -> Rule:
@@ -210,7 +210,7 @@ class CheckpointContent:
         ranks: what each rank has of its own.
     """
 
-    format: Annotated[int, _is(FORMAT)] = FORMAT
+    format: Annotated[int, _is(FORMAT, ", the one that this version reads")] = FORMAT
     drivetrain: _Text = __version__
     run: _Text
     epoch: _Count
