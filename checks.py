@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from numbers import Integral, Real
 from typing import Any, TypeGuard
-
-import numpy as np
 
 from .errors import DrivetrainError
 
@@ -91,7 +90,8 @@ def plain(value: Any) -> Any:
     """Return numpy's and other libraries' numbers as Python's, also within a tuple or list; all else as it is."""
     if type(value) in (tuple, list):
         return type(value)(plain(each) for each in value)
-    if isinstance(value, np.bool_):
+    numpy = sys.modules.get("numpy")  # not imported for this: without it, nothing is one of its values
+    if numpy is not None and isinstance(value, numpy.bool_):
         return bool(value)
     if isinstance(value, int):  # also a subclass, such as an IntEnum
         return value

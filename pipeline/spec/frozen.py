@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 
 class FrozenDict(Mapping[str, Any]):
     """A read-only copy of a mapping, comparable, hashable and picklable (`types.MappingProxyType` is a view, and does
@@ -65,12 +63,15 @@ def _same(one: Any, other: Any) -> bool:
     """Whether two values are equal. Arrays and tensors, whose `==` is an array, are compared as a whole."""
     if one is other:
         return True
-    torch = sys.modules.get("torch")  # without it, nothing is a tensor
+    torch, numpy = (
+        sys.modules.get("torch"),
+        sys.modules.get("numpy"),
+    )  # without them, nothing is a tensor or an array
     if torch is not None and (isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and one.device == other.device and torch.equal(one, other)
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return bool(np.array_equal(one, other))
+    if numpy is not None and (isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray)):
+        return bool(numpy.array_equal(one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
     if type(one) is type(other) and isinstance(one, list | tuple):
