@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import html
-import io
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+
+NARROWEST = 12
+"""A column is not narrowed further than this to fit a terminal."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts.
+    """A table of texts. Printed, it is as wide as the terminal at most.
 
     Attributes:
         heads: of the columns; without, there is no head.
-        rows: one text per column.
+        rows: one text per column; a text may have several lines.
         title, caption: above and below it.
         figures: whether all columns but the first hold figures: aligned to the right, never wrapped.
         line_after: the number of the row, from 1, below which a line is drawn.
+        spaced: whether a line is drawn below every row.
     """
 
     heads: Sequence[str]
@@ -26,31 +32,52 @@ class Table:
     caption: str = ""
     figures: bool = False
     line_after: int | None = None
+    spaced: bool = False
+
+    def __str__(self) -> str:
+        return self.text(shutil.get_terminal_size().columns)
 
     def text(self, width: int) -> str:
-        """Return the table drawn with lines, at most `width` columns wide, without colors."""
-        from rich.console import Console  # here, because importing Drivetrain should not import rich
-        from rich.markup import escape
-        from rich.table import Table as Drawn
+        """Return the table drawn with lines.
 
-        drawn = Drawn(
-            title=escape(self.title) or None,
-            caption=escape(self.caption) or None,
-            title_justify="left",
-            caption_justify="left",
-        )
-        for number, head in enumerate(self.heads):
-            justify = "right" if self.figures and number else "left"
-            drawn.add_column(head, justify=justify, overflow="fold", no_wrap=self.figures)  # type: ignore[arg-type]
+        Long texts are wrapped so that it is at most `width` columns wide. The first column, which names the row, and
+        figures are not wrapped, and stick out where they must.
+        """
+        widths = self._widths(width)
+        whole = sum(widths) + 3 * len(widths) + 1
+        lines = _wrapped(self.title, whole) if self.title else []
+        if self.heads:
+            lines += [_rule(widths, *"┏━┳┓"), *self._cells(self.heads, widths, "┃"), _rule(widths, *"┡━╇┩")]
+        else:
+            lines.append(_rule(widths, *"┌─┬┐"))
         for number, row in enumerate(self.rows, 1):
-            drawn.add_row(*map(escape, row), end_section=number == self.line_after)
-        # Both arguments: in a notebook rich would by itself show the table in the cell and leave the file empty, and
-        # FORCE_COLOR, which Jupyter sets, would put escape sequences into it.
-        console = Console(
-            file=(file := io.StringIO()), width=width, force_jupyter=False, force_terminal=False
-        )
-        console.print(drawn)
-        return file.getvalue().rstrip()
+            lines += self._cells(row, widths, "│")
+            if number < len(self.rows) and (self.spaced or number == self.line_after):
+                lines.append(_rule(widths, *"├─┼┤"))
+        lines.append(_rule(widths, *"└─┴┘"))
+        return "\n".join([*lines, *(_wrapped(self.caption, whole) if self.caption else [])])
+
+    def _widths(self, width: int) -> list[int]:
+        """Return the width of each column; the widest is narrowed until all of them fit."""
+        lines = [self.heads, *self.rows] if self.heads else self.rows
+        columns = zip(*lines, strict=True)
+        widths = [max(1, *(len(line) for cell in column for line in cell.split("\n"))) for column in columns]
+        while sum(widths) + 3 * len(widths) + 1 > width:
+            widest = max(widths[1:], default=0)
+            if self.figures or widest <= NARROWEST:
+                break
+            widths[widths.index(widest, 1)] -= 1
+        return widths
+
+    def _cells(self, row: Sequence[str], widths: Sequence[int], bar: str) -> Iterator[str]:
+        """Yield the lines of a row."""
+        texts = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for line in zip_longest(*texts, fillvalue=""):
+            cells = [
+                text.rjust(width) if self.figures and number else text.ljust(width)
+                for number, (text, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            yield f"{bar} {f' {bar} '.join(cells)} {bar}"
 
     def html(self) -> str:
         """Return the table as HTML, aligned as in a terminal, which notebooks do not do by themselves."""
@@ -71,3 +98,18 @@ class Table:
             for side, cell in zip(sides, cells, strict=True)
         )
         return f"<tr>{''.join(found)}</tr>"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return the lines of a text, the longer ones wrapped between words; a word that is too long is cut."""
+    return [
+        part[start : start + width]
+        for line in text.split("\n")
+        for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
+        for start in range(0, len(part) or 1, width)
+    ]
+
+
+def _rule(widths: Sequence[int], left: str, line: str, crossing: str, right: str) -> str:
+    """Return a line across the table."""
+    return left + crossing.join(line * (width + 2) for width in widths) + right

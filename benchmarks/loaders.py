@@ -28,9 +28,9 @@ from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton.layout import ALLOCATION, HEADER, MODE_RAW, Field, metadata_dtype
 from drivetrain.loaders.beton.manifest import manifest_path, tables_checksum, write_manifest
 from drivetrain.loaders.native import libffcv
+from drivetrain.table import Table
 from measuring import Contender, compare, measure, save
 from one_shot import BATCH, SIDE, our_loader, stock_loader
-from rich.table import Table
 
 MILLION = 1_000_000
 PARTS = ("starting", "converting", "opening", "loading")

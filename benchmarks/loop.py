@@ -26,9 +26,9 @@ import torch
 from drivetrain.pipeline.ledger.statistics import Ratio, ratio
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.telemetry.provenance import version
+from drivetrain.table import Table
 from loop_contenders import DEVICE, HAND, MAKERS, SIDE, UNGUARDED, Batches
 from measuring import Contender, measure, save, summarise
-from rich.table import Table
 
 
 def contenders(
@@ -55,11 +55,8 @@ def contenders(
 
 def results(figures: dict[str, list[float]], steps: int) -> tuple[Table, dict[str, Any]]:
     """Table and JSON: milliseconds of a step, and the time over the hand-written loop's and over our bare one's."""
-    table = Table(
-        "", "ms a step (median, quartiles)", f"time over {HAND}", f"time over {UNGUARDED}",
-        caption="ratios of one round each: trimmed mean and 95 % interval",
-    )  # fmt: skip
     rows: dict[str, Any] = {}
+    cells = []
     for name, seconds in figures.items():
         own = summarise([1000 * value / steps for value in seconds])
         over = {
@@ -68,11 +65,12 @@ def results(figures: dict[str, list[float]], steps: int) -> tuple[Table, dict[st
             if base in figures
         }
         rows[name] = {"ms_per_step": own, "time_over": {base: asdict(one) for base, one in over.items()}}
-        table.add_row(
+        cells.append((
             name, f"{own['median']:.3f}  ({own['low']:.3f} to {own['high']:.3f})",
             *(shown(over.get(base)) for base in (HAND, UNGUARDED)),
-        )  # fmt: skip
-    return table, rows
+        ))  # fmt: skip
+    heads = ("", "ms a step (median, quartiles)", f"time over {HAND}", f"time over {UNGUARDED}")
+    return Table(heads, cells, caption="ratios of one round each: trimmed mean and 95 % interval"), rows
 
 
 def shown(one: Ratio | None) -> str:

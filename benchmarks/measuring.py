@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 from drivetrain.pipeline.telemetry.provenance import provenance
-from rich.console import Console
-from rich.table import Table
+from drivetrain.table import Table
 
 Contender = Callable[[], float]
 """Does its work once, and gives the figure: images/s, or seconds."""
@@ -56,26 +55,25 @@ def compare(
 
     A ratio above 1 is in our favour: of images/s ours over theirs, of seconds theirs over ours.
     """
-    table = Table(f"{title}", unit, "quartiles", f"{ours} is … times as fast", title_justify="left")
     rows: dict[str, Any] = {}
+    cells = []
     digits = 3 if unit == "s" else 0
     for name, values in figures.items():
         pairs = list(zip(figures[ours], values, strict=True))
         own = summarise(values)
         ratio = summarise([b / a if unit == "s" else a / b for a, b in pairs])
         rows[name] = {unit: own, "ours_is_times_as_fast": ratio}
-        table.add_row(
+        cells.append((
             name, f"{own['median']:,.{digits}f}", f"{own['low']:,.{digits}f} to {own['high']:,.{digits}f}",
             f"{ratio['median']:.2f}  ({ratio['low']:.2f} to {ratio['high']:.2f})",
-        )  # fmt: skip
-    return table, rows
+        ))  # fmt: skip
+    return Table((title, unit, "quartiles", f"{ours} is … times as fast"), cells), rows
 
 
 def save(tables: list[Table], results: dict[str, Any], path: Path) -> None:
     """Prints the tables, and writes the results with their provenance."""
-    console = Console()
     for table in tables:
-        console.print(table)
+        print(table)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**results, "provenance": provenance()}, indent=1))
     print(path)

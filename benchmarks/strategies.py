@@ -21,8 +21,8 @@ import torch
 from drivetrain import strategies
 from drivetrain.strategies.common.memory import adamw_bytes, held_bytes
 from drivetrain.strategies.deepspeed.backend import working
+from drivetrain.table import Table
 from measuring import Contender, compare, measure, save
-from rich.table import Column, Table
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -180,9 +180,8 @@ def times(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 def bytes_table(ranks: list[int]) -> tuple[Table, dict[str, Any]]:
     """The largest rank's bytes per parameter, and its ratio to the formula."""
-    heads = ("strategy", "N", "param", "grad", "optim", "sum", "ZeRO", "ratio")
-    table = Table(*(Column(head, no_wrap=True) for head in heads), title="bytes per parameter, N ranks")
     rows: dict[str, Any] = {}
+    lines = []
     for number in ranks:
         per_rank = strategies.launch(held, NAMES, devices=number)
         for name in NAMES:
@@ -195,8 +194,9 @@ def bytes_table(ranks: list[int]) -> tuple[Table, dict[str, Any]]:
                 "formula": formula, "ratio": ratio,
             }  # fmt: skip
             cells = [f"{value:.2f}" for value in (*parts, sum(parts), formula)]
-            table.add_row(name, str(number), *cells, f"{ratio:.3f}")
-    return table, rows
+            lines.append((name, str(number), *cells, f"{ratio:.3f}"))
+    heads = ("strategy", "N", "param", "grad", "optim", "sum", "ZeRO", "ratio")
+    return Table(heads, lines, "bytes per parameter, N ranks", figures=True), rows
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torchvision
+from drivetrain.table import Table
 from drivetrain.transforms import (
     ALiBi,
     BlurPool,
@@ -39,7 +40,6 @@ from drivetrain.transforms import (
     WeightStandardization,
 )
 from measuring import Contender, handlers_kept, measure, save, summarise
-from rich.table import Table
 from torch import nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,17 +192,18 @@ def run(name: str, seconds: float, rounds: int, compiled: bool) -> dict[str, Any
 
 
 def table_of(title: str, results: dict[str, dict[str, Any]]) -> Table:
-    table = Table("surgery", "version", "step time over unmodified", "ours is … times as fast", title=title)
+    cells = []
     for name, rows in results.items():
         for who, row in rows.items():
             if who == PLAIN:
                 continue
             cost, ratio = row["step_time_over_unmodified"], row["ours_is_times_as_fast"]
-            table.add_row(
+            cells.append((
                 name, who, f"{cost['median']:.2f} ({cost['low']:.2f} to {cost['high']:.2f})",
                 f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
-            )  # fmt: skip
-    return table
+            ))  # fmt: skip
+    heads = ("surgery", "version", "step time over unmodified", "ours is … times as fast")
+    return Table(heads, cells, title)
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -186,26 +185,20 @@ class StrategyRow:
 
 
 class StrategyTable(list[StrategyRow]):
-    """The rows of `available()`, which print as an aligned table; as an HTML table in a notebook."""
+    """The rows of `available()`, which print as a table; as an HTML table in a notebook."""
 
-    def __init__(self, rows: Iterable[StrategyRow]) -> None:
-        super().__init__(rows)
-
-    def __repr__(self) -> str:
-        width = max((len(row.name) for row in self), default=0)
-        extra = max((len(row.extra) for row in self), default=0)
-        return "\n".join(
-            f"{row.name:<{width}}  {'yes' if row.runs_here else 'no '}  {row.extra or '-':<{extra}}  {row.summary}"
-            + ("" if row.runs_here else f"  [{row.why_not}]")
-            for row in self
-        )
-
-    def _repr_html_(self) -> str:
+    def _table(self) -> Table:
         rows = [
             (row.name, "yes" if row.runs_here else f"no: {row.why_not}", row.extra, row.summary)
             for row in self
         ]
-        return Table(("strategy", "runs here", "extra", "what it does"), rows).html()
+        return Table(("strategy", "runs here", "extra", "what it does"), rows, title="Strategies")
+
+    def __repr__(self) -> str:
+        return self._table().text(160)
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
 
 
 def available() -> StrategyTable:
