@@ -10,26 +10,13 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from rich.markup import escape
-from rich.table import Table
 
 from ... import machine
 from ...errors import MissingExtra
+from ...table import Table
 from ..telemetry.provenance import version
 
-CORE = (
-    "torch",
-    "torchvision",
-    "numpy",
-    "safetensors",
-    "pillow",
-    "rich",
-    "tqdm",
-    "typer",
-    "cloudpickle",
-    "psutil",
-    "pyyaml",
-)
+CORE = ("torch", "torchvision", "numpy", "safetensors", "pillow", "tqdm", "cloudpickle", "psutil", "pyyaml")
 EXTRAS = {
     "ffcv": (("ffcv", "numba"), "load and convert .beton files"),
     "deepspeed": (("deepspeed",), "train with the strategies deepspeed_stage_1 to 3"),
@@ -47,39 +34,33 @@ KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination."""
+    """One line of the examination; what is good needs no remedy."""
 
     what: str
     found: str
     good: bool
     remedy: str = ""
 
+    def __post_init__(self) -> None:
+        if self.good:
+            object.__setattr__(self, "remedy", "")
+
 
 def examine() -> tuple[bool, Table]:
-    """Whether the core is whole, and everything that was looked at, as a table."""
+    """Return whether the core is whole, and everything that was looked at, as a table."""
     core = _core()
     findings = [*core, *_extras(), *_native(), *_devices()]
-    table = Table("", title="drivetrain doctor", title_justify="left")
-    for heading in ("what", "found", "remedy"):
-        table.add_column(heading, overflow="fold")  # a long name is not cut off
-    for finding in findings:
-        mark = "[green]ok[/]" if finding.good else "[yellow]missing[/]"
-        # Escaped: rich would take the name of an extra, [ffcv], for markup.
-        table.add_row(mark, *map(escape, (finding.what, finding.found, finding.remedy)))
+    rows = [("ok" if one.good else "missing", one.what, one.found, one.remedy) for one in findings]
+    table = Table(("", "what", "found", "remedy"), rows, title="drivetrain doctor")
     return all(finding.good for finding in core), table
 
 
 def _core() -> list[Finding]:
-    python = Finding(
-        "python ≥ 3.11",
-        platform.python_version(),
-        sys.version_info >= (3, 11),
-        "install Python 3.11 or newer",
-    )
-    packages = [
-        Finding(name, version(name) or "-", version(name) is not None, f"pip install {name}") for name in CORE
+    python, good = platform.python_version(), sys.version_info >= (3, 11)
+    return [
+        Finding("python ≥ 3.11", python, good, "install Python 3.11 or newer"),
+        *(Finding(name, version(name) or "-", bool(version(name)), f"pip install {name}") for name in CORE),
     ]
-    return [_without_remedy(finding) for finding in (python, *packages)]
 
 
 def _extras() -> list[Finding]:
@@ -90,12 +71,12 @@ def _extras() -> list[Finding]:
         remedy = f"pip install 'drivetrain[{extra}]'"
         if extra == "ffcv" and good:
             good, remedy = _ffcv_loads()
-        found.append(_without_remedy(Finding(f"extra {extra}: {purpose}", versions, good, remedy)))
+        found.append(Finding(f"extra {extra}: {purpose}", versions, good, remedy))
     return found
 
 
 def _ffcv_loads() -> tuple[bool, str]:
-    """Whether FFCV's compiled library really loads, not only whether its package is there."""
+    """Return whether FFCV's compiled library really loads, not only whether its package is there."""
     from ...loaders.native import libffcv
 
     try:
@@ -106,23 +87,17 @@ def _ffcv_loads() -> tuple[bool, str]:
 
 
 def _native() -> list[Finding]:
-    tool = shutil.which("pkg-config")
-    found = [
-        Finding("pkg-config, to build FFCV", tool or "-", tool is not None, "apt-get install pkg-config"),
-        Finding("C++ compiler, to build FFCV", shutil.which("g++") or "-", shutil.which("g++") is not None,
-                "apt-get install g++"),
-    ]  # fmt: skip
+    """Return what it takes to build FFCV."""
+    tool, compiler = shutil.which("pkg-config"), shutil.which("g++")
+    found = {"pkg-config": (tool, "pkg-config"), "C++ compiler": (compiler, "g++")}
     for library, package in NATIVE.items():
-        number = ""
-        if tool is not None:
-            asked = subprocess.run(
-                [tool, "--modversion", library], capture_output=True, text=True, check=False
-            )
-            number = asked.stdout.strip()
-        found.append(
-            Finding(f"{library}, to build FFCV", number or "-", bool(number), f"apt-get install {package}")
-        )
-    return [_without_remedy(finding) for finding in found]
+        command = [tool or "", "--modversion", library]
+        asked = subprocess.run(command, capture_output=True, text=True, check=False) if tool else None
+        found[library] = (asked.stdout.strip() if asked else "", package)
+    return [
+        Finding(f"{name}, to build FFCV", what or "-", bool(what), f"apt-get install {package}")
+        for name, (what, package) in found.items()
+    ]
 
 
 def _devices() -> list[Finding]:
@@ -138,7 +113,7 @@ def _devices() -> list[Finding]:
 
 
 def _machine() -> Finding:
-    """What this process may use, which a container may limit."""
+    """Return what this process may use, which a container may limit."""
     free, total = machine.free_memory() / 2**30, machine.total_memory() / 2**30
     found = f"{machine.cores()} CPU core(s), {free:.1f} of {total:.1f} GiB of memory free"
     limits = machine.container_limits()
@@ -150,12 +125,8 @@ def _machine() -> Finding:
 
 
 def memory_kept() -> Finding:
-    """Whether glibc keeps the memory of a step for the next one; see docs/ledger.md, "On a CPU"."""
+    """Return whether glibc keeps the memory of a step for the next one; see docs/ledger.md, "On a CPU"."""
     given = {name: os.environ.get(name) for name in KEEPS_MEMORY}
     told = ", ".join(f"{name}={value}" for name, value in given.items() if value)
     remedy = "export " + " ".join(f"{name}={value}" for name, value in KEEPS_MEMORY.items())
-    return _without_remedy(Finding("memory kept from step to step", told or "-", all(given.values()), remedy))
-
-
-def _without_remedy(finding: Finding) -> Finding:
-    return Finding(finding.what, finding.found, True) if finding.good else finding
+    return Finding("memory kept from step to step", told or "-", all(given.values()), remedy)

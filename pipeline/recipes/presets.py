@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
     raise RecipeError(f"A recipe is a name, a file or a dict, not {recipe!r:.80}.{suggest('', RECIPES)}")
 
 
-def parse_overrides(pairs: list[str]) -> dict[str, Any]:
+def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     """Overrides from the command line: `epochs=36`, `optimizer.lr=0.5`, `transforms=[]`.
 
     A dotted key reaches into a recipe's dict and is merged there. Values are read as JSON where they are

@@ -6,10 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
-
+from ...table import Table
 from .files import is_file_name, read_recipe
 from .presets import RECIPES, complete
 from .schema import DEFAULTS, KEYS
@@ -19,34 +16,32 @@ PROSE = {"description": "", "source": "Source: ", "published": "Published: ", "m
 
 
 def recipes_table() -> Table:
-    """Every recipe with what it is for, what its source has reached, and what we have."""
-    table = Table(
-        "recipe", "what it is for, what its source has published, what we have measured", show_lines=True
-    )
-    table.columns[0].no_wrap = True
-    for name, recipe in RECIPES.items():
-        told = [f"{before}{recipe[key]}" for key, before in PROSE.items() if key != "source"]
-        table.add_row(name, escape("\n".join(told)))
-    return table
+    """Return every recipe with what it is for, what its source has reached, and what we have."""
+    heads = ("recipe", "what it is for, what its source has published, what we have measured")
+    told = [
+        "\n".join(f"{before}{recipe[key]}" for key, before in PROSE.items() if key != "source")
+        for recipe in RECIPES.values()
+    ]
+    return Table(heads, list(zip(RECIPES, told, strict=True)), spaced=True)
 
 
-def recipe_table(recipe: str) -> Group:
-    """One recipe, by name or file: what it tells, then a table of each key, its value, the value's meaning, and where
-    the value is from."""
-    table = Table("key", "value", "meaning (and where the value is from)", show_lines=True)
-    table.columns[0].no_wrap = True
+def recipe_table(recipe: str) -> Table:
+    """Return each key of a recipe, by name or file, with its value, the value's meaning and where it is from; what the
+    recipe tells is the title."""
     full = complete(recipe)
     given: Mapping[str, Any] = read_recipe(recipe)[0] if is_file_name(recipe) else RECIPES[recipe]
+    rows = []
     for key, meaning in KEYS.items():
         if key not in ("notes", *PROSE):  # notes are in the last column
             origin = _origin(key, full, given)
-            table.add_row(key, _text(full[key]), escape(f"{meaning}\n({origin})" if origin else meaning))
-    told = [f"{before}{full[key]}" for key, before in PROSE.items() if full[key]]
-    return Group(f"[bold]{escape(recipe)}[/]", *map(escape, told), table)
+            rows.append((key, _text(full[key]), f"{meaning}\n({origin})" if origin else meaning))
+    told = [recipe, *(f"{before}{full[key]}" for key, before in PROSE.items() if full[key])]
+    heads = ("key", "value", "meaning (and where the value is from)")
+    return Table(heads, rows, title="\n".join(told), spaced=True)
 
 
 def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """The notes on a key and what is in it; else what is true of all that have none."""
+    """Return the notes on a key and what is in it; else what is true of all that have none."""
     notes: Mapping[str, str] = full["notes"]
     inner = [
         f"{name.partition('.')[2]}: {note}" for name, note in notes.items() if name.startswith(f"{key}.")
@@ -62,23 +57,23 @@ def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 
 
 def keys_table() -> Table:
-    """Every key with its default and its meaning."""
-    table = Table("key", "default", "meaning", show_lines=True)
-    for key, meaning in KEYS.items():
-        table.add_row(key, _text(DEFAULTS[key]) if key in DEFAULTS else "(must be given)", meaning)
-    return table
+    """Return every key with its default and its meaning."""
+    rows = [
+        (key, _text(DEFAULTS[key]) if key in DEFAULTS else "(must be given)", meaning)
+        for key, meaning in KEYS.items()
+    ]
+    return Table(("key", "default", "meaning"), rows, spaced=True)
 
 
 def _text(value: Any) -> str:
-    """A value as JSON; of a dict or a list of dicts, one entry a line."""
+    """Return a value as JSON; of a dict or a list of dicts, one entry a line."""
     if isinstance(value, str):
-        return escape(value)
-    lines = [_json(value)]
+        return value
     if isinstance(value, Mapping) and value:
-        lines = [f"{key}: {_json(each)}" for key, each in value.items()]
+        return "\n".join(f"{key}: {_json(each)}" for key, each in value.items())
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        lines = [", ".join(f"{key}={_json(v)}" for key, v in each.items()) for each in value]
-    return escape("\n".join(lines))
+        return "\n".join(", ".join(f"{key}={_json(v)}" for key, v in each.items()) for each in value)
+    return _json(value)
 
 
 def _json(value: Any) -> str:

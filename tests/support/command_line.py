@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+from drivetrain.pipeline.cli.app import main
 from pipeline_data import CLASSES, Toy
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
@@ -54,6 +58,17 @@ def run(*command: str) -> End:
         [str(program), *command], capture_output=True, text=True, timeout=240, check=False, env=ENVIRONMENT
     )
     return End(done.returncode, done.stdout, done.stderr)
+
+
+def call(*command: str) -> End:
+    """One command in this process, because starting another one takes seconds."""
+    with (
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+        pytest.raises(SystemExit) as end,
+    ):
+        main(command)
+    return End(int(end.value.code or 0), out.getvalue(), err.getvalue())
 
 
 def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End]:

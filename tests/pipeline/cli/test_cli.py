@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -10,9 +11,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from command_line import ENVIRONMENT, run, run_several, toy_values
-from drivetrain import RECIPES, Pipeline
+from command_line import ENVIRONMENT, call, run, run_several, toy_values
+from drivetrain import RECIPES, Pipeline, loaders
+from drivetrain.pipeline.cli import data
 from drivetrain.pipeline.cli.doctor import EXTRAS, KEEPS_MEMORY, memory_kept
+from drivetrain.pipeline.cli.parser import say
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes.presets import KEYS
 from drivetrain.pipeline.recipes.table import PROSE
@@ -21,18 +24,93 @@ from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
 from places import ROOT
 from safetensors.torch import load_file
 
-COMMANDS = ("convert", "train", "export", "recipes", "ledger", "doctor")
+COMMANDS = ("convert", "inspect", "verify", "train", "export", "ledger", "recipes", "doctor")
+
+
+def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    page, *pages = call("--help"), *(call(command, "--help") for command in COMMANDS)
+    for command, own in zip(COMMANDS, pages, strict=True):
+        assert re.search(rf"^. {command} +[A-Z].*\w", page.out, re.MULTILINE), page.out
+        options = re.findall(r"^  (--[a-z-]+)(.*)", own.out, re.MULTILINE)
+        assert options, own
+        for option, rest in options:
+            assert re.search(r"  \S.* \w+", rest), f"{command} {option} is not described:\n{own.out}"
+        assert max(map(len, own.out.splitlines())) < 110
+    assert "Default: 0.5." in pages[0].out
+    assert "\n\n  torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8\n" in pages[3].out
+    empty = call()
+    assert (empty.code, empty.out) == (2, page.out)
+    assert call("--version").out.startswith("drivetrain 0.")
+
+
+WRONG = {
+    "a command": (["tran"], "No such command 'tran'. Did you mean 'train'?"),
+    "an option": (["train", "baseline", "--ot", "x"], "No such option: --ot. Did you mean '--out'?"),
+    "an option with its value": (
+        ["ledger", "--second=3"],
+        "No such option: --second=3. Did you mean '--seconds'?",
+    ),
+    "an option of no command": (["--versio"], "Did you mean '--version'?"),
+    "too few": (["export", "a"], "arguments are required: out"),
+    "too many": (["recipes", "a", "b"], "Too many arguments: b."),
+    "no value": (["train", "baseline", "--out"], "--out: expected one argument"),
+    "a value too many": (["train", "baseline", "--resume=yes"], "--resume: ignored explicit argument 'yes'"),
+    "one file to compare": (["ledger", "--compare", "a.json"], "--compare: expected 2 arguments"),
+    "no number": (["train", "baseline", "--ledger-seconds", "many"], "invalid float value: 'many'"),
+    "an empty folder": (["train", "baseline", "--out="], "--out: it is empty."),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_that_cannot_be_read_are_one_line(name: str) -> None:
+    command, message = WRONG[name]
+    end = call(*command)
+    assert (end.code, end.out, end.err.count("\n")) == (2, "", 1)
+    assert end.err.startswith("UsageError: ")
+    assert message in end.err
+    assert re.search(r" See: drivetrain( [a-z]+)? --help\n$", end.err)
+
+
+def test_what_follows_two_dashes_is_no_option() -> None:
+    assert "-odd.beton does not exist" in call("inspect", "--", "-odd.beton").line
+
+
+def test_an_error_is_red_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    say("DataError", "gone")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    say("DataError", "gone")
+    monkeypatch.setenv("NO_COLOR", "1")
+    say("DataError", "gone")
+    assert capsys.readouterr().err.splitlines() == [
+        "DataError: gone",
+        "\033[1;31mDataError:\033[0m gone",
+        "DataError: gone",
+    ]
 
 
 @pytest.mark.process
-def test_help_describes_every_command_and_option() -> None:
-    page, *pages = run_several(["--help"], *([command, "--help"] for command in COMMANDS))
-    for command, own in zip(COMMANDS, pages, strict=True):
-        assert re.search(rf"^. {command} +[A-Z].*\w", page.out, re.MULTILINE), page.out
-        options = re.findall(r"^. +(--[a-z-]+)(.*)", own.out, re.MULTILINE)
-        assert options, own
-        for option, rest in options:
-            assert re.search(r"[A-Z][A-Za-z]+", rest), f"{command} {option} is not described:\n{own.out}"
+def test_output_that_nobody_reads_is_no_error() -> None:
+    program = [sys.executable, "-m", "drivetrain", "recipes"]
+    with subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_the_defaults_of_convert_are_its_owners() -> None:
+    owner = inspect.signature(loaders.convert).parameters
+    for name, default in (data.convert.__kwdefaults__ or {}).items():
+        if name not in ("field", "skip_bad"):  # which are called fields= and on_error=
+            assert owner[name].default == default, name
 
 
 @pytest.mark.process

@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 import torch
+from command_line import call
 from drivetrain import LedgerError, PlanError
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline import Ledger, LedgerInterrupted
-from drivetrain.pipeline.cli import app as cli
+from drivetrain.pipeline.cli.training import measure
 from drivetrain.pipeline.ledger import budget as ledger_budget
 from drivetrain.pipeline.ledger import measure as ledger_module
 from drivetrain.pipeline.ledger import runner as ledger_runner
@@ -32,7 +33,6 @@ from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from places import SUPPORT
 from process_state import wait_until_ended
 from torch import nn
-from typer.testing import CliRunner
 
 
 class Slow(nn.Module):
@@ -244,7 +244,7 @@ def test_the_bar_has_the_share_of_the_time_that_is_used(capsys: pytest.CaptureFi
 
 def test_what_is_refused_on_the_command_line_leaves_no_folder(toy: Toy, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"seconds=-1 \(--seconds"):
-        cli._measure(toy.pipeline(plain_model), -1.0, tmp_path / "out")
+        measure(toy.pipeline(plain_model), -1.0, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -271,15 +271,13 @@ def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
         "transforms: [{name: ChannelsLast}]\n"
     )
     interrupt_in_round(2, monkeypatch)
-    done = CliRunner().invoke(
-        cli.app, ["ledger", str(recipe), "--train", toy.train, "--seconds", "90", "--out", str(out)]
-    )
-    assert done.exit_code == 130, done.output
-    assert f"The ledger of 1 round is in {out / 'ledger.json'}." in " ".join(done.stderr.split())
+    done = call("ledger", str(recipe), "--train", toy.train, "--seconds", "90", "--out", str(out))
+    assert done.code == 130, done
+    assert f"The ledger of 1 round is in {out / 'ledger.json'}." in " ".join(done.err.split())
     assert sorted(path.name for path in out.iterdir()) == ["ledger.json", "ledger.png"]
     found = Ledger.load(out / "ledger.json")
     assert found.stopped == "Interrupted (Ctrl-C)"
-    assert "Interrupted (Ctrl-C) after" in " ".join(done.stdout.split())
+    assert "Interrupted (Ctrl-C) after" in " ".join(done.out.split())
 
 
 def interrupt_after(seconds: float) -> threading.Thread:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import call
 from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
-from drivetrain.pipeline.cli.app import app
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.data import (
     COPY,
@@ -34,7 +34,6 @@ from drivetrain.pipeline.ledger.data import (
 )
 from drivetrain.pipeline.ledger.record import same_samples
 from drivetrain.pipeline.ledger.statistics import ratio, ratio_of_means, t_quantile
-from typer.testing import CliRunner
 
 WHOLE = in_turn("FFCV loader")
 
@@ -392,11 +391,11 @@ def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert compare(first, first).differences == []
 
-    done = CliRunner().invoke(app, ["ledger", "--compare", str(first), str(second)])
-    assert done.exit_code == 0, done.output
-    assert "Different versions, torch: 2.14 and 2.15." in done.output
-    assert "1.50  (1." in done.output
-    assert "…" not in done.output  # every interval fits
+    done = call("ledger", "--compare", str(first), str(second))
+    assert done.code == 0, done
+    assert "Different versions, torch: 2.14 and 2.15." in done.out
+    assert "1.50  (1." in done.out
+    assert "…" not in done.out  # every interval fits
     assert ">+ a</td>" in found._repr_html_()
 
 
@@ -411,9 +410,7 @@ def test_two_plans_that_differ_in_how_a_step_is_done() -> None:
 
 
 def test_the_command_needs_a_recipe_or_two_ledgers() -> None:
-    done = CliRunner().invoke(app, ["ledger"])
-    assert done.exit_code == 1
-    assert "--compare A.JSON B.JSON" in " ".join(done.output.split())
+    assert "--compare A.JSON B.JSON" in call("ledger").line
 
 
 def test_a_data_frame_has_a_line_per_turn() -> None:

@@ -1,0 +1,121 @@
+"""The arguments of a command: argparse, told by the signature of the command's function."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from ...errors import PlanError, suggest
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a function's arguments, whose errors are one line.
+
+    Each parameter is `Annotated[type, help]` or `Annotated[type, help, metavar]`. Those that are keyword-only are
+    options, which may be given once, or repeatedly if they are sequences; a bool takes no value, a tuple several.
+
+    Args:
+        name: of the command.
+        function: its docstring is the description.
+        more: passed on to argparse.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], **more: Any) -> None:
+        super().__init__(
+            prog=name,
+            description=_fitted(inspect.getdoc(function) or ""),
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
+            add_help=False,
+            allow_abbrev=False,
+            **more,
+        )
+        self.add_argument("--help", action="help", help="Show this message, and exit.")
+        self._options = ["--help"]
+        hints = get_type_hints(function, include_extras=True)
+        for parameter in inspect.signature(function).parameters.values():
+            self._add(parameter, *get_args(hints[parameter.name]))
+
+    def _add(self, parameter: inspect.Parameter, kind: Any, text: str, metavar: Any = None) -> None:
+        """Add the argument of a parameter; if it is not given it has no value, and the default applies."""
+        if get_origin(kind) is UnionType:
+            kind = get_args(kind)[0]  # the other is None
+        several, inner = get_origin(kind) is Sequence, get_args(kind) or (kind,)
+        action: Any = "store"
+        nargs: Any = None if parameter.default is parameter.empty else "*" if several else "?"
+        name = parameter.name
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            action = "append" if several else _Once
+            nargs = 0 if kind is bool else len(inner) if len(inner) > 1 else None
+            name = f"--{name.replace('_', '-')}"
+            self._options.append(name)
+            text += f" Default: {parameter.default}." if parameter.default else ""
+        self.add_argument(
+            name, action=action, nargs=nargs, type=_path if inner[0] is Path else inner[0], metavar=metavar, help=text,
+            default=argparse.SUPPRESS,
+        )  # fmt: skip
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return the values of the parameters that are given. Exit with a message if the arguments are wrong."""
+        # Intermixed, because options may stand between the arguments; but that does not know "--".
+        parse = self.parse_known_args if "--" in arguments else self.parse_known_intermixed_args
+        found, rest = parse(arguments)
+        for word in rest:
+            if word.startswith("-"):
+                self.error(f"No such option: {word}.{suggest(word.partition('=')[0], self._options)}")
+        if rest:
+            self.error(f"Too many arguments: {' '.join(rest)}.")
+        return vars(found)
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong with the arguments, and exit with status 2."""
+        say("UsageError", f"{message[0].upper()}{message[1:].rstrip('.')}. See: {self.prog} --help")
+        sys.exit(2)
+
+
+class _Once(argparse.Action):
+    """Store the value of an option that may be given once; True if it takes none."""
+
+    def __call__(self, _: object, namespace: object, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            raise PlanError(f"{option_string} is given 2 times. Leave all but one out.")
+        setattr(namespace, self.dest, True if self.nargs == 0 else values)
+
+
+def _path(text: str) -> Path:
+    if not text:  # which would be this folder; from a script, it is a variable that was not set
+        raise argparse.ArgumentTypeError("it is empty. Give a path, '.' for this folder.")
+    return Path(text)
+
+
+def say(head: str, text: str) -> None:
+    """Print a line on stderr: an error or a warning."""
+    colored = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    print(f"\033[1;31m{head}:\033[0m {text}" if colored else f"{head}: {text}", file=sys.stderr)
+
+
+def listed(functions: dict[str, Callable[..., Any]]) -> str:
+    """Return a list of commands with the first lines of their docstrings."""
+    return "\n".join(
+        textwrap.fill(f"{function.__doc__}".partition("\n")[0], _width(), initial_indent=f"  {name:<9}",
+                      subsequent_indent=" " * 11)
+        for name, function in functions.items()
+    )  # fmt: skip
+
+
+def _fitted(text: str) -> str:
+    """Return the paragraphs of a text, filled to the terminal's width; those that are indented as they are."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else textwrap.fill(part, _width()) for part in paragraphs)
+
+
+def _width() -> int:
+    """Return the width of argparse's help."""
+    return shutil.get_terminal_size().columns - 2
