@@ -23,12 +23,13 @@ quickstart: install
 
 install: .venv/installed
 
-# The stamp is newer than all that decides what is installed, so a second call does nothing.
+# The stamp is newer than all that decides what is installed, so a second call does nothing. Bytecode is made here,
+# because where PYTHONDONTWRITEBYTECODE is set, every rank would compile some hundred files of its libraries anew.
 .venv/installed: requirements.txt pyproject.toml .ci/native .ci/find-python
 	.ci/native "$(PYTHON)"
 	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep -oE '^uv==[^ ;]+' requirements.txt)"
-	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps -r requirements.txt
+	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --compile-bytecode -r requirements.txt
 	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps -e .
 	touch $@
 
