@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import composer_reference
 import gpu_device
@@ -16,6 +19,8 @@ import psutil
 import pytest
 from cifar10_files import FILE_BYTES, FakeNpm, closed_port
 from drivetrain.loaders.datasets.names import cifar10
+from drivetrain.pipeline.telemetry import curves
+from drivetrain.pipeline.telemetry.history import History
 from pipeline_data import Toy
 from torchvision.datasets import CIFAR10
 
@@ -30,6 +35,29 @@ def interruptible() -> None:
     """Ctrl-C works in this process and its children, also where a shell has started the tests in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pictures() -> Iterator[None]:
+    """Curves are drawn once for all runs of this process whose histories differ in nothing but their finite numbers.
+
+    matplotlib takes four times as long for them as a toy model to train. Their own tests call `draw` itself.
+    """
+    drawn: dict[str, bytes] = {}
+
+    def kind(value: Any) -> Any:
+        return math.isfinite(value) if isinstance(value, int | float) else value
+
+    def draw(history: History) -> bytes:
+        facts = {name: type(fact) for name, fact in history.facts.items()}
+        key = repr(([[kind(value) for value in astuple(epoch)] for epoch in history.epochs], facts))
+        if key not in drawn:
+            drawn[key] = real(history)
+        return drawn[key]
+
+    real, curves.draw = curves.draw, draw
+    yield
+    curves.draw = real
 
 
 @pytest.fixture(scope="session")
