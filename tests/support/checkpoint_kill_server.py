@@ -15,7 +15,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import drivetrain.loaders.decode.decoder  # a training imports this, torch._dynamo and matplotlib late  # noqa: F401
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from drivetrain.pipeline import Checkpoints, Pipeline
 from drivetrain.pipeline.runs.config import FitConfig
