@@ -1,8 +1,12 @@
-"""Small models that the surgeries meet, of torchvision, timm and plain PyTorch; all take (B, 3, 32, 32)."""
+"""Small models that the surgeries meet, of torchvision, timm and plain PyTorch; all take (B, 3, 32, 32).
+
+timm is imported where a model needs it: that takes two seconds, and most ranks train none of its models.
+"""
 
 from __future__ import annotations
 
-import timm
+from typing import Any
+
 import torch
 from torch import nn
 from torchvision.models import VisionTransformer
@@ -39,20 +43,23 @@ def vit() -> nn.Module:
     return made
 
 
+def timm_model(name: str, **options: Any) -> nn.Module:
+    import timm
+
+    made: nn.Module = timm.create_model(name, num_classes=5, **options)
+    return made
+
+
 def timm_resnet() -> nn.Module:
-    return timm.create_model("test_resnet", num_classes=5)
+    return timm_model("test_resnet")
 
 
 def timm_convnext() -> nn.Module:
-    return timm.create_model(
-        "convnext_atto", conv_mlp=False, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), num_classes=5
-    )
+    return timm_model("convnext_atto", conv_mlp=False, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32))
 
 
 def timm_vit() -> nn.Module:
-    return timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5
-    )
+    return timm_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
 
 
 class Mixed(nn.Module):
