@@ -11,6 +11,7 @@ from drivetrain.errors import StrategyError
 from drivetrain.strategies import OptimizerState, launch
 from parity_jobs import NAMES
 from state_jobs import (
+    BEFORE,
     OPTIMIZERS,
     STATEFUL,
     Exported,
@@ -71,7 +72,7 @@ def test_the_state_is_plain_and_whole(alone: dict[tuple[str, str], Exported], ki
     assert state.state["seen"].dtype == torch.float64
     assert state.state["count"].dtype == torch.int64
     if kind == "adamw":
-        assert all(entry["step"] == 4 for entry in state.optimizer.entries.values())
+        assert all(entry["step"] == BEFORE for entry in state.optimizer.entries.values())
 
 
 @kinds

@@ -10,7 +10,7 @@ import torch
 from drivetrain import strategies
 from drivetrain.strategies import Single, launch, plugins
 from drivetrain.strategies.common.memory import ADAMW_BYTES, adamw_bytes
-from parity_jobs import BF16, CASES, KINDS, NAMES, WHOLE, Case, Run, parity, same_run, train, weights
+from parity_jobs import BF16, CASES, KINDS, NAMES, WHOLE, Case, Run, longer, parity, same_run, train, weights
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 Ranks = list[dict[str, Any]]
@@ -29,12 +29,12 @@ def ranks() -> Ranks:
         del plugins.REGISTERED["of_the_launcher"]
 
 
-SINGLE: dict[tuple[str, int], Run] = {}
+SINGLE: dict[tuple[Case, int], Run] = {}
 """One device's runs, by case and microbatches: each is compared with many."""
 
 
 def on_one_device(case: Case, parts: int) -> Run:
-    key = (case.name, parts)
+    key = (case, parts)
     if key not in SINGLE:
         SINGLE[key] = train("single", case, parts=parts)
     return SINGLE[key]
@@ -152,9 +152,9 @@ def test_the_formulas_are_those_of_the_papers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 4])
 def test_more_and_fewer_ranks_train_like_one_device(devices: int) -> None:
-    ranks = launch(parity, NAMES, MORE, devices=devices, timeout=290)
+    ranks = launch(parity, NAMES, MORE, True, devices=devices, timeout=290)
     for name in NAMES:
-        check(ranks, name, [*CASES, *(KINDS if name in MORE else ())])
+        check(ranks, name, longer([*CASES, *(KINDS if name in MORE else ())]))
         check_bytes(ranks, name)
 
 

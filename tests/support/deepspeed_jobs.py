@@ -22,7 +22,7 @@ from drivetrain.errors import DrivetrainError, StrategyError
 from drivetrain.strategies import OptimizerState
 from drivetrain.strategies.common.memory import held_bytes
 from fsdp_jobs import on_meta, surgeries
-from parity_jobs import BF16, CASES, KINDS, Case, Run, batch, one_step, train
+from parity_jobs import BF16, CASES, KINDS, Case, Run, batch, longer, one_step, train
 from pipeline_data import numbers
 from strategy_jobs import make_optimizer, refusal
 from torch import nn
@@ -87,9 +87,9 @@ def every_case() -> dict[str, Any]:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     gc.freeze()
-    results: dict[str, Any] = dict(parity([*STAGES, *OFFLOAD], CASES))
-    results |= {f"{a} to {b} {case.name}": moved(a, b, case) for a, b in MOVES for case in MOVED}
-    results |= parity(OFFLOAD[1:], [*KINDS, *BF16]) | parity(STAGES[1:], BF16)
+    results: dict[str, Any] = dict(parity([*STAGES, *OFFLOAD], longer(CASES)))
+    results |= {f"{a} to {b} {case.name}": moved(a, b, case) for a, b in MOVES for case in longer(MOVED)}
+    results |= parity(OFFLOAD[1:], longer([*KINDS, *BF16])) | parity(STAGES[1:], longer(BF16))
     results["held"] = {name: held(name) for name in STAGES}
     gc.unfreeze()
     return results

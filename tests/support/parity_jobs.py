@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fsdp_models as models
@@ -20,7 +20,8 @@ from strategy_jobs import make_optimizer, norm_of, refusal
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-STEPS, BATCH = 8, 8
+STEPS, LONG, BATCH = 4, 8, 8
+"""Steps of a training, of one in `make test-all`, and the global batch."""
 
 SHARDED = ["fsdp", "fsdp_grad_op", "fsdp_cpu_offload", "hsdp"]
 """Parameters are divided among the ranks."""
@@ -62,6 +63,10 @@ BF16 = [
     Case("resnet bf16", models.resnet, precision="bf16"),
     Case("transformer bf16", models.Transformer, "adamw", 0.5, 2, "bf16"),
 ]
+
+
+def longer(cases: list[Case]) -> list[Case]:
+    return [replace(case, steps=LONG) for case in cases]
 
 
 LATE = Case("late", models.Late, "adamw", 0.5)
@@ -162,12 +167,13 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
-def parity(names: list[str], more: list[str]) -> dict[str, object]:
+def parity(names: list[str], more: list[str], long: bool = False) -> dict[str, object]:
     """All cases of each strategy, and for those of `more` the other kinds of models and bf16."""
     quiet()
     results: dict[str, object] = {}
     for name in names:
-        for case in [*CASES, *((*KINDS, *BF16) if name in more else ())]:
+        cases = [*CASES, *((*KINDS, *BF16) if name in more else ())]
+        for case in longer(cases) if long else cases:
             # Each rank starts from weights of its own: rank 0's must become everyone's.
             results[f"{name} {case.name}"] = train(name, case, seed=dist.get_rank(), **options_of(name))
         results[f"{name} held"] = held(name, **options_of(name))

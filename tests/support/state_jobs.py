@@ -12,7 +12,7 @@ from drivetrain.transforms import NoWeightDecay
 from parity_jobs import Run, batch, one_step, options_of, quiet
 from torch import nn
 
-BEFORE, AFTER = 4, 4
+BEFORE, AFTER = 3, 2
 STATEFUL = ["adamw", "momentum"]
 OPTIMIZERS = [*STATEFUL, "plain sgd"]
 

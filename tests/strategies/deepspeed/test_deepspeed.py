@@ -24,7 +24,7 @@ from drivetrain.transforms import (
     WeightStandardization,
 )
 from fsdp_jobs import on_meta, surgeries
-from parity_jobs import BF16, CASES, KINDS, Case, Run, same_run, train, weights
+from parity_jobs import BF16, CASES, KINDS, Case, Run, longer, same_run, train, weights
 from pipeline_data import Toy, numbers, plain_model
 from strategy_jobs import make_optimizer
 
@@ -95,10 +95,10 @@ def test_two_ranks_that_offload_train_like_one_device(ranks: Ranks, name: str) -
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_every_strategy_trains_every_case_like_one_device(devices: int) -> None:
     ranks = launch(every_case, devices=devices, timeout=850)
-    check_cases(ranks, [*STAGES, *OFFLOAD], CASES)
-    check_cases(ranks, OFFLOAD[1:], KINDS)
-    check_cases(ranks, [*STAGES[1:], *OFFLOAD[1:]], BF16, 2e-2)
-    for case in MOVED:
+    check_cases(ranks, [*STAGES, *OFFLOAD], longer(CASES))
+    check_cases(ranks, OFFLOAD[1:], longer(KINDS))
+    check_cases(ranks, [*STAGES[1:], *OFFLOAD[1:]], longer(BF16), 2e-2)
+    for case in longer(MOVED):
         single = train("single", case, parts=devices)
         for rank in ranks:
             for first, second in MOVES:

@@ -29,7 +29,7 @@ from drivetrain.strategies.deepspeed.config import (
     takes_cpu_adam,
 )
 from drivetrain.strategies.options import Options
-from parity_jobs import Case, same_run, train
+from parity_jobs import Case, longer, same_run, train
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
@@ -283,7 +283,7 @@ def check(ranks: list[dict[str, Any]], names: list[str], case: Case) -> None:
 @pytest.mark.process
 def test_its_state_moves_to_and_from_torchs() -> None:
     """Without the compiled part, in the place of which torch computes."""
-    names, case = OFFLOAD[1:], replace(MOVED[0], steps=4)
+    names, case = OFFLOAD[1:], MOVED[0]
     check(launch(trained, names, case, False, devices=2, timeout=200), names, case)
 
 
@@ -294,8 +294,9 @@ def test_compiled_it_trains_like_torchs(cache: Path) -> None:
     stale = cache.parent / "cpu_adam" / "lock"
     stale.parent.mkdir()
     stale.touch()
-    ranks = launch(trained, OFFLOAD, MOVED[0], True, devices=2, timeout=600)
-    check(ranks, OFFLOAD, MOVED[0])
+    (case,) = longer(MOVED[:1])
+    ranks = launch(trained, OFFLOAD, case, True, devices=2, timeout=600)
+    check(ranks, OFFLOAD, case)
     assert len(list(cache.glob("*.so"))) == 1
     single = train("single", FEW[1], parts=2)
     for rank in ranks:
