@@ -16,6 +16,7 @@ from pipeline_data import batch_norm_model, numbers
 from torch import nn
 
 ALL = Checkpoints(every_steps=1, keep=1000)
+FEW = Checkpoints(every_steps=3, keep=1000)
 EPOCHS = 2
 
 
@@ -46,7 +47,7 @@ def outcome(pipeline: Pipeline, **arguments: Any) -> Any:
 def train_all(pipelines: dict[str, Pipeline], folder: Path) -> dict[str, Any]:
     """On each rank: the outcome of each pipeline, which saves into `folder / name`."""
     return _without_garbage(
-        lambda: {name: outcome(p, out=folder / name, checkpoints=ALL) for name, p in pipelines.items()}
+        lambda: {name: outcome(p, out=folder / name, checkpoints=FEW) for name, p in pipelines.items()}
     )
 
 
@@ -55,6 +56,13 @@ def resume_all(pipelines: dict[str, Pipeline], moves: list[tuple[str, str, Path]
     return _without_garbage(
         lambda: {(name, label): outcome(pipelines[name], resume=place) for name, label, place in moves}
     )
+
+
+def train_and_move(
+    pipelines: dict[str, Pipeline], folder: Path, moves: list[tuple[str, str, Path]]
+) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Both, as ranks take longer to start than to train."""
+    return train_all(pipelines, folder), resume_all(pipelines, moves)
 
 
 def _without_garbage(work: Callable[[], Any]) -> Any:

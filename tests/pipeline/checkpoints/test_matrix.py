@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_jobs import outcome, resume_all, train_all
+from checkpoint_jobs import outcome, resume_all, train_all, train_and_move
 from deepspeed_methods import options_of
 from drivetrain import Pipeline
 from drivetrain.strategies import launch
@@ -72,14 +72,16 @@ def whole(toy: Toy, root: Path) -> dict[str, Any]:
 def test_to_every_strategy_and_back(toy: Toy, root: Path, whole: dict[str, Any]) -> None:
     """One device to each strategy on two ranks, each to the next one, and each to one device."""
     names = [*ON_RANKS, *AVERAGED]
-    check(train(toy, names, 2, root / "2"), whole, len(names))
     moves = [
         (name, "one device", root / "1" / f"{name.rpartition(' ')[0]} single".strip() / MIDDLE)
         for name in names
     ]
     for own in (ON_RANKS, AVERAGED):
         moves += [(to, at, root / "2" / at / MIDDLE) for at, to in zip(own, [*own[1:], own[0]], strict=True)]
-    check(resume(toy, moves, 2), whole, len(moves))
+    asked = {name: pipeline(toy, name, 2) for name in names}
+    trained, moved = launch(train_and_move, asked, root / "2", moves, devices=2, timeout=290)[0]
+    check(trained, whole, len(names))
+    check(moved, whole, len(moves))
     back = {}
     for name in names:
         alone = pipeline(toy, f"{name.rpartition(' ')[0]} single".strip(), 1)

@@ -28,7 +28,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(toy: Toy, root: Path) -> list[dict[str, Any]]:
-    pipeline = toy.pipeline(Wide).optimize("sgd", lr=0.001, schedule="constant")
+    pipeline = toy.pipeline(Wide, batch_size=64).optimize("sgd", lr=0.001, schedule="constant")
     pipeline = pipeline.distribute("fsdp", devices=2, device="cpu", wrap=["Block"])
     return launch(everything, pipeline, root, devices=2, timeout=300)
 
