@@ -1,7 +1,7 @@
 """Drivetrain: FFCV loading, model surgery and sharding behind one `Pipeline`, measured by a ledger.
 
-Names are imported at first use, so that `import drivetrain` costs nothing and pytest, which imports
-this file under the name of the clone's folder, can do so without side effects.
+Names are imported on first use, so `import drivetrain` costs nothing, and pytest can import this file under the name of
+the clone's folder without side effects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m drivetrain …` is the command line; `torchrun … -m drivetrain train …` is it on several ranks."""
+"""The command line as a module: `python -m drivetrain …`, or `torchrun … -m drivetrain train …` on several ranks."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import sys
 from drivetrain.pipeline.cli import main
 
 if __name__ == "__main__":
-    sys.argv[0] = "drivetrain"  # its name in help, and in the provenance of what it measures
+    sys.argv[0] = "drivetrain"  # its name in help and in provenance
     main()

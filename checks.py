@@ -1,7 +1,7 @@
-"""Checks of values that users give: whole numbers, finite numbers, booleans, sequences of numbers.
+"""Validate values from users: integers, finite numbers, booleans, sequences of numbers.
 
-`is_…` tells whether a value will do; `check_…` raises the caller's error, which names the value and what is allowed.
-True is not a number, and neither infinities nor NaN are.
+`is_…` and `are_…` return whether a value is valid; `check_…` raises the caller's error, which names the value and what
+is allowed. Booleans, infinities and NaN are not numbers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ ANY = "(-inf, inf)"
 
 
 def is_flag(value: object) -> TypeGuard[bool]:
-    """Return whether it is True or False; 0, 1 and "no" are not."""
+    """Return whether `value` is True or False; 0, 1 and "no" are not."""
     return isinstance(value, bool)
 
 
 def is_whole(value: object, low: int | None = None, high: int | None = None) -> TypeGuard[int]:
-    """Return whether it is an int from `low` to `high`, both included."""
+    """Return whether `value` is an int from `low` to `high`, inclusive."""
     if not isinstance(value, int) or isinstance(value, bool):
         return False
     return (low is None or value >= low) and (high is None or value <= high)
 
 
 def is_number(value: object, interval: str = ANY) -> TypeGuard[float]:
-    """Return whether it is a finite int or float in `interval`, written as `"(0, 1]"`."""
+    """Return whether `value` is a finite int or float in `interval`, written as `"(0, 1]"`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:
@@ -44,14 +44,14 @@ def is_number(value: object, interval: str = ANY) -> TypeGuard[float]:
 
 
 def are_numbers(value: object, count: int, interval: str = ANY) -> TypeGuard[tuple[float, ...] | list[float]]:
-    """Return whether it is a tuple or list of `count` finite numbers in `interval`."""
+    """Return whether `value` is a tuple or list of `count` finite numbers in `interval`."""
     return (
         isinstance(value, tuple | list) and len(value) == count and all(is_number(x, interval) for x in value)
     )
 
 
 def check_flag(name: str, value: object, error: type[DrivetrainError]) -> None:
-    """Raise `error` unless the value is True or False."""
+    """Raise `error` unless `value` is True or False."""
     if not is_flag(value):
         raise error(f"{name}={value!r:.80} must be True or False.")
 
@@ -65,7 +65,7 @@ def check_whole(
     *,
     also: str = "",
 ) -> None:
-    """Raise `error` unless the value is an int from `low` to `high`; `also` names what else would do."""
+    """Raise `error` unless `value` is an int from `low` to `high`; `also` completes the message with alternatives."""
     if is_whole(value, low, high):
         return
     if high is not None:
@@ -80,14 +80,14 @@ def check_whole(
 def check_number(
     name: str, value: object, error: type[DrivetrainError], interval: str = ANY, *, also: str = ""
 ) -> None:
-    """Raise `error` unless the value is a finite number in `interval`; `also` names what else would do."""
+    """Raise `error` unless `value` is a finite number in `interval`; `also` completes the message with alternatives."""
     if not is_number(value, interval):
         where = {ANY: "", "(0, inf)": " above 0", "[0, inf)": ", 0 or more"}.get(interval, f" in {interval}")
         raise error(f"{name}={value!r:.80} must be a finite number{where}{also}.")
 
 
 def plain(value: Any) -> Any:
-    """Return numpy's and other libraries' numbers as Python's, also within a tuple or list; all else as it is."""
+    """Convert numbers of numpy and other libraries to Python's, also in a tuple or list; return other values as is."""
     if type(value) in (tuple, list):
         return type(value)(plain(each) for each in value)
     numpy = sys.modules.get("numpy")  # not imported for this: without it, nothing is one of its values
@@ -103,6 +103,6 @@ def plain(value: Any) -> Any:
 
 
 def make_plain(owner: Any) -> None:
-    """Make the numbers in the fields of a dataclass, also a frozen one, Python's: JSON and messages need them."""
+    """Apply `plain` to the fields of a dataclass, even a frozen one: JSON and messages need Python's numbers."""
     for field in dataclasses.fields(owner):
         object.__setattr__(owner, field.name, plain(getattr(owner, field.name)))

@@ -1,6 +1,6 @@
-"""The typed errors of Drivetrain: each names the value, the place and the remedy.
+"""The exceptions of Drivetrain. Each message names the value, its location and the remedy.
 
-They stand at the root because every folder raises them and no folder may import another's.
+They are defined at the root because every package raises them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 
 class DrivetrainError(Exception):
-    """Base of all errors that Drivetrain raises on purpose."""
+    """Base class of all errors that Drivetrain raises deliberately."""
 
 
 class DataError(DrivetrainError, ValueError):
-    """A data source, or an argument about it, that cannot be used."""
+    """An unusable data source, or an invalid argument about one."""
 
 
 class BetonError(DataError):
-    """A `.beton` file that is missing, unfinished, damaged or inconsistent."""
+    """A `.beton` file that is missing, incomplete, damaged or inconsistent."""
 
 
 class PlanError(DrivetrainError, ValueError):
-    """A combination of stages that cannot work, found before any work starts."""
+    """An invalid option or combination of stages, found before any work starts."""
 
 
 class StrategyError(DrivetrainError, RuntimeError):
@@ -34,22 +34,22 @@ class StrategyError(DrivetrainError, RuntimeError):
 
 
 class RecipeError(DrivetrainError, ValueError):
-    """A recipe that is unknown, or has a key or value that means nothing."""
+    """An unknown recipe, or a recipe with an invalid key or value."""
 
 
 class CheckpointError(DrivetrainError, ValueError):
-    """A checkpoint that is missing, incomplete, damaged, of another run, or cannot be written."""
+    """A checkpoint that is missing, incomplete, damaged, from another run, or cannot be written."""
 
 
 class NonFiniteError(DrivetrainError, ArithmeticError):
-    """A loss or a gradient that is no finite number, which would spoil the weights."""
+    """A non-finite loss or gradient, which would corrupt the weights."""
 
 
 class LedgerError(DrivetrainError, RuntimeError):
-    """A ledger that could not be measured: plain PyTorch failed, or the time is too short for the least of one.
+    """A ledger that could not be measured: plain PyTorch failed, or the time budget is too short.
 
     Attributes:
-        ledger: what was measured by then, a `pipeline.Ledger`; None if that is not one round.
+        ledger: the complete rounds, as a `pipeline.Ledger`; None if there are none.
     """
 
     def __init__(self, message: str, ledger: Any = None) -> None:
@@ -58,11 +58,11 @@ class LedgerError(DrivetrainError, RuntimeError):
 
 
 class MissingExtra(DrivetrainError, ImportError):
-    """An optional dependency that is not installed; the message names the extra that brings it."""
+    """An optional dependency that is not installed; the message names the extra that installs it."""
 
 
 def suggest(name: str, options: Iterable[str]) -> str:
-    """The tail of an "unknown name" message: the nearest option if one is near, then all of them."""
+    """Return the end of an "unknown name" message: the closest option if one is similar, then all of them."""
     known = sorted(options)
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -70,28 +70,24 @@ def suggest(name: str, options: Iterable[str]) -> str:
 
 
 def require_suffix(out: Path, suffix: str, error: type[DrivetrainError]) -> None:
-    """Refuses a file to write whose name does not end in `suffix`, so that a slip replaces no file of another kind.
-
-    Raises:
-        `error`: with a name that will do.
-    """
+    """Raise `error` unless `out` ends in `suffix`, so that a typo cannot overwrite a file of another kind."""
     if out.suffix != suffix:
         raise error(
-            f"{out} does not end in {suffix}, and might be a file of another kind; nothing was written. "
-            f"Name the file to write with that suffix, e.g. {out.parent / (out.stem or 'out')}{suffix}."
+            f"{out} does not end in {suffix} and might be a file of another kind; nothing was written. "
+            f"Pass a name with that suffix, e.g. {out.parent / (out.stem or 'out')}{suffix}."
         )
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """Imports an optional dependency at its point of use.
+    """Import an optional dependency at its point of use.
 
     Args:
         module: dotted module name, e.g. `"matplotlib.pyplot"`.
         extra: the extra of Drivetrain that installs it, e.g. `"plot"`.
-        purpose: what the caller wanted it for, completing "… is needed to …".
+        purpose: completes "… is needed to …" in the message.
 
     Raises:
-        MissingExtra: if it, or something it needs, cannot be imported.
+        MissingExtra: if it or one of its own dependencies cannot be imported.
     """
     try:
         return importlib.import_module(module)

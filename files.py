@@ -1,4 +1,4 @@
-"""Writing files so that one that is there is whole: temporary file, fsync, rename."""
+"""Write files atomically: temporary file, fsync, rename."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .errors import DrivetrainError
 
 
 def sync(path: Path) -> None:
-    """Returns when the file, or the names in the folder, are on the disk (fsync)."""
+    """Flush the file, or the entries of the folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,12 +25,12 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that appears under `path` when the block ends, and not at all if it fails.
+    """Open a binary file that appears at `path` when the block ends, and not at all if the block fails.
 
-    Any number of threads and processes may write the same path at a time: the last one to finish wins.
+    Threads and processes may write the same path concurrently: the last one to finish wins.
 
     Raises:
-        DrivetrainError: if the folder does not exist or cannot be written, or the disk is full.
+        DrivetrainError: if the folder does not exist or is not writable, or the disk is full.
     """
     with atomic_files(path) as (file,):
         yield file
@@ -38,17 +38,17 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
-    """Binary files that appear under `paths`, in that order, when the block ends, and not at all if it fails.
+    """Open binary files that appear at `paths`, in that order, when the block ends, and not at all if the block fails.
 
-    All of them are complete and on the disk before the first is renamed. Writers of the same paths take turns
-    in renaming, so that the files of two writers are never mixed. Only the death of the process between two
-    renames leaves new files beside old ones: files that belong together must prove it to their reader.
+    All files are complete and on disk before the first rename. A lock serializes the renames of concurrent writers, so
+    their files are never mixed. Only a process killed between two renames leaves new files next to old ones: readers
+    must verify that the files belong together.
 
     Args:
-        paths: of one folder. The last one names the set: in errors, and for the writers that take turns.
+        paths: in one folder. The last one names the set, in errors and for the lock.
 
     Raises:
-        DrivetrainError: if the folder does not exist or cannot be written, or the disk is full.
+        DrivetrainError: if the folder does not exist or is not writable, or the disk is full.
     """
     with ExitStack() as stack:
         partials = []
@@ -73,7 +73,7 @@ def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
 
 @contextmanager
 def _failure_names(path: Path) -> Iterator[None]:
-    """Raise `OSError` of the block as the typed error about `path`."""
+    """Convert an `OSError` in the block to a `DrivetrainError` that names `path`."""
     try:
         yield
     except OSError as error:
@@ -82,10 +82,10 @@ def _failure_names(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _partial_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new temporary file beside `path`, under a name that no other writer has, and removed at the end.
+    """Open a temporary file next to `path`, under a unique name; remove it at the end.
 
-    Its writer holds a lock on it, which the system drops with the process. A temporary file that is not locked
-    is therefore the leftover of a writer that was killed, and is removed here.
+    Its writer holds a lock on it, which the system releases when the process ends. An unlocked temporary file was
+    therefore left by a killed writer, and is removed here.
     """
     _remove_leftovers(path)
     while True:
@@ -94,18 +94,18 @@ def _partial_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
         _lock(file)
         if _is_at(file, temporary):
             break
-        file.close()  # another writer found it before it was locked, and removed it
+        file.close()  # another writer removed it before it was locked
     try:
         yield temporary, file
     finally:
         with suppress(OSError):  # it was renamed
             temporary.unlink()
-        with suppress(OSError):  # what is to stay was flushed and synced; the rest may not fit on the disk
+        with suppress(OSError):  # on success it is already flushed and synced; otherwise the disk may be full
             file.close()
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes the temporary files of writers of `path` that are dead."""
+    """Remove the temporary files of dead writers of `path`."""
     name = re.compile(rf"\.{re.escape(path.name)}\.\d+-[0-9a-f]{{8}}\.partial")
     with suppress(OSError), os.scandir(path.parent) as entries:
         leftovers = [Path(entry.path) for entry in entries if name.fullmatch(entry.name) and entry.is_file()]
@@ -120,27 +120,27 @@ def _remove_leftovers(path: Path) -> None:
 
 @contextmanager
 def _turn(path: Path) -> Iterator[None]:
-    """Lets one writer of `path` at a time into the block, by a lock file that exists only meanwhile."""
+    """Serialize the writers of `path` by a lock file, which exists only inside the block."""
     place = _lock_file(path)
     while True:
         file = place.open("ab")
         _lock(file)
         if _is_at(file, place):
             break
-        file.close()  # the writer before this one has removed it
+        file.close()  # the previous writer has removed it
     try:
         yield
     finally:
-        with suppress(OSError):  # where there are no locks, another writer may have removed it
+        with suppress(OSError):  # on file systems without locks, another writer may have removed it
             place.unlink()
-        with suppress(OSError):  # said, because a process that was forked meanwhile would keep the lock
+        with suppress(OSError):  # explicitly: a process forked in the meantime would keep the lock
             fcntl.flock(file, fcntl.LOCK_UN)
         file.close()
 
 
 def wait_for_renames(path: Path) -> None:
-    """Returns when no writer of the set of files that `path` names (`atomic_files`) is between two renames."""
-    with suppress(OSError), _lock_file(path).open("rb") as file:  # there is none: nobody is
+    """Wait until no writer of the set named by `path` (see `atomic_files`) is between two renames."""
+    with suppress(OSError), _lock_file(path).open("rb") as file:  # no file: no writer
         _lock(file)
 
 
@@ -149,7 +149,7 @@ def _lock_file(path: Path) -> Path:
 
 
 def _lock(file: IO[bytes], wait: bool = True) -> bool:
-    """Takes the lock on an open file; False if another has it, or the file system has no locks."""
+    """Lock an open file. Return False if another process holds the lock, or the file system has none."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -158,7 +158,7 @@ def _lock(file: IO[bytes], wait: bool = True) -> bool:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether the open file is the one under that name."""
+    """Return whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Packages whose names are imported at first use, so that importing the package costs nothing."""
+"""Packages whose names are imported on first use, so that importing the package costs nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 def exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return the `__getattr__`, `__dir__` and `__all__` of a package.
 
-    The names are those that its file imports for type checkers, under `if TYPE_CHECKING:`, as
-    `from .module import Name as Name`: one list for people, type checkers and Python.
+    The names are those that its file imports under `if TYPE_CHECKING:` as `from .module import Name as Name`: one list
+    for readers, type checkers and Python.
 
     Args:
         package: the package's `__name__`.

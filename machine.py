@@ -1,7 +1,7 @@
-"""The CPU cores, their instructions and the memory that this process may use: of the machine, and of its container.
+"""The CPU cores, their instructions and the memory available to this process, from the machine and its container.
 
-A container's limits are those of its control group and of every group above it; the smallest counts. Both
-versions of control groups are read (Linux: cgroups(7)), also where a system has both.
+A container's limit is the smallest one of its control group and all parent groups. Both cgroup versions are read, even
+on a system that uses both (Linux: cgroups(7)).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _USUAL_MOUNTS = {
     "": ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"),
     **{name: (f"/sys/fs/cgroup/{name}",) for name in ("cpu", "cpuset", "memory")},
 }
-"""Where the groups are if `/proc/self/mountinfo` cannot be read; `""` is version 2."""
+"""Mount points by controller if `/proc/self/mountinfo` cannot be read; `""` is version 2."""
 
 
 _UNLIMITED = (1 << 63) - (1 << 16)
-"""Version 1 has this for no limit: the largest 64-bit number, less what rounding to pages takes."""
+"""Version 1's value for no limit: the largest signed 64-bit integer, rounded down to pages."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the control groups of a process allow; None where they set no limit.
+    """The limits of a process's control groups; None means no limit.
 
     Attributes:
-        cores: CPU time per time, e.g. 0.5 for half a core.
-        cpus: numbers of the CPUs that it may run on.
-        memory: bytes, of the group that allows least in total.
-        free: bytes that it may still take, of the group that has least left. The file cache that the kernel
-            would give up first (`inactive_file`) counts as free.
+        cores: CPU time per wall-clock time, e.g. 0.5 for half a core.
+        cpus: indices of the CPUs that it may run on.
+        memory: bytes; the smallest limit of all groups.
+        free: bytes that it may still allocate; the smallest remainder of all groups. File cache that the kernel
+            reclaims first (`inactive_file`) counts as free.
     """
 
     cores: float | None = None
@@ -44,7 +44,7 @@ class Limits:
 
 
 def cores() -> int:
-    """Return the CPU cores that this process may use: its affinity and its container's quota, rounded up."""
+    """Return the number of CPU cores available to this process: its affinity and its container's quota, rounded up."""
     limits = container_limits()
     if hasattr(os, "sched_getaffinity"):
         allowed = os.sched_getaffinity(0)
@@ -60,26 +60,26 @@ def rank_cores() -> int:
 
 
 def total_memory() -> int:
-    """Return the bytes of memory of this machine, or of its container where that allows less."""
+    """Return the memory of this machine, or of its container if that is less, in bytes."""
     total: int = psutil.virtual_memory().total
     limit = container_limits().memory
     return total if limit is None else min(total, limit)
 
 
 def free_memory() -> int:
-    """Return the bytes that the processes here may still take: of the machine, and of its container."""
+    """Return the memory that processes on this machine, or in its container, may still allocate, in bytes."""
     free: int = psutil.virtual_memory().available
     limit = container_limits().free
     return free if limit is None else min(free, limit)
 
 
 def rank_free_memory(ranks: int = 1) -> int:
-    """Return this rank's share of `free_memory`; `ranks` share it where no launcher has set their number."""
+    """Return this rank's share of `free_memory`; `ranks` is the local world size if no launcher has set it."""
     return free_memory() // local_ranks(ranks)
 
 
 def local_ranks(default: int = 1) -> int:
-    """Return how many ranks a launcher started on this machine (`LOCAL_WORLD_SIZE`), else `default`."""
+    """Return the number of ranks a launcher started on this machine (`LOCAL_WORLD_SIZE`), else `default`."""
     return max(_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or default, 1)
 
 
@@ -100,10 +100,10 @@ def lacks_bf16(root: Path = Path("/")) -> bool:
 def container_limits(root: Path = Path("/")) -> Limits:
     """Return the limits of this process's control groups.
 
-    What cannot be read or means nothing sets no limit: most systems lack most of these files.
+    Missing or invalid files set no limit: most systems lack most of these files.
 
     Args:
-        root: folder that holds `proc` and the mounted groups.
+        root: folder that contains `proc` and the mounted groups.
     """
     quotas = [
         *(_quota(folder, "cpu.max", None) for folder in _groups(root, "")),
@@ -126,19 +126,19 @@ def container_limits(root: Path = Path("/")) -> Limits:
     ]
     return Limits(
         cores=min((quota for quota in quotas if quota is not None), default=None),
-        cpus=min((found for found in cpus if found), key=len, default=None),
+        cpus=min((allowed for allowed in cpus if allowed), key=len, default=None),
         memory=min((limit for limit, _ in filter(None, memory)), default=None),
         free=min((free for _, free in filter(None, memory)), default=None),
     )
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's group of a controller (`""`: version 2) and of all groups above it."""
+    """Yield the folders of this process's group for a controller (`""`: version 2) and of all its parents."""
     group = _group_name(root, controller)
     if group is None:
         return
     for mounted, mount in _mounts(root, controller):
-        # Inside a container the name may be the host's, of which the mount shows the lower part.
+        # Inside a container the name may be the host's; the mount shows only its subtree.
         inside = group[len(mounted) :] if f"{group}/".startswith(f"{mounted.rstrip('/')}/") else ""
         names = [name for name in inside.split("/") if name not in ("", ".", "..")]
         for depth in range(len(names), -1, -1):
@@ -146,7 +146,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _group_name(root: Path, controller: str) -> str | None:
-    """The group of this process as `/proc/self/cgroup` has it: `NUMBER:CONTROLLERS:NAME` in each line."""
+    """Return this process's group from `/proc/self/cgroup`, whose lines are `NUMBER:CONTROLLERS:NAME`."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         parts = line.split(":", 2)
         if len(parts) == 3 and controller in parts[1].split(","):
@@ -155,7 +155,7 @@ def _group_name(root: Path, controller: str) -> str | None:
 
 
 def _mounts(root: Path, controller: str) -> Iterator[tuple[str, Path]]:
-    """Where the groups of a controller are mounted: the topmost group that is shown there, and the folder."""
+    """Yield where a controller's groups are mounted: the root group of the mount, and its folder."""
     lines = _read(root / "proc/self/mountinfo").splitlines()
     if not lines:
         yield from (("/", root / usual.lstrip("/")) for usual in _USUAL_MOUNTS[controller])
@@ -171,14 +171,14 @@ def _mounts(root: Path, controller: str) -> Iterator[tuple[str, Path]]:
 
 
 def _unescape(path: str) -> str:
-    """The kernel writes a space in a path as `\\040`, and likewise tabs, line ends and backslashes."""
+    """Decode the kernel's escapes in a path: `\\040` for a space; also tabs, newlines and backslashes."""
     for code in ("040", "011", "012", "134"):
         path = path.replace(f"\\{code}", chr(int(code, 8)))
     return path
 
 
 def _read(path: Path) -> str:
-    """The text of a file; empty if it cannot be read."""
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -186,13 +186,13 @@ def _read(path: Path) -> str:
 
 
 def _number(text: str) -> int | None:
-    """A whole number that is not negative; None for all else, such as "max" and -1, which mean no limit."""
+    """Parse a non-negative integer; None for anything else, such as "max" and -1, which mean no limit."""
     text = text.strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 
 
 def _quota(folder: Path, quota: str, period: str | None) -> float | None:
-    """Cores of a group: its quota of CPU time in each period."""
+    """Return a group's cores: its quota of CPU time over its period."""
     words = _read(folder / quota).split()
     words += _read(folder / period).split() if period else []
     if len(words) != 2:
@@ -202,19 +202,19 @@ def _quota(folder: Path, quota: str, period: str | None) -> float | None:
 
 
 def _cpus(path: Path) -> frozenset[int] | None:
-    """The numbers in a list such as `0-3,8`."""
-    found: set[int] = set()
+    """Parse a list of CPU indices such as `0-3,8`."""
+    cpus: set[int] = set()
     for part in _read(path).strip().split(","):
         low, dash, high = part.partition("-")
         first, last = _number(low), _number(high if dash else low)
         if first is None or last is None or last - first > 1 << 16:
             return None
-        found.update(range(first, last + 1))
-    return frozenset(found)
+        cpus.update(range(first, last + 1))
+    return frozenset(cpus)
 
 
 def _memory(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int] | None:
-    """A group's limit and what is left of it, in bytes."""
+    """Return a group's limit and what is left of it, in bytes."""
     allowed, taken = _number(_read(folder / limit)), _number(_read(folder / used)) or 0
     if allowed is None or allowed >= _UNLIMITED:
         return None

@@ -1,4 +1,4 @@
-"""Copies to a device that the host does not wait for."""
+"""Copies to a device for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the CPU tensor `tensor` on `device`, with the same values, shape and strides.
+    """Copy the CPU tensor `tensor` to `device`, with the same values, shape and strides.
 
-    To a CUDA device it travels from pinned memory, behind the work that is queued on the current stream: from
-    pageable memory, the host would wait until that work is done. The pinned memory is torch's, which does not use
-    it again before the copy is done. A tensor that is pinned already is not copied on the host.
+    The copy to a CUDA device is from pinned memory and queued on the current stream: from pageable memory, the host
+    would wait for the work queued before it. torch's caching allocator does not reuse the pinned memory until the copy
+    is done. An already pinned tensor is not copied on the host.
     """
     if device.type != "cuda" or not tensor.numel():
         return tensor.to(device)

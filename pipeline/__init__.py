@@ -1,6 +1,6 @@
-"""The builder and what drives it: plan, recipes, loop, ledger, command line.
+"""The pipeline builder, plan, recipes, training loop, ledger and command line.
 
-Names are imported at first use: the command line's `--help` needs none of them, and they cost seconds.
+Names are imported on first use: they take seconds to import, and the command line's `--help` needs none of them.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
         "--train and train= are both",
         "--train is given 2 times",
         "--out is given 2 times",
-        "--epochs is of",
+        "--epochs sets",
         ": recipe, --seconds.",
     )
     for end, message in zip(refused, messages, strict=True):

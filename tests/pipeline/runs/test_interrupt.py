@@ -268,7 +268,7 @@ def test_the_command_line_ends_with_a_line(
     wait_for((run / "history.json").exists, train)
     _, errors = interrupt(train)
     assert (train.returncode, errors.count("Traceback")) == (130, 0), errors
-    told = "was the last to be finished. The same command with --resume goes on from there."
+    told = "was the last to finish. Run the same command with --resume to continue from there."
     assert errors.splitlines()[-1].endswith(told)
     assert left_in(run) == KEPT
 
@@ -278,7 +278,7 @@ def test_the_command_line_ends_with_a_line(
     assert (ledger.returncode, errors.count("Traceback")) == (130, 0), errors
     told = errors.splitlines()[-1]
     assert told.startswith("Interrupted: ")
-    if "there is no ledger yet" in told:
+    if "There is no ledger yet" in told:
         assert list(measured.iterdir()) == []
     else:  # a fast machine has had two trials by then
         assert sorted(path.name for path in measured.iterdir()) == ["ledger.json", "ledger.png"]

@@ -97,7 +97,7 @@ def test_ctrl_c_in_the_epoch_that_was_resumed_counts_those_before(toy: Toy, tmp_
     kept = load_file(run / "model.safetensors")
     torch.testing.assert_close(again.result.model.state_dict(), kept, rtol=0, atol=0)
     assert "after epoch 2, up to which this exception's result goes" in str(again)
-    assert what_is_left(again, run).startswith("Epoch 2 was the last to be finished.")
+    assert what_is_left(again, run).startswith("Epoch 2 was the last to finish.")
     # A process that was killed between the two files has left weights that are an epoch ahead of the history.
     save_weights(kept, run / "model.safetensors", epochs=3)
     ahead = interrupted(0, out=run, resume="auto")
@@ -107,7 +107,7 @@ def test_ctrl_c_in_the_epoch_that_was_resumed_counts_those_before(toy: Toy, tmp_
     elsewhere = interrupted(0, resume=newest)
     assert (elsewhere.epochs, elsewhere.result) == (2, None)
     assert "after epoch 2, whose weights are not in this process" in str(elsewhere)
-    assert what_is_left(elsewhere, None) == "Epoch 2 was the last to be finished."
+    assert what_is_left(elsewhere, None) == "Epoch 2 was the last to finish."
     third = interrupted(2, out=run, resume="auto")
     assert third.epochs == 3
     assert third.result is not None
