@@ -1,1 +1,1 @@
-"""What a pipeline is: its description as a value, the rules of what fits together, and the resolved plan."""
+"""A pipeline's description, the rules it must satisfy, and its resolved plan."""

@@ -1,7 +1,7 @@
-"""What `load`, `optimize` and `distribute` were given, as values that check themselves: each option is one field here.
+"""The validated options of `load`, `optimize` and `distribute`: one field each.
 
-An option is added by adding a field: builder, recipes, command line, plan and documentation derive from it, and a test
-names the one place that type checkers need besides (`PipelineSpec`). torch is not imported before a config is made.
+To add an option, add a field: builder, recipes, command line, plan and documentation derive from it. Only type checkers
+need it in a second place, `PipelineSpec`, which a test names. torch is not imported until a config is created.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
 MatmulPrecision = Literal["highest", "high", "medium"]
 PRECISIONS: dict[str, str] = {
     "highest": "full float32",
-    "high": "TF32: float32 with 10 bits after the point",
-    "medium": "bfloat16 where the hardware has it, else TF32",
+    "high": "TF32: float32 with a 10-bit mantissa",
+    "medium": "bfloat16 where the hardware supports it, else TF32",
 }
-"""Names of `torch.set_float32_matmul_precision`, and what they mean on a GPU."""
+"""Names of `torch.set_float32_matmul_precision`, and their meaning on a GPU."""
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
 }
-"""The learning rate's factor by the progress after warm-up, from 0 to 1."""
+"""The learning rate's factor as a function of the progress after warm-up, from 0 to 1."""
 
 Arguments = tuple[list[str], dict[str, Any]]
-"""Of a call: the text of each positional argument, and the named ones."""
+"""The arguments of a call: the text of each positional one, and the keyword arguments."""
 
-# Settings of a loader that the pipeline sets: from load()'s own options, the seed, and the strategy.
+# Loader settings that the pipeline sets, from load()'s own options, the seed and the strategy.
 _NOT_SETTINGS = {
     "batch_size", "image_size", "train", "seed", "rank", "world_size", "drop_last", "pad_last", "dtype", "order",
     "fields",
@@ -68,14 +68,14 @@ class DataConfig(Config):
     """The options of `Pipeline.load`.
 
     Raises:
-        PlanError, DataError: naming the value that cannot be used.
+        PlanError, DataError: naming the invalid value.
     """
 
     EXTRA: ClassVar[str] = "settings"
 
     train: str = field(
         metadata=option(
-            "training data: a .beton file (a relative path is relative to the working directory), or a data set by "
+            "training data: a .beton file (relative paths are relative to the working directory), or a data set by "
             "name (cifar10:train)",
             PATH,
             in_plan=False,
@@ -90,9 +90,9 @@ class DataConfig(Config):
     _: KW_ONLY
     batch_size: int = field(
         metadata=option(
-            "global batch, in images",
+            "global batch size, in images",
             POSITIVE,
-            more="The same samples make up step k on one device or on eight.",
+            more="Step k trains on the same samples on one device or on eight.",
             in_plan=False,
         )
     )
@@ -105,8 +105,8 @@ class DataConfig(Config):
             "side of the images in evaluation, in pixels; None: image_size",
             POSITIVE,
             NULL,
-            more="A model that is trained on random crops is often at its best on somewhat larger images (Touvron et "
-            "al. 2019, arXiv:1906.06423).",
+            more="A model trained on random crops is often most accurate on slightly larger images (Touvron et al. "
+            "2019, arXiv:1906.06423).",
             check=whole(1, none="image_size"),
             in_plan=False,
         ),
@@ -129,7 +129,7 @@ class DataConfig(Config):
     settings: Mapping[str, Any] = field(
         default_factory=FrozenDict,
         metadata=option(
-            "the loader's further settings: crop, scale, padding, flip, eval_ratio, mean, std, …",
+            "additional settings of the loader: crop, scale, padding, flip, eval_ratio, mean, std, …",
             MAPPING,
             key="loading",
         ),
@@ -148,7 +148,7 @@ class DataConfig(Config):
                 raise PlanError(f"load() has no setting {name!r}.{suggest(name, names)}")
         try:
             Settings(batch_size=self.batch_size, image_size=self.image_size, **self.settings)
-        except (TypeError, IndexError) as error:  # a number where a pair belongs, and the like
+        except (TypeError, IndexError) as error:  # e.g. a number instead of a pair
             raise PlanError(f"load() cannot use the settings {dict(self.settings)}: {error}.") from error
 
     @property
@@ -157,7 +157,7 @@ class DataConfig(Config):
         return self.image_size if self.eval_image_size is None else self.eval_image_size
 
     def arguments(self) -> Arguments:
-        """Return the arguments of `load()` that make this."""
+        """Return the arguments of `load()` that create this config."""
         sources = [self.train] if self.val is None else [self.train, self.val]
         named = {name: value for name, value in self.changed().items() if name not in ("train", "val")}
         return [*map(repr, sources)], named | dict(self.settings)
@@ -165,7 +165,7 @@ class DataConfig(Config):
 
 def _check_share(name: str, value: Any) -> None:
     if not is_number(value, "[0, 1)"):
-        raise PlanError(f"{name}={value!r} is a share of all steps; it must lie from 0 to below 1.")
+        raise PlanError(f"{name}={value!r} is a fraction of all steps and must be in [0, 1).")
 
 
 def _check_scaled(name: str, value: Any) -> None:
@@ -180,7 +180,7 @@ class OptimizerConfig(Config):
     """The options of `Pipeline.optimize`.
 
     Raises:
-        PlanError: naming the value that cannot be used.
+        PlanError: naming the invalid value.
     """
 
     EXTRA: ClassVar[str] = "options"
@@ -190,8 +190,8 @@ class OptimizerConfig(Config):
         metadata=option(
             "sgd, sgdw or adamw",
             key="",
-            more="Or a factory: a function `parameters -> Optimizer`, never an optimizer. It is called when surgery "
-            "and wrapping have made the final parameters.",
+            more="Or a factory: a function `parameters -> Optimizer`, never an optimizer. It is called on the final "
+            "parameters, after surgery and wrapping.",
             in_plan=False,
         ),
     )
@@ -208,7 +208,7 @@ class OptimizerConfig(Config):
     schedule: str = field(
         default="cosine",
         metadata=option(
-            "learning rate, step by step: cosine, linear or constant",
+            "learning rate schedule, per step: cosine, linear or constant",
             TEXT,
             check=known("schedule", SCHEDULES),
             in_plan=False,
@@ -217,7 +217,7 @@ class OptimizerConfig(Config):
     warmup: float = field(
         default=0.0,
         metadata=option(
-            "share of all steps, 0 to 1, in which the learning rate rises linearly to its peak",
+            "fraction of all steps, 0 to 1, in which the learning rate rises linearly to its peak",
             NUMBER,
             check=_check_share,
             in_plan=False,
@@ -226,11 +226,11 @@ class OptimizerConfig(Config):
     base_batch_size: int | None = field(
         default=None,
         metadata=option(
-            "global batch, in images, that the learning rate was chosen for; None: the pipeline's own, in a recipe "
-            "the one before it is replaced",
+            "global batch size, in images, that the learning rate was tuned for; None: the pipeline's own, in a recipe "
+            "the one before overrides",
             POSITIVE,
             NULL,
-            more="The plan states how far the learning rate per image is from that, where `load` has another.",
+            more="If `load` has another, the plan states how much the learning rate per image differs.",
             check=whole(1, none="the batch size of load()"),
             in_plan=False,
         ),
@@ -238,11 +238,11 @@ class OptimizerConfig(Config):
     scale_lr: bool = field(
         default=False,
         metadata=option(
-            "whether the learning rate is scaled from base_batch_size to the batch size: in proportion for sgd and "
-            "sgdw, with the square root for adamw",
+            "whether to scale the learning rate from base_batch_size to the batch size: linearly for sgd and sgdw, by "
+            "the square root for adamw",
             FLAG,
             more="See Goyal et al. 2017, arXiv:1706.02677, and Malladi et al. 2022, arXiv:2205.10287. In a pipeline "
-            "that comes from a recipe, the base is the recipe's own batch size unless it is given.",
+            "from a recipe, base_batch_size defaults to the recipe's batch size.",
             check=_check_scaled,
             in_plan=False,
         ),
@@ -255,17 +255,17 @@ class OptimizerConfig(Config):
         super().__post_init__()
         if self.scale_lr and self.base_batch_size is None:
             raise PlanError(
-                "scale_lr=True needs the batch size that the learning rate was chosen for: give base_batch_size=…."
+                "scale_lr=True needs the batch size that the learning rate was tuned for. Pass base_batch_size=…."
             )
         if self.scale_lr and not isinstance(self.optimizer, str):
             raise PlanError(
-                "scale_lr=True needs an optimizer with a name, such as 'sgd'; scale lr in your factory."
+                "scale_lr=True needs an optimizer by name, such as 'sgd'. Scale lr in your factory."
             )
         if isinstance(self.optimizer, str):
             check_options(self.optimizer, self.options)
 
     def arguments(self) -> Arguments:
-        """Return the arguments of `optimize()` that make this."""
+        """Return the arguments of `optimize()` that create this config."""
         factory = self.optimizer
         name = getattr(factory, "__qualname__", type(factory).__qualname__)
         named = {name: value for name, value in self.changed().items() if name != "optimizer"}
@@ -273,36 +273,36 @@ class OptimizerConfig(Config):
 
     @property
     def lr(self) -> float:
-        """The peak of the learning rate as it was given, or the optimizer's default."""
+        """The peak learning rate as given, or the optimizer's default."""
         from .optimizers import default_lr
 
         return float(self.options["lr"] if "lr" in self.options else default_lr(str(self.optimizer)))
 
     @property
     def _adaptive(self) -> bool:
-        """Whether a step does not grow with the gradient, so that lr follows the root of the batch size."""
+        """Whether the step size does not grow with the gradient, so that lr scales with the root of the batch size."""
         return self.optimizer == "adamw"
 
     @property
     def scaling(self) -> str:
-        """How the learning rate follows the batch size: `"linear"` (SGD: Goyal et al. 2017, arXiv:1706.02677) or
-        `"square root"` (Adam and its kind: Malladi et al. 2022, arXiv:2205.10287)."""
+        """How the learning rate scales with the batch size: `"linear"` (SGD: Goyal et al. 2017, arXiv:1706.02677) or
+        `"square root"` (Adam and variants: Malladi et al. 2022, arXiv:2205.10287)."""
         return "square root" if self._adaptive else "linear"
 
     def lr_for(self, batch_size: int) -> float:
-        """Return the learning rate scaled from the base batch size to this one."""
+        """Return the learning rate scaled from the base batch size to `batch_size`."""
         ratio = batch_size / (self.base_batch_size or batch_size)
         return self.lr * (math.sqrt(ratio) if self._adaptive else ratio)
 
     def at(self, batch_size: int) -> OptimizerConfig:
-        """Return what trains with batches of this size: with `scale_lr`, the learning rate is scaled."""
+        """Return the config for batches of this size: with `scale_lr`, the learning rate is scaled."""
         if not self.scale_lr:
             return self
         options = {**self.options, "lr": self.lr_for(batch_size)}
         return dataclasses.replace(self, options=options, base_batch_size=batch_size)
 
     def note(self, batch_size: int) -> str:
-        """Return what the plan states about learning rate and batch size; "" where they were chosen together."""
+        """Return the plan's note on learning rate and batch size; "" if they were tuned together."""
         base = self.base_batch_size
         if base is None or not isinstance(self.optimizer, str) or (base == batch_size and not self.scale_lr):
             return ""
@@ -318,7 +318,7 @@ class OptimizerConfig(Config):
         )
 
     def factory(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Build the optimizer; strategies call it when the parameters are the final ones."""
+        """Build the optimizer. Strategies call this with the final parameters."""
         from .optimizers import OPTIMIZERS
 
         if isinstance(self.optimizer, str):
@@ -326,14 +326,14 @@ class OptimizerConfig(Config):
         return self.optimizer(parameters)
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Return the factor on the learning rate at step `step` of `steps`, both counted from 0."""
+        """Return the learning rate's factor at step `step`, counted from 0, of `steps`."""
         warm = self.warmup * steps
         if step < warm:
             return (step + 1) / (warm + 1)
         return SCHEDULES[self.schedule]((step - warm) / max(steps - warm, 1))
 
     def describe(self) -> str:
-        """Return the optimizer and its options in one line."""
+        """Return the optimizer and its options as one line."""
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         name = self.optimizer if isinstance(self.optimizer, str) else "your factory"
         warm = f", warm-up {self.warmup:.0%} of all steps" if self.warmup else ""
@@ -357,7 +357,7 @@ class DistributedConfig(Config):
     """The options of `Pipeline.distribute`.
 
     Raises:
-        PlanError, StrategyError: naming the value that cannot be used.
+        PlanError, StrategyError: naming the invalid value.
     """
 
     EXTRA: ClassVar[str] = "options"
@@ -377,7 +377,7 @@ class DistributedConfig(Config):
         metadata=option(
             "number of ranks",
             POSITIVE,
-            more="Outside torchrun, more than one start as fresh interpreters.",
+            more="Outside torchrun, more than one are started as new interpreters.",
             check=whole(1),
             in_plan=False,
         ),
@@ -391,13 +391,13 @@ class DistributedConfig(Config):
     )
     clip_norm: float | None = field(
         default=None,
-        metadata=option("largest norm of all gradients together; None: no clipping", NUMBER, NULL),
+        metadata=option("maximum norm of all gradients together; None: no clipping", NUMBER, NULL),
     )
     activation_checkpointing: strategies.ModuleFilter = field(
         default=False,
         metadata=option(
-            "modules that recompute their activations in the backward: True for the model's blocks, or a list of class "
-            "names",
+            "modules that recompute their activations in the backward pass: True for the model's blocks, or a list of "
+            "class names",
             FLAG,
             TEXTS,
             more="Or a function of name and module.",
@@ -407,7 +407,7 @@ class DistributedConfig(Config):
     compile: bool | str = field(
         default=False,
         metadata=option(
-            "whether torch.compile compiles the model in place; or the name of its mode",
+            "whether to compile the model in place with torch.compile; or the name of a mode",
             FLAG,
             TEXT,
             in_plan=False,
@@ -416,12 +416,12 @@ class DistributedConfig(Config):
     cudnn_benchmark: bool | None = field(
         default=None,
         metadata=option(
-            "on GPUs: whether cuDNN measures its convolutions and takes the fastest; None: where images "
-            "keep their size",
+            "on GPUs: whether cuDNN benchmarks its convolution algorithms and selects the fastest; None: if all images "
+            "have one size",
             FLAG,
             NULL,
-            more="They are measured at the first batch of each size. With None they are not where torch is set to "
-            "deterministic algorithms, because the choice may be another in each run. Restored after the run.",
+            more="They are benchmarked at the first batch of each size. None also disables this if torch is set to "
+            "deterministic algorithms, because the selection may differ from run to run. Restored after the run.",
             check=_check_benchmark,
             in_plan=False,
         ),
@@ -429,44 +429,44 @@ class DistributedConfig(Config):
     matmul_precision: MatmulPrecision | None = field(
         default=None,
         metadata=option(
-            "on GPUs: precision of float32 matrix products, highest (float32), high (TF32) or medium; None: as torch "
-            "has it",
+            "on GPUs: precision of float32 matrix multiplications: highest (float32), high (TF32) or medium; None: "
+            "torch's current setting",
             TEXT,
             NULL,
-            more="TF32 is several times as fast on GPUs that have it, but changes the numbers. Convolutions are not "
-            "concerned: cuDNN computes those of float32 in TF32 by default. Restored after the run.",
+            more="TF32 is several times faster on GPUs that support it, but changes the results. Convolutions are not "
+            "affected: cuDNN computes float32 convolutions in TF32 by default. Restored after the run.",
             check=_check_matmul_precision,
             in_plan=False,
         ),
     )
     options: Mapping[str, Any] = field(
         default_factory=FrozenDict,
-        metadata=option("the strategy's own options, such as device", MAPPING, key="strategy_options"),
+        metadata=option("options of the strategy, such as device", MAPPING, key="strategy_options"),
     )
 
     def __post_init__(self) -> None:
-        policy = self.activation_checkpointing
-        if isinstance(policy, Collection) and not isinstance(policy, str):
-            names = sorted(set(policy)) if all(isinstance(name, str) for name in policy) else policy
-            object.__setattr__(self, "activation_checkpointing", tuple(names))  # a list might change
+        modules = self.activation_checkpointing
+        if isinstance(modules, Collection) and not isinstance(modules, str):
+            names = sorted(set(modules)) if all(isinstance(name, str) for name in modules) else modules
+            object.__setattr__(self, "activation_checkpointing", tuple(names))  # lists are mutable
         strategies.get(self.strategy, **self.options)
         super().__post_init__()
         strategies.Options.of(self.step_options)
 
     def arguments(self) -> Arguments:
-        """Return the arguments of `distribute()` that make this."""
+        """Return the arguments of `distribute()` that create this config."""
         named = {name: value for name, value in self.changed().items() if name != "strategy"}
         return [repr(self.strategy)], named | dict(self.options)
 
     @property
     def device(self) -> str | None:
-        """The strategy's option of that name; None: it takes CUDA where there is any."""
+        """The strategy's `device` option; None: CUDA if available."""
         device: str | None = self.options.get("device", getattr(self.strategy, "device", None))
         return device
 
     @property
     def step_options(self) -> strategies.PrepareOptions:
-        """The options of `Strategy.prepare`, which all strategies share."""
+        """The options of `Strategy.prepare`, shared by all strategies."""
         return {
             "precision": self.precision,
             "clip_norm": self.clip_norm,
@@ -477,15 +477,15 @@ class DistributedConfig(Config):
 
     @property
     def name(self) -> str:
-        """Of the strategy."""
+        """The strategy's name."""
         return self.strategy if isinstance(self.strategy, str) else self.strategy.name
 
 
 def source_name(source: object, argument: str) -> str:
-    """Return a data source as text.
+    """Return a data source as a string.
 
     Raises:
-        PlanError: if it is not a path or a name, such as a data set that was not converted.
+        PlanError: if it is not a path or a name, e.g. a data set that was not converted.
     """
     if not isinstance(source, str | Path):
         raise PlanError(

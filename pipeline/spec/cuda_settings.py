@@ -1,4 +1,4 @@
-"""Switches of torch that choose how a GPU computes: set for one run, and put back after it."""
+"""torch's global settings of GPU computation, set for one run and restored after it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ def uses_gpu(how: DistributedConfig) -> bool:
 
 
 def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) -> tuple[bool, str]:
-    """Return whether cuDNN tries its algorithms at the first batch of each size, and the reason.
+    """Return whether cuDNN benchmarks its algorithms at the first batch of each size, and the reason.
 
-    It is worth it where images keep their size, which all batches of a pipeline do but for ProgressiveResizing's.
-    A process that asks torch for deterministic algorithms gets no benchmark, for it may choose others each time.
+    It pays off if all images have one size, which only ProgressiveResizing changes. It is off if torch is set to
+    deterministic algorithms, because the selection may differ from run to run.
     """
     chosen = how.cudnn_benchmark
     if chosen is not None:
         return chosen, "as set"
     if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
-        return False, "torch is set to deterministic algorithms, and a benchmark may choose others each time"
+        return (
+            False,
+            "torch is set to deterministic algorithms, and a benchmark may select others in each run",
+        )
     if find(transforms, ProgressiveResizing):
-        return False, "ProgressiveResizing changes the size of the images, and each size would be measured"
-    return True, "images keep their size, so that the fastest convolutions are measured once"
+        return False, "ProgressiveResizing changes the image size, and each size would be benchmarked"
+    return True, "all images have one size, so convolutions are benchmarked once"
 
 
 @contextmanager
 def cuda_settings(how: DistributedConfig, transforms: Sequence[Transform]) -> Iterator[None]:
-    """Inside it torch's switches are those of the pipeline; after it as before, also after an error.
+    """Apply the pipeline's settings inside the block; restore torch's on exit, also after an error.
 
-    Without a GPU nothing is touched: the precision of float32 matmuls concerns some CPUs, too.
+    Without a GPU nothing changes: the precision of float32 matmuls would affect some CPUs, too.
     """
     if not uses_gpu(how):
         yield
@@ -55,26 +58,26 @@ def cuda_settings(how: DistributedConfig, transforms: Sequence[Transform]) -> It
 
 
 def _new_switches() -> list[Any]:
-    """Return the places of the precision in torch from 2.9 on; older torches have none."""
-    places: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
-    return [place for place in places if hasattr(place, "fp32_precision")]
+    """Return the owners of `fp32_precision` for matmuls; torch before 2.9 has none."""
+    owners: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    return [owner for owner in owners if hasattr(owner, "fp32_precision")]
 
 
 def _matmul_switches() -> list[Callable[[], None]]:
-    """Return what puts the precision back as it is now; to be called in the reverse order."""
+    """Return functions that restore the current precision; call them in reverse order."""
     undo: list[Callable[[], None]] = [
-        partial(setattr, place, "fp32_precision", place.fp32_precision) for place in _new_switches()
+        partial(setattr, owner, "fp32_precision", owner.fp32_precision) for owner in _new_switches()
     ]
     before = _old_precision()
     if before is not None:
-        # The newer switches, which go back first, follow the older one, whose value they would be without a trace.
+        # Setting the older switch also sets the newer ones, so it is restored first: it is last in this list.
         undo.append(partial(torch.set_float32_matmul_precision, before))
     return undo
 
 
 def _old_precision() -> str | None:
-    """Return `torch.get_float32_matmul_precision()`; None in a process that has used torch's newer switches, which
-    torch then refuses to read through the older one."""
+    """Return `torch.get_float32_matmul_precision()`; None if the process has used torch's newer switches, after which
+    torch refuses to read the older one."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -82,7 +85,7 @@ def _old_precision() -> str | None:
 
 
 def matmul_precision() -> str:
-    """Return the precision of float32 matrix products that torch is set to now."""
+    """Return torch's current precision of float32 matrix multiplications."""
     return _old_precision() or str(torch.backends.cuda.matmul.fp32_precision)
 
 

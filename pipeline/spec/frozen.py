@@ -1,4 +1,4 @@
-"""A mapping that cannot change: what a value holds where a dict would be shared."""
+"""An immutable mapping, for values in which a dict would be shared."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 
 class FrozenDict(Mapping[str, Any]):
-    """A read-only copy of a mapping, comparable, hashable and picklable (`types.MappingProxyType` is a view, and does
-    not pickle).
+    """A read-only copy of a mapping: comparable, hashable and picklable (`types.MappingProxyType` is a view, and cannot
+    be pickled).
 
-    Dicts, lists and sets in it are copied on the way in and on the way out, so that they keep their types for
-    the functions they are arguments of, and nothing that was put in or read out can change it. Other values stay
-    the objects that they are.
+    Dicts, lists, tuples and sets in it are copied on construction and on access: they keep their types for the
+    functions that receive them, and changing them does not change the mapping. Other values are not copied.
     """
 
     __slots__ = ("_items",)
@@ -40,7 +39,7 @@ class FrozenDict(Mapping[str, Any]):
         return self._items.keys() == other.keys() and all(_same(self[name], other[name]) for name in self)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._items))  # of the names alone: a value may be a list
+        return hash(frozenset(self._items))  # names only: values may be unhashable
 
     def __repr__(self) -> str:
         return repr(self._items)
@@ -50,7 +49,7 @@ class FrozenDict(Mapping[str, Any]):
 
 
 def _copied(value: Any) -> Any:
-    """A copy of plain containers and of those in them; anything else is itself."""
+    """Return a deep copy of plain containers; return other values as is."""
     kind: Any = type(value)
     if kind is dict:
         return {name: _copied(each) for name, each in value.items()}
@@ -60,13 +59,10 @@ def _copied(value: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal. Arrays and tensors, whose `==` is an array, are compared as a whole."""
+    """Return whether two values are equal, also for arrays and tensors, whose `==` is elementwise."""
     if one is other:
         return True
-    torch, numpy = (
-        sys.modules.get("torch"),
-        sys.modules.get("numpy"),
-    )  # without them, nothing is a tensor or an array
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")  # if not imported, nothing is theirs
     if torch is not None and (isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and one.device == other.device and torch.equal(one, other)

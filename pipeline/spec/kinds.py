@@ -1,4 +1,4 @@
-"""The kinds of transforms: in which order they are applied, and which method of each the training loop calls."""
+"""The kinds of transforms: the order in which they apply, and the method that the training loop calls."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from ...transforms.base import missing_hook
 
 T = TypeVar("T", bound=Transform)
 
-# Surgery replaces modules, so it precedes whatever touches their parameters; a memory format set before
-# surgery would be lost on the new modules (BlurPool after ChannelsLast: 3 weights of a ResNet).
+# Surgery replaces modules, so it comes before everything that uses their parameters. New modules would lose a memory
+# format set before surgery (BlurPool after ChannelsLast: 3 weights of a ResNet).
 KINDS = ("image", "surgery", "memory_format", "optimizer", "schedule", "batch", "loss", "loop", "evaluation")
 KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
 CALLED_BY_CLASS = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip)
-"""Transforms whose own methods the loop calls; see `training/hooks.py`."""
+"""Transforms whose specific methods the loop calls; see `training/hooks.py`."""
 
 
 def find(transforms: Iterable[Transform], kind: type[T]) -> T | None:
-    """Return the transform of that class, or None; a pipeline has at most one of each."""
+    """Return the transform of class `kind`, or None. A pipeline has at most one of each class."""
     return next((transform for transform in transforms if isinstance(transform, kind)), None)
 
 
 def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
-    """The transforms in the order of their declared facts, else as the user wrote them.
+    """Sort transforms by kind and `after`; ties keep the user's order.
 
     Raises:
-        PlanError: if a transform appears twice, or two ask to follow one another.
+        PlanError: if a transform appears twice, or two must each follow the other.
     """
     names = [type(transform).__name__ for transform in transforms]
     for name in names:
         if names.count(name) > 1:
-            raise PlanError(f"{name} was asked for {names.count(name)} times; once is enough. Remove one.")
+            raise PlanError(f"{name} appears {names.count(name)} times in the pipeline. Keep only one.")
     waiting = sorted(transforms, key=lambda transform: KIND_ORDER[transform.kind])
     ordered: list[Transform] = []
     while waiting:
         pending = {type(transform).__name__ for transform in waiting}
         ready = next((t for t in waiting if not pending.intersection(t.after)), None)
         if ready is None:
-            raise PlanError(f"{' and '.join(sorted(pending))} each ask to follow the other. Remove one.")
+            raise PlanError(f"{' and '.join(sorted(pending))} must each follow the other. Remove one.")
         ordered.append(ready)
         waiting.remove(ready)
     return tuple(ordered)
 
 
 def check_hook(transform: Transform) -> None:
-    """Refuses a transform that does not define what its kind is called by, and so would do nothing.
+    """Reject a transform that lacks the method of its kind, and so would do nothing.
 
     Raises:
-        PlanError: naming its class, its kind, and the method.
+        PlanError: naming its class, its kind and the method.
     """
     if isinstance(transform, CALLED_BY_CLASS):
         return
@@ -58,8 +58,8 @@ def check_hook(transform: Transform) -> None:
     if not lacking and transform.kind in ("schedule", "evaluation"):
         base = "LayerFreezing" if transform.kind == "schedule" else "TestTimeFlip"
         lacking = (
-            f"{type(transform).__name__} is a transform of kind {transform.kind!r}, of which the loop calls {base} "
-            "only. Derive it from that, or use another kind."
+            f"{type(transform).__name__} has kind {transform.kind!r}, for which the loop calls only {base}. Derive "
+            f"it from {base}, or use another kind."
         )
     if lacking:
         raise PlanError(lacking)

@@ -1,4 +1,4 @@
-"""The optimizers by name, and the checks of what they are given."""
+"""The optimizers by name, and the validation of their options."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 _ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay"}
-"""What other libraries call an option."""
+"""Names of options in other libraries."""
 
 
 def default_lr(name: str) -> float:
-    """Return the learning rate of an optimizer that is given none."""
+    """Return an optimizer's default learning rate."""
     return float(inspect.signature(OPTIMIZERS[name]).parameters["lr"].default)
 
 
 def check_optimizer(optimizer: object, options: Mapping[str, Any]) -> None:
-    """Raise PlanError unless it is the name of an optimizer, or a factory without further options."""
+    """Raise PlanError unless `optimizer` is the name of an optimizer, or a factory without options."""
     if isinstance(optimizer, torch.optim.Optimizer):
         raise PlanError(
             "optimize() got an optimizer that is already built; surgery or sharding would leave it with "
-            "stale parameters. Give its name, or a function: lambda params: SGD(params, lr=0.1)."
+            "stale parameters. Pass its name, or a function: lambda params: SGD(params, lr=0.1)."
         )
     if isinstance(optimizer, str):
         if optimizer not in OPTIMIZERS:
@@ -42,18 +42,18 @@ def check_optimizer(optimizer: object, options: Mapping[str, Any]) -> None:
     if not callable(optimizer):
         raise PlanError(f"optimize() takes the name of an optimizer or a function, not {optimizer!r:.80}.")
     if options:
-        raise PlanError(f"optimize() got a factory and the options {dict(options)}; put them into it.")
+        raise PlanError(f"optimize() got a factory and the options {dict(options)}. Set them in the factory.")
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise PlanError for an option that the optimizer does not have, or a value that it cannot use."""
+    """Raise PlanError for an option that the optimizer does not have, or an invalid value."""
     known = dict([*inspect.signature(OPTIMIZERS[name]).parameters.items()][1:])
     for option, value in options.items():
         if option not in known:
             near = _ELSEWHERE.get(option, option)
             raise PlanError(f"optimize({name!r}) has no option {option!r}.{suggest(near, known)}")
-        parts = value if isinstance(value, tuple | list) else (value,)
-        if any(isinstance(part, float) and not math.isfinite(part) for part in parts):  # torch takes them
+        numbers = value if isinstance(value, tuple | list) else (value,)
+        if any(isinstance(each, float) and not math.isfinite(each) for each in numbers):  # torch accepts them
             raise PlanError(f"optimize({name!r}): {option}={value!r} must be finite.")
         allowed = _wrong_kind(value, known[option].default)
         if allowed:
@@ -62,13 +62,13 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))], **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise PlanError(
-            f"optimize({name!r}) cannot use {dict(options)}: {error}. Give numbers as "
-            f"{OPTIMIZERS[name].__name__} takes them."
+            f"optimize({name!r}) cannot use {dict(options)}: {error}. See the documentation of "
+            f"{OPTIMIZERS[name].__name__}."
         ) from None
 
 
 def _wrong_kind(value: object, usual: object) -> str:
-    """Return what an option must be, by its default, where `value` is not; else ""."""
+    """Return what an option must be, derived from its default, if `value` is not; else ""."""
     if isinstance(usual, bool):
         return "" if isinstance(value, bool) else "True or False"
     if isinstance(usual, int | float):
@@ -77,6 +77,6 @@ def _wrong_kind(value: object, usual: object) -> str:
         fits = isinstance(value, tuple | list) and len(value) == len(usual)
         fits = fits and not any(map(_wrong_kind, value, usual))  # type: ignore[call-overload]
         return "" if fits else f"{len(usual)} numbers"
-    if usual is None:  # an implementation to choose, or torch's choice
+    if usual is None:  # a choice of implementation; None: torch's
         return "" if value is None or isinstance(value, bool) else "True, False or None"
     return ""

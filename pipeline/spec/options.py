@@ -1,6 +1,6 @@
-"""One option of a pipeline: the field of a config that owns it. Signatures, documentation and recipes derive from it.
+"""Options of a pipeline: fields of configs, from which signatures, documentation and recipes derive.
 
-torch is not imported: `drivetrain recipes` prints the options, and a command that only prints should start at once.
+torch is not imported: `drivetrain recipes` prints the options and should start immediately.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ S = TypeVar("S")
 R = TypeVar("R")
 _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 Check = Callable[[str, Any], None]
-"""Raises PlanError for a value that cannot be used; called with the option's name and the value."""
+"""Raises PlanError for an invalid value; called with the option's name and the value."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value that a recipe may hold: the test, and the name in messages."""
+    """A type of value in a recipe: its test, and its name in messages."""
 
     fits: Callable[[object], bool]
     name: str
@@ -60,18 +60,18 @@ NULL = Kind(lambda value: value is None, "null")
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of a config declares about itself.
+    """The metadata of a config's field.
 
     Attributes:
-        help: the meaning, in one phrase without a final period; documentation, recipes and errors print it.
-        kinds: what a recipe may hold for it.
-        key: in recipes; None: the field's name, "": it has none.
-        more: further sentences for the documentation.
-        check: of the value, where it does not depend on other options.
-        in_plan: whether the plan prints `name=value` where it is not the default; False where the plan has words for
-            it.
-        name: of the field.
-        default: of the field; `inspect.Parameter.empty`: it must be given.
+        help: the meaning, in one phrase without a final period; printed by documentation, recipes and errors.
+        kinds: the types of its value in a recipe.
+        key: the key in recipes; None: the field's name; "": none.
+        more: additional sentences for the documentation.
+        check: validates the value, independently of other options.
+        in_plan: whether the plan prints `name=value` for a value other than the default; False if the plan describes it
+            in words.
+        name: the field's name.
+        default: the field's default; `inspect.Parameter.empty`: required.
     """
 
     help: str
@@ -90,7 +90,7 @@ class Option:
 
     @property
     def recipe_help(self) -> str:
-        """The meaning in the words of YAML and JSON."""
+        """The meaning in YAML's and JSON's terms."""
         text = self.help.replace("`", "")
         return text.replace("None", "null").replace("True", "true").replace("False", "false")
 
@@ -105,11 +105,10 @@ def option(help: str, *kinds: Kind, **more: Any) -> dict[str, Option]:
 
 @dataclass(frozen=True)
 class Config:
-    """Base of the configs: what one method of the builder was given, one field per option.
+    """Base of the configs: the options of one builder method, one field each.
 
     Attributes:
-        EXTRA: the field that holds the further options, those of the loader, the optimizer or the strategy; "" for
-            none.
+        EXTRA: the field with additional options, of the loader, the optimizer or the strategy; "" for none.
     """
 
     EXTRA: ClassVar[str] = ""
@@ -124,9 +123,9 @@ class Config:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return the config of a method's arguments, as `locals()` holds them at its beginning.
+        """Return the config of a method's arguments, given as its `locals()`.
 
-        An option that the method's signature does not name arrives among the further options.
+        Options that the method's signature does not name are taken from the additional options.
         """
         known = options_of(cls).keys() - {cls.EXTRA}
         extra = arguments[cls.EXTRA]
@@ -135,7 +134,7 @@ class Config:
         return cls(**given)
 
     def changed(self) -> dict[str, Any]:
-        """Return the options that do not have their defaults."""
+        """Return the options whose values are not the defaults."""
         return {
             name: getattr(self, name)
             for name, one in options_of(type(self)).items()
@@ -143,13 +142,13 @@ class Config:
         }
 
     def for_plan(self) -> str:
-        """Return `, name=value` for each option that does not have its default and for which the plan has no words."""
+        """Return `, name=value` for each option with `in_plan` whose value is not the default."""
         options = options_of(type(self))
         return "".join(f", {name}={value}" for name, value in self.changed().items() if options[name].in_plan)
 
 
 def options_of(config: type[Config]) -> dict[str, Option]:
-    """Return every option of a config by the name of its field."""
+    """Return the options of a config by field name."""
     return {
         field.name: dataclasses.replace(field.metadata["option"], name=field.name, default=_default(field))
         for field in dataclasses.fields(config)
@@ -164,10 +163,10 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def documented(config: type[Config]) -> Callable[[F], F]:
-    """Return a decorator that completes the docstring and the signature of the method that makes a config.
+    """Return a decorator that completes docstring and signature of a method that creates a config.
 
-    The arguments are described by the options' own help. An option that the method does not name yet is added to the
-    signature that people and tools see; the method names them all for type checkers.
+    The options' help describes the arguments. Options that the method does not name are added to its `__signature__`;
+    it names them all for type checkers.
     """
 
     def complete(function: F) -> F:
@@ -192,9 +191,9 @@ def documented(config: type[Config]) -> Callable[[F], F]:
 
 
 def built_from(config: Callable[P, C]) -> Callable[[Callable[[S, C], R]], Callable[Concatenate[S, P], R]]:
-    """Return a decorator that turns `method(self, config)` into `method(self, **options)`, documented.
+    """Return a decorator that turns `method(self, config)` into a documented `method(self, **options)`.
 
-    For a config without further options, whose constructor is the signature also for type checkers.
+    Requires a config without additional options, whose constructor is the signature for type checkers.
     """
 
     def complete(function: Callable[[S, C], R]) -> Callable[Concatenate[S, P], R]:
@@ -217,7 +216,7 @@ def _described(one: Option) -> str:
 
 
 def whole(low: int, *, none: str = "") -> Check:
-    """Return a check for an integer from `low` on; with `none`, the meaning of None, also for None."""
+    """Return a check for an integer of at least `low`; with `none`, the meaning of None, None is valid, too."""
 
     def check(name: str, value: Any) -> None:
         if not (none and value is None):
@@ -227,7 +226,7 @@ def whole(low: int, *, none: str = "") -> Check:
 
 
 def known(what: str, names: Any) -> Check:
-    """Return a check for one of the names of `what`, such as `"loader"`."""
+    """Return a check for one of `names`; `what` is what they name, e.g. `"loader"`."""
 
     def check(_: str, value: Any) -> None:
         if not isinstance(value, str) or value not in names:

@@ -1,4 +1,4 @@
-"""What is to be trained, as a value: model, data, transforms, optimizer and strategy."""
+"""The description of a training run: model, data, transforms, optimizer and strategy."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .options import documented
 
 @dataclass(frozen=True, init=False, repr=False)
 class PipelineSpec:
-    """A description of a training run: the fields of a `Pipeline`, and the methods that build it.
+    """The fields of a `Pipeline`, and the methods that build it.
 
-    See `Pipeline` for the arguments and for what makes two of them equal.
+    See `Pipeline` for the arguments and for equality.
     """
 
     model: Callable[..., nn.Module] | nn.Module
@@ -45,7 +45,7 @@ class PipelineSpec:
         self, model: str | Callable[..., nn.Module] | nn.Module, *, seed: int = 0, **model_options: Any
     ) -> None:
         if model_options.keys() >= _REPLACED:
-            # dataclasses.replace gives every field by its name: no factory has all of them for options.
+            # dataclasses.replace passes every field by name; no factory has all of them as options.
             self._take(model=model, seed=seed, **model_options)
             return
         if isinstance(model, str):
@@ -53,7 +53,7 @@ class PipelineSpec:
         self._take(model=model, model_options=model_options, seed=seed)
 
     def _take(self, **fields: Any) -> None:
-        """Takes values for fields, checked. The others have their defaults from the class."""
+        """Validate and set fields. The others keep the defaults of the class."""
         unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(PipelineSpec)})
         if unknown:
             raise PlanError(f"A pipeline has no field {unknown[0]!r}.")
@@ -61,20 +61,20 @@ class PipelineSpec:
         options = FrozenDict(fields["model_options"])
         if isinstance(model, nn.Module) and options:
             raise PlanError(
-                f"The model is built already; it cannot take {sorted(options)}. Give its factory."
+                f"The model is already built; it cannot take {sorted(options)}. Pass its factory instead."
             )
         if not callable(model):
             raise PlanError(f"A model must be a module, a factory or a name, not {model!r:.80}.")
         if not is_whole(seed, 0, 2**63 - 1):
             raise PlanError(f"seed={seed!r} must be an integer from 0 to 2**63 - 1.")
-        # Not by assignment, which a frozen dataclass refuses.
+        # A frozen dataclass rejects assignment.
         vars(self).update(fields, model_options=options)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed, of this class, whatever arguments its constructor takes.
+        """Return a copy of the same class with some fields changed, without calling its constructor.
 
         Raises:
-            PlanError: for a field that there is not, or a value that cannot be used.
+            PlanError: for an unknown field or an invalid value.
         """
         new = copy.copy(self)
         new._take(
@@ -84,19 +84,19 @@ class PipelineSpec:
 
     @property
     def model_name(self) -> str:
-        """The model's name for people."""
+        """The model's name in plans and messages."""
         if isinstance(self.model, nn.Module):
             return f"a copy of your {type(self.model).__name__}"
         return getattr(self.model, "__name__", type(self.model).__name__)
 
     @property
     def optimized(self) -> OptimizerConfig:
-        """What `optimize` was given; its defaults where it was not called, and `optimization` is None."""
+        """The options of `optimize`; the defaults if it was not called and `optimization` is None."""
         return self.optimization or OptimizerConfig()
 
     @property
     def distributed(self) -> DistributedConfig:
-        """What `distribute` was given; its defaults where it was not called, and `distribution` is None."""
+        """The options of `distribute`; the defaults if it was not called and `distribution` is None."""
         return self.distribution or DistributedConfig()
 
     @documented(DataConfig)
@@ -115,7 +115,7 @@ class PipelineSpec:
         """Set the data: `.beton` files, or data sets by name such as `"cifar10:train"` and `"cifar10:test"`.
 
         Raises:
-            PlanError, DataError: naming the value that cannot be used.
+            PlanError, DataError: naming the invalid value.
         """
         arguments = locals()
         arguments["train"] = source_name(train, "train")
@@ -123,7 +123,7 @@ class PipelineSpec:
         data, before, optimization = DataConfig.of(arguments), self.data, self.optimization
         replaced = before is not None and before.batch_size != batch_size
         if before and replaced and optimization is not None and optimization.base_batch_size is None:
-            # The learning rate was chosen for the batch size before.
+            # The learning rate was tuned for the previous batch size.
             optimization = dataclasses.replace(optimization, base_batch_size=before.batch_size)
         return self.replace(data=data, optimization=optimization)
 
@@ -131,7 +131,7 @@ class PipelineSpec:
         """Add transforms, in any order; the plan sorts them.
 
         Raises:
-            PlanError: if one is not a transform, is there twice, or does not define the method of its kind.
+            PlanError: if one is not a transform, appears twice, or does not define the method of its kind.
         """
         given: tuple[object, ...] = transforms
         for transform in given:
@@ -157,7 +157,7 @@ class PipelineSpec:
         """Set the optimizer, by name with its options (`lr=2.0, momentum=0.9, weight_decay=5e-5`), or as a factory.
 
         Raises:
-            PlanError: for an unknown name, with the nearest one, or a value that cannot be used.
+            PlanError: for an unknown name, with the closest known one, or an invalid value.
         """
         arguments = locals()
         if scale_lr is True and base_batch_size is None and self.recipe is not None and self.data is not None:
@@ -183,13 +183,13 @@ class PipelineSpec:
         """Set the strategy that trains the model, by name or as an object.
 
         Raises:
-            StrategyError: for an unknown strategy, with the nearest name, or a value that cannot be used.
-            PlanError: for `devices` or settings of the GPU that cannot be used.
+            StrategyError: for an unknown strategy, with the closest name, or an invalid value.
+            PlanError: for invalid `devices` or GPU settings.
         """
         return self.replace(distribution=DistributedConfig.of(locals()))
 
     def __repr__(self) -> str:
-        """Return the calls that make an equal pipeline, as far as text can; what has its default is left out."""
+        """Return the calls that build an equal pipeline, as far as text can express it, without default values."""
         head = {"seed": self.seed} if self.seed else {}
         name = type(self.model).__name__ if isinstance(self.model, nn.Module) else self.model_name
         lines = [f"{type(self).__name__}({_call((name,), {**head, **self.model_options})})"]
@@ -210,9 +210,9 @@ class PipelineSpec:
 
 
 def _call(positional: Sequence[object], named: Mapping[str, object]) -> str:
-    """Arguments as they are written in a call; the first may be the text of a name."""
+    """Return arguments as source code; the positional ones are text already."""
     return ", ".join([*map(str, positional), *(f"{name}={value!r}" for name, value in named.items())])
 
 
 _REPLACED = {field.name for field in dataclasses.fields(PipelineSpec)} - {"model", "seed"}
-"""What `dataclasses.replace` gives to `PipelineSpec.__init__` besides its own arguments."""
+"""What `dataclasses.replace` passes to `PipelineSpec.__init__` in addition to its own arguments."""

@@ -1,4 +1,4 @@
-"""The plan as people see it: every step in its order, what asked for it, and why it stands there."""
+"""The printable plan: every step in order, with what requested it and the reason for its position."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .pipeline_spec import PipelineSpec
 from .rules import family
 
 KIND_REASON = {
-    "image": "in the loader, on each training image; evaluation sees the images as they are",
+    "image": "in the loader, on each training image; evaluation uses the images unchanged",
     "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
-    "memory_format": "after surgery, whose new modules would come back contiguous; before wrapping",
-    "optimizer": "around the optimizer, which is made of the final parameters",
-    "schedule": "at the start of each epoch; frozen weights are those of the wrapped model",
-    "batch": "on each training batch, before the forward and the loss; evaluation sees the images as they are",
-    "loss": "in training only, after any mixing; evaluation keeps the plain loss",
-    "loop": "after each step; evaluation and the result take its weights",
+    "memory_format": "after surgery, whose new modules would be contiguous; before wrapping",
+    "optimizer": "around the optimizer, which is built from the final parameters",
+    "schedule": "at the start of each epoch; it freezes the weights of the wrapped model",
+    "batch": "on each training batch, before the forward and the loss; evaluation uses the images unchanged",
+    "loss": "in training only, after any mixing; evaluation uses the plain loss",
+    "loop": "after each step; evaluation and the result use its weights",
     "evaluation": "in evaluation only",
 }
 
@@ -39,17 +39,17 @@ class Step:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The steps in order. Prints as a table; shows as one in a notebook."""
+    """The steps in order, shown as a table in terminals and notebooks."""
 
     steps: tuple[Step, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"steps": [{"what", "asked_by", "why"}, …]}`."""
+        """Return `{"steps": [{"what", "asked_by", "why"}, …]}`."""
         return {"steps": [asdict(step) for step in self.steps]}
 
     def _table(self) -> Table:
         rows = [(str(number), *astuple(step)) for number, step in enumerate(self.steps, 1)]
-        return Table(("", "step", "asked for by", "why here"), rows, title="Plan")
+        return Table(("", "step", "requested by", "why here"), rows, title="Plan")
 
     def __repr__(self) -> str:
         return self._table().text(120)
@@ -61,25 +61,25 @@ class Plan:
 def lay_out(
     spec: PipelineSpec, data: DataConfig, transforms: tuple[Transform, ...], strategy: Strategy
 ) -> tuple[Step, ...]:
-    """Return the steps of a pipeline whose transforms are in order."""
+    """Return the steps of a pipeline; `transforms` are sorted."""
     how, optimization = spec.distributed, spec.optimized
     steps = [
         Step(f"load {data.train}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
-             f"{data.image_size} px{_eval_size(data)}{data.for_plan()}; every rank takes its slice of each batch"),
+             f"{data.image_size} px{_eval_size(data)}{data.for_plan()}; every rank loads its slice of each batch"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
-        Step(f"build {spec.model_name}", "Pipeline()", f"with the seed {spec.seed}, the same on every rank"),
+        Step(f"build {spec.model_name}", "Pipeline()", f"with seed {spec.seed}, the same on every rank"),
     ]  # fmt: skip
     steps += [_transform_step(t, how.name) for t in transforms if t.kind in CHANGES_MODEL]
     steps += _wrapping_steps(how)
     steps += _gpu_steps(how, transforms)
     steps += [
-        Step("check the output", "Drivetrain", "its width must be the number of classes of the data"),
+        Step("check the output", "Drivetrain", "its width must be the data's number of classes"),
         Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
-             f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) a step{how.for_plan()}: "
+             f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
              f"after surgery{_slow_bf16(how)}"),
         Step(f"optimizer: {optimization.at(data.batch_size).describe()}",
              "default" if spec.optimization is None else ".optimize()",
-             "; ".join(filter(None, [f"made when the parameters are the final ones{optimization.for_plan()}",
+             "; ".join(filter(None, [f"built from the final parameters{optimization.for_plan()}",
                                      optimization.note(data.batch_size)]))),
     ]  # fmt: skip
     later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
@@ -95,36 +95,38 @@ def _eval_size(data: DataConfig) -> str:
 
 def _slow_bf16(how: DistributedConfig) -> str:
     slow = how.precision == "bf16" and not uses_gpu(how) and machine.lacks_bf16()
-    return "; this CPU has no bf16 instructions, so that fp32 is faster" if slow else ""
+    return "; this CPU has no bf16 instructions, so fp32 is faster" if slow else ""
 
 
 def _wrapping_steps(how: DistributedConfig) -> list[Step]:
-    """What is done to the final modules before they are wrapped."""
+    """Return what is done to the final modules before they are wrapped."""
     steps = []
     if how.activation_checkpointing:
         what = f"recompute the activations of {_filter_name(how.activation_checkpointing)}"
         steps.append(
-            Step(what, ".distribute()", "on the final modules, inside of what gathers and compiles them")
+            Step(what, ".distribute()", "on the final modules, inside the units that gather and compile them")
         )
     if how.compile:
         what = "compile in place" + (f", mode {how.compile}" if isinstance(how.compile, str) else "")
-        steps.append(Step(what, ".distribute()", "the final modules; inside the wrapper, so that names stay"))
+        steps.append(
+            Step(what, ".distribute()", "the final modules, inside the wrapper, so that names do not change")
+        )
     return steps
 
 
 def _gpu_steps(how: DistributedConfig, transforms: tuple[Transform, ...]) -> list[Step]:
-    """What is set in torch for the run, where a GPU trains."""
+    """Return torch's settings for the run, if it trains on a GPU."""
     if not uses_gpu(how):
         return []
     benchmark, why = choose_benchmark(how, transforms)
     steps = [
         Step(f"cuDNN benchmark {'on' if benchmark else 'off'}",
-             "default" if how.cudnn_benchmark is None else ".distribute()", f"{why}; put back after the run")
+             "default" if how.cudnn_benchmark is None else ".distribute()", f"{why}; restored after the run")
     ]  # fmt: skip
     if how.matmul_precision is not None:
-        what = f"float32 matrix products: {how.matmul_precision}"
+        what = f"float32 matrix multiplications: {how.matmul_precision}"
         steps.append(
-            Step(what, ".distribute()", f"{PRECISIONS[how.matmul_precision]}; put back after the run")
+            Step(what, ".distribute()", f"{PRECISIONS[how.matmul_precision]}; restored after the run")
         )
     return steps
 
@@ -132,11 +134,11 @@ def _gpu_steps(how: DistributedConfig, transforms: tuple[Transform, ...]) -> lis
 def _filter_name(module_filter: strategies.ModuleFilter) -> str:
     if isinstance(module_filter, bool):
         return "the model's blocks"
-    return "what a function chooses" if callable(module_filter) else ", ".join(sorted(module_filter))
+    return "what a function selects" if callable(module_filter) else ", ".join(sorted(module_filter))
 
 
 def _transform_step(transform: Transform, strategy: str = "") -> Step:
     why = KIND_REASON[transform.kind]
     if transform.kind == "memory_format" and family(strategy) in ("fsdp", "deepspeed"):
-        why = "shards are contiguous: the images, and so the activations, take the format; the weights do not"
+        why = "shards are contiguous: the images and thus the activations get the format, the weights do not"
     return Step(f"{transform}", ".transform()", why)

@@ -1,6 +1,6 @@
-"""From a pipeline's description to everything that the layers below need, decided once and checked as a whole.
+"""Resolve a pipeline's description into everything that training needs, decided and checked once.
 
-It alone knows the rules of order; what does not go together at all is in `rules.py`.
+`kinds.py` sorts the transforms; `rules.py` rejects invalid combinations.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .sources import check_sources
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A pipeline that was checked as a whole, with all that follows from its description.
+    """A checked pipeline, with everything that follows from its description.
 
     Attributes:
         spec: the description.
         data: what to load.
         transforms: in the order in which they are applied.
-        strategy: that trains.
+        strategy: the strategy that trains.
         optimization: the optimizer and its schedule, the learning rate scaled to the batch size.
         distribution: the strategy's name, devices, precision, and so on.
-        train_settings: the training loader's further settings: those of `load`, and of the image transforms.
-        steps: for people, as `Plan` prints them.
+        train_settings: additional settings of the training loader, from `load` and the image transforms.
+        steps: what `Plan` prints.
     """
 
     spec: PipelineSpec
@@ -49,35 +49,35 @@ class ResolvedPlan:
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether it trains on ranks, which something must start."""
+        """Whether it trains in a process group, whose ranks must be launched."""
         return needs_ranks(self.strategy, self.distribution.devices)
 
     @property
     def seed(self) -> int:
-        """Of weights, order and augmentation."""
+        """The seed of weights, sample order and augmentation."""
         return self.spec.seed
 
     @property
     def recipe(self) -> str | None:
-        """The name of the recipe that it comes from."""
+        """The name of the recipe it is built from."""
         return self.spec.recipe
 
     def with_sources(self, train: str, val: str | None) -> ResolvedPlan:
-        """Return it with other names of the same data, such as the files that named data sets were converted to."""
+        """Return the plan with other sources of the same data, e.g. the files converted from named data sets."""
         data = dataclasses.replace(self.data, train=train, val=val)
         return dataclasses.replace(self, spec=self.spec.replace(data=data), data=data)
 
 
 def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
-    """Check a pipeline as a whole, and decide what follows from it. Nothing is loaded, built or started.
+    """Check a full pipeline and decide what follows from it. Nothing is loaded, built or started.
 
     Args:
         spec: the pipeline's description.
-        files: whether to open the data's files as far as their headers, too. Data sets by name are not fetched.
+        files: whether to read the headers of data files, too. Named data sets are not downloaded.
 
     Raises:
-        PlanError, StrategyError: naming the parts that do not go together, and the remedy.
-        DataError: for a file that is missing, cannot be read, or is not a finished `.beton` file.
+        PlanError, StrategyError: naming the conflicting parts and the remedy.
+        DataError: for a file that is missing, unreadable, or not a complete `.beton` file.
     """
     data, how = spec.data, spec.distributed
     if data is None:
@@ -86,11 +86,12 @@ def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
         )
     strategy = strategies.get(how.strategy, **how.options)
     strategy.check(how.devices)
-    parts = how.devices * how.accumulate
-    if data.batch_size % parts:
+    microbatches = how.devices * how.accumulate
+    if data.batch_size % microbatches:
         raise PlanError(
-            f"batch_size={data.batch_size} is global and must divide into devices={how.devices} × "
-            f"accumulate={how.accumulate} = {parts} parts; use {max(data.batch_size // parts, 1) * parts}."
+            f"batch_size={data.batch_size} is global and must be divisible by devices={how.devices} × "
+            f"accumulate={how.accumulate} = {microbatches}. Pass "
+            f"batch_size={max(data.batch_size // microbatches, 1) * microbatches}."
         )
     transforms = sort_transforms(spec.transforms)
     settings = train_settings(data, transforms)
@@ -105,19 +106,19 @@ def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
 
 
 def train_settings(data: DataConfig, transforms: tuple[Transform, ...]) -> dict[str, Any]:
-    """The training loader's settings: those of `load()`, and what the image transforms ask for.
+    """Return the training loader's settings, from `load()` and the image transforms.
 
     Raises:
         PlanError: if two of them set the same one.
     """
     settings = dict(data.settings)
-    asked_by = {name: f".load({name}=…)" for name, value in settings.items() if value is not None}
+    set_by = {name: f".load({name}=…)" for name, value in settings.items() if value is not None}
     for transform in transforms:
         for name, value in transform.loader_settings.items():
-            if name in asked_by:
+            if name in set_by:
                 raise PlanError(
-                    f"{asked_by[name]} and {transform} both set the loader's {name}, and an image has one "
+                    f"{set_by[name]} and {transform} both set the loader's {name}, and an image has one "
                     f"{name}. Leave one of the two out."
                 )
-            settings[name], asked_by[name] = value, str(transform)
+            settings[name], set_by[name] = value, str(transform)
     return settings

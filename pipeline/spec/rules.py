@@ -1,4 +1,4 @@
-"""What does not go together, by the facts that each part declares; the order alone is `kinds.py`'s."""
+"""Reject combinations that cannot work, by what each part declares. `kinds.py` decides the order."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .kinds import find
 from .pipeline_spec import PipelineSpec
 
 FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
-"""Strategies whose family is not the first word of their name. Both of DDP's here divide the optimizer's state
-only: weights and gradients are whole on every rank, and what changes those works."""
+"""Strategies whose family is not the first word of their name. Those in the DDP family here shard only the optimizer
+state: every rank has full weights and gradients, so transforms of these work."""
 
 
 def family(strategy: str) -> str:
-    """The family of a strategy by its name: single, dp, ddp, fsdp, deepspeed, fairscale, auto, or a third party's."""
+    """Return a strategy's family: single, dp, ddp, fsdp, deepspeed, fairscale, auto, or a third party's."""
     return FAMILIES.get(strategy, strategy.split("_")[0])
 
 
 def belongs(strategy: str, group: str) -> bool:
-    """Whether a strategy is of a family, or of a finer group: `"deepspeed_stage_3"` is offloading too."""
+    """Return whether a strategy is in a family or subgroup: `"deepspeed_stage_3"` includes its offload variants."""
     if group == family(group):
-        # Not by the first word, which names of other families may share: `fairscale_oss` is of ddp's.
+        # Not by the first word, which names of other families may share: `fairscale_oss` is in the DDP family.
         return group == family(strategy)
     return f"{strategy}_".startswith(f"{group}_")
 
 
 def check_rules(spec: PipelineSpec) -> None:
-    """Holds a pipeline to every rule below.
+    """Check a pipeline against every rule below.
 
     Raises:
         PlanError: naming both parts and the remedy.
@@ -40,10 +40,10 @@ def check_rules(spec: PipelineSpec) -> None:
 
 
 def check_epochs(spec: PipelineSpec, epochs: int) -> None:
-    """Refuses what is no number of epochs, and a training so short that a method never comes to its end.
+    """Reject an invalid number of epochs, or one too small for a transform to complete.
 
     Raises:
-        PlanError: naming the value, or the method, and the remedy.
+        PlanError: naming the value or the transform, and the remedy.
     """
     check_whole("epochs", epochs, PlanError, 1)
     resizing, data = find(spec.transforms, ProgressiveResizing), spec.data
@@ -51,14 +51,16 @@ def check_epochs(spec: PipelineSpec, epochs: int) -> None:
         return
     if resizing.size(data.image_size, 1 - 0.5 / epochs) < data.image_size:
         raise PlanError(
-            f"{resizing} has one size per epoch, and of {epochs} none would be at full size. Train for more epochs, "
-            f"or set finetune to at least {0.5 / epochs:g}."
+            f"{resizing} sets one size per epoch, and with epochs={epochs} none would have full size. Train for more "
+            f"epochs, or set finetune to at least {0.5 / epochs:g}."
         )
 
 
 def _unsafe_strategies(spec: PipelineSpec) -> None:
     how = spec.distributed
-    strategy = strategies.get(how.strategy, **how.options).name  # "deepspeed" alone does not say which stage
+    strategy = strategies.get(
+        how.strategy, **how.options
+    ).name  # "deepspeed" alone does not specify the stage
     for transform in spec.transforms:
         if any(belongs(strategy, unsafe) for unsafe in transform.unsafe_with):
             raise PlanError(
@@ -74,7 +76,7 @@ def _unused_parameters(spec: PipelineSpec) -> None:
     strategy = strategies.get(how.strategy, **how.options)
     remedy = f"add find_unused_parameters=True to .distribute({how.name!r}, …)"
     if family(how.name) == "auto":
-        remedy = "distribute with 'ddp_find_unused_parameters' or 'fsdp', for 'auto' might choose 'ddp'"
+        remedy = "distribute with 'ddp_find_unused_parameters' or 'fsdp', because 'auto' might choose 'ddp'"
     for transform in spec.transforms:
         if transform.unused_parameters and not getattr(strategy, "find_unused_parameters", False):
             raise PlanError(
@@ -87,7 +89,7 @@ def _clipped_twice(spec: PipelineSpec) -> None:
     clipping = find(spec.transforms, GradientClipping)
     if clipping is not None and spec.distributed.clip_norm is not None:
         raise PlanError(
-            f"{clipping} and distribute(clip_norm={spec.distributed.clip_norm}) both bound the gradients. "
+            f"{clipping} and distribute(clip_norm={spec.distributed.clip_norm}) both clip the gradients. "
             "Leave one of the two out."
         )
 
@@ -100,7 +102,7 @@ def _clipping_of_shards(spec: PipelineSpec) -> None:
     does = "might shard" if family(strategy) == "auto" else "shards"
     if clipping.by == "adaptive":
         raise PlanError(
-            f"{clipping} needs whole weights, and {strategy!r} {does} them. Use by='norm' or by='value', or "
+            f"{clipping} needs unsharded weights, but {strategy!r} {does} them. Use by='norm' or by='value', or "
             "distribute with 'ddp'."
         )
 
@@ -109,7 +111,7 @@ def _two_averages(spec: PipelineSpec) -> None:
     averages = [_name(t) for t in spec.transforms if _name(t) in ("EMA", "Lookahead", "SWA")]
     if len(averages) > 1:
         first, second = averages[:2]
-        raise PlanError(f"{first} and {second} both give the weights to evaluate. Leave one of the two out.")
+        raise PlanError(f"{first} and {second} both set the weights to evaluate. Leave one of the two out.")
 
 
 def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
@@ -120,7 +122,7 @@ def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
         and find(spec.transforms, ProgressiveResizing)
     ):
         raise PlanError(
-            "ProgressiveResizing changes the size of the images, and crop='padded' keeps that of the file. Use "
+            "ProgressiveResizing changes the size of the images, but crop='padded' keeps that of the file. Use "
             "crop='resized', or leave ProgressiveResizing out."
         )
 
@@ -128,8 +130,8 @@ def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
 def _sequences_of_images(spec: PipelineSpec) -> None:
     if find(spec.transforms, SeqLengthWarmup):
         raise PlanError(
-            "SeqLengthWarmup cuts sequences of tokens, and a pipeline loads images. Use it in a loop of your own, "
-            "or ProgressiveResizing here."
+            "SeqLengthWarmup truncates sequences of tokens, but a pipeline loads images. Use it in a custom loop, or "
+            "ProgressiveResizing here."
         )
 
 
@@ -139,15 +141,15 @@ def _compiled(spec: PipelineSpec) -> None:
     for transform in spec.transforms:
         if not transform.compile_safe:
             raise PlanError(
-                f"{_name(transform)} does not compile whole (see its documentation), and distribute(compile="
-                f"{spec.distributed.compile!r}) asks for it. Leave one of the two out."
+                f"{_name(transform)} causes graph breaks (see its documentation), but distribute(compile="
+                f"{spec.distributed.compile!r}) is set. Leave one of the two out."
             )
 
 
 def _counted_forwards(spec: PipelineSpec) -> None:
     if spec.distributed.activation_checkpointing and find(spec.transforms, GyroDropout):
         raise PlanError(
-            "GyroDropout counts forwards, and activation_checkpointing runs each twice: the second would drop other "
+            "GyroDropout counts forwards, but activation_checkpointing runs each twice: the second would drop other "
             "features. Leave one of the two out."
         )
 

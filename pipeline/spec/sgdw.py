@@ -1,4 +1,4 @@
-"""SGD with decoupled weight decay, as Composer's ResNet recipes have it."""
+"""SGD with decoupled weight decay, as in Composer's ResNet recipes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 
 class SGDW(torch.optim.SGD):
-    """SGD whose weight decay is no part of the gradient: each step first multiplies the weights by
-    1 - weight_decay · lr / initial_lr, and then subtracts the momentum as SGD does.
+    """SGD whose weight decay is not part of the gradient: each step multiplies the weights by
+    1 - weight_decay · lr / initial_lr, and then performs SGD's update.
 
-    So `weight_decay` is what a weight loses per step at the peak of the learning rate, whatever that peak and the
-    momentum are; it follows the schedule. (In SGD it is a share of the learning rate, and accumulates in the
-    momentum: at the peak, lr · weight_decay / (1 - momentum) per step.) Weights without a gradient stay.
+    So `weight_decay` is the fraction that a weight loses per step at the peak learning rate, independently of that peak
+    and of the momentum; it follows the schedule. (In SGD it is multiplied by the learning rate and accumulates in the
+    momentum: at the peak, lr · weight_decay / (1 - momentum) per step.) Weights without a gradient are not decayed.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, arXiv:1711.05101, algorithm 1;
-    the values are those of Composer's `DecoupledSGDW`.
+    the updates equal those of Composer's `DecoupledSGDW`.
 
     Args:
-        params: parameters, or groups of them.
-        lr: the peak of the learning rate; its schedule is a factor on it.
+        params: parameters or parameter groups.
+        lr: the peak learning rate, which a schedule scales.
         momentum, dampening, nesterov: as in `torch.optim.SGD`.
-        weight_decay: share of a weight that is taken away per step at the peak. Default 0.
+        weight_decay: fraction that a weight loses per step at the peak. Default 0.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class SGDW(torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, whose learning rate now is its peak; it is kept as `initial_lr`."""
+        """Add a parameter group. Its current learning rate is its peak, stored as `initial_lr`."""
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("initial_lr", self.param_groups[-1]["lr"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; `closure`, if given, computes the loss and its gradients first."""
+        """Perform one step. `closure`, if given, first computes the loss and its gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

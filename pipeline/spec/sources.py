@@ -1,4 +1,4 @@
-"""The data of a pipeline, as far as it can be looked at before anything is loaded."""
+"""Check a pipeline's data sources before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .config import DataConfig
 
 
 def check_sources(data: DataConfig, devices: int) -> None:
-    """Looks at the files of a pipeline as far as their headers; data sets by name are not fetched.
+    """Check the headers of a pipeline's files. Named data sets are not downloaded.
 
     Raises:
-        DataError: for a file that is missing, cannot be read, or is not a finished `.beton` file, for a folder where a
-            file is needed, and for fewer training samples than a batch has.
+        DataError: for a file that is missing, unreadable, or not a complete `.beton` file, for a folder instead of a
+            file, and for fewer training samples than a batch needs.
     """
-    from ...loaders.datasets.names import NAMES, resolve  # which imports all that converts
+    from ...loaders.datasets.names import NAMES, resolve  # here: it imports all of conversion
 
     for source in (data.train, data.val):
         if source is None or source in NAMES or (data.loader == "torch" and Path(source).is_dir()):

@@ -82,7 +82,7 @@ def test_it_stands_in_the_plan_after_loading(toy: Toy) -> None:
     assert [step.what.split("(")[0].split()[0] for step in steps][:5] == [
         "load", "RandAugment", "build", "BlurPool", "ChannelsLast"
     ]  # fmt: skip
-    assert "evaluation sees the images as they are" in steps[1].why
+    assert "evaluation uses the images unchanged" in steps[1].why
 
 
 def test_two_policies_are_refused(toy: Toy) -> None:
@@ -96,7 +96,7 @@ def test_two_policies_are_refused(toy: Toy) -> None:
         PlanError, match=r"\.load\(policy=…\) and TrivialAugment.* both set the loader's policy"
     ):
         loaded.transform(TrivialAugment()).plan()
-    with pytest.raises(PlanError, match=r"TrivialAugment was asked for 2 times"):
+    with pytest.raises(PlanError, match=r"TrivialAugment appears 2 times"):
         toy.pipeline().transform(TrivialAugment(), TrivialAugment(9))
 
 

@@ -82,7 +82,7 @@ def test_the_plan_says_why(toy: Toy) -> None:
 
     fixed = steps(toy.pipeline().distribute("single"))
     assert fixed["cuDNN benchmark on"][0] == "default"
-    assert "images keep their size" in fixed["cuDNN benchmark on"][1]
+    assert "all images have one size" in fixed["cuDNN benchmark on"][1]
     resized = steps(toy.pipeline().transform(ProgressiveResizing()).distribute("single"))
     assert "ProgressiveResizing" in resized["cuDNN benchmark off"][1]
     torch.use_deterministic_algorithms(True)
@@ -92,7 +92,7 @@ def test_the_plan_says_why(toy: Toy) -> None:
         torch.use_deterministic_algorithms(False)
     asked = steps(toy.pipeline().distribute("single", cudnn_benchmark=False, matmul_precision="high"))
     assert asked["cuDNN benchmark off"][0] == ".distribute()"
-    assert "TF32" in asked["float32 matrix products: high"][1]
+    assert "TF32" in asked["float32 matrix multiplications: high"][1]
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
     ),
     "optimizer of another kind": (lambda toy: toy.pipeline().optimize(3), PlanError, "not 3"),
     "factory and options": (
-        lambda toy: toy.pipeline().optimize(lambda p: torch.optim.SGD(p), lr=1), PlanError, "'lr': 1.*put them into it"
+        lambda toy: toy.pipeline().optimize(lambda p: torch.optim.SGD(p), lr=1), PlanError, "'lr': 1.*Set them in the factory"
     ),
     "schedule": (
         lambda toy: toy.pipeline().optimize("sgd", schedule="cosin"), PlanError, "'cosin'.*Did you mean 'cosine'"

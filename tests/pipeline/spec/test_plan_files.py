@@ -62,9 +62,9 @@ def test_a_plan_checks_the_epochs_that_the_pipeline_has(toy: Toy) -> None:
     assert resizing.plan().steps  # fit(epochs=…) may be anything yet
     short = resizing.replace(epochs=1)
     for refused in (short.plan, short.build, lambda: short.fit(progress=False), short.ledger):
-        with pytest.raises(PlanError, match="of 1 none would be at full size"):
+        with pytest.raises(PlanError, match="epochs=1 none would have full size"):
             refused()
-    with pytest.raises(PlanError, match="of 1 none would be at full size"):
+    with pytest.raises(PlanError, match="epochs=1 none would have full size"):
         resizing.fit(epochs=1, progress=False)
     with pytest.raises(PlanError, match="epochs=0 must be a positive integer"):
         resizing.replace(epochs=0).plan()
@@ -92,7 +92,7 @@ def test_the_command_prints_no_plan_of_what_is_refused(toy: Toy, tmp_path: Path)
     assert ends[0].code == 0, ends[0].err
     assert re.match("Plan\n", ends[0].out)
     messages = (
-        "none would be at full size", "no.beton does not exist", "Class 2 is 'c' in", "is a file", "give fit(out=…)",
+        "none would have full size", "no.beton does not exist", "Class 2 is 'c' in", "is a file", "give fit(out=…)",
         f"has {CLASSES} classes. Build it", "no.beton does not exist",
     )  # fmt: skip
     for end, message in zip(ends[1:], messages, strict=True):

@@ -123,7 +123,7 @@ def test_weight_standardization_and_blurpool_keep_each_other(toy: Toy) -> None:
 def test_an_optimizer_made_before_surgery_is_refused(toy: Toy) -> None:
     """It would keep stale parameters, silently."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(PlanError, match=r"optimizer that is already built.*Give its name, or a function"):
+    with pytest.raises(PlanError, match=r"optimizer that is already built.*Pass its name, or a function"):
         toy.pipeline().optimize(optimizer)  # type: ignore[arg-type]
 
 
@@ -241,7 +241,7 @@ def test_channels_last_under_fsdp_is_for_images_and_activations(toy: Toy) -> Non
 def test_adaptive_clipping_of_shards_is_refused(toy: Toy) -> None:
     """It needs the norm of each whole weight."""
     pipeline = toy.pipeline().transform(GradientClipping("adaptive")).distribute("fsdp", devices=2)
-    with pytest.raises(PlanError, match=r"needs whole weights, and 'fsdp' shards them"):
+    with pytest.raises(PlanError, match=r"needs unsharded weights, but 'fsdp' shards them"):
         pipeline.plan()
 
 

@@ -133,13 +133,13 @@ def test_in_the_builder(toy: Toy) -> None:
 
 def test_what_cannot_be_scaled(toy: Toy) -> None:
     pipeline = toy.pipeline(plain_model)
-    with pytest.raises(PlanError, match="give base_batch_size=…"):
+    with pytest.raises(PlanError, match="Pass base_batch_size=…"):
         pipeline.optimize("sgd", lr=0.1, scale_lr=True)
     with pytest.raises(PlanError, match="base_batch_size=0 must be a positive integer"):
         pipeline.optimize("sgd", lr=0.1, base_batch_size=0)
     with pytest.raises(PlanError, match=r"scale_lr=256 must be True or False; .*is base_batch_size"):
         pipeline.optimize("sgd", lr=0.1, scale_lr=256)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="needs an optimizer with a name"):
+    with pytest.raises(PlanError, match="needs an optimizer by name"):
         pipeline.optimize(lambda _: None, scale_lr=True, base_batch_size=8)  # type: ignore[arg-type, return-value]
     for overrides, message in (
         ({"scale_lr": "linear"}, "scale_lr='linear' must be true or false"),

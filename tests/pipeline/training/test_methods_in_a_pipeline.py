@@ -115,7 +115,7 @@ def test_images_grow_in_the_decoder(toy: Toy) -> None:
 
 def test_too_few_epochs_to_grow(toy: Toy) -> None:
     pipeline = toy.pipeline().transform(ProgressiveResizing(size_increment=1))
-    with pytest.raises(PlanError, match=r"of 2 none would be at full size.* finetune to at least 0.25"):
+    with pytest.raises(PlanError, match=r"epochs=2 none would have full size.* finetune to at least 0.25"):
         fit(pipeline, 2)
 
 
@@ -226,10 +226,10 @@ def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
 @pytest.mark.parametrize(
     ("transforms", "distribute", "words"),
     [
-        ([GradientClipping("norm", 1.0)], {"clip_norm": 0.5}, r"clip_norm=0.5\) both bound the gradients"),
-        ([EMA(), SWA()], {}, "EMA and SWA both give the weights"),
-        ([SWA(), Lookahead()], {}, "SWA and Lookahead both give the weights"),
-        ([SeqLengthWarmup()], {}, "SeqLengthWarmup cuts sequences .* loads images"),
+        ([GradientClipping("norm", 1.0)], {"clip_norm": 0.5}, r"clip_norm=0.5\) both clip the gradients"),
+        ([EMA(), SWA()], {}, "EMA and SWA both set the weights"),
+        ([SWA(), Lookahead()], {}, "SWA and Lookahead both set the weights"),
+        ([SeqLengthWarmup()], {}, "SeqLengthWarmup truncates sequences .* loads images"),
         (
             [LayerFreezing()],
             {"strategy": "ddp", "devices": 2},
