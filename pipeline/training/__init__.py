@@ -1,1 +1,1 @@
-"""One process that trains: its parts built from a plan, and the loop over an epoch."""
+"""Training in one process: what it builds from a plan, and the loop over an epoch."""

@@ -1,4 +1,4 @@
-"""From a pipeline to the things that train: loaders, model, engine, loss; in the plan's order."""
+"""Build what trains a pipeline, in the plan's order: loaders, model, engine, loss."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Built:
 
     Attributes:
         engine: the wrapped model and its optimizer; see `strategies.Engine`.
-        train, val: loaders of `(images (B, 3, H, W), labels (B,))`, B being this rank's share.
-        loss: to train with; evaluation uses plain cross entropy.
-        hooks: what else the loop does (mixed batches, averaged weights and the like), with the run's position.
+        train, val: loaders of `(images (B, 3, H, W), labels (B,))`, where B is this rank's share of the batch.
+        loss: the training loss; evaluation uses plain cross entropy.
+        hooks: what transforms do in the loop (mixing batches, averaging weights, …), with the run's position.
         reports: what each transform changed.
     """
 
@@ -50,7 +50,7 @@ class Built:
     reports: tuple[Report, ...]
 
     def close(self) -> None:
-        """Ends the loaders' threads and processes."""
+        """End the loaders' threads and processes."""
         self.train.close()
         if self.val is not None:
             self.val.close()
@@ -63,7 +63,7 @@ class Built:
 
 
 def build(plan: ResolvedPlan) -> Built:
-    """Build everything for this process, which is a rank if a process group runs.
+    """Build everything for this process, which is a rank if there is a process group.
 
     Raises:
         PlanError, DataError, StrategyError: before any training.
@@ -88,12 +88,13 @@ def build(plan: ResolvedPlan) -> Built:
 
 @dataclass(frozen=True)
 class Parts:
-    """The model and the loss of a training, in our loop or in Lightning's, checked against the data.
+    """The model and the loss, for Drivetrain's loop or Lightning's, checked against the data.
 
     Attributes:
-        model: after surgery, on the CPU.
+        plan: the resolved pipeline.
+        model: the model after surgery, on the CPU.
         reports: what each surgery changed.
-        classes: of the data.
+        classes: number of classes of the data.
     """
 
     plan: ResolvedPlan
@@ -102,10 +103,10 @@ class Parts:
     classes: int
 
     def loss(self, device: torch.device) -> Loss:
-        """The loss to train with, tried on the device of the training's logits.
+        """Return the training loss, tested on `device`, where the logits will be.
 
         Raises:
-            PlanError: if it cannot take the targets, or gives no single number.
+            PlanError: if it does not accept the targets, or does not return a scalar.
         """
         loss, transforms = training_loss(self.plan), self.plan.transforms
         check_loss(loss, self.classes, device, soft=any(isinstance(t, MixUp | CutMix) for t in transforms))
@@ -113,34 +114,34 @@ class Parts:
 
 
 def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) -> Parts:
-    """Builds the model, and holds data, model and loss to each other.
+    """Build the model, and check it against the data.
 
     Raises:
-        PlanError: if they do not go together.
+        PlanError: if they do not match.
     """
     data = plan.data
     classes = count_classes(train, val, data)
     model, reports = build_model(plan.spec, plan.transforms)
     for transform in plan.transforms:
-        transform.begin(model, len(train))  # an epoch, until the training says how long it is
+        transform.begin(model, len(train))  # one epoch, until training sets the actual length
     with fork_rng(plan.seed):
         check_output(model, classes, data, plan.distribution.precision)
     return Parts(plan, model, reports, classes)
 
 
 def expected_device(how: DistributedConfig) -> torch.device:
-    """Return the device that this rank's strategy is expected to train on; the engine has the last word.
+    """Return the device on which this rank's strategy is expected to train; the engine may choose another.
 
-    A loader is made for a device, because what it keeps in memory depends on it, and before the model is prepared.
+    Loaders are created for a device, on which their buffers depend, before the model is prepared.
     """
     try:
         return rank_device(how.device)
-    except StrategyError:  # the strategy's own error, if it has one, comes with `prepare`
+    except StrategyError:  # `prepare` raises the strategy's own error
         return torch.device("cpu")
 
 
 def make_loaders(plan: ResolvedPlan, device: torch.device) -> tuple[EpochLoader, EpochLoader | None]:
-    """The loaders of this rank's share, of the training data and of the validation data, if there are any."""
+    """Return the loaders of this rank's share of the training data and of the validation data, if any."""
     data = plan.data
     train = make_loader(plan, data.train, train=True, device=device)
     if data.val is None:
@@ -156,7 +157,7 @@ def make_loader(
     device: torch.device,
     ranks: tuple[int, int] | None = None,
 ) -> EpochLoader:
-    """A loader of this rank's share; `ranks` is its number and theirs, None: those of the process group."""
+    """Return a loader of this rank's share. `ranks` is `(rank, world_size)`; None: those of the process group."""
     data = plan.data
     if ranks is None:
         ranks = (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
@@ -169,7 +170,7 @@ def make_loader(
         seed=plan.seed,
         workers=data.workers,
         device=device,
-        drop_last=train,  # a partial batch would weigh its samples more, and differently on each rank
+        drop_last=train,  # a partial batch would give its samples more weight, and another weight on each rank
         rank=ranks[0],
         world_size=ranks[1],
         **(plan.train_settings if train else data.settings),
@@ -178,17 +179,17 @@ def make_loader(
 
 
 def source_file(data: DataConfig, source: str, *, progress: bool = True) -> Path:
-    """The file (for the torch loader, also the folder) of a data source; made now if it is a named one."""
+    """Return the file (for the torch loader, also a folder) of a data source; download and convert a named data set."""
     if data.loader == "torch" and Path(source).is_dir():
         return Path(source)
     return loaders.resolve(source, progress=progress)
 
 
 def build_model(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn.Module, tuple[Report, ...]]:
-    """The model after surgery, on the CPU, and what each surgery changed. The global RNG is put back.
+    """Return the model after surgery, on the CPU, and what each surgery changed. The global RNG is restored.
 
     Args:
-        spec: with the model and the seed.
+        spec: provides the model and the seed.
         transforms: in order; only those that change the model are applied.
     """
     with fork_rng(spec.seed):
@@ -203,46 +204,45 @@ def _fresh_model(spec: PipelineSpec) -> nn.Module:
         try:
             return _not_compiled(copy.deepcopy(spec.model)).cpu()
         except (RuntimeError, TypeError) as error:
-            raise PlanError(f"Your model cannot be copied: {error}. Give its factory instead.") from error
+            raise PlanError(f"The model cannot be copied: {error}. Pass its factory instead.") from error
     try:
         model: object = spec.model(**spec.model_options)
     except (TypeError, ValueError) as error:
         remedy = _nearest_option(spec)
         if spec.recipe is not None and options:
             remedy += (
-                " The model_options of a recipe are for its own model; with another, replace them all, e.g. "
+                " A recipe's model_options are for its own model. For another model, replace all of them, e.g. "
                 'model_options={"num_classes": 10}.'
             )
-        told = str(error).rstrip(".")
-        raise PlanError(f"{spec.model_name}({options}) cannot be built: {told}.{remedy}") from error
+        reason = str(error).rstrip(".")
+        raise PlanError(f"{spec.model_name}({options}) cannot be built: {reason}.{remedy}") from error
     if not isinstance(model, nn.Module):
-        raise PlanError(f"The factory {spec.model_name} gave a {type(model).__name__}, not a module.")
+        raise PlanError(f"The factory {spec.model_name} returned a {type(model).__name__}, not a module.")
     return _not_compiled(model)
 
 
 def _nearest_option(spec: PipelineSpec) -> str:
-    """For a model that cannot be built: its options that its factory does not name, each with the nearest that it
-    does."""
+    """Return a hint for each model option that the factory does not have: the closest one that it has."""
     try:
         known = inspect.signature(spec.model).parameters
     except (TypeError, ValueError):  # a factory written in C
         return ""
     wrong = [name for name in spec.model_options if name not in known]
     near = {name: difflib.get_close_matches(name, known, n=1) for name in wrong}
-    return "".join(f" Did you mean {found[0]!r} by {name!r}?" for name, found in near.items() if found)
+    return "".join(f" Did you mean {match[0]!r} by {name!r}?" for name, match in near.items() if match)
 
 
 def _not_compiled(model: nn.Module) -> nn.Module:
     if hasattr(model, "_orig_mod"):
         raise PlanError(
-            "The model is what torch.compile gives, and every name of its weights begins with '_orig_mod.'. Give the "
-            "model itself; in a loop of your own, model.compile() compiles and keeps the names."
+            "The model was returned by torch.compile, and its parameter names begin with '_orig_mod.'. Pass the "
+            "original model; in a custom loop, model.compile() compiles it without changing names."
         )
     return model
 
 
 def optimizer_factory(plan: ResolvedPlan) -> OptimizerFactory:
-    """The factory of the optimizer, changed by the pipeline's optimizer transforms in the plan's order."""
+    """Return the optimizer factory, wrapped by the optimizer transforms in the plan's order."""
     factory: OptimizerFactory = plan.optimization.factory
     for transform in plan.transforms:
         factory = transform.optimizer(factory)
@@ -250,7 +250,7 @@ def optimizer_factory(plan: ResolvedPlan) -> OptimizerFactory:
 
 
 def training_loss(plan: ResolvedPlan) -> Loss:
-    """Cross entropy, changed by the pipeline's loss transforms in the plan's order."""
+    """Return cross entropy, wrapped by the loss transforms in the plan's order."""
     loss: Loss = F.cross_entropy
     for transform in plan.transforms:
         if transform.kind == "loss":
@@ -261,7 +261,7 @@ def training_loss(plan: ResolvedPlan) -> Loss:
 @contextmanager
 def fork_rng(seed: int) -> Iterator[None]:
     """Seed torch's generators inside the block, and restore their states after it."""
-    # CUDA's generators are left out where CUDA has not started: naming them would start it.
+    # CUDA's generators are omitted if CUDA is not initialized: forking them would initialize it.
     here = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=here):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Whether a model, its data and the loss go together, found out before any training."""
+"""Check that model, data and loss match, before any training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from ..spec.config import DataConfig
 
 
 def count_classes(train: EpochLoader, val: EpochLoader | None, data: DataConfig) -> int:
-    """The number of classes: of the names, where a file has some, else the largest training label plus one.
+    """Return the number of classes: that of the class names if a file has any, else the largest training label plus
+    one.
 
     Validation data without names may lack the last classes.
 
     Raises:
-        PlanError: if labels are no class numbers, or the two files number their classes differently.
+        PlanError: if labels are not class indices, or the two files index their classes differently.
     """
     names, labels = _names_and_labels(train, data.train)
     classes = len(names) or int(labels.max()) + 1
@@ -37,23 +38,23 @@ def count_classes(train: EpochLoader, val: EpochLoader | None, data: DataConfig)
     classes = classes if names else max(len(val_names), classes)
     if val_labels.max() >= classes or labels.max() >= classes:
         raise PlanError(
-            f"{data.train} has {classes} classes, and {data.val} has the label {int(val_labels.max())}: a model of "
-            f"{classes} classes cannot give it. Convert both from data of the same classes."
+            f"{data.train} has {classes} classes, but {data.val} has the label {int(val_labels.max())}, which a model "
+            f"of {classes} classes cannot predict. Convert both from data of the same classes."
         )
     return classes
 
 
 def _names_and_labels(loader: EpochLoader, source: str) -> tuple[list[str], NDArray[Any]]:
-    """Class names (none in a file without a manifest) and all labels."""
+    """Return the class names (none for a file without a manifest) and all labels."""
     labels = loader.labels
     if not np.issubdtype(labels.dtype, np.integer):
         raise PlanError(
-            f"{source} has float labels, and a pipeline trains with cross entropy, which needs class numbers. "
-            "Convert it with integer labels; for targets, use FFCVLoader in a loop of your own."
+            f"{source} has float labels, but a pipeline trains with cross entropy, which needs class indices. "
+            "Convert it with integer labels; for regression targets, use FFCVLoader in a custom loop."
         )
     if labels.min() < 0:
         raise PlanError(
-            f"{source} has the label {labels.min()}; classes are numbered from 0. Convert it anew."
+            f"{source} has the label {labels.min()}, but class indices start at 0. Convert it again."
         )
     return loader.classes, labels
 
@@ -67,73 +68,73 @@ def _difference(data: DataConfig, names: list[str], val_names: list[str]) -> str
 
 
 def check_output(model: nn.Module, classes: int, data: DataConfig, precision: Precision) -> None:
-    """Compares the model's output with the number of classes, by a forward of two images in either mode.
+    """Check that the model returns one logit per class, by a forward of two images in each mode.
 
-    The model's buffers stay as they are. Random numbers are drawn if the model draws some.
+    The model's buffers do not change. The model may draw random numbers.
 
     Raises:
-        PlanError: if they differ, or the model cannot take the images.
+        PlanError: if it does not, or if the forward fails.
     """
     training, side = model.training, data.eval_size
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=HALF[precision])
     try:
         with torch.no_grad(), context:
             output = model.eval()(torch.zeros(2, 3, side, side))
-            # Lazy modules have their shapes now. BatchNorm's statistics move in the copies only.
+            # Lazy modules have their shapes now. BatchNorm's statistics change only in the copies.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             side = data.image_size
             trained = torch.func.functional_call(model.train(), buffers, torch.zeros(2, 3, side, side))
-    except Exception as error:  # whatever a model does with images that it cannot take
+    except Exception as error:  # a model may raise anything
         raise PlanError(
-            f"The model cannot take images of {side} × {side} pixels: {type(error).__name__}: {error}"
+            f"The model does not accept images of {side} × {side} pixels: {type(error).__name__}: {error}"
         ) from error
     finally:
         model.train(training)
     if not isinstance(output, torch.Tensor):
         raise PlanError(
-            f"The model gives a {type(output).__name__}, and a loss needs one tensor of logits. Wrap it in a module "
-            f"whose forward returns them alone, {classes} for each image."
+            f"The model returns a {type(output).__name__}, but a loss needs one tensor of logits. Wrap it in a module "
+            f"whose forward returns only the logits, {classes} for each image."
         )
     if not isinstance(trained, torch.Tensor):
         raise PlanError(
-            f"The model gives a {type(trained).__name__} in training, and a loss needs one tensor of logits. "
-            "Turn its further outputs off (torchvision's: aux_logits=False)."
+            f"The model returns a {type(trained).__name__} in training mode, but a loss needs one tensor of logits. "
+            "Disable its auxiliary outputs (torchvision: aux_logits=False)."
         )
     if output.shape != (2, classes):
         raise PlanError(
-            f"The model gives {tuple(output.shape)} for 2 images, and {data.train} has {classes} classes. Build it "
-            f"with num_classes={classes}, so that it gives (2, {classes}); in a recipe: "
+            f"The model returns {tuple(output.shape)} for 2 images, but {data.train} has {classes} classes. Build it "
+            f"with num_classes={classes}, so that it returns (2, {classes}); in a recipe: "
             f"model_options.num_classes={classes}."
         )
 
 
 def check_loss(loss: Loss, classes: int, device: torch.device, *, soft: bool) -> None:
-    """Tries the training's loss on two logits, where it will compute.
+    """Test the training loss on two rows of logits.
 
     Args:
-        loss: with all that loss transforms made of it.
-        classes: their number.
-        device: where the training's logits are.
-        soft: whether batch methods make probabilities of the class numbers.
+        loss: the loss, including loss transforms.
+        classes: number of classes.
+        device: the device of the logits in training.
+        soft: whether batch transforms turn class indices into probabilities.
 
     Raises:
-        PlanError: if it cannot take them, or gives no single number.
+        PlanError: if it does not accept logits and targets, or does not return a scalar.
     """
     labels = torch.tensor([0, classes - 1], device=device)
     targets = F.one_hot(labels, classes).float() if soft else labels
-    what = f"probabilities (2, {classes})" if soft else "class numbers (2,)"
+    what = f"probabilities (2, {classes})" if soft else "class indices (2,)"
     try:
         with torch.no_grad():
             value = loss(torch.zeros(2, classes, device=device), targets)
     except DrivetrainError:
         raise
-    except Exception as error:  # whatever a user's loss does with targets that it cannot take
+    except Exception as error:  # a custom loss may raise anything
         raise PlanError(
-            f"The loss cannot take logits (2, {classes}) and {what}: {type(error).__name__}: {error}. It is given "
-            "class numbers, and probabilities (B, C) where LabelSmoothing, MixUp or CutMix is used."
+            f"The loss does not accept logits (2, {classes}) and {what}: {type(error).__name__}: {error}. Targets are "
+            "class indices; with LabelSmoothing, MixUp or CutMix, probabilities (B, C)."
         ) from error
     if not isinstance(value, torch.Tensor) or value.dim():
-        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        returned = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise PlanError(
-            f"The loss gives {given} for 2 images, and must give one number, their mean: a tensor ()."
+            f"The loss returns {returned} for 2 images, but must return their mean: a tensor of shape ()."
         )

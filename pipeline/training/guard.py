@@ -1,4 +1,4 @@
-"""Losses that are no finite numbers: noticed at their step, by all ranks together."""
+"""Detect non-finite losses and gradients, on all ranks at the same step."""
 
 from __future__ import annotations
 
@@ -18,38 +18,34 @@ from ..telemetry.state import TrainState
 OnNonFinite = Literal["raise", "skip"]
 
 OVERFLOWS = 50
-"""Steps that fp16 may skip one after the other. Each halves the loss scale, and fp16's numbers reach from 2^-24 to
-2^16: after 50 halvings no finite gradient overflows."""
+"""Consecutive steps that fp16 may skip. Each halves the loss scale, and fp16's range is 2^-24 to 2^16: after 50
+halvings no finite gradient overflows."""
 
 
 def check_choice(how: str) -> None:
-    """Refuses what is no `OnNonFinite`.
-
-    Raises:
-        PlanError: naming it.
-    """
+    """Raise PlanError unless `how` is an `OnNonFinite`."""
     if how not in get_args(OnNonFinite):
         raise PlanError(f"on_nonfinite={how!r} is not known.{suggest(str(how), get_args(OnNonFinite))}")
 
 
 class NonFiniteGuard(Observer):
-    """Stop a training, or skip the step, when a rank's loss is not finite.
+    """Raise, or skip the step, if any rank's loss is not finite.
 
-    With `"raise"` the loss is looked at before the optimizer steps where that costs nothing, on the CPU; on
-    CUDA one step later, when the next one is queued, so that the device never waits. With `"skip"` every step
-    waits for its loss, and buffers (BatchNorm's statistics, which a bad batch would spoil) are copied before it.
-    The norm of the gradients is looked at likewise: on the CPU at once, on CUDA one step later.
+    With `"raise"`, the loss is checked before the optimizer step on the CPU, where that costs nothing; on CUDA one step
+    later, after the next one is queued, so that the device never waits. With `"skip"`, every step waits for its loss,
+    and buffers (BatchNorm's statistics, which a bad batch would corrupt) are copied before it. The gradient norm is
+    checked immediately on the CPU and one step later on CUDA.
 
-    Gradients that are not finite although the loss is show in their norm, with `clip_norm`; the step has been
-    taken by then, so that is an error also with `"skip"`. Without a norm they show in the next loss. A skipped
-    step whose weights are spoiled already is an error too: no step would ever be taken again.
+    Non-finite gradients with a finite loss are detected by their norm, with `clip_norm`. The optimizer has stepped by
+    then, so this raises also with `"skip"`. Without a norm, they show in the next loss. A step to skip whose weights
+    are already non-finite raises, too: every later step would be skipped.
 
-    A step that fp16's loss scale skips is part of its search, and no error, unless `OVERFLOWS` follow each other.
+    Steps that fp16's loss scaler skips are expected, unless `OVERFLOWS` are consecutive.
 
     Args:
-        engine: to agree with the other ranks: one number each, a step.
+        engine: reduces one number per rank and step, so that all ranks agree.
         how: `"raise"` or `"skip"`.
-        advice: completes an error: the last good checkpoint, what to change.
+        advice: returns the end of an error message: the last good checkpoint, what to change.
     """
 
     def __init__(self, engine: Engine, how: OnNonFinite, advice: Callable[[], str]) -> None:
@@ -62,16 +58,16 @@ class NonFiniteGuard(Observer):
         self._overflows = 0
 
     def on_step_start(self, state: TrainState) -> None:  # noqa: ARG002
-        """Copy the buffers, if the step may be skipped."""
+        """Copy the buffers if the step may be skipped."""
         if self._skip:
             self._buffers = [(buffer, buffer.clone()) for buffer in self._engine.plain_model.buffers()]
 
     @torch.no_grad()
     def should_step(self, state: TrainState, loss: torch.Tensor) -> bool:
-        """Return whether the loss is finite on every rank; every rank must ask.
+        """Return whether the loss is finite on every rank; every rank must call it.
 
         Raises:
-            NonFiniteError: naming step and rank; for the step before, on CUDA.
+            NonFiniteError: naming step and rank; on CUDA, for the previous step.
         """
         losses = self._of_all_ranks(loss)
         if self._at_once:
@@ -83,7 +79,7 @@ class NonFiniteGuard(Observer):
         return True
 
     def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """Each rank's loss in its place `(ranks,)`; one rank asks nobody."""
+        """Return the losses of all ranks, `(world_size,)`."""
         if self._engine.world_size == 1:
             return loss.reshape(1)
         losses = torch.zeros(self._engine.world_size, device=self._engine.device)
@@ -91,16 +87,16 @@ class NonFiniteGuard(Observer):
         return self._engine.reduce(losses, "sum")
 
     def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:
-        """Check the norm, and count overflows that follow each other.
+        """Check the gradient norm, and count consecutive overflows.
 
         Raises:
-            NonFiniteError: naming the step; for the norm of the step before, on CUDA.
+            NonFiniteError: naming the step; on CUDA, for the norm of the previous step.
         """
         self._overflows = self._overflows + 1 if skipped else 0
         step = state.step + 1
         if self._overflows == OVERFLOWS:
             raise NonFiniteError(
-                f"At step {step} the gradients overflowed in fp16 for the {OVERFLOWS}th step in a row, at "
+                f"At step {step} the gradients overflowed in fp16 for the {OVERFLOWS}th consecutive step, at "
                 f"every loss scale: they are not finite, with a finite loss. {self._advice()}"
             )
         if norm is not None and norm.device.type == "cuda":
@@ -109,7 +105,7 @@ class NonFiniteGuard(Observer):
             self._check_norm(step, norm.item())
 
     def flush(self) -> None:
-        """Check what is still on its way from the device.
+        """Check the values that are still being copied from the device.
 
         Raises:
             NonFiniteError: naming step and rank.
@@ -133,9 +129,9 @@ class NonFiniteGuard(Observer):
         if math.isfinite(value):
             return
         if self._late is not None and self._late[0] == step:
-            self.flush()  # a loss that is not finite is the cause, and has the better message
+            self.flush()  # if the loss is not finite, it is the cause, and raises the better message
         raise NonFiniteError(
-            f"At step {step} the norm of the gradients is {value}, with a finite loss; the weights are spoiled. "
+            f"At step {step} the gradient norm is {value}, with a finite loss; the weights are corrupted. "
             f"{self._advice()}"
         )
 
@@ -148,10 +144,10 @@ class NonFiniteGuard(Observer):
             for buffer, value in self._buffers:
                 buffer.copy_(value)
             return False
-        spoiled = " The weights themselves are not finite any more: skipping would not help." * self._skip
+        spoiled = " The weights are no longer finite: skipping would not help." * self._skip
         raise NonFiniteError(f"At step {step} the loss is {where}.{spoiled} {self._advice()}")
 
     def _spoiled(self) -> bool:
         parameters = [p.detach() for p in self._engine.plain_model.parameters()]
-        mine = any(not bool(part.isfinite().all()) for part in locals_of(parameters))
+        mine = any(not bool(shard.isfinite().all()) for shard in locals_of(parameters))
         return bool(self._engine.reduce(torch.tensor(float(mine)), "sum").item())

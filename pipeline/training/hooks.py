@@ -1,4 +1,4 @@
-"""The training hooks of a run: what changes batches, gradients, weights and evaluation, in the plan's order."""
+"""The training hooks of a run: apply transforms to batches, gradients, weights and evaluation, in the plan's order."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ from ..spec.kinds import find
 from ..telemetry.state import TrainState
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]
-"""Images `(b, 3, H, W)` and targets, `(b,)` class numbers or `(b, C)` probabilities."""
+"""Images `(b, 3, H, W)` and targets: class indices `(b,)` or probabilities `(b, C)`."""
 
 
 def split_microbatches(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
-    """Split a batch into equal microbatches; into one without an operation."""
+    """Split a batch into `number` equal microbatches; one is the batch itself."""
     if number == 1:
         return [(images, labels)]
     return list(zip(images.chunk(number), labels.chunk(number), strict=True))
 
 
 class TrainingHooks:
-    """What the transforms of one run do in the loop, on one rank. Without any, each hook does nothing.
+    """What a run's transforms do in the training loop, on one rank. Without transforms, each hook does nothing.
 
     Args:
-        transforms: of the pipeline, in the plan's order; of surgeries only `begin` is called, of losses nothing.
-        seed: of the random numbers that mix batches.
-        classes: their number, for soft targets.
+        transforms: the pipeline's transforms in the plan's order; only `begin` is called of those that change the model
+            or the loss.
+        seed: seed of the batch transforms.
+        classes: number of classes, for soft targets.
 
     Attributes:
-        state: the position of the run; `begin` makes a new one.
+        state: the position of the run; `begin` resets it.
     """
 
     def __init__(self, transforms: Sequence[Transform], seed: int = 0, classes: int | None = None) -> None:
@@ -63,32 +64,32 @@ class TrainingHooks:
         self._sessions: list[Session] = []
 
     def begin(self, engine: Engine, total: int) -> None:
-        """Start a training of so many steps, with the wrapped model's weights as they are now."""
+        """Start a run of `total` steps from the wrapped model's current weights."""
         self.state = TrainState(total)
         for transform in self._all:
             transform.begin(engine.plain_model, total)
         self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
 
     def note(self) -> str:
-        """What to know as the training begins: an average that would hide what was learned. Or nothing.
+        """Return a warning if the averaged weights would mostly be those from before training; else "".
 
-        Said, not refused: the same recipe is right for more epochs, and trying it out for one is no fault.
+        It is not an error: the same recipe is fine for more epochs, and one epoch is a legitimate trial.
         """
         average = find(self._loop, EMA)
         share = 0.0 if average is None else average.share_of_start(self.state.total_steps)
         if share < 0.1:
             return ""
         return (
-            f"{average}: after all {self.state.total_steps} steps its average, which evaluation and the result take, "
-            f"is still {share:.0%} the weights from before the training. Train longer, or choose a shorter half-life."
+            f"{average}: after all {self.state.total_steps} steps its average, which evaluation and the result use, "
+            f"still consists of {share:.0%} initial weights. Train longer, or set a shorter half-life."
         )
 
     def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: int) -> None:
-        """Sets what changes between epochs: the size the images are decoded at, and the frozen layers.
+        """Set what changes between epochs: the image size and the frozen layers.
 
-        An epoch has one size, that of its middle.
+        An epoch has one image size, that of its midpoint.
         """
-        start = self.state.epoch_start  # in a run that resumes within the epoch, too
+        start = self.state.epoch_start  # also if the run resumes within the epoch
         if self._resizing is not None:
             size = self._resizing.size(image_size, self.state.progress_at(start + len(loader) / 2))
             if size != loader.settings.image_size:
@@ -101,8 +102,8 @@ class TrainingHooks:
     ) -> list[Microbatch]:
         """Split this rank's batch into `engine.accumulate` microbatches, and apply the batch transforms to each.
 
-        Random numbers follow from (seed, step, number of the microbatch over all ranks), so that two ranks mix as
-        one process does with twice the microbatches.
+        Random numbers depend on (seed, step, index of the microbatch over all ranks), so two ranks mix like one process
+        with twice the microbatches.
         """
         split = split_microbatches(images, labels, engine.accumulate)
         if not self._batch:
@@ -114,8 +115,7 @@ class TrainingHooks:
     def apply_batch_transforms(
         self, microbatch: Microbatch, number: int, model: nn.Module, loss: Loss
     ) -> Microbatch:
-        """Return microbatch `number`, counted over all ranks, mixed, cut or chosen; call it in the precision's
-        context."""
+        """Apply the batch transforms to microbatch `number`, counted over all ranks; call it in the forward context."""
         if not self._batch:
             return microbatch
         key = [self._seed, self.state.step, number]
@@ -133,24 +133,24 @@ class TrainingHooks:
         return microbatch
 
     def second_pass(self, engine: Engine, gradients: Callable[[], object]) -> None:
-        """With SAM, compute the gradients again at the worst weights nearby, and restore the weights."""
+        """With SAM, recompute the gradients at the perturbed weights, and restore the weights."""
         if self._sam is None or not self._sam.applies(self.state.step):
             return
         restore = self._sam.perturb(engine.plain_model.parameters())
         engine.zero_grad()
-        with buffers_kept(engine.plain_model):  # BatchNorm's statistics count each image once
+        with buffers_kept(engine.plain_model):  # each image updates BatchNorm's statistics once
             gradients()
         restore()
 
     def clip(self, engine: Engine) -> None:
-        """Bounds the gradients; the clipping by norm that `distribute` was told is the engine's own."""
+        """Clip the gradients with `GradientClipping`; the engine applies `clip_norm` of `distribute` itself."""
         if self._clipping is not None:
             self._clipping.clip(engine.plain_model.parameters())
 
     def after_step(self, *, taken: bool = True) -> None:
-        """Count the step, and add it to the averages unless the optimizer skipped it.
+        """Count the step. Unless the optimizer skipped it, update the sessions, such as weight averages.
 
-        The weights are then those of the step before: to average them once more would count them twice.
+        A skipped step leaves the previous weights, which would otherwise be averaged twice.
         """
         self.state.step += 1
         if taken:
@@ -158,19 +158,19 @@ class TrainingHooks:
                 session.after_step(self.state.progress)
 
     def finish(self) -> None:
-        """Ends the training: the model keeps the weights that are evaluated."""
+        """End training: the model keeps the weights used in evaluation."""
         for session in self._sessions:
             session.finish()
 
     def state_dict(self, engine: Engine) -> dict[str, Any]:
-        """What a checkpoint needs beside the position: JSON values and tensors (not copied, perhaps parts)."""
+        """Return the state apart from the position: JSON values and tensors (not copied; sharded if the model is)."""
         counts = {name: layer.step for name, layer in _counting(engine)}
         return {"counts": counts, **{_key(t): s.state_dict() for t, s in self._with_sessions()}}
 
     def load_state_dict(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Takes up what `state_dict` gave, with whole tensors, after `begin`."""
+        """Restore the result of `state_dict`, with full tensors; call it after `begin`."""
         for name, layer in _counting(engine):
-            layer.step, layer.masks = state["counts"][name], None  # the masks follow from the count
+            layer.step, layer.masks = state["counts"][name], None  # the masks depend on the count
         for transform, session in self._with_sessions():
             session.load_state_dict(state[_key(transform)])
 
@@ -179,23 +179,23 @@ class TrainingHooks:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside it the model has the weights that are evaluated and kept (EMA, SWA)."""
+        """Give the model the weights used in evaluation and in the result (EMA, SWA) inside the block."""
         with ExitStack() as stack:
             for session in self._sessions:
                 stack.enter_context(session.evaluating())
             yield
 
     def predict(self, model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-        """Logits `(B, C)` of images `(B, 3, H, W)`, as evaluation counts them."""
+        """Return the logits `(B, C)` of images `(B, 3, H, W)` for evaluation."""
         return model(images) if self._flip is None else self._flip.predict(model, images)
 
 
 def _key(transform: Transform) -> str:
-    return type(transform).__name__  # once in a pipeline: the plan sees to it
+    return type(transform).__name__  # unique in a pipeline: the plan checks it
 
 
 def _counting(engine: Engine) -> Iterator[tuple[str, GyroDropoutLayer]]:
-    """The layers that count their batches."""
+    """Yield the layers that count their batches, with their names."""
     for name, module in engine.plain_model.named_modules():
         if isinstance(module, GyroDropoutLayer):
             yield name, module

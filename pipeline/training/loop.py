@@ -1,4 +1,4 @@
-"""The loop: one epoch of training, and one evaluation. Every strategy and every variant runs this."""
+"""The training loop: one epoch, and one evaluation. Every strategy and every variant of the ledger runs it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,16 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class EpochStats:
-    """Of one epoch: mean loss over all ranks, images (all ranks), seconds, seconds spent waiting for data, steps
-    that were skipped because their loss was not finite, and those because fp16's gradients overflowed."""
+    """Statistics of one epoch.
+
+    Attributes:
+        loss: mean over steps and ranks.
+        images: images of all ranks.
+        seconds: duration.
+        data_wait_s: seconds spent waiting for data.
+        skipped: steps skipped because their loss was not finite.
+        overflowed: steps skipped because their gradients overflowed in fp16.
+    """
 
     loss: float
     images: int
@@ -43,12 +51,12 @@ def train_epoch(
     """Train on each batch once.
 
     Args:
-        engine: the model, made by a strategy.
-        batches: `(images (B, 3, H, W), labels (B,))`; B divides by `engine.accumulate`.
-        loss: logits and labels to a scalar, the mean over the batch.
-        hooks: what changes batches, gradients and weights, with the run's position; None: nothing does.
-        schedule: sets the learning rate of each step; None: it stays.
-        observer: follows the epoch, and may veto a step; None: nobody does.
+        engine: the model and its optimizer, from a strategy.
+        batches: `(images (B, 3, H, W), labels (B,))`; B is divisible by `engine.accumulate`.
+        loss: maps logits and labels to a scalar, the mean over the batch.
+        hooks: transforms of batches, gradients and weights, with the run's position. Default None: no transforms.
+        schedule: sets the learning rate of each step. Default None: it does not change.
+        observer: follows the epoch, and may veto steps. Default None: none.
     """
     hooks, observer = hooks or TrainingHooks(()), observer or Observer()
     state, meter = hooks.state, hooks.state.begin_epoch(engine.device)
@@ -91,7 +99,7 @@ def train_epoch(
 def add_gradients(
     engine: Engine, microbatches: list[Microbatch], loss: Loss, observer: Observer
 ) -> torch.Tensor:
-    """Run forward and backward of each microbatch; return the mean of their losses, still on the device."""
+    """Run forward and backward of each microbatch. Return their mean loss, on the device."""
     losses = []
     for number, (images, targets) in enumerate(microbatches, 1):
         observer.on_phase("forward")
@@ -110,12 +118,12 @@ def add_gradients(
 def evaluate(
     engine: Engine, batches: Iterable[Batch], hooks: TrainingHooks | None = None
 ) -> tuple[float, float]:
-    """Mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks.
+    """Return mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks.
 
     Args:
-        engine: the model, made by a strategy.
+        engine: the model, from a strategy.
         batches: `(images (B, 3, H, W), labels (B,))`.
-        hooks: how an image is predicted; None: by the model alone. Which weights count is the caller's:
+        hooks: predict the logits. Default None: the model's forward. To evaluate averaged weights, call this inside
             `with hooks.evaluating()`.
     """
     hooks = hooks or TrainingHooks(())
@@ -124,7 +132,7 @@ def evaluate(
     with current_device(engine.device):
         for images, labels in batches:
             if len(images) == 0:
-                # This rank's share of a small last batch. Shards are gathered on all ranks or none.
+                # This rank has no share of a small last batch, but gathering sharded parameters needs all ranks.
                 engine.plain_model(images.new_zeros(1, *images.shape[1:]))
                 continue
             with engine.forward_context():
@@ -138,13 +146,13 @@ def evaluate(
 
 
 class Stopwatch:
-    """Adds up the time that a loop waits for its iterable."""
+    """Accumulate the time that a loop waits for its iterable."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def around(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches, with the wait for each one counted."""
+        """Yield the batches, timing the wait for each."""
         iterator = iter(batches)
         while True:
             start = perf_counter()

@@ -8,11 +8,11 @@ from ..spec.config import OptimizerConfig
 
 
 class Schedule:
-    """Set the learning rate of a step.
+    """Set the learning rate of each step.
 
     Args:
-        optimization: with the shape of the schedule.
-        optimizer: whose groups' learning rates, as built, are the peak.
+        optimization: defines the shape of the schedule.
+        optimizer: the current learning rates of its parameter groups are the peaks.
         steps: optimizer steps of the full run.
     """
 
@@ -21,7 +21,7 @@ class Schedule:
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
     def set_lr(self, step: int) -> float:
-        """Set the rates of step `step`, counted from 0, and return that of the first parameter group."""
+        """Set the learning rates for step `step`, counted from 0. Return that of the first parameter group."""
         factor = self._optimization.lr_factor(step, self._steps)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor

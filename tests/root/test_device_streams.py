@@ -142,9 +142,7 @@ def test_the_norm_is_looked_at_one_step_later(monkeypatch: pytest.MonkeyPatch) -
     assert Queued.waited == []
     step(guard, state, 0.25, torch.inf)
     assert Queued.waited == [[0.5], 1.0]
-    with pytest.raises(
-        NonFiniteError, match="At step 2 the norm of the gradients is inf, with a finite loss"
-    ):
+    with pytest.raises(NonFiniteError, match="At step 2 the gradient norm is inf, with a finite loss"):
         step(guard, state, 0.1, 1.0)
 
 
@@ -155,7 +153,7 @@ def test_a_bad_loss_comes_before_its_norm_and_both_at_the_end(monkeypatch: pytes
         step(guard, state, 0.5, 1.0)
     guard, state = late_guard(monkeypatch)
     step(guard, state, 0.5, torch.nan)
-    with pytest.raises(NonFiniteError, match="At step 1 the norm of the gradients is nan"):
+    with pytest.raises(NonFiniteError, match="At step 1 the gradient norm is nan"):
         guard.flush()
 
 

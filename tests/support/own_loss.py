@@ -10,7 +10,7 @@ from drivetrain.transforms import Loss, Transform
 
 
 def hard(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy that takes class numbers only."""
+    """Cross entropy that accepts only class indices."""
     return -logits.log_softmax(1).gather(1, targets[:, None]).mean()
 
 

@@ -328,9 +328,7 @@ def test_overrides_of_the_command_line() -> None:
 def test_another_model_than_the_recipes_needs_options_of_its_own(toy: Toy) -> None:
     data = {"train": toy.train, "val": toy.val, "batch_size": 32, "image_size": SIDE}
     pipeline = Pipeline.from_recipe("baseline", model="resnet18", **data)
-    with pytest.raises(
-        PlanError, match=r"'width'\. The model_options of a recipe are for .*model_options=\{"
-    ):
+    with pytest.raises(PlanError, match=r"'width'\. A recipe's model_options are for .*model_options=\{"):
         build_model(pipeline, ())
     build_model(
         Pipeline.from_recipe("baseline", model="resnet18", model_options={"num_classes": 4}, **data), ()

@@ -230,7 +230,7 @@ def test_a_loss_that_is_lost_is_one_error_on_every_rank(on_two_ranks: list[dict[
 def test_an_error_on_a_rank_comes_as_if_it_were_here(toy: Toy, tmp_path: Path) -> None:
     """And not as a StrategyError with a rank's traceback in it; nothing is left in the folder."""
     pipeline = toy.pipeline(plain_model).replace(model_options={"classes": CLASSES + 1})
-    with pytest.raises(PlanError, match=r"gives \(2, 5\) for 2 images, and .* has 4 classes") as caught:
+    with pytest.raises(PlanError, match=r"returns \(2, 5\) for 2 images, but .* has 4 classes") as caught:
         pipeline.distribute("ddp", devices=2).fit(epochs=1, out=tmp_path, progress=False)
     assert "Traceback" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -141,7 +141,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
     "transform class": (lambda toy: toy.pipeline().transform(BlurPool), PlanError, r"Did you mean BlurPool\(\)"),
     "transform of another kind": (lambda toy: toy.pipeline().transform("BlurPool"), PlanError, "not 'BlurPool'"),
     "transform twice": (
-        lambda toy: toy.pipeline().transform(BlurPool()).transform(BlurPool()), PlanError, "2 times.*Remove one"
+        lambda toy: toy.pipeline().transform(BlurPool()).transform(BlurPool()), PlanError, "2 times.*Keep only one"
     ),
     "optimizer": (lambda toy: toy.pipeline().optimize("sdg"), PlanError, "'sdg'.*Did you mean 'sgd'"),
     "optimizer option": (
@@ -186,7 +186,8 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
     ),
     "optimizer of another kind": (lambda toy: toy.pipeline().optimize(3), PlanError, "not 3"),
     "factory and options": (
-        lambda toy: toy.pipeline().optimize(lambda p: torch.optim.SGD(p), lr=1), PlanError, "'lr': 1.*Set them in the factory"
+        lambda toy: toy.pipeline().optimize(lambda p: torch.optim.SGD(p), lr=1),
+        PlanError, "'lr': 1.*Set them in the factory"
     ),
     "schedule": (
         lambda toy: toy.pipeline().optimize("sgd", schedule="cosin"), PlanError, "'cosin'.*Did you mean 'cosine'"
@@ -248,7 +249,7 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
     "no data": (lambda *_: Pipeline(plain_model), PlanError, "no data. Add .load"),
     "batch that does not divide": (
         lambda toy, _: toy.pipeline().distribute("single", accumulate=5),
-        PlanError, r"batch_size=32 is global.*devices=1 × accumulate=5 = 5 parts; use 30",
+        PlanError, r"batch_size=32 is global.*devices=1 × accumulate=5 = 5. Pass batch_size=30",
     ),
     "devices of single": (
         lambda toy, _: toy.pipeline().distribute("single", devices=2), StrategyError, "1 device, not 2. Use 'ddp'"
@@ -278,21 +279,24 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
     ),
     "float labels": (
         lambda toy, tmp: files_of(toy, labelled(tmp, [0.5, 1.0] * 32), labelled(tmp, [0.5])),
-        PlanError, "has float labels.*needs class numbers. Convert",
+        PlanError, "has float labels.*needs class indices. Convert",
     ),
     "output of a factory": (
         lambda toy, _: toy.pipeline(lambda: plain_model(5)),
-        PlanError, r"gives \(2, 5\).*has 4 classes. Build it with num_classes=4.*model_options.num_classes=4",
+        PlanError, r"returns \(2, 5\).*has 4 classes. Build it with num_classes=4.*model_options.num_classes=4",
     ),
-    "output of a module": (lambda toy, _: toy.pipeline(plain_model(3)), PlanError, r"gives \(2, 3\).*num_classes=4"),
-    "no logits": (lambda toy, _: toy.pipeline(nn.Sequential(nn.Conv2d(3, 4, 3))), PlanError, r"gives \(2, 4, 14, 14\)"),
-    "a tuple": (lambda toy, _: toy.pipeline(Pair), PlanError, "gives a tuple, .* one tensor of logits. Wrap it"),
-    "images of another size": (lambda toy, _: toy.pipeline(vit), PlanError, "cannot take images of 16 × 16.*32"),
+    "output of a module": (lambda toy, _: toy.pipeline(plain_model(3)), PlanError, r"returns \(2, 3\).*num_classes=4"),
+    "no logits": (
+        lambda toy, _: toy.pipeline(nn.Sequential(nn.Conv2d(3, 4, 3))),
+        PlanError, r"returns \(2, 4, 14, 14\)",
+    ),
+    "a tuple": (lambda toy, _: toy.pipeline(Pair), PlanError, "returns a tuple, .* one tensor of logits. Wrap it"),
+    "images of another size": (lambda toy, _: toy.pipeline(vit), PlanError, "does not accept images of 16 × 16.*32"),
     "further outputs in training": (
         lambda toy, _: toy.pipeline(
             lambda: torchvision.models.googlenet(num_classes=CLASSES, init_weights=False), image_size=64
         ),
-        PlanError, "gives a GoogLeNetOutputs in training.*aux_logits=False",
+        PlanError, "returns a GoogLeNetOutputs in training.*aux_logits=False",
     ),
     "factory without a module": (lambda toy, _: toy.pipeline(lambda: 3), PlanError, "gave a int, not a module"),
     "factory's option": (
@@ -300,7 +304,7 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
         PlanError, r"plain_model\(clases=4\) cannot be built: .*clases",
     ),
     "module that cannot be copied": (
-        lambda toy, _: toy.pipeline(NotCopied(2, 2)), PlanError, "cannot be copied.*Give its factory"
+        lambda toy, _: toy.pipeline(NotCopied(2, 2)), PlanError, "cannot be copied.*Pass its factory"
     ),
     "divergence": (
         lambda toy, _: toy.pipeline(batch_norm_model).optimize("sgd", lr=1e30),
@@ -411,7 +415,7 @@ def test_the_check_of_the_output_leaves_no_trace(toy: Toy) -> None:
 def test_a_bf16_model_is_checked_as_it_trains(toy: Toy) -> None:
     pipeline = toy.pipeline(lambda: plain_model().to(torch.bfloat16))
     assert pipeline.distribute("single", precision="bf16").fit(epochs=1, progress=False).accuracy is not None
-    with pytest.raises(PlanError, match="cannot take images of 16 × 16 pixels"):
+    with pytest.raises(PlanError, match="does not accept images of 16 × 16 pixels"):
         pipeline.fit(epochs=1, progress=False)
 
 
@@ -423,7 +427,7 @@ def test_evaluation_has_a_size_of_its_own(toy: Toy) -> None:
         assert next(iter(built.train))[0].shape[2:] == (SIDE, SIDE)
         assert next(iter(built.val))[0].shape[2:] == (SIDE + 8, SIDE + 8)
     flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, CLASSES))
-    with pytest.raises(PlanError, match=rf"cannot take images of {SIDE + 8} × {SIDE + 8} pixels"):
+    with pytest.raises(PlanError, match=rf"does not accept images of {SIDE + 8} × {SIDE + 8} pixels"):
         toy.pipeline(flat, eval_image_size=SIDE + 8).build()
     with pytest.raises(PlanError, match=r"eval_image_size=0 must be a positive integer"):
         toy.pipeline(eval_image_size=0)

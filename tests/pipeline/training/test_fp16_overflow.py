@@ -134,7 +134,7 @@ def test_gradients_that_overflow_at_every_scale_are_an_error(toy: Toy) -> None:
         "single", device="cpu", precision="fp16"
     )
     with pytest.raises(
-        NonFiniteError, match=r"At step 50 the gradients overflowed in fp16 for the 50th step in"
+        NonFiniteError, match=r"At step 50 the gradients overflowed in fp16 for the 50th consecutive step"
     ):
         made.fit(epochs=14, progress=False)
 

@@ -84,7 +84,7 @@ def test_an_average_that_keeps_its_start_is_told(
     toy.pipeline().transform(EMA(half_life=half_life)).fit(epochs=1)
     printed = capsys.readouterr().out
     assert (f"after all {TRAIN // BATCH} steps its average" in printed) is told
-    assert ("% the weights from before the training" in printed) is told
+    assert ("% initial weights" in printed) is told
 
 
 def test_the_average_is_evaluated_and_returned(toy: Toy) -> None:

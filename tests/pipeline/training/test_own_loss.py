@@ -30,16 +30,16 @@ def test_it_trains_as_cross_entropy_does(toy: Toy) -> None:
         (
             hard,
             [LabelSmoothing(0.1)],
-            r"cannot take logits \(2, 4\) and class numbers .*where LabelSmoothing",
+            r"does not accept logits \(2, 4\) and class indices .*with LabelSmoothing",
         ),
         (
             hard,
             [MixUp()],
-            r"cannot take logits \(2, 4\) and probabilities \(2, 4\): .*MixUp or CutMix is used",
+            r"does not accept logits \(2, 4\) and probabilities \(2, 4\): .*MixUp or CutMix, probabilities",
         ),
         (hard, [CutMix()], r"probabilities \(2, 4\)"),
-        (by_image, [], r"gives \(2,\) for 2 images, and must give one number"),
-        (no_tensor, [], "gives float for 2 images"),
+        (by_image, [], r"returns \(2,\) for 2 images, but must return their mean"),
+        (no_tensor, [], "returns float for 2 images"),
     ],
 )
 def test_what_it_cannot_take_is_told_before_training(
