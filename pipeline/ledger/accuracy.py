@@ -26,9 +26,7 @@ def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:
     """
     epochs = plan.spec.epochs
     if epochs is None:
-        raise PlanError(
-            "The pipeline does not say how long to train; give ledger(accuracy=True, epochs=…) (--epochs)."
-        )
+        raise PlanError("Number of epochs not set. Pass ledger(accuracy=True, epochs=…) (--epochs).")
     if plan.data.val is None:
         raise PlanError("accuracy=True needs validation data: give load() a second file (--val).")
     if target is not None and not is_number(target, "(0, 1]"):

@@ -61,7 +61,7 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
     """See `Pipeline.to_lightning`."""
     epochs = spec.epochs if epochs is None else epochs
     if epochs is None:
-        raise PlanError("The pipeline does not say how long to train; give to_lightning(epochs=…).")
+        raise PlanError("Number of epochs not set. Pass to_lightning(epochs=…).")
     plan = resolve(spec.replace(epochs=epochs))
     how = plan.distribution
     _check_methods(plan.spec.transforms)

@@ -1,4 +1,4 @@
-"""Two small networks for CIFAR-10: the quickstart's narrow residual one, and airbench's."""
+"""Two small networks for CIFAR-10: the quickstart's narrow ResNet, and airbench's network."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import nn
 
 
 def cifar_resnet(num_classes: int = 10, width: int = 16) -> nn.Module:
-    """A narrow residual network for images of 32 × 32 pixels.
+    """Build a narrow residual network for images of 32 × 32 pixels.
 
     Eight 3×3 convolutions, three max-pools, two residual blocks: the shape of David Page's ResNet-9
-    ("How to train your ResNet", 2018), whose width of 64 is cut to what a CPU trains in seconds.
+    ("How to train your ResNet", 2018), with its width of 64 reduced so that a CPU trains it in seconds.
 
     Args:
-        num_classes: of the output, `(B, num_classes)`.
-        width: channels after the first layer; 16 is 154,000 parameters.
+        num_classes: size of the output, `(B, num_classes)`. Default 10.
+        width: channels after the first layer. Default 16, which gives 154,000 parameters.
     """
     w = width
     return nn.Sequential(
@@ -45,7 +45,7 @@ class Residual(nn.Sequential):
     """Layers whose output is added to their input."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`(B, C, H, W)` to the same shape."""
+        """Add the layers' output to `input`, `(B, C, H, W)`."""
         output: torch.Tensor = super().forward(input)  # type: ignore[no-untyped-call]
         return input + output
 
@@ -53,15 +53,15 @@ class Residual(nn.Sequential):
 def airbench_net(
     num_classes: int = 10, widths: tuple[int, int, int] = (64, 256, 256), bias_lr: float = 64.0
 ) -> nn.Module:
-    """The network of airbench94 for images of 32 × 32 pixels.
+    """Build airbench94's network for images of 32 × 32 pixels.
 
-    A frozen 2×2 convolution that whitens (see `Whitening`), three groups of two 3×3 convolutions that begin as the
-    identity, GELU, BatchNorm without a scale, and a last layer divided by 9.
+    A frozen 2×2 whitening convolution (see `Whitening`), three groups of two 3×3 convolutions initialized to the
+    identity, GELU, BatchNorm without a scale, and a last layer whose output is divided by 9.
 
     Args:
-        num_classes: of the output, `(B, num_classes)`.
-        widths: channels of the three groups; two million parameters with the default, airbench94's.
-        bias_lr: factor on the learning rate of BatchNorm's shifts; see `Shift`.
+        num_classes: size of the output, `(B, num_classes)`. Default 10.
+        widths: channels of the three groups. Default: airbench94's, which give two million parameters.
+        bias_lr: factor on the learning rate of BatchNorm's shifts; see `Shift`. Default 64.
 
     Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024, arXiv:2404.00498.
     """
@@ -78,25 +78,25 @@ def airbench_net(
 
 
 _COLORS = ((1, 1, 1), (1, 0, -1), (1, -2, 1))
-"""Grey, red less blue, and both less green: nearly the principal components of natural colours."""
+"""Gray, red minus blue, and both minus green: nearly the principal components of natural colors."""
 _EDGES = (((1, 1), (1, 1)), ((1, 1), (-1, -1)), ((1, -1), (1, -1)), ((1, -1), (-1, 1)))
-"""Haar's basis of 2 × 2 pixels: mean, rows, columns, checkerboard."""
+"""The Haar basis of 2 × 2 pixels: mean, rows, columns, checkerboard."""
 _VARIANCES = (
     (10.05, 0.394, 0.331, 0.0553),
     (0.830, 0.0168, 0.0142, 0.0017),
     (0.185, 0.0050, 0.0045, 0.0006),
 )
-"""The mean square of each colour in each pattern (both of length 1), over all 2 × 2 pixels of CIFAR-10's 50,000
-training images, normalised to mean 0 and deviation 1 per channel; measured 2026-11-20."""
+"""The mean square of each color in each pattern (both of norm 1), over all 2 × 2 patches of CIFAR-10's 50,000 training
+images, normalized to mean 0 and standard deviation 1 per channel; measured 2026-11-20."""
 
 
 class Whitening(nn.Conv2d):
-    """A frozen convolution `(B, 3, H, W)` to `(B, 24, H - 1, W - 1)` whose outputs are little correlated, with a mean
-    square near 1, for normalised CIFAR-10; the last 12 are the first ones, negated.
+    """A frozen convolution from `(B, 3, H, W)` to `(B, 24, H - 1, W - 1)` whose outputs, on normalized CIFAR-10, are
+    weakly correlated and have a mean square near 1. The last 12 outputs are the first 12, negated.
 
-    Airbench takes the principal components of the training images' 2 × 2 pixels. A factory sees no data, so here
-    they are colours times edges, which are nearly those (no two outputs correlate above 0.27), and only the 12
-    variances are CIFAR-10's. The bias, 0 at first, is trained.
+    Airbench uses the principal components of the training images' 2 × 2 patches. A factory has no data, so here they
+    are products of colors and edges, which are close (no two outputs correlate above 0.27); only the 12 variances are
+    CIFAR-10's. The bias starts at 0 and is trained.
     """
 
     def __init__(self) -> None:
@@ -105,11 +105,11 @@ class Whitening(nn.Conv2d):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The filters, which are not random, and no bias."""
-        made = self.weight.new_tensor  # of its device and dtype
-        colors, edges = made(_COLORS), made(_EDGES) / 2
+        """Set the filters, which are not random, and zero the bias."""
+        tensor = self.weight.new_tensor  # same device and dtype
+        colors, edges = tensor(_COLORS), tensor(_EDGES) / 2
         colors /= colors.norm(dim=1, keepdim=True)
-        scales = (made(_VARIANCES) + 5e-4).rsqrt()  # airbench's ε, for variances near 0
+        scales = (tensor(_VARIANCES) + 5e-4).rsqrt()  # airbench's ε, for variances near 0
         filters = torch.einsum("ab,ac,bij->abcij", scales, colors, edges).flatten(0, 1)
         self.weight.copy_(torch.cat([filters, -filters]))
         nn.init.zeros_(self.bias)  # type: ignore[arg-type]
@@ -123,22 +123,22 @@ def _group(inputs: int, outputs: int, bias_lr: float) -> nn.Sequential:
 
 
 def _identity_conv(inputs: int, outputs: int) -> nn.Conv2d:
-    """Its first channels give the input as it is; the others begin at random."""
+    """Return a convolution whose first output channels are initialized to the input, the others randomly."""
     conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     nn.init.dirac_(conv.weight.data[: min(inputs, outputs)])
     return conv
 
 
 def _norm(channels: int, bias_lr: float) -> tuple[nn.Module, nn.Module]:
-    # Airbench's statistics keep 0.6 of the old: torch counts the new part.
+    # Airbench's statistics keep 0.6 of the old value; torch's momentum is the weight of the new one.
     return nn.BatchNorm2d(channels, eps=1e-12, momentum=0.4, affine=False), Shift(channels, bias_lr)
 
 
 class Shift(nn.Module):
-    """Adds √`lr_factor` · bias to each channel.
+    """Add √`lr_factor` · bias to each channel.
 
-    With SGD the shift so moves as a plain bias does at `lr_factor` times the learning rate, and decays as at the
-    plain rate: the gradient and the shift each have the root as a factor, the decay has none.
+    With SGD, the shift moves like a plain bias at `lr_factor` times the learning rate, but decays at the plain rate:
+    the root is a factor of both the gradient and the shift, but not of the decay.
     """
 
     def __init__(self, channels: int, lr_factor: float) -> None:
@@ -147,7 +147,7 @@ class Shift(nn.Module):
         self.root = lr_factor**0.5
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`(B, C, H, W)` to the same shape and dtype."""
+        """Shift `input`, `(B, C, H, W)`, keeping its dtype."""
         shift: torch.Tensor = (self.root * self.bias).to(input.dtype)
         return input + shift[:, None, None]
 
@@ -157,6 +157,6 @@ class _ScaledLinear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`(B, inputs)` to `(B, outputs)`."""
+        """Map `(B, inputs)` to `(B, outputs)`."""
         logits: torch.Tensor = super().forward(input)
         return logits / 9

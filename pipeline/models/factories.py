@@ -1,4 +1,4 @@
-"""Models by name, for recipes: Drivetrain's few, torchvision's, and any importable factory."""
+"""Models by name, for recipes: Drivetrain's own, torchvision's, and any importable factory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Factory = Callable[..., nn.Module]
 
 
 def model_factory(name: str) -> Factory:
-    """The factory of a model: a name in `MODELS`, one of `torchvision.models.list_models()`, or
-    `"package.module:attribute"`, a class of modules or a function that is imported.
+    """Return a model's factory by name: a name in `MODELS`, one of `torchvision.models.list_models()`, or
+    `"package.module:attribute"`, which imports a function or an `nn.Module` class.
 
-    Importing a module runs its code: read a recipe that is not yours before you use it.
+    Importing a module runs its code: read a recipe from others before you use it.
 
     Raises:
-        RecipeError: if no model has the name, with the nearest one, or it cannot be imported.
+        RecipeError: if no model has the name, with the closest one, or if it cannot be imported.
     """
     if name in MODELS:
         return MODELS[name]
@@ -33,7 +33,7 @@ def model_factory(name: str) -> Factory:
     known = _torchvision().list_models(module=_torchvision())
     if name not in known:
         raise RecipeError(
-            f"No model is named {name!r}. One of your own is written package.module:factory."
+            f"No model is named {name!r}. Write a custom one as package.module:factory."
             f"{suggest(name, [*MODELS, *known])}"
         )
     factory: Factory = _torchvision().get_model_builder(name)
@@ -41,7 +41,7 @@ def model_factory(name: str) -> Factory:
 
 
 def name_of_factory(factory: Factory) -> str | None:
-    """The name by which `model_factory` gives this very factory, or None if it has none."""
+    """Return the name for which `model_factory` returns exactly this factory; None if there is none."""
     for name, own in MODELS.items():
         if own is factory:
             return name
@@ -56,12 +56,12 @@ def name_of_factory(factory: Factory) -> str | None:
             if model_factory(candidate) is factory:
                 return candidate
         except RecipeError:
-            pass  # it is no module's attribute: a lambda, or made inside a function
+            pass  # not an attribute of a module: a lambda, or defined inside a function
     return None
 
 
 def _torchvision() -> Any:
-    import torchvision.models  # here, because it takes 3 s
+    import torchvision.models  # here: it takes 3 s
 
     return torchvision.models
 
@@ -70,29 +70,28 @@ def _imported(name: str) -> Factory:
     module, _, attribute = name.partition(":")
     if module == "__main__":
         raise RecipeError(
-            f"The model {name!r} is of the script that runs, which other processes cannot import. Put its factory "
-            "into a module of its own, and write module:factory."
+            f"The model {name!r} is defined in the running script, which other processes cannot import. Move its "
+            "factory to a separate module, and write module:factory."
         )
     if module.split(".")[0] in sys.stdlib_module_names:
         raise RecipeError(
             f"The model {name!r} names Python's standard library, which has no models. Write "
-            "package.module:factory, of a function that returns a module, or of its class."
+            "package.module:factory, where factory is a function that returns an nn.Module, or an nn.Module class."
         )
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        target: Any = importlib.import_module(module)
+        for attribute_name in attribute.split("."):
+            target = getattr(target, attribute_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise RecipeError(
-            f"The model {name!r} cannot be imported: {error}. Write package.module:factory, of a module that "
-            "this Python can import. The command line also looks in the working directory and in the folder of the "
-            "recipe's file."
+            f"The model {name!r} cannot be imported: {error}. Write package.module:factory with an importable "
+            "module. The command line also searches the working directory and the folder of the recipe file."
         ) from error
-    if not (inspect.isfunction(found) or (inspect.isclass(found) and issubclass(found, nn.Module))):
+    if not (inspect.isfunction(target) or (inspect.isclass(target) and issubclass(target, nn.Module))):
         raise RecipeError(
-            f"The model {name!r} is {found!r:.80}; name a function that returns a module, or its class."
+            f"The model {name!r} is {target!r:.80}. Name a function that returns an nn.Module, or an nn.Module class."
         )
-    factory: Factory = found
+    factory: Factory = target
     return factory
 
 
@@ -105,13 +104,13 @@ def vit(
     heads: int = 6,
     mlp: int = 1536,
 ) -> nn.Module:
-    """A vision transformer of any size, torchvision's `VisionTransformer`.
+    """Build a vision transformer of any size, torchvision's `VisionTransformer`.
 
     Args:
-        num_classes: of the output, `(B, num_classes)`.
-        image_size: side of the images, in pixels, a multiple of `patch_size`; it takes no other size.
+        num_classes: size of the output, `(B, num_classes)`.
+        image_size: side of the images, in pixels, a multiple of `patch_size`; the model accepts only this size.
         patch_size: side of the patches, in pixels.
-        width, depth, heads, mlp: of the encoder; the defaults are those of ViT-S.
+        width, depth, heads, mlp: dimensions of the encoder. Default: those of ViT-S.
     """
     from torchvision.models.vision_transformer import VisionTransformer
 
@@ -122,25 +121,25 @@ def vit(
 
 
 def vit_s16(num_classes: int = 1000, image_size: int = 224) -> nn.Module:
-    """ViT-S/16: 22 million parameters. With a class token and learned positions, as torchvision's others."""
+    """Build ViT-S/16, with 22 million parameters, a class token and learned positions, like torchvision's others."""
     return vit(num_classes, image_size)
 
 
 def pretrained(name: str, num_classes: int, weights: str | None = "DEFAULT") -> nn.Module:
-    """A model of torchvision with its published weights and a new last layer.
+    """Build a torchvision model with pretrained weights and a new last layer.
 
-    The last linear layer or convolution is replaced, whatever its name; its initial weights are PyTorch's. The
-    weights are fetched once into the folder of `torch.hub.get_dir()`.
+    The last linear layer or convolution is replaced, with PyTorch's default initialization. The weights are downloaded
+    once to `torch.hub.get_dir()`.
 
     Args:
-        name: of the model, e.g. `"resnet50"`.
-        num_classes: of the new last layer.
-        weights: their name, e.g. `"IMAGENET1K_V2"`; `"DEFAULT"`, the default, for torchvision's best; None for
-            random ones.
+        name: name of the model, e.g. `"resnet50"`.
+        num_classes: number of outputs of the new layer.
+        weights: name of the weights, e.g. `"IMAGENET1K_V2"`; None for random ones. Default `"DEFAULT"`: torchvision's
+            best.
 
     Raises:
-        RecipeError: for an unknown name, or a model whose last layer does not give classes.
-        DataError: if the weights cannot be fetched.
+        RecipeError: for an unknown name, or a model whose last layer does not return class logits.
+        DataError: if the weights cannot be downloaded.
     """
     models = _torchvision()
     known = models.list_models(module=models)
@@ -151,9 +150,9 @@ def pretrained(name: str, num_classes: int, weights: str | None = "DEFAULT") -> 
         raise RecipeError(f"{name} has no weights {weights!r}.{suggest(weights, names)}")
     try:
         model: nn.Module = models.get_model(name, weights=weights)
-    except (OSError, RuntimeError) as error:  # no network, or a file whose checksum is another
+    except (OSError, RuntimeError) as error:  # no network, or a wrong checksum
         raise DataError(
-            f"The weights {weights} of {name} could not be fetched: {error}. Put their file into "
+            f"The weights {weights} of {name} could not be downloaded: {error}. Put their file into "
             f"{torch.hub.get_dir()}/checkpoints, or set weights to null."
         ) from error
     _replace_head(model, num_classes, name)
@@ -172,13 +171,13 @@ def _replace_head(model: nn.Module, num_classes: int, name: str) -> None:
         new = nn.Conv2d(last.in_channels, num_classes, 1, bias=last.bias is not None)
     if width != CLASSES:
         raise RecipeError(
-            f"The last layer of {name}, {path}, gives {width} numbers and not {CLASSES} classes."
+            f"The last layer of {name}, {path}, returns {width} values, not logits of {CLASSES} classes."
         )
     setattr(model.get_submodule(parent), attribute, new)
 
 
 CLASSES = 1000
-"""Of ImageNet, for which torchvision's models are."""
+"""Number of classes of ImageNet, for which torchvision's models are built."""
 
 MODELS: dict[str, Factory] = {
     "airbench_net": airbench_net,

@@ -1,1 +1,1 @@
-"""A whole training: on one process or several ranks, its folder, and its result."""
+"""A full run: on one process or several ranks, with its folder and its result."""

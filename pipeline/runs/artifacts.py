@@ -1,4 +1,4 @@
-"""What a run is asked for, what it sends back, and what it leaves beside its checkpoints."""
+"""The job of a run, the result of a rank, and the artifacts of a run other than checkpoints."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .config import FitConfig
 from .folder import HISTORY, MODEL, clear_results, draw_curves, read_history, write
 from .interrupts import interrupts_held
 
-PICTURE = 30.0  # seconds between two pictures of the curves
+PICTURE = 30.0  # seconds between two plots of the curves
 Weights = Callable[[], dict[str, torch.Tensor]]
-"""Gathers the weights that are evaluated, by plain names; empty on a rank that does not keep them."""
+"""Gathers the weights used in evaluation, by plain names; empty on ranks that do not keep them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitJob(FitConfig):
-    """What a rank trains: the options of `fit`, checked, with `epochs` and the loggers decided.
+    """The validated options of `fit`, with `epochs` and loggers resolved, and what ranks need in addition.
 
     Attributes:
-        texts: go into the folder, by name.
+        texts: text files for the folder, by name.
         in_cell: whether `fit` was called in a notebook.
-        plan: rank 0 prints it once everything is built and checked.
-        each_rank: whether the ranks were there before the call, so that the caller on each of them gets the result.
+        plan: text that rank 0 prints once everything is built and checked.
+        each_rank: whether the ranks existed before the call, so that every rank returns the result to its caller.
     """
 
     epochs: int
@@ -46,27 +46,27 @@ class FitJob(FitConfig):
 
 @dataclass
 class RankResult:
-    """What a rank sends back: the history of the finished epochs, and the weights after the last of them, on the CPU
-    by plain names. Only those ranks have weights whose caller gets them: rank 0; with `FitJob.each_rank`, when the
-    training has ended, all."""
+    """The result of a rank: the history of the finished epochs, and the weights after the last of them, on the CPU, by
+    plain names. Only ranks that return weights to a caller have them: rank 0; with `FitJob.each_rank`, all ranks at the
+    end of training."""
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     history: History = field(default_factory=History)
 
 
 class RunArtifacts(Observer):
-    """History and weights, in memory and in the run's folder; its texts; curves; and messages.
+    """Keep history and weights, in memory and in the run's folder; write texts and curves; print messages.
 
-    Every rank has one; rank 0 alone writes and prints.
+    Every rank has one; only rank 0 writes and prints.
 
     Args:
-        job: what the run was told.
-        outcome: is kept up to date with the epochs that are finished.
+        job: the options of the run.
+        outcome: the rank's result, updated after each epoch.
         lead: whether this is rank 0.
-        facts: of the history.
+        facts: facts of the history.
 
     Attributes:
-        history: of the epochs that are finished.
+        history: the history of the finished epochs.
     """
 
     def __init__(self, job: FitJob, outcome: RankResult, lead: bool, facts: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class RunArtifacts(Observer):
         self.history = History([], facts)
 
     def clear(self) -> None:
-        """The results of another run in the folder go, before any of this one are there."""
+        """Remove the results of an earlier run from the folder."""
         if self._folder is not None:
             clear_results(self._folder)
 
@@ -86,9 +86,9 @@ class RunArtifacts(Observer):
             write(self._folder, self._job.texts)
 
     def keep(self, history: History, weights: Weights) -> None:
-        """Weights and history are of the same epoch, in memory and on disk. Every rank must call it."""
+        """Store weights and history of the same epoch, in memory and on disk. Every rank must call it."""
         with interrupts_held():
-            self._outcome.state = {}  # released before the next ones are gathered: there is one copy at a time
+            self._outcome.state = {}  # release the old weights before gathering: one copy at a time
             state = weights()
             if self._folder is not None and history.epochs:
                 save_weights(state, self._folder / MODEL, epochs=len(history.epochs))
@@ -97,13 +97,13 @@ class RunArtifacts(Observer):
             self._outcome.state = state
 
     def add(self, epoch: Epoch, weights: Weights) -> None:
-        """Keeps one more epoch, and its weights."""
+        """Add an epoch and its weights."""
         self.keep(History([*self.history.epochs, epoch], self.history.facts), weights)
 
     def resume(self, history: History) -> None:
-        """Keeps the epochs that were finished before, in the middle of the next one.
+        """Restore the finished epochs when resuming in the middle of the next one.
 
-        Their weights are not in the checkpoint, but in the run's folder, if that has those of the same epochs.
+        Their weights are not in the checkpoint, but in the run's folder if its history has the same epochs.
         """
         self.history = self._outcome.history = history
         if self._folder is None or not history.epochs:
@@ -113,12 +113,12 @@ class RunArtifacts(Observer):
             self._outcome.state = load_weights(self._folder / MODEL, epochs=len(history.epochs))
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
-        """Draw the curves so far, but seldom: a picture takes a fifth of a second."""
+        """Draw the curves so far, at most every `PICTURE` seconds: it takes a fifth of a second."""
         if self._folder is not None and perf_counter() > self._next_picture:
             draw_curves(self._folder)
             self._next_picture = perf_counter() + PICTURE
 
     def echo(self, text: str) -> None:
-        """Print a line, if the run shows its progress."""
+        """Print a line on rank 0, if the run shows progress."""
         if self._lead and self._job.progress:
             echo(text)

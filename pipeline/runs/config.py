@@ -1,4 +1,4 @@
-"""The options of `Pipeline.fit`, as a value that checks itself: each is one field here."""
+"""The validated options of `Pipeline.fit`, one field each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..training.guard import OnNonFinite, check_choice
 
 
 def _kind(kinds: Any, allowed: str) -> Callable[[str, Any], None]:
-    """Return a check of the value's type."""
+    """Return a check that the value is an instance of `kinds`; `allowed` completes "must …" in the message."""
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, kinds):
@@ -29,7 +29,7 @@ class FitConfig(Config):
     """The options of `Pipeline.fit`.
 
     Raises:
-        PlanError: naming the value that cannot be used.
+        PlanError: naming the invalid value.
     """
 
     _: KW_ONLY
@@ -39,42 +39,42 @@ class FitConfig(Config):
     out: str | Path | None = field(
         default=None,
         metadata=option(
-            "a folder for the results; None: no files",
-            more="`plan.txt` and `recipe.yaml`; `history.json` and `model.safetensors`, written after each epoch; "
-            "`curves.png`, drawn at the end; and `checkpoints/`. With several machines, one that all of them share.",
-            check=_kind(str | Path | None, "be the path of a folder, or None to keep no files"),
+            "folder for the results; None: no files",
+            more="It contains `plan.txt` and `recipe.yaml`; `history.json` and `model.safetensors`, written after each "
+            "epoch; `curves.png`, drawn at the end; and `checkpoints/`. With several machines, it must be shared.",
+            check=_kind(str | Path | None, "be the path of a folder, or None for no files"),
         ),
     )
-    progress: bool = field(default=True, metadata=option("show a bar and a line per epoch"))
+    progress: bool = field(default=True, metadata=option("show a progress bar, and print a line per epoch"))
     resume: str | Path | bool | None = field(
         default=None,
         metadata=option(
-            '`"auto"`, or True: from the newest complete checkpoint in `out`, or from the start where there is none; a '
-            "path: from this checkpoint, or the newest of this run's folder; None, or False: from the start",
-            more="A path to a checkpoint in `out` that is not the newest one there is refused: the newer would be "
-            "lost. Without `resume`, a new run in `out` starts from scratch and prints that it overwrites the old "
-            "results: they are removed when it begins, their checkpoints once its first is complete.",
+            '`"auto"` or True: from the newest complete checkpoint in `out`, or from scratch if there is none; a path: '
+            "from this checkpoint, or the newest one in this folder of a run; None or False: from scratch",
+            more="A checkpoint in `out` that is not the newest one is rejected, because the newer ones would be lost. "
+            "Without `resume`, a new run in `out` starts from scratch and prints that it overwrites the old results: "
+            "they are removed when it begins, their checkpoints once its first one is complete.",
             check=_kind(str | Path | bool | None, "be 'auto', the path of a checkpoint or of a run, or None"),
         ),
     )
     checkpoints: Checkpoints | None = field(
         default_factory=Checkpoints,
         metadata=option(
-            "when they are saved, and which are kept; None: none are",
-            more="Without `out` there are none.",
+            "when to save checkpoints, and which to keep; None: no checkpoints",
+            more="Requires `out`.",
             check=_kind(
                 Checkpoints | None,
-                "say which: Checkpoints(keep=2, …) of drivetrain.pipeline; or be None for none",
+                "be a drivetrain.pipeline.Checkpoints(keep=2, …), or None for no checkpoints",
             ),
         ),
     )
     on_nonfinite: OnNonFinite = field(
         default="raise",
         metadata=option(
-            '`"raise"`: a loss that is not finite ends the training, naming step, rank and the last good checkpoint; '
-            '`"skip"`: no rank takes its step',
-            more="The learning rate advances all the same, and the history counts the step. On a GPU every step then "
-            "waits for its loss.",
+            '`"raise"`: a non-finite loss raises an error with step, rank and the last good checkpoint; `"skip"`: all '
+            "ranks skip its step",
+            more="A skipped step still advances the learning rate, and the history counts it. On a GPU, `'skip'` makes "
+            "every step wait for its loss.",
             check=lambda _, value: check_choice(value),
         ),
     )
@@ -83,17 +83,17 @@ class FitConfig(Config):
         metadata=option(
             '`"csv"` (`out/metrics.csv`), `"tensorboard"` (`out/tensorboard/`), an object with `log(dict, step=)` or '
             "`log_metrics(dict, step=)`, such as `wandb.init(…)` or the module `mlflow`, or a list of them",
-            more="It gets each epoch's figures, and those of every `log_every`-th step under names that begin with "
-            "`step/`, the loss being that of rank 0's share of the batch. Only rank 0 logs; where this call starts "
-            "the ranks, an object is copied to it. A logger that fails is left out from then on, with a "
-            "`LoggerWarning`. A run that resumes continues the same files.",
+            more="It receives the metrics of each epoch, and those of every `log_every`-th step under names that begin "
+            "with `step/`, where the loss is that of rank 0's share of the batch. Only rank 0 logs; if this call "
+            "starts the ranks, an object is copied to it. A logger that fails is disabled, with a `LoggerWarning`. A "
+            "resumed run continues the same files.",
         ),
     )
     log_every: int = field(
         default=LOG_EVERY,
         metadata=option(
             "optimizer steps between two entries",
-            more="The default costs next to nothing; the device is never waited for.",
+            more="The default costs next to nothing. Logging never waits for the device.",
         ),
     )
 
@@ -103,11 +103,11 @@ class FitConfig(Config):
             object.__setattr__(self, "resume", "auto" if self.resume else None)
         if self.resume == "auto" and self.out is None:
             raise PlanError(
-                "resume='auto' looks for checkpoints in out; give fit(out=…) (--out), or the checkpoint's path."
+                "resume='auto' searches out for checkpoints. Pass fit(out=…) (--out), or the checkpoint's path."
             )
         if self.out == "":
             raise PlanError(
-                "out='' names no folder; give the path of one, '.' for this, or None to keep no files."
+                "out='' is not a folder. Pass the path of a folder ('.' for this one), or None for no files."
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Training from a pipeline: in this process, or on the ranks that the strategy wants."""
+"""Train a pipeline in this process, or on the ranks that the strategy requires."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .run import Run
 
 
 def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> FitResult:
-    """See `Pipeline.fit`. With `show_plan` it prints the plan, after every check that can be made before training."""
+    """Train; see `Pipeline.fit`. With `show_plan`, print the plan once everything is checked and built."""
     epochs = spec.epochs if config.epochs is None else config.epochs
     if epochs is None:
-        raise PlanError("The pipeline does not say how long to train; give fit(epochs=…).")
+        raise PlanError("Number of epochs not set. Pass fit(epochs=…).")
     plan = resolve(spec.replace(epochs=epochs))
     folder, progress = config.folder, config.progress
-    loggers = check_loggers(config.logger, config.log_every, folder, travels=not _is_rank(plan))
-    if folder is not None:  # last: what is refused leaves no folder
+    loggers = check_loggers(config.logger, config.log_every, folder, pickled=not _is_rank(plan))
+    if folder is not None:  # last, so that invalid options do not create a folder
         make_folder(folder)
     texts, note = descriptions(plan) if folder is not None else ({}, "")
     job = FitJob(
@@ -45,12 +45,12 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
     with lock_run_dir(folder) if folder is not None and is_main_process() else nullcontext():
         plan = resolve_data(plan, progress)
         for text in (note, "" if folder is None else replaced(folder, job.resume)):
-            _tell(text, progress)
+            _echo(text, progress)
         return _fit(plan, job)
 
 
 def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
-    """Trains, and draws the curves."""
+    """Train, and draw the curves."""
     folder, progress = job.folder, job.progress
     interrupted: TrainingInterrupted | None = None
     try:
@@ -63,18 +63,18 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
         return _finish(plan, outcome)
     finally:
         if folder is not None and (interrupted is None or "matplotlib.figure" in sys.modules):
-            _tell(draw_curves(folder), progress)  # after Ctrl-C only if that takes no second
-    # Raised here, it does not hold the frames of the loop, and with them the loaders' processes.
+            _echo(draw_curves(folder), progress)  # after Ctrl-C, only if it takes no time
+    # Raised here, so that it does not keep the frames of the loop alive, and with them the loaders' processes.
     raise interrupted
 
 
-def _tell(note: str, progress: bool) -> None:
+def _echo(note: str, progress: bool) -> None:
     if note and progress and is_main_process():
         echo(note)
 
 
 def _run(plan: ResolvedPlan, job: FitJob) -> RankResult:
-    """Trains here or on ranks; an error of Drivetrain on a rank is raised as if it were here."""
+    """Train here or on ranks. Raise a rank's Drivetrain errors as if they occurred here."""
     if _is_alone(plan):
         return train_rank(plan, job)
     try:
@@ -87,17 +87,17 @@ def _run(plan: ResolvedPlan, job: FitJob) -> RankResult:
 
 
 def _is_alone(plan: ResolvedPlan) -> bool:
-    """Whether this process trains, and no other."""
+    """Return whether only this process trains."""
     return not plan.needs_ranks and not under_torchrun()
 
 
 def _is_rank(plan: ResolvedPlan) -> bool:
-    """Whether this process trains, alone or with others, and none is started for it."""
+    """Return whether this process trains itself, alone or as a rank, instead of launching ranks."""
     return _is_alone(plan) or is_rank()
 
 
 def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
-    """The plan with named data sets replaced by their files, fetched and converted now if need be."""
+    """Return the plan with named data sets replaced by their files, downloaded and converted if necessary."""
     data = plan.data
     train = str(source_file(data, data.train, progress=progress))
     val = None if data.val is None else str(source_file(data, data.val, progress=progress))
@@ -105,24 +105,24 @@ def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
 
 
 def make_folder(folder: Path) -> Path:
-    """The folder, made if it is not there, with its parents; it is sure that files can be written there.
+    """Create the folder and its parents if missing, check that it is writable, and return it.
 
     Raises:
-        DrivetrainError: if not, before anything was spent on what would be written.
+        DrivetrainError: if it cannot be created or written, before time is spent on its contents.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (FileExistsError, NotADirectoryError):
-        raise DrivetrainError(f"{folder} cannot be a folder: it, or a part of it, is a file.") from None
+        raise DrivetrainError(f"{folder} cannot be a folder: it or one of its parents is a file.") from None
     except OSError as error:
-        raise DrivetrainError(f"Nothing can be written to the folder {folder}: {error.strerror}.") from None
+        raise DrivetrainError(f"The folder {folder} is not writable: {error.strerror}.") from None
     return folder
 
 
 def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
-    """Trains on this rank; rank 0 shows progress, saves after each epoch, and returns the weights."""
+    """Train on this rank; rank 0 shows progress, saves after each epoch, and returns the weights."""
     outcome = RankResult()
     try:
         with (
@@ -140,7 +140,7 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
 
 
 def _finish(plan: ResolvedPlan, outcome: RankResult) -> FitResult:
-    """The trained model, built again in this process from the weights that came back."""
+    """Return the trained model, rebuilt in this process from the ranks' weights, with history and reports."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingChanged)  # the rank has warned already
         model, reports = build_model(plan.spec, plan.transforms)

@@ -1,5 +1,5 @@
-"""A run's folder: whose it is, what an earlier run has left in it, and what goes there beside weights and
-checkpoints: how the run was asked for, its plan, its curves."""
+"""A run's folder: its lock, the remains of earlier runs, and its files other than weights and checkpoints: recipe,
+plan and curves."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MODEL = "model.safetensors"
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Iterator[None]:
-    """Within the block no other run begins in the folder. The system ends the claim with the process.
+    """Lock the folder against other runs inside the block. The system releases the lock when the process ends.
 
-    The lock is on the folder itself, so that it leaves no file. A file system without such locks has none.
+    The lock is on the folder itself, so it leaves no file. On file systems without such locks, this does nothing.
 
     Raises:
-        DrivetrainError: if another run is in the folder.
+        DrivetrainError: if another run has locked the folder.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -41,20 +41,19 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DrivetrainError(
-                f"Another run is training in {folder}. Wait for its end, or give this one a folder of its own: "
-                f"out=… (--out)."
+                f"Another run is training in {folder}. Wait until it ends, or pass another folder: out=… (--out)."
             ) from None
-        except OSError:  # NFS refuses to lock what cannot be opened for writing
+        except OSError:  # NFS can only lock what is open for writing
             pass
         yield
     finally:
-        with suppress(OSError):  # said, because a process that was forked meanwhile would keep the lock
+        with suppress(OSError):  # explicitly: a process forked in the meantime would keep the lock
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def replaced(folder: Path, resume: str | Path | None) -> str:
-    """A note on the earlier run that a new one replaces, or "" if there is none, or it is resumed."""
+    """Return a note on the earlier run that a new run replaces; "" if there is none, or it is resumed."""
     store = CheckpointDir(folder / "checkpoints")
     if resume == "auto" and store.run is not None:
         return ""
@@ -62,28 +61,28 @@ def replaced(folder: Path, resume: str | Path | None) -> str:
         Path(resume).resolve() == folder.resolve() or store.holds(Path(resume))
     ):
         return ""
-    goes_on = " (resume='auto', --resume, goes on from it)" if store.checkpoints() else ""
+    hint = " (resume='auto', --resume, would continue it)" if store.checkpoints() else ""
     try:
         epochs = len(json.loads((folder / HISTORY).read_bytes())["epochs"])
     except FileNotFoundError:
-        return f"{folder} held an unfinished run; it is replaced{goes_on}." if goes_on else ""
+        return f"{folder} held an unfinished run; it is replaced{hint}." if hint else ""
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return f"{folder} held a run; it is replaced{goes_on}."
-    return f"{folder} held a run of {epochs} epoch{'s' * (epochs != 1)}; it is replaced{goes_on}."
+        return f"{folder} held a run; it is replaced{hint}."
+    return f"{folder} held a run of {epochs} epoch{'s' * (epochs != 1)}; it is replaced{hint}."
 
 
 def clear_results(folder: Path) -> None:
-    """Removes what an earlier run has reached, so that it never stands beside the recipe of another."""
+    """Remove an earlier run's results, so that they are never next to another run's recipe."""
     for name in (MODEL, HISTORY, CURVES, METRICS):
         _remove(folder / name)
 
 
 def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
-    """The text of `plan.txt` and `recipe.yaml` by their names, and a note on what cannot be written, or ""."""
+    """Return the texts of `plan.txt` and `recipe.yaml` by file name, and a note on what cannot be written, or ""."""
     texts, note = {PLAN: f"{Plan(plan.steps)!r}\n"}, ""
     try:
         recipe = to_recipe(plan.spec)
-    except RecipeError as error:  # a model of one's own, and the like
+    except RecipeError as error:  # e.g. a custom model
         note = f"There is no {RECIPE}: {error}"
     else:
         texts[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
@@ -91,7 +90,7 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
 
 
 def write(folder: Path, texts: dict[str, str]) -> None:
-    """Writes each text under its name. What an earlier run left under these names, and has not, goes."""
+    """Write the texts by file name. Remove an earlier run's plan and recipe if `texts` lacks them."""
     for name in {PLAN, RECIPE} - set(texts):
         _remove(folder / name)
     for name, text in texts.items():
@@ -100,22 +99,22 @@ def write(folder: Path, texts: dict[str, str]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file that an earlier run has left, if it is there.
+    """Remove a file of an earlier run, if it exists.
 
     Raises:
-        DrivetrainError: if it cannot be removed, such as a folder of that name.
+        DrivetrainError: if it cannot be removed, e.g. because it is a folder.
     """
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise DrivetrainError(
-            f"{path} is in the way of the results of this run, and cannot be removed: {error.strerror or error}. Move "
-            f"it, or give another folder: out=… (--out)."
+            f"{path} is in the way of this run's results and cannot be removed: {error.strerror or error}. Move it, or "
+            f"pass another folder: out=… (--out)."
         ) from None
 
 
 def read_history(folder: Path) -> History | None:
-    """The history in the folder; None if there is none, or the file is not one of ours."""
+    """Return the history in the folder; None if there is none, or the file is not Drivetrain's."""
     try:
         return History.from_dict(json.loads((folder / HISTORY).read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -123,12 +122,12 @@ def read_history(folder: Path) -> History | None:
 
 
 def draw_curves(folder: Path) -> str:
-    """Draws `curves.png` of the history that is in the folder; of several ranks, by the first.
+    """Draw `curves.png` from the history in the folder, on rank 0.
 
-    It never raises: the training's result, or its error, is worth more than its picture.
+    It never raises: the result or the error of the run is worth more than the plot.
 
     Returns:
-        A note on why there is no picture, or "": there is one, or nothing to draw.
+        A note on why there is no plot; "" if there is one, or nothing to draw.
     """
     if not is_main_process() or not os.path.lexists(folder / HISTORY):
         return ""

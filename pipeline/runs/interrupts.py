@@ -1,4 +1,4 @@
-"""Ctrl-C and what belongs together."""
+"""Protect blocks from Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C inside the block takes effect at its end. Only the main thread is ever interrupted."""
+    """Defer Ctrl-C to the end of the block. Python interrupts only the main thread."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)

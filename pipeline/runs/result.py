@@ -1,4 +1,4 @@
-"""What training gives back."""
+"""The result of training."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..telemetry.history import History
 
 @dataclass
 class FitResult:
-    """What `Pipeline.fit` gives.
+    """The result of `Pipeline.fit`.
 
     Attributes:
         model: the trained model, after surgery, on the CPU, in evaluation mode.
         history: one entry per epoch.
         reports: what each transform changed.
-        plan: the steps it was built by.
-        transforms: of the pipeline, in the plan's order.
+        plan: the steps of the run.
+        transforms: the pipeline's transforms, in the plan's order.
     """
 
     model: nn.Module
@@ -33,23 +33,23 @@ class FitResult:
     transforms: tuple[Transform, ...] = ()
 
     def plain_state(self) -> dict[str, torch.Tensor]:
-        """The weights under the names of the model before surgery, for use without Drivetrain.
+        """Return the weights by the names of the model before surgery, for use without Drivetrain.
 
-        What a surgery adds and a plain model cannot express keeps a name of its own; `Transform.to_plain` of
-        each surgery says which.
+        Weights that a surgery adds and a plain model cannot express keep their names; see each surgery's
+        `Transform.to_plain`.
         """
         return plain_state(self.model.state_dict(), self.model, self.transforms)
 
     @property
     def accuracy(self) -> float | None:
-        """Top-1 (0 to 1) on the validation data after the last epoch; None if there is none."""
+        """Top-1 accuracy (0 to 1) on the validation data after the last epoch; None without."""
         return self.history.accuracy
 
     def __repr__(self) -> str:
         return f"FitResult(accuracy={self.accuracy}, epochs={len(self.history.epochs)})"
 
     def _repr_html_(self) -> str:
-        """The history; what each transform changed, and the plan, are there to be opened."""
+        """Return the history, with the plan and the transforms' changes folded."""
         parts = [("what was changed", "<br>".join(report._repr_html_() for report in self.reports))]
         parts += [("the plan", self.plan._repr_html_())]
         folded = "".join(
@@ -62,15 +62,15 @@ class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during training.
 
     Attributes:
-        epochs: how many were finished, those of a run that was resumed included.
-        result: a `FitResult` of them; None if there are none, or the weights after the last one are not in this
-            process: it resumed in the middle of an epoch without the folder of the run, or is not rank 0.
+        epochs: number of finished epochs, including those before resuming.
+        result: a `FitResult` of them; None if there are none, or if this process does not have the weights after the
+            last one: it resumed in the middle of an epoch without the run's folder, or it is not rank 0.
     """
 
     def __init__(self, outcome: Any = None, result: FitResult | None = None, epochs: int = 0) -> None:
-        finished = "before its first epoch was finished"
+        finished = "before its first epoch finished"
         if result is not None:
-            finished = f"after epoch {epochs}, up to which this exception's result goes"
+            finished = f"after epoch {epochs}; this exception's result contains all epochs up to it"
         elif epochs:
             finished = f"after epoch {epochs}, whose weights are not in this process: there is no result here"
         super().__init__(f"training was interrupted {finished}")

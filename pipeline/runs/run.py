@@ -1,4 +1,4 @@
-"""A run on one rank: from a checkpoint or the start to the last epoch, with checkpoints on the way."""
+"""A run on one rank: from scratch or a checkpoint to the last epoch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..spec.resolve import ResolvedPlan
 from ..telemetry.history import Epoch, History
 from ..telemetry.metrics import Metrics
 from ..telemetry.observer import Observer, Observers
-from ..telemetry.progress import Progress, place_of_bar
+from ..telemetry.progress import Progress, progress_file
 from ..telemetry.provenance import provenance
 from ..telemetry.state import TrainState
 from ..training.build import Built
@@ -39,13 +39,13 @@ from .saving import SaveCheckpoints
 
 
 class Run:
-    """One training on this rank.
+    """One run on this rank.
 
     Args:
-        plan: what is trained.
-        built: its parts.
-        job: how.
-        outcome: is kept up to date with the epochs that are finished.
+        plan: the resolved pipeline.
+        built: what `build` built from it.
+        job: the options of the run.
+        outcome: the rank's result, updated after each epoch.
     """
 
     def __init__(self, plan: ResolvedPlan, built: Built, job: FitJob, outcome: RankResult) -> None:
@@ -72,7 +72,7 @@ class Run:
         return self._hooks.state
 
     def train(self) -> None:
-        """Trains what is left of the run."""
+        """Train the remaining epochs of the run."""
         if self._engine.note:
             self._artifacts.echo(self._engine.note)
         options = self._job.checkpoints
@@ -107,14 +107,14 @@ class Run:
             if note := self._hooks.note():
                 self._artifacts.echo(note)
             if self._job.resume is not None:
-                self._artifacts.echo("There is no checkpoint yet: the training starts from the beginning.")
+                self._artifacts.echo("There is no checkpoint yet: training starts from scratch.")
             return
         content = checkpoint.content
         check_compatible(content.facts, self._facts, checkpoint.path, tied_to_length(self._plan))
         if content.epoch + (content.step_in_epoch > 0) > self._job.epochs:
             raise CheckpointError(
-                f"The checkpoint {checkpoint.path} is after {content.epoch} epochs and {content.step_in_epoch} "
-                f"steps; epochs={self._job.epochs} must not be fewer."
+                f"The checkpoint {checkpoint.path} was saved after {content.epoch} epochs and "
+                f"{content.step_in_epoch} steps, more than epochs={self._job.epochs}. Pass more epochs."
             )
         checkpoint.check_length(self._length)
         check_hyperparameters(content.optimizer.groups, self._facts, checkpoint.path)
@@ -126,25 +126,25 @@ class Run:
             self._built.train.load_state_dict(content.loader)
         history = self._history(checkpoint)
         self._take_folder(choice)
-        self._go_on(checkpoint, history)
+        self._restore_results(checkpoint, history)
         states.load_randomness(checkpoint, self._engine, self._plan.seed)
 
     def _take_folder(self, choice: resuming.ResumePoint) -> None:
-        """Makes the folder that of this run; until here, an error leaves what is in it as it was."""
+        """Claim the folder for this run. Errors before this leave its contents unchanged."""
         resuming.begin(self._engine, choice, self._store, saves=self._job.checkpoints is not None)
         if not choice.goes_on:
             self._artifacts.clear()
 
     @staticmethod
     def _history(checkpoint: Checkpoint) -> History:
-        """That of the checkpoint, with a note on where it was resumed."""
+        """Return the checkpoint's history, with a note on where the run resumed."""
         content, before = checkpoint.content, checkpoint.content.history
         here = {"step": content.step, "strategy": content.strategy, "ranks": len(content.ranks)}
         since = [*before.facts.get("resumed", []), {**here, "provenance": provenance()}]
         return History(before.epochs, {**before.facts, "resumed": since})
 
-    def _go_on(self, checkpoint: Checkpoint, history: History) -> None:
-        """Keeps the history; a run that has finished epochs has its result already."""
+    def _restore_results(self, checkpoint: Checkpoint, history: History) -> None:
+        """Restore the history and the weights of the finished epochs."""
         content = checkpoint.content
         self._artifacts.echo(
             f"Resumed from {checkpoint.path}: step {content.step_in_epoch} of epoch {content.epoch + 1}."
@@ -163,7 +163,7 @@ class Run:
         if not state.meter.steps:
             hooks.begin_epoch(self._engine, built.train, self._image_size)
         total, show = self._length * built.train.settings.batch_size, job.progress and self._lead
-        file = place_of_bar(job.in_cell)
+        file = progress_file(job.in_cell)
         with Progress(number, job.epochs, total, artifacts.history.accuracy, show=show, file=file) as bar:
             observer = Observers(bar, self._observer)
             stats = train_epoch(self._engine, built.train, built.loss, hooks, self._schedule, observer)
@@ -187,15 +187,15 @@ class Run:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Inside it the model has the weights that are evaluated and kept, the same on every rank."""
+        """Give the model the weights used in evaluation and in the result, equal on all ranks, inside the block."""
         self._engine.sync_buffers()
         with self._hooks.evaluating():
-            self._engine.sync_buffers()  # averages of buffers (EMA, SWA) are each rank's own, too
+            self._engine.sync_buffers()  # averages of buffers (EMA, SWA) differ between ranks, too
             yield
 
     def _keeps(self, epoch: int) -> bool:
-        """Whether this rank keeps the whole weights after an epoch, which all ranks gather together: rank 0; where
-        each rank gives its caller the result, after the last epoch all of them."""
+        """Return whether this rank keeps the full weights after an epoch, which all ranks gather: rank 0; if every rank
+        returns the result to its caller, all ranks after the last epoch."""
         return self._lead or (self._job.each_rank and epoch >= self._job.epochs)
 
     def _check(self, number: int, stats: EpochStats, val_loss: float | None) -> None:
@@ -207,7 +207,7 @@ class Run:
             )
 
     def _capture(self) -> tuple[Part, CheckpointContent]:
-        """This rank's part of a checkpoint, and the content of it."""
+        """Return this rank's part of a checkpoint, and the checkpoint's content."""
         return states.capture_state(
             self._built,
             run=self._name,
@@ -221,9 +221,9 @@ class Run:
         if self._writer is not None:
             self._writer.wait_a_moment()
         last = None if self._store is None else self._store.last(self._name)
-        good = "There is no checkpoint before it." if last is None else f"The last good checkpoint is {last}."
+        good = "There is no earlier checkpoint." if last is None else f"The last good checkpoint is {last}."
         optimization = self._plan.optimization
         return (
-            f"{good} Lower the learning rate ({optimization.describe()}), add a warm-up, set "
+            f"{good} Lower the learning rate ({optimization.describe()}), add warm-up, set "
             f"clip_norm, or skip such steps with fit(on_nonfinite='skip')."
         )

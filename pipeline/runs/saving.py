@@ -1,4 +1,4 @@
-"""When a run saves checkpoints: at the end of each epoch, and every so many steps."""
+"""Save checkpoints at the end of each epoch, and every few steps if requested."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class SaveCheckpoints(Observer):
     """Save the state of a run.
 
     Args:
-        built: what trains.
-        writer: of the files.
-        every_steps: optimizer steps between two checkpoints within an epoch; None: none there.
-        capture: gives this rank's part of a checkpoint, and its content.
-        guard: is flushed before a checkpoint within an epoch.
-        advice: completes an error.
+        built: what `build` returned.
+        writer: writes the files.
+        every_steps: optimizer steps between two checkpoints within an epoch; None: only at its end.
+        capture: returns this rank's part of a checkpoint, and the checkpoint's content.
+        guard: flushed before a checkpoint within an epoch.
+        advice: returns the end of an error message.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SaveCheckpoints(Observer):
         self._capture, self._guard, self._advice = capture, guard, advice
 
     def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
-        """Save within an epoch; its end has a checkpoint anyway."""
+        """Save within the epoch when due; `on_epoch_end` saves at its end."""
         if self._every is None or state.meter.steps >= len(self._built.train):
             return
         if state.step % self._every == 0:
@@ -55,7 +55,7 @@ class SaveCheckpoints(Observer):
         self._save(state)
 
     def on_end(self, *, failed: bool) -> None:
-        """Wait for what is being written; after a failure not for long, and without the other ranks."""
+        """Wait for pending writes; after a failure, only briefly and without the other ranks."""
         with ExitStack() as stack:
             stack.callback(self._writer.give_up)
             if not failed:
@@ -66,7 +66,7 @@ class SaveCheckpoints(Observer):
         engine = self._built.engine
         part, content = self._capture()
         bad = torch.tensor(float(not all_finite(part, engine.plain_model)))
-        if engine.reduce(bad, "sum").item():  # each rank has looked at what it writes
+        if engine.reduce(bad, "sum").item():  # each rank checks what it writes
             raise NonFiniteError(
                 f"After step {state.step} the weights are not finite; they were not saved. {self._advice()}"
             )

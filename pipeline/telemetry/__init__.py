@@ -1,1 +1,1 @@
-"""What a training reports: history, meters, progress bar, loggers, curves and provenance."""
+"""What a run reports: history, meters, progress bar, loggers, curves and provenance."""

@@ -1,4 +1,4 @@
-"""The picture of a training: loss, accuracy, learning rate and throughput over its epochs."""
+"""The plot of a run: loss, accuracy, learning rate and throughput over its epochs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
 
 
 def draw(history: History) -> bytes:
-    """The picture as PNG. What was not measured (no validation data) has no curve.
+    """Return the plot as PNG. Without validation data, its curves are missing.
 
     Raises:
         MissingExtra: without matplotlib.
@@ -51,13 +51,13 @@ def draw(history: History) -> bytes:
     return buffer.getvalue()
 
 
-def percent(share: float | None) -> float | None:
-    """A share of 0 to 1 in per cent."""
-    return None if share is None else 100 * share
+def percent(fraction: float | None) -> float | None:
+    """Convert a fraction, 0 to 1, to percent."""
+    return None if fraction is None else 100 * fraction
 
 
 def _curve(axes: Any, epochs: list[Epoch], values: list[float | None], color: str, label: str) -> None:
-    """A line with a dot per epoch (few epochs would else show nothing); where there is no value, a gap."""
+    """Plot a line with a dot per epoch, without which a single epoch would be invisible; None makes a gap."""
     if any(value is not None for value in values):
         numbers = [epoch.epoch for epoch in epochs]
         known = [float("nan") if value is None else value for value in values]
@@ -80,7 +80,7 @@ def _name_the_best(axes: Any, epochs: list[Epoch]) -> None:
 
 
 def _title(history: History) -> str:
-    """What was trained where, as far as the history says."""
+    """Return what was trained, on what and when, as far as the history has it."""
     machine = history.facts.get("provenance", {})
     hardware = machine.get("hardware", {})
     where = ", ".join(hardware.get("gpus", [])) or hardware.get("processor", "")

@@ -1,4 +1,4 @@
-"""What a training has reached after each epoch."""
+"""The results of a run after each epoch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ...table import Table
 
 @dataclass(frozen=True)
 class Epoch:
-    """One line of a history.
+    """One epoch of a history.
 
     Attributes:
         epoch: counted from 1.
-        loss: mean training loss, of the training loss function.
-        val_loss, accuracy: mean cross entropy and top-1 (0 to 1) on the validation data; None without.
-        images_per_s: of training, over all ranks, evaluation left out.
-        data_wait_fraction: share of the training time spent waiting for data, 0 to 1.
-        seconds: of the whole epoch, evaluation included.
+        loss: mean of the training loss function.
+        val_loss, accuracy: mean cross entropy and top-1 accuracy (0 to 1) on the validation data; None without.
+        images_per_s: training throughput over all ranks, without evaluation.
+        data_wait_fraction: fraction of the training time spent waiting for data, 0 to 1.
+        seconds: duration of the full epoch, including evaluation.
         lr: learning rate at its end.
-        skipped: steps not taken: their loss was not finite (`fit(on_nonfinite="skip")`), or their gradients
-            overflowed in fp16, as a few do while the loss scale is found, and one each time it is raised too far.
+        skipped: steps skipped because their loss was not finite (`fit(on_nonfinite="skip")`), or because their
+            gradients overflowed in fp16: a few until the loss scale is calibrated, and one each time it grows too far.
     """
 
     epoch: int
@@ -62,18 +62,18 @@ COLUMNS = {
     "lr": ("lr at its end", ".3g"),
     "skipped": ("steps skipped", "d"),
 }
-"""Each field of an `Epoch`, in the order of a log's columns, with its head and format in a notebook."""
+"""The fields of an `Epoch` in the order of a log's columns, with heading and format in notebooks."""
 
 
 @dataclass(repr=False)
 class History:
-    """The epochs so far, and the facts about the run that produced them."""
+    """The finished epochs, and facts about the run that produced them."""
 
     epochs: list[Epoch] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain JSON types."""
+        """Return the history as plain JSON types."""
         return {"epochs": [asdict(epoch) for epoch in self.epochs], **self.facts}
 
     @classmethod
@@ -83,13 +83,13 @@ class History:
         return cls([Epoch(**epoch) for epoch in saved["epochs"]], facts)
 
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON; the file is whole or not there."""
+        """Write the history as JSON, atomically."""
         with atomic_file(Path(path)) as file:
             file.write(json.dumps(self.to_dict(), indent=1).encode())
 
     @property
     def accuracy(self) -> float | None:
-        """Top-1 (0 to 1) on the validation data after the last epoch; None if there is none."""
+        """Top-1 accuracy (0 to 1) on the validation data after the last epoch; None without."""
         return self.epochs[-1].accuracy if self.epochs else None
 
     def __repr__(self) -> str:

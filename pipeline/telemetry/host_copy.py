@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host, for which neither waits."""
+"""Asynchronous copies of values from the device to the host."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class HostCopy:
-    """A small tensor's values, copied to the host behind the work that its device has queued so far.
+    """The values of a small tensor, copied to the host after the work already queued on its device.
 
-    On CUDA the copy goes to pinned memory and returns at once; `values` waits for it, `arrived` does not. On the
-    CPU the values are there at once. What is written into the tensor later does not change them.
+    On CUDA the copy to pinned memory is asynchronous: `values` waits for it, `arrived` does not. On the CPU it is
+    immediate. Later writes to the tensor do not change the values.
 
     Args:
-        tensor: of any shape and device.
+        tensor: a tensor of any shape, on any device.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -26,17 +26,17 @@ class HostCopy:
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # The copy is queued on the stream of the tensor's device. Without it, `record` takes that of the current
-        # device, which may be another: the event would be over before the copy.
+        # The copy is queued on the stream of the tensor's device. By default, `record` uses that of the current device,
+        # which may be another one: the event could complete before the copy.
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     @property
     def arrived(self) -> bool:
-        """Whether `values` would return at once."""
+        """Whether `values` would return immediately."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def values(self) -> Any:
-        """The values as Python numbers: one for a tensor `()`, else (nested) lists; waits until they are there."""
+        """Wait for the copy, and return the values: a number for a tensor of shape `()`, else (nested) lists."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()

@@ -1,4 +1,4 @@
-"""The figures of a run on their way to the loggers: taken after steps without holding up the device."""
+"""Collect a run's metrics for the loggers without waiting for the device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .state import TrainState
 
 
 class Metrics(Observer):
-    """Log every `every` steps and after each epoch; without loggers, as on most ranks, do nothing.
+    """Log every `every` steps and after each epoch. Without loggers, as on all ranks but 0, do nothing.
 
-    A loss on a CUDA device is copied behind the queued work, and logged when it has arrived: at a later step, at
-    the latest with the next entry.
+    A loss on a CUDA device is copied asynchronously and logged once it has arrived: at a later step, at the latest with
+    the next entry.
 
     Args:
-        chosen: loggers, from `loggers.check`; where the figures go.
-        folder: of the run.
+        chosen: loggers, from `loggers.check`.
+        folder: folder of the run.
         every: optimizer steps between two entries.
     """
 
@@ -38,7 +38,7 @@ class Metrics(Observer):
         self._loggers = Loggers(self._chosen, self._folder, state.step)
 
     def on_epoch_start(self, state: TrainState) -> None:
-        """The time before this, of an evaluation, is not of the next entry."""
+        """Exclude the time of the preceding evaluation from the next entry."""
         self._since = self._now(state)
 
     @staticmethod
@@ -46,7 +46,7 @@ class Metrics(Observer):
         return perf_counter(), state.meter.images, state.meter.data_wait_s
 
     def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
-        """Log the loss on this rank, the learning rate, and throughput since the last entry, if one is due."""
+        """If an entry is due, log this rank's loss, the learning rate, and the throughput since the last entry."""
         if not self._loggers:
             return
         if self._late is not None and self._late[2].arrived:
@@ -66,7 +66,7 @@ class Metrics(Observer):
             self._arrive()
 
     def _arrive(self) -> None:
-        """Logs the loss that is still on its way."""
+        """Log the pending entry, waiting for its loss."""
         late, self._late = self._late, None
         if late is not None:
             step, values, loss = late

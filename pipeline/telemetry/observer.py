@@ -1,4 +1,4 @@
-"""The protocol for following a run: the bar, the loggers, checkpoints, the guard and the ledger's clocks."""
+"""The interface of what observes a run: progress bar, loggers, checkpoints, guard and the ledger's clocks."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from .history import Epoch
 from .state import TrainState
 
 Phase = Literal["forward", "backward", "step", "other"]
-"""What a step is doing; the forwards of batch methods are "forward", the loss and SAM's perturbation "other"."""
+"""What a step is doing. Forwards of batch transforms are "forward"; the loss and SAM's perturbation are "other"."""
 
 
 class Observer:
-    """Follow a run. Each method does nothing; override those of interest.
+    """Base class of observers of a run. Each method does nothing; override those of interest.
 
-    Every rank calls the same methods in the same order. A loss or a norm `()` is still on its device: to read it
-    is to wait for the device.
+    Every rank calls the same methods in the same order. Losses and norms are tensors `()` on the device: reading one
+    waits for the device.
     """
 
     def on_start(self, state: TrainState) -> None:
-        """Called once, before the first step of a run or of what is left of it."""
+        """Called once, before the first step of a new or resumed run."""
 
     def on_epoch_start(self, state: TrainState) -> None:
-        """Called before the first step of an epoch, or of what is left of it."""
+        """Called before the first step of a new or resumed epoch."""
 
     def on_step_start(self, state: TrainState) -> None:
         """Called before the forward of step `state.step + 1`."""
 
     def on_phase(self, phase: Phase) -> None:
-        """Called when a step enters a phase; it may enter one that it is in already."""
+        """Called when a step enters a phase, possibly the one it is already in."""
 
     def should_step(self, state: TrainState, loss: torch.Tensor) -> bool:  # noqa: ARG002
-        """Return whether the optimizer may step with this loss; the answer is the same on every rank."""
+        """Return whether the optimizer may step with this loss; must be the same on every rank."""
         return True
 
     def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:
-        """Called with what the optimizer's step returned: the gradients' norm, if any, and `Engine.skipped`."""
+        """Called after the optimizer's step with the gradient norm, if any, and `Engine.skipped`."""
 
     def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:
         """Called after step `state.step` with its loss on this rank and its images over all ranks."""
 
     def flush(self) -> None:
-        """Called before a checkpoint and after an epoch's last step: look at what was not looked at yet."""
+        """Called before a checkpoint and after an epoch's last step, to process what is pending."""
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
-        """Called after an epoch's evaluation; `state` has counted the epoch."""
+        """Called after an epoch's evaluation; `state` already counts the epoch."""
 
     def on_end(self, *, failed: bool) -> None:
-        """Called once at the end of the run, also of one that never started; `failed` if by an exception."""
+        """Called once when the run ends, even if it never started; `failed` if by an exception."""
 
 
 class Observers(Observer):
-    """Several observers as one, called in order; all of them at the end, even if one raises."""
+    """Several observers as one, called in order. `on_end` reaches all of them, even if one raises."""
 
     def __init__(self, *observers: Observer) -> None:
         self._all = observers

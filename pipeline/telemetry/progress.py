@@ -1,4 +1,4 @@
-"""The live bar of an epoch, and the line it leaves behind."""
+"""The progress bar of an epoch, and the line printed at its end."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from .host_copy import HostCopy
 from .observer import Observer
 from .state import TrainState
 
-_REFRESH = 0.5  # seconds between two losses; each is a copy from the device, which is not waited for
+_REFRESH = 0.5  # seconds between two losses, each an asynchronous copy from the device
 
 
 class Progress(Observer):
-    """A bar over the images of one epoch: loss, accuracy, share of time waiting for data, images/s, time left.
+    """A progress bar over the images of one epoch: loss, accuracy, fraction of time waiting for data, images/s, time
+    left.
 
     Args:
-        epoch, epochs: counted from 1.
-        images: in the epoch, over all ranks.
-        accuracy: after the epoch before, 0 to 1; None if there is none.
-        show: False shows nothing and costs nothing.
-        file: to write the bar to as text; None: where people see it, which in a notebook is the cell.
+        epoch, epochs: number of the epoch, counted from 1, and of all epochs.
+        images: images of the epoch, over all ranks.
+        accuracy: accuracy after the previous epoch, 0 to 1; None if there is none.
+        show: whether to show the bar; False has no cost.
+        file: file for a text bar; None: the terminal or the notebook cell.
     """
 
     def __init__(
@@ -49,13 +50,13 @@ class Progress(Observer):
         )  # fmt: skip
 
     def on_epoch_start(self, state: TrainState) -> None:
-        """Skip what another process has trained on before."""
+        """Advance past the images trained on before the run was interrupted."""
         if state.meter.images:
             self._bar.update(state.meter.images)
             self._bar.unpause()
 
     def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:
-        """Advance by the step's images, and show the last loss that has arrived."""
+        """Advance by the step's images, and show the latest loss that has arrived."""
         if not self._show:
             return
         if self._loss is None and perf_counter() >= self._next:
@@ -69,7 +70,7 @@ class Progress(Observer):
         self._bar.update(images)
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
-        """Print a line that stays: the epoch, and the time left if the next ones take as long."""
+        """Print the epoch, and the time left if the remaining epochs take as long."""
         if self._show:
             seconds = round((self._epochs - state.epoch) * epoch.seconds)
             echo(f"{epoch}  {timedelta(seconds=seconds)} left" if seconds else f"{epoch}")
@@ -83,19 +84,19 @@ class Progress(Observer):
 
 
 def in_cell() -> bool:
-    """Whether this process is a notebook's kernel; the ranks that it starts are not."""
+    """Return whether this process is a notebook's kernel; the ranks that it starts are not."""
     return "ipykernel" in sys.modules
 
 
-def place_of_bar(asked_in_cell: bool) -> TextIO | None:
-    """`file` of a Progress in a training that was asked for in a notebook's cell, or not.
+def progress_file(from_cell: bool) -> TextIO | None:
+    """Return the `file` of a Progress; `from_cell` is whether a notebook cell started the run.
 
-    A rank that a cell has started writes to standard output: a cell shows standard error in red, and not in
-    order with the lines that stay.
+    A rank started from a cell writes to standard output: notebooks show standard error in red, and out of order with
+    the printed lines.
     """
-    return sys.stdout if asked_in_cell and not in_cell() else None
+    return sys.stdout if from_cell and not in_cell() else None
 
 
 def echo(text: str) -> None:
-    """Print a line that stays, above any bar."""
+    """Print a line above any progress bar."""
     tqdm.write(text)

@@ -1,4 +1,4 @@
-"""Where a figure comes from: hardware, environment, versions, revision, command."""
+"""The provenance of measurements: hardware, environment, versions, revision, command."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
     "MKL_NUM_THREADS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
 )  # fmt: skip
-"""Variables of the environment that change speed."""
+"""Environment variables that affect speed."""
 
 
 def provenance() -> dict[str, Any]:
-    """The facts that a measured figure needs beside it, as plain JSON types. Sizes in GiB."""
+    """Return the provenance of a measurement taken now, as plain JSON types. Sizes are in GiB."""
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -47,7 +47,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _gpu_settings() -> dict[str, Any]:
-    """What torch is set to now that changes a GPU's speed or numbers, and the libraries it computes with."""
+    """Return torch's current settings that affect a GPU's speed or results, and the versions of its libraries."""
     return {
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "matmul_precision": matmul_precision(),
@@ -57,14 +57,14 @@ def _gpu_settings() -> dict[str, Any]:
 
 
 def _command() -> str:
-    """The command line; a notebook's kernel was started by one that says nothing."""
+    """Return the command line; "a notebook" for a kernel, whose command line is meaningless."""
     if in_cell():
         return "a notebook"
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -81,13 +81,13 @@ def _processor() -> str:
 
 
 def _git_revision() -> str | None:
-    """Of Drivetrain's own checkout; None for an installed wheel."""
+    """Return the revision of Drivetrain's checkout; None for an installed wheel."""
     root = Path(errors.__file__).parent
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except OSError:
         return None
-    return found.stdout.strip() or None
+    return done.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""The position of a run: one record that the loop advances, observers read, and a checkpoint keeps."""
+"""The position of a run, which the loop advances, observers read, and checkpoints save."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class EpochMeter:
     """Sums over the steps of one epoch.
 
     Attributes:
-        total: the losses of this rank's counted steps, on the device.
+        total: sum of this rank's losses, on the device.
         counted: steps in `total`.
-        overflowed: counted steps that the optimizer skipped because fp16's gradients overflowed.
-        skipped: further steps, whose loss was not finite.
-        images: over all ranks.
-        seconds: of training.
-        data_wait_s: seconds of these in which the loop waited for data.
+        overflowed: steps in `total` that the optimizer skipped because gradients overflowed in fp16.
+        skipped: additional steps, skipped because their loss was not finite.
+        images: images over all ranks.
+        seconds: training time.
+        data_wait_s: part of `seconds` in which the loop waited for data.
     """
 
     total: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -34,7 +34,7 @@ class EpochMeter:
 
     @property
     def steps(self) -> int:
-        """Steps of the epoch that are done."""
+        """Number of completed steps of the epoch."""
         return self.counted + self.skipped
 
     def state_dict(self, engine: Engine) -> dict[str, Any]:
@@ -49,9 +49,9 @@ class TrainState:
     Attributes:
         total_steps: optimizer steps of the full run.
         epoch: finished epochs.
-        step: optimizer steps done, skipped ones included.
-        lr: learning rate of the last step, of the first parameter group.
-        meter: of the current epoch; its `steps` are the position within it.
+        step: completed optimizer steps, including skipped ones.
+        lr: learning rate of the first parameter group in the last step.
+        meter: sums of the current epoch; its `steps` are the position within it.
     """
 
     total_steps: int = 1
@@ -62,16 +62,16 @@ class TrainState:
 
     @property
     def progress(self) -> float:
-        """The share of the training that is done, 0 to 1."""
+        """The completed fraction of training, 0 to 1."""
         return self.progress_at(self.step)
 
     @property
     def epoch_start(self) -> int:
-        """The step before which the current epoch began."""
+        """The number of steps completed before the current epoch."""
         return self.step - self.meter.steps
 
     def progress_at(self, step: float) -> float:
-        """Return the share of the training, 0 to 1, that is done after so many steps."""
+        """Return the fraction of training, 0 to 1, completed after `step` steps."""
         return min(step / max(self.total_steps, 1), 1.0)
 
     def begin_epoch(self, device: torch.device) -> EpochMeter:
@@ -81,5 +81,5 @@ class TrainState:
         return self.meter
 
     def end_epoch(self) -> None:
-        """Count the epoch."""
+        """Count the epoch, and reset the meter."""
         self.epoch, self.meter = self.epoch + 1, EpochMeter()

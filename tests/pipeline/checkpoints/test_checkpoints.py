@@ -202,7 +202,7 @@ def test_auto(toy: Toy, tmp_path: Path, capsys: Any) -> None:
     assert "the training was finished" in capsys.readouterr().out
     assert_same(again, whole)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")} == files
-    with pytest.raises(PlanError, match="give fit"):
+    with pytest.raises(PlanError, match="Pass fit"):
         fit(pipeline, resume="auto")
 
 
@@ -272,7 +272,7 @@ def test_more_epochs_only_where_nothing_depends_on_their_number(toy: Toy, tmp_pa
     whole = fit(pipeline, 4)
     fit(pipeline, 2, out=tmp_path / "constant")
     assert_same(fit(pipeline, 4, out=tmp_path / "constant", resume="auto"), whole)
-    with pytest.raises(CheckpointError, match="epochs=1 must not be fewer"):
+    with pytest.raises(CheckpointError, match="more than epochs=1"):
         fit(pipeline, 1, out=tmp_path / "constant", resume="auto")
     for name, one in {
         "cosine": pipeline.optimize("sgd", lr=0.1),

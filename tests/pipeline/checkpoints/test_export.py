@@ -157,7 +157,7 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     assert again.out.splitlines()[-2:] == first.out.splitlines()[-2:]  # accuracy and files
     assert "CheckpointError" in other.err
     assert "seed = 0, and this one has 5" in other.err
-    assert "give fit(out=" in nowhere.err
+    assert "Pass fit(out=" in nowhere.err
     assert exported.out == f"{target}: step-00000008\n"
     cifar_resnet(CLASSES, width=4).load_state_dict(load_file(target))
     assert "--names short is not known" in unknown.line

@@ -192,7 +192,7 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
         ["train", "cifar10-quickstart", *toy_values(toy), "--logger", "csv"],
         ["train", "cifar10-quickstart", *toy_values(toy), "--out", ""],
     )
-    assert "give fit(out=…) (--out)" in logger.err
+    assert "Pass fit(out=…) (--out)" in logger.err
     assert (empty.code, "it is empty" in empty.err) == (2, True)
     end = run("tran")
     assert end.code == 2

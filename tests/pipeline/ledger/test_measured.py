@@ -450,7 +450,7 @@ def test_a_time_that_means_nothing(seconds: Any, toy: Toy) -> None:
     ("asked", "message"),
     [
         ({"within": 0}, "within=0 must be between 0 and 1"),
-        ({"accuracy": True}, "does not say how long to train"),
+        ({"accuracy": True}, "Number of epochs not set"),
         ({"accuracy": True, "epochs": 0}, "epochs=0 must be"),
         ({"accuracy": True, "epochs": 1, "target": 80}, "target=80 is a top-1 accuracy"),
     ],

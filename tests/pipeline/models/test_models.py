@@ -41,14 +41,17 @@ def test_factories_by_name() -> None:
         ("recipe_factories:smal", "cannot be imported: .*'smal'"),
         ("recipe_factories:", "cannot be imported"),
         (":small", "cannot be imported"),
-        ("recipe_factories:not_a_factory", "is 3; name a function that returns a module, or its class"),
-        ("torch.optim:SGD", "name a function that returns a module, or its class"),
+        (
+            "recipe_factories:not_a_factory",
+            "is 3. Name a function that returns an nn.Module, or an nn.Module class",
+        ),
+        ("torch.optim:SGD", "Name a function that returns an nn.Module, or an nn.Module class"),
         (
             "os:system",
             "'os:system' names Python's standard library, which has no models. Write package.module",
         ),
         ("json.decoder:loads", "standard library, which has no models"),
-        ("__main__:small", "is of the script that runs.*into a module of its own"),
+        ("__main__:small", "is defined in the running script.*to a separate module"),
     ],
 )
 def test_a_name_that_is_no_factory(name: str, message: str) -> None:
@@ -77,7 +80,7 @@ def test_the_last_layer_is_replaced_whatever_its_name(name: str) -> None:
 
 
 def test_published_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a file as torchvision would have fetched it, by its name in torch.hub's folder."""
+    """From a file as torchvision would have downloaded it, by its name in torch.hub's folder."""
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
     source = torchvision.models.resnet18()
     with torch.no_grad():
@@ -102,11 +105,11 @@ def test_weights_that_are_not_to_be_had(tmp_path: Path, monkeypatch: pytest.Monk
     )
     monkeypatch.setattr(weights, "_value_", gone)
     with pytest.raises(
-        DataError, match=r"weights IMAGENET1K_V1 of resnet18 could not be fetched: .*checkpoints"
+        DataError, match=r"weights IMAGENET1K_V1 of resnet18 could not be downloaded: .*checkpoints"
     ):
         pretrained("resnet18", 5, "IMAGENET1K_V1")
     pipeline = Pipeline("pretrained", name="resnet18", num_classes=5, weights="IMAGENET1K_V1")
-    with pytest.raises(PlanError, match="could not be fetched"):
+    with pytest.raises(PlanError, match="could not be downloaded"):
         build_model(pipeline, pipeline.transforms)
     with pytest.raises(RecipeError, match=r"no weights 'IMAGENET1K_V3'.*Known: .*IMAGENET1K_V1"):
         pretrained("resnet18", 5, "IMAGENET1K_V3")

@@ -216,10 +216,10 @@ def test_a_run_of_named_parts_leaves_its_recipe_too(toy: Toy, tmp_path: Path) ->
         ({"epochs": 0}, "epochs=0 must be a positive integer"),
         ({"epochs": "3"}, "epochs='3' must be"),
         ({"epochs": True}, "epochs=True must be"),
-        ({"epochs": None}, r"does not say how long to train; give fit\(epochs=…\)"),
+        ({"epochs": None}, r"Number of epochs not set. Pass fit\(epochs=…\)"),
         ({"out": 3}, "out=3 must be the path of a folder"),
         ({"out": b"run"}, "out=b'run' must be the path"),
-        ({"out": ""}, "out='' names no folder"),
+        ({"out": ""}, "out='' is not a folder"),
     ],
 )
 def test_what_no_training_can_be_told(toy: Toy, arguments: dict[str, Any], message: str) -> None:

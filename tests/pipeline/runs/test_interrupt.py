@@ -132,7 +132,7 @@ def test_the_exception_carries_what_was_finished(toy: Toy, tmp_path: Path) -> No
     result = caught.value.result
     assert result is not None
     written = json.loads((tmp_path / "history.json").read_text())
-    assert f"after epoch {len(written['epochs'])}, up to which this exception's result" in str(caught.value)
+    assert f"after epoch {len(written['epochs'])}; this exception's result" in str(caught.value)
     assert [epoch["epoch"] for epoch in written["epochs"]] == [e.epoch for e in result.history.epochs]
     for name, value in load_file(tmp_path / "model.safetensors").items():
         assert (result.model.state_dict()[name] == value).all()
@@ -147,7 +147,7 @@ def test_before_the_first_epoch_there_is_no_result(toy: Toy, tmp_path: Path) -> 
     with pytest.raises(TrainingInterrupted) as caught:
         toy.pipeline(factory).fit(epochs=1, out=tmp_path, progress=False)
     assert caught.value.result is None
-    assert str(caught.value) == "training was interrupted before its first epoch was finished"
+    assert str(caught.value) == "training was interrupted before its first epoch finished"
     assert list(tmp_path.iterdir()) == []
 
 

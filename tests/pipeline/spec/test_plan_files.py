@@ -92,7 +92,7 @@ def test_the_command_prints_no_plan_of_what_is_refused(toy: Toy, tmp_path: Path)
     assert ends[0].code == 0, ends[0].err
     assert re.match("Plan\n", ends[0].out)
     messages = (
-        "none would have full size", "no.beton does not exist", "Class 2 is 'c' in", "is a file", "give fit(out=…)",
+        "none would have full size", "no.beton does not exist", "Class 2 is 'c' in", "is a file", "Pass fit(out=…)",
         f"has {CLASSES} classes. Build it", "no.beton does not exist",
     )  # fmt: skip
     for end, message in zip(ends[1:], messages, strict=True):

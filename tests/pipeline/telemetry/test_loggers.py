@@ -151,9 +151,9 @@ def test_a_logger_that_fails_warns_once_and_training_goes_on(toy: Toy) -> None:
     ("arguments", "message"),
     [
         ({"logger": "cvs"}, r"No logger is named 'cvs'\. Did you mean 'csv'"),
-        ({"logger": "csv", "out": None}, r"give fit\(out=…\)"),
+        ({"logger": "csv", "out": None}, r"Pass fit\(out=…\)"),
         ({"logger": ["csv", 3]}, r"logger=3 cannot log: it has neither log\(dict, step\) nor log_metrics"),
-        ({"logger": ["csv", "csv"]}, r"names one twice, which would double its entries"),
+        ({"logger": ["csv", "csv"]}, r"names one twice, which would duplicate its entries"),
         ({"logger": "csv", "log_every": 0}, "log_every=0 must be a positive integer of steps"),
         ({"log_every": True}, "log_every=True must"),
     ],

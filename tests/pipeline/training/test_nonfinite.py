@@ -59,7 +59,7 @@ def test_raises_at_the_step_and_names_the_checkpoint(toy: Toy, tmp_path: Path) -
     ):
         fit(toy.pipeline(Bad((7,))), out=tmp_path, checkpoints=Checkpoints(every_steps=2))
     with pytest.raises(
-        NonFiniteError, match=r"At step 2 the loss is nan on rank 0. There is no checkpoint before it"
+        NonFiniteError, match=r"At step 2 the loss is nan on rank 0. There is no earlier checkpoint"
     ):
         fit(toy.pipeline(Bad((2,))))
     # What was saved before is whole, and trains on where the cause is mended.
