@@ -1,1 +1,1 @@
-"""The hand-over of a pipeline to Lightning."""
+"""Hand a pipeline over to Lightning."""

@@ -1,7 +1,8 @@
-"""The hand-over to Lightning: stages one and two as a LightningModule and its data, the rest as Trainer arguments.
+"""Hand a pipeline over to Lightning: data and model as a LightningDataModule and a LightningModule, the rest as
+arguments of the Trainer.
 
-Needs the extra `lightning`. Lightning starts the ranks, wraps the model and accumulates; whatever strategy it is
-told, by name or as an object, gets the model after surgery, and each rank its share of every batch.
+Requires the extra `lightning`. Lightning starts the ranks, wraps the model after surgery with any of its strategies,
+and accumulates gradients; each rank gets its share of every batch.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 class HandOver(NamedTuple):
-    """What `Pipeline.to_lightning` gives: `Trainer(**trainer).fit(module, data)`.
+    """The result of `Pipeline.to_lightning`: `Trainer(**trainer).fit(module, data)`.
 
     Attributes:
-        module: the model after surgery, with what trains it; `module.model` is the model itself.
-        data: makes each rank's loaders on the rank.
-        trainer: arguments of Lightning's `Trainer`, for one Trainer: a strategy in it may be an object.
+        module: a LightningModule with the model after surgery, its loss, optimizer and schedule; `module.model` is the
+            model itself.
+        data: creates each rank's loaders on that rank.
+        trainer: arguments of Lightning's `Trainer`. Use them once: the strategy may be an object.
         reports: what each surgery changed.
     """
 
@@ -68,8 +70,8 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
     arguments = trainer_arguments(how, given)
     if how.compile or how.activation_checkpointing:
         raise PlanError(
-            "compile= and activation_checkpointing= are done by our strategies. Leave them out of .distribute(), and "
-            "give Lightning's own: Trainer(strategy=FSDPStrategy(activation_checkpointing_policy=…)), module.compile()."
+            "compile= and activation_checkpointing= require Drivetrain's strategies. Remove them from .distribute(), "
+            "and use Lightning's: Trainer(strategy=FSDPStrategy(activation_checkpointing_policy=…)), module.compile()."
         )
     plan = resolve_data(plan, progress=False)
     with ExitStack() as stack:
@@ -89,16 +91,16 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
 
 
 def _device(arguments: dict[str, Any]) -> torch.device:
-    """Where the loss is tried, and what loaders are made for: a GPU only if this process uses one already, because to
-    start it would keep Lightning from forking. A loss that holds values on a GPU has started it."""
+    """Return the device for testing the loss and creating loaders: CUDA only if it is already initialized, because
+    initializing it would prevent Lightning from forking. A loss with tensors on a GPU has initialized it."""
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.device("cuda" if started and arguments.get("accelerator") != "cpu" else "cpu")
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Inside it torch starts no threads: a process forked afterwards (`ddp_fork`, `ddp_notebook`) would wait for
-    them for ever."""
+    """Keep torch from starting threads inside the block: a process forked later (`ddp_fork`, `ddp_notebook`) would wait
+    for them forever."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -112,21 +114,21 @@ def _check_methods(transforms: tuple[Transform, ...]) -> None:
     odd = [type(t).__name__ for t in transforms if t.kind == "loop" or isinstance(t, ours)]
     if odd:
         raise PlanError(
-            f"{', '.join(odd)} works in Drivetrain's own loop only. Train with fit(), or leave it out and use what "
-            "Lightning has of its kind (StochasticWeightAveraging, gradient_clip_val, BaseFinetuning)."
+            f"{', '.join(odd)} works only in Drivetrain's loop. Train with fit(), or remove it and use Lightning's "
+            "counterpart (StochasticWeightAveraging, gradient_clip_val, BaseFinetuning)."
         )
 
 
 class Module(pl.LightningModule):
-    """The model after surgery, with the pipeline's loss, batch methods, optimizer and schedule.
+    """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule.
 
-    Logs `loss`, `val_loss` and `accuracy` of each epoch, over all ranks. What layers draw in training (dropout)
-    follows from the pipeline's seed, as in `fit`.
+    It logs `loss`, `val_loss` and `accuracy` of each epoch, over all ranks. Random layers (dropout) depend on the
+    pipeline's seed, as in `fit`.
 
     Args:
-        parts: the pipeline, and its model after surgery, images `(B, 3, H, W)` to logits `(B, C)`.
-        epochs: of the whole training.
-        steps: optimizer steps of an epoch.
+        parts: the pipeline, and its model after surgery, which maps images `(B, 3, H, W)` to logits `(B, C)`.
+        epochs: epochs of the full run.
+        steps: optimizer steps per epoch.
     """
 
     def __init__(self, parts: Parts, epochs: int, steps: int) -> None:
@@ -139,23 +141,24 @@ class Module(pl.LightningModule):
         self._sums = torch.zeros(3)
         self._random = ExitStack()
         for parameter in self.model.parameters():
-            note_shape(parameter)  # FSDP1 flattens them before the optimizer is made
+            note_shape(parameter)  # FSDP1 flattens them before the optimizer is built
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits `(B, C)` of images `(B, 3, H, W)`."""
+        """Return the logits `(B, C)` of images `(B, 3, H, W)`."""
         logits: torch.Tensor = self.model(images)
         return logits
 
     def setup(self, stage: str) -> None:
-        """Checks what the Trainer was told, and gives weights the layout that its strategy takes, before it wraps them.
+        """Check the Trainer's arguments, and set the memory format that its strategy requires, before it wraps the
+        model.
 
         Raises:
-            PlanError: if the numbers would be others than the pipeline's.
+            PlanError: if the results would differ from the pipeline's.
         """
         data: Any = getattr(self.trainer, "datamodule", None)
         if isinstance(data, Data) and data.made_of != (self._plan.data, self._plan.seed):
             raise PlanError(
-                "The module and the data are of two pipelines; take both from one to_lightning()."
+                "The module and the data are from two pipelines. Take both from one to_lightning()."
             )
         if stage == "fit":
             check_trainer(self._plan, self._epochs, self.trainer)
@@ -163,40 +166,40 @@ class Module(pl.LightningModule):
             give_channels_last_inputs(self.model)  # DeepSpeed cannot broadcast channels-last weights
 
     def on_fit_start(self) -> None:
-        """Tells surgeries how long the training is, and sets torch's random numbers, which `on_fit_end` puts back."""
+        """Pass the run's length to the transforms, and seed torch's generators, which `on_fit_end` restores."""
         self._hooks.state.total_steps = self._steps
         for transform in self._plan.transforms:
             transform.begin(self.model, self._steps)
         self._random.enter_context(fork_rng(self._plan.seed))
 
     def on_train_epoch_start(self) -> None:
-        """Checks once more: a callback may have changed the accumulation."""
+        """Check again: a callback may have changed the accumulation."""
         check_trainer(self._plan, self._epochs, self.trainer)
 
     def on_fit_end(self) -> None:
-        """Puts torch's random numbers back."""
+        """Restore torch's generators."""
         self._random.close()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The loss `()` of one microbatch."""
+        """Return the loss `()` of one microbatch."""
         accumulate = self._plan.distribution.accumulate
         self._hooks.state.step = self.trainer.global_step
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
         images, targets = self._hooks.apply_batch_transforms(batch, number, self.model, self._loss)
         loss = self._loss(self.model(images).float(), targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
-        # Lightning divides what it gets by `accumulate`, and DeepSpeed does so once more.
+        # Lightning divides the loss by `accumulate`, and DeepSpeed divides it again.
         return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
 
     def on_validation_epoch_start(self) -> None:
-        """Begins the sums of this rank: loss, correct, number."""
+        """Reset this rank's sums: loss, correct predictions, samples."""
         self._sums = torch.zeros(3, device=self.device, dtype=torch.float64)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Adds up one batch, which may be empty: a rank's share of a small last one."""
+        """Add one batch to the sums; a rank's share of a small last batch may be empty."""
         images, labels = batch
         if not len(images):
-            self.model(images.new_zeros(1, *images.shape[1:]))  # shards are gathered on all ranks or none
+            self.model(images.new_zeros(1, *images.shape[1:]))  # gathering sharded parameters needs all ranks
             return
         logits = self._hooks.predict(self.model, images).float()
         self._sums[0] += F.cross_entropy(logits, labels, reduction="sum")
@@ -204,7 +207,7 @@ class Module(pl.LightningModule):
         self._sums[2] += len(labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks."""
+        """Log mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks."""
         loss, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
         self.log_dict({"val_loss": loss / count, "accuracy": correct / count})
 
@@ -214,7 +217,7 @@ class Module(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips by the norm over all ranks' shards under FSDP1, which Lightning alone refuses; else as Lightning."""
+        """Clip gradients as Lightning does; with FSDP1, where Lightning rejects it, by the norm over all shards."""
         wrapped = self.trainer.model
         if (
             isinstance(wrapped, FullyShardedDataParallel)
@@ -226,7 +229,7 @@ class Module(pl.LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over the parameters as the strategy has wrapped them, and its rate step by step."""
+        """Return the optimizer of the wrapped parameters, and the learning rate schedule, per step."""
         optimizer = optimizer_factory(self._plan)(self.parameters())
         shape = self._plan.optimization
         schedule = LambdaLR(optimizer, lambda step: shape.lr_factor(min(step, self._steps), self._steps))
@@ -234,7 +237,7 @@ class Module(pl.LightningModule):
 
 
 class Data(pl.LightningDataModule):
-    """Loaders that give each rank its share of every global batch, made on the rank."""
+    """Loaders that yield each rank's share of every global batch, created on the rank."""
 
     def __init__(self, plan: ResolvedPlan) -> None:
         super().__init__()
@@ -243,63 +246,65 @@ class Data(pl.LightningDataModule):
 
     @property
     def made_of(self) -> tuple[Any, int]:
-        """What `Pipeline.load` was told, and the seed."""
+        """The options of `Pipeline.load`, and the seed."""
         return self._plan.data, self._plan.seed
 
     def train_dataloader(self) -> Microbatches:
-        """The training data; each batch in as many parts as gradients are accumulated over."""
+        """Return the training data; each batch is split into the microbatches of gradient accumulation."""
         data = self._plan.data
         assert data is not None
         return self._made(data.train, True, self._plan.distribution.accumulate)
 
     def val_dataloader(self) -> Microbatches | list[Any]:
-        """The validation data, if there are any."""
+        """Return the validation data; an empty list without."""
         data = self._plan.data
         assert data is not None
         return [] if data.val is None else self._made(data.val, False, 1)
 
-    def _made(self, source: str, train: bool, parts: int) -> Microbatches:
+    def _made(self, source: str, train: bool, accumulate: int) -> Microbatches:
         trainer, data = self.trainer, self._plan.data
         assert trainer is not None
         assert data is not None
         ranks = share(trainer)
-        if train and data.batch_size % (ranks[1] * parts):
+        if train and data.batch_size % (ranks[1] * accumulate):
             raise PlanError(
-                f"batch_size={data.batch_size} is global and must divide into {ranks[1]} ranks of Lightning's × "
-                f"accumulate={parts} parts."
+                f"batch_size={data.batch_size} is global and must be divisible by {ranks[1]} Lightning ranks × "
+                f"accumulate={accumulate}."
             )
         root = trainer.strategy.root_device
-        device = root if root.type == "cuda" else torch.device("cpu")  # to others Lightning moves the batches
+        device = (
+            root if root.type == "cuda" else torch.device("cpu")
+        )  # Lightning moves batches to other devices
         loader = make_loader(self._plan, source, train=train, device=device, ranks=ranks)
         self._loaders.append(loader)
-        return Microbatches(loader, parts)
+        return Microbatches(loader, accumulate)
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002
-        """Ends the loaders' threads and processes."""
+        """End the loaders' threads and processes."""
         while self._loaders:
             self._loaders.pop().close()
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
-        """Ends them, too, where Lightning calls no `teardown`."""
+        """Call `teardown`, which Lightning does not call after an exception."""
         self.teardown("fit")
 
 
 class Microbatches:
-    """A loader whose batches come in equal parts.
+    """A loader whose batches are split into `number` equal microbatches.
 
     Attributes:
-        batch_sampler: holds the loader as its `sampler`, whose `set_epoch` Lightning calls through these names, and
-            the size of a part, which its DeepSpeed asks for.
+        batch_sampler: has the loader as its `sampler`, through which Lightning calls `set_epoch`, and the microbatch
+            size, which Lightning's DeepSpeedStrategy reads.
     """
 
-    def __init__(self, loader: EpochLoader, parts: int) -> None:
-        self._loader, self._parts = loader, parts
-        size = loader.settings.batch_size // (loader.settings.world_size * parts)
+    def __init__(self, loader: EpochLoader, number: int) -> None:
+        self._loader, self._number = loader, number
+        size = loader.settings.batch_size // (loader.settings.world_size * number)
         self.batch_sampler = SimpleNamespace(sampler=loader, batch_size=size)
 
     def __len__(self) -> int:
-        return len(self._loader) * self._parts
+        return len(self._loader) * self._number
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for images, labels in self._loader:
-            yield from split_microbatches(images, labels, self._parts)
+            yield from split_microbatches(images, labels, self._number)

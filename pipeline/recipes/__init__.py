@@ -1,1 +1,1 @@
-"""Recipes: dicts of JSON values that name everything a pipeline needs, read, checked, written and printed."""
+"""Recipes: dicts of JSON values with everything a pipeline needs. Read, check, write and print them."""

@@ -1,4 +1,4 @@
-"""From a recipe to a pipeline."""
+"""Build a pipeline from a recipe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _OPTIONS = {"model_options": {"model", "seed"}} | {
     options_of(config)[config.EXTRA].recipe_key: {*keys_of(config)}
     for config in (DataConfig, OptimizerConfig, DistributedConfig)
 }
-"""For each key that holds options of the model, the loader, the optimizer or the strategy, the keys that the recipe
-itself has for such options."""
+"""For each key with options of the model, the loader, the optimizer or the strategy: the recipe's own keys for such
+options."""
 
 P = TypeVar("P", bound=PipelineSpec)
 
@@ -31,7 +31,7 @@ def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[st
         for key in keys - {head}:
             if key in full[head]:
                 raise RecipeError(
-                    f"{origin.at(head)}: {head}.{key} is a key of the recipe itself; give {key}=…."
+                    f"{origin.at(head)}: {head}.{key} is a key of the recipe itself. Set {key}=…."
                 )
     try:
         pipeline = kind(full["model"], seed=full["seed"], **full["model_options"])
@@ -48,12 +48,12 @@ def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[st
 
 
 def _arguments(config: type[Config], full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the builder's method that makes this config."""
-    found = {option.name: full[key] for key, option in keys_of(config).items()}
-    extra = found.pop(config.EXTRA)
-    return found | (extra if config is DistributedConfig else _tuples(extra))
+    """Return the arguments of the builder's method that creates this config."""
+    arguments = {option.name: full[key] for key, option in keys_of(config).items()}
+    extra = arguments.pop(config.EXTRA)
+    return arguments | (extra if config is DistributedConfig else _tuples(extra))
 
 
 def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace lists by tuples, which settings and optimizers take, and JSON and YAML do not have."""
+    """Convert lists to tuples, which settings and optimizers expect and JSON and YAML lack."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}

@@ -1,4 +1,4 @@
-"""Recipes for CIFAR-10, which is fetched by name."""
+"""Recipes for CIFAR-10, which is downloaded by name."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SMALL: dict[str, Any] = {
     "epochs": 5,
 }
 _SMALL_NOTES = {
-    "model": "the shape of Page's ResNet-9, width 64, cut to 16 for CPUs",
+    "model": "the shape of Page's ResNet-9, with width 16 instead of 64 for CPUs",
     "batch_size": "ours; Page: 512",
-    "loading.padding": "the usual CIFAR augmentation, He et al. 2016, arXiv:1512.03385, section 4.2",
-    "optimizer.lr": "ours, tried on a CPU at this width",
+    "loading.padding": "the standard CIFAR augmentation, He et al. 2016, arXiv:1512.03385, section 4.2",
+    "optimizer.lr": "ours, tuned on a CPU at this width",
     "optimizer.weight_decay": "Page, per image and learning rate: 5e-4 · batch, for a summed loss",
-    "schedule": "Page: up to the peak in a fifth of the training and down to nothing, both linear",
+    "schedule": "Page: linear to the peak in a fifth of training, then linear to 0",
     "warmup": "a quarter, ours",
     "epochs": "ours: minutes on a CPU",
 }
@@ -39,18 +39,18 @@ _SMALL_NOTES = {
 CIFAR: dict[str, dict[str, Any]] = {
     "baseline": {
         "description": "CIFAR-10 in plain PyTorch: torchvision data set, DataLoader, NCHW, fp32, no extras. "
-        "What the other recipes are measured against.",
-        "source": "David Page, How to train your ResNet (2018), https://myrtle.ai/learn/how-to-train-your-resnet/, "
-        "whose network, augmentation and schedule it has at a quarter of the width",
-        "published": "94 % at width 64 (26 s on one V100, as airbench's README counts it); nothing at width 16",
+        "The baseline of the other recipes.",
+        "source": "David Page, How to train your ResNet (2018), https://myrtle.ai/learn/how-to-train-your-resnet/: "
+        "its network at a quarter of the width, its augmentation and its schedule",
+        "published": "94 % at width 64 (26 s on one V100, according to airbench's README); nothing at width 16",
         "measured": "1,418 images/s (quartiles 1,412 to 1,426, n = 8) on two cores of an AMD EPYC, torch 2.15, "
-        "2026-11-20: benchmarks/results/quickstart-ledger.json. Its accuracy: not measured.",
-        "notes": {**_SMALL_NOTES, "loader": "what is to be compared with"},
+        "2026-11-20: benchmarks/results/quickstart-ledger.json. Accuracy: not measured.",
+        "notes": {**_SMALL_NOTES, "loader": "the baseline to compare with"},
         **_SMALL,
         "loader": "torch",
     },
     "cifar10-quickstart": {
-        "description": "CIFAR-10 on two CPU cores or any GPU in a few minutes: every stage at work.",
+        "description": "CIFAR-10 on two CPU cores or any GPU in a few minutes, using every stage.",
         "source": "the baseline recipe; BlurPool arXiv:1904.11486, label smoothing arXiv:1512.00567",
         "published": "nothing for this combination",
         "measured": "2,991 images/s (quartiles 2,957 to 3,029, n = 8), 2.10 times plain PyTorch, on two cores of an "
@@ -70,7 +70,7 @@ CIFAR: dict[str, dict[str, Any]] = {
         "precision": "bf16",
     },
     "cifar10-fast": {
-        "description": "The road to 94 % on CIFAR-10 for one GPU, after airbench94; what differs is in the notes.",
+        "description": "94 % on CIFAR-10 on one GPU, after airbench94; the notes list the differences.",
         "source": "Keller Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU (2024), arXiv:2404.00498; values "
         "from https://github.com/KellerJordan/cifar10-airbench, legacy/airbench94.py",
         "published": "94.01 % (mean of 1,000 runs) after 9.9 epochs in 3.83 s on one A100, 3.09 s compiled",
@@ -78,21 +78,21 @@ CIFAR: dict[str, dict[str, Any]] = {
         "cores of an AMD EPYC, torch 2.15, 2026-11-20: benchmarks/results/cifar10-fast.json; with seed=1 94.10 %. On a "
         "GPU: not measured.",
         "notes": {
-            "model": "airbench94's network; its frozen first layer whitens by a fixed basis, where airbench computes "
-            "one from the images",
-            "model_options.bias_lr": "airbench's bias_scaler: BatchNorm's shifts learn 64 times as fast",
-            "loading.padding": "airbench: translate 2, over reflected edges",
+            "model": "airbench94's network; its frozen first layer whitens with a fixed basis, which airbench computes "
+            "from the images",
+            "model_options.bias_lr": "airbench's bias_scaler: BatchNorm's shifts train at 64 times the learning rate",
+            "loading.padding": "airbench: translate 2, with reflected edges",
             "loading.flip": "airbench's alternating flip",
             "optimizer.lr": "airbench's 11.5 per 1,024 images, decoupled and for a summed loss: 11.5 / (1 + 1 / (1 - "
             "0.85)) = 1.5 for a mean",
-            "optimizer.weight_decay": "0.0153 / 11.5, in the same way",
+            "optimizer.weight_decay": "0.0153 / 11.5, converted likewise",
             "transforms.LabelSmoothing": "airbench: 0.2",
             "transforms.Lookahead": "airbench: every 5 steps, 0.95^5 times progress cubed",
             "transforms.TestTimeFlip": "airbench: tta_level 2",
-            "schedule": "airbench begins at 0.2 of the peak and ends at 0.07 of it; this one at 0 and 0",
+            "schedule": "airbench starts at 0.2 of the peak and ends at 0.07 of it; this starts and ends at 0",
             "warmup": "airbench: 0.23",
-            "precision": "airbench: everything in fp16 but BatchNorm; this is autocast",
-            "epochs": "airbench: 9.9; one more, since ten ended at 93.92 %",
+            "precision": "airbench: everything except BatchNorm in fp16; this is autocast",
+            "epochs": "airbench: 9.9; one more here, because ten reached 93.92 %",
         },
         **_DATA,
         "model": "airbench_net",

@@ -1,4 +1,4 @@
-"""From a pipeline back to a recipe."""
+"""Convert a pipeline to a recipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
     """See `Pipeline.to_recipe`."""
     data, optimization, distribution = pipeline.data, pipeline.optimization, pipeline.distribution
     if data is None:
-        raise RecipeError("The pipeline has no data, and a recipe names some. Add .load('train.beton', …).")
+        raise RecipeError("The pipeline has no data, but a recipe needs some. Add .load('train.beton', …).")
     recipe: dict[str, Any] = {} if pipeline.recipe is None else {"name": pipeline.recipe}
     recipe |= {"model": _model(pipeline), "model_options": _plain("model_options", pipeline.model_options)}
     recipe |= _values(data)
@@ -43,7 +43,7 @@ def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
 
 
 def _values(config: Config, **replaced: Any) -> dict[str, Any]:
-    """Return the values of a config by their keys, some of them `replaced`, in JSON's types."""
+    """Return the values of a config by recipe key, some of them `replaced`, as JSON types."""
     values = {key: getattr(config, option.name) for key, option in keys_of(type(config)).items()} | replaced
     return {key: _plain(key, value) for key, value in values.items()}
 
@@ -51,31 +51,31 @@ def _values(config: Config, **replaced: Any) -> dict[str, Any]:
 def _model(pipeline: PipelineSpec) -> str:
     if isinstance(pipeline.model, nn.Module):
         raise RecipeError(
-            f"The model is a {type(pipeline.model).__name__} that is built already, and a recipe names a factory. "
-            "Give Pipeline() the factory and its arguments."
+            f"The model is a {type(pipeline.model).__name__} that is already built, but a recipe names a factory. "
+            "Pass the factory and its arguments to Pipeline()."
         )
     name = name_of_factory(pipeline.model)
     if name is None:
         raise RecipeError(
-            f"The model's factory {pipeline.model!r:.80} cannot be imported by a name. Put it into a module, at its "
-            "top level; a recipe then calls it package.module:factory."
+            f"The model's factory {pipeline.model!r:.80} cannot be imported by name. Define it at the top level of a "
+            "module; its name in a recipe is then package.module:factory."
         )
     return name
 
 
 def _transforms(pipeline: PipelineSpec) -> list[dict[str, Any]]:
     try:
-        found = [to_dict(transform) for transform in pipeline.transforms]
+        entries = [to_dict(transform) for transform in pipeline.transforms]
     except PlanError as error:
         raise RecipeError(f"{error} Leave it out, or import it in drivetrain/transforms.") from error
-    return [_plain(f"transforms: {entry['name']}", entry) for entry in found]
+    return [_plain(f"transforms: {entry['name']}", entry) for entry in entries]
 
 
 def _optimizer(optimization: OptimizerConfig) -> str:
     if not isinstance(optimization.optimizer, str):
         raise RecipeError(
-            f"The optimizer is made by {optimization.optimizer!r:.80}, which has no name in a recipe. Give "
-            ".optimize() the name of one, such as 'sgd', and its options."
+            f"The optimizer is built by {optimization.optimizer!r:.80}, which a recipe cannot name. Pass "
+            ".optimize() the name of an optimizer, such as 'sgd', and its options."
         )
     return optimization.optimizer
 
@@ -83,14 +83,14 @@ def _optimizer(optimization: OptimizerConfig) -> str:
 def _checkpointed(how: DistributedConfig) -> Any:
     if callable(how.activation_checkpointing):
         raise RecipeError(
-            "distribute(activation_checkpointing=…) is a function, which no recipe can name. Give the names of "
-            "the modules' classes, or True for the model's blocks."
+            "distribute(activation_checkpointing=…) is a function, which a recipe cannot contain. Pass the names of "
+            "module classes, or True for the model's blocks."
         )
     return how.activation_checkpointing
 
 
 def _strategy_options(how: DistributedConfig) -> Mapping[str, Any]:
-    """The options that make an equal strategy by name."""
+    """Return the options that create an equal strategy by name."""
     if isinstance(how.strategy, str):
         return how.options
     given: Any = how.strategy
@@ -108,17 +108,17 @@ def _strategy_options(how: DistributedConfig) -> Mapping[str, Any]:
         known = False
     if not known:
         raise RecipeError(
-            f"The strategy {given!r:.80} is none that drivetrain.strategies.get({how.name!r}) gives, so no recipe can "
+            f"drivetrain.strategies.get({how.name!r}) cannot create the strategy {given!r:.80}, so a recipe cannot "
             "name it. Use one of drivetrain.strategies.available()."
         )
     return options
 
 
 def _plain(where: str, value: Any) -> Any:
-    """`value` in JSON's types: tuples become lists, torchvision's weights their names.
+    """Return `value` as JSON types: tuples become lists, torchvision's weights their names.
 
     Raises:
-        RecipeError: for a value that is none, naming where it stands.
+        RecipeError: for any other value, naming its key.
     """
     if isinstance(value, Mapping):
         return {str(key): _plain(f"{where}.{key}", each) for key, each in value.items()}
@@ -132,6 +132,6 @@ def _plain(where: str, value: Any) -> Any:
     if finite and (value is None or type(value) in (bool, int, float, str)):
         return value
     raise RecipeError(
-        f"{where} is {value!r:.80}, a {type(value).__name__}, which no recipe can hold. Use numbers, texts, true, "
-        "false, null, or lists and dicts of them; or put it into a factory of your own."
+        f"{where} is {value!r:.80}, a {type(value).__name__}, which a recipe cannot contain. Use numbers, strings, "
+        "true, false, null, or lists and dicts of them; or set it in a custom factory."
     )

@@ -1,4 +1,4 @@
-"""Where the command line finds a user's own modules, such as that of a recipe's model."""
+"""Make a user's modules importable on the command line, e.g. that of a recipe's model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .files import is_file_name
 
 @contextmanager
 def modules_of(recipe: str | None = None) -> Iterator[None]:
-    """Within the block modules in the folder of a recipe's file, and in the working directory, can be imported.
+    """Make modules in a recipe file's folder and in the working directory importable inside the block.
 
-    They come before installed packages and after the standard library, so that none of them takes the place of
-    a module that Python itself needs. Ranks and loader processes that are started inside the block get the same path.
+    They take precedence over installed packages but not over the standard library, whose modules Python itself needs.
+    Ranks and loader processes started inside the block inherit the path.
     """
     folders = [Path(recipe).parent] if recipe is not None and is_file_name(recipe) else []
     before = list(sys.path)

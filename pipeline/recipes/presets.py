@@ -1,4 +1,4 @@
-"""Recipes: plain, JSON-able dicts that name everything a pipeline needs."""
+"""The recipes by name, and their overrides."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .transformers import TRANSFORMERS
 
 __all__ = ["DEFAULTS", "KEYS", "RECIPES", "complete", "completed", "parse_overrides"]
 
-# Copies, because what several recipes share would change in all of them.
+# Copied, because several recipes share values.
 RECIPES: dict[str, dict[str, Any]] = {
     name: copy.deepcopy(recipe) for name, recipe in (CIFAR | RESNETS | TRANSFORMERS).items()
 }
-"""Every recipe by name. Each value's meaning is in `schema.KEYS`; `complete` writes out the defaults."""
+"""All recipes by name. `schema.KEYS` describes the keys; `complete` fills in the defaults."""
 
 
 def complete(
     recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A recipe with its overrides and every default written out; checked.
+    """Return a recipe with its overrides and all defaults filled in, checked.
 
     Raises:
-        RecipeError: for an unknown name or key (with the nearest), a key that is missing, a value of the wrong
-            kind, or a file that cannot be read.
+        RecipeError: for an unknown name or key (with the closest one), a missing key, a value of the wrong type, or an
+            unreadable file.
     """
     return completed(recipe, overrides or {})[0]
 
@@ -39,37 +39,37 @@ def complete(
 def completed(
     recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], set[str], Origin]:
-    """Return what `complete` does, the keys that were given rather than defaults, and where it comes from."""
+    """Return the recipe as from `complete`, the keys that were given, and its origin."""
     given, origin = _find(recipe)
     name = given.pop("name", None)
     full = dict(DEFAULTS)
     replaced = {str(key).partition(".")[0] for key in overrides}
     lines = {key: line for key, line in origin.lines.items() if key not in replaced}
     origin = Origin(str(name) if isinstance(recipe, Mapping) and name else origin.name, lines)
-    asked: set[str] = set()
+    given_keys: set[str] = set()
     for layer in (given, overrides):
-        asked |= _put(full, layer, origin)
+        given_keys |= _put(full, layer, origin)
     full["base_batch_size"] = _base_batch_size(full, given, overrides)
     check_values(full | {"name": name}, origin)
-    # A copy: the table stays as it is, whatever becomes of this.
-    return copy.deepcopy(full) | {"name": name}, asked, origin
+    # Copied, so that changes do not reach RECIPES.
+    return copy.deepcopy(full) | {"name": name}, given_keys, origin
 
 
 def _put(full: dict[str, Any], layer: Mapping[str, Any], origin: Origin) -> set[str]:
-    """Puts values into a recipe: those of plain keys first, then those of dotted ones, in whichever order they came,
-    so that a dict and a value in it are both there.
+    """Set values of a recipe: plain keys before dotted ones, in any order of `layer`, so that a dict and an entry of it
+    can both be given.
 
     Returns:
-        The keys of the recipe that were given.
+        The recipe's keys that `layer` sets.
 
     Raises:
-        RecipeError: for an unknown key, and for a value that is given twice, in a dict and by its dotted key.
+        RecipeError: for an unknown key, and for an entry given both in a dict and by its dotted key.
     """
     for key in sorted(map(str, layer), key=lambda key: "." in key):
         check_key(key, origin)
         head, dot, inner = key.partition(".")
         if dot and not isinstance(full.get(head), Mapping):
-            raise RecipeError(f"{origin.at(head)}: {key!r}: its {head} is not a dict; give {head}=….")
+            raise RecipeError(f"{origin.at(head)}: {key!r}: its {head} is not a dict. Set {head}=….")
         if dot and head in layer and inner in layer[head]:
             raise RecipeError(
                 f"{origin.at(head)}: {key}={layer[key]!r:.80} and {head}={layer[head]!r:.200} both set its "
@@ -80,7 +80,7 @@ def _put(full: dict[str, Any], layer: Mapping[str, Any], origin: Origin) -> set[
 
 
 def _base_batch_size(full: Mapping[str, Any], given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """The batch size that the learning rate was chosen for; None where that is the one that it is used with."""
+    """Return the batch size that the learning rate was tuned for; None if it is the recipe's current one."""
     if full["base_batch_size"] is not None or "base_batch_size" in overrides:
         return full["base_batch_size"]
     own, used = given.get("batch_size", full.get("batch_size")), full.get("batch_size")
@@ -107,20 +107,19 @@ def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """Overrides from the command line: `epochs=36`, `optimizer.lr=0.5`, `transforms=[]`.
+    """Parse overrides from the command line: `epochs=36`, `optimizer.lr=0.5`, `transforms=[]`.
 
-    A dotted key reaches into a recipe's dict and is merged there. Values are read as JSON where they are
-    JSON, else as text.
+    A dotted key sets an entry of a dict. Values are parsed as JSON if they are JSON, else taken as text.
 
     Raises:
-        RecipeError: for something that is not KEY=VALUE, and for a key that comes twice.
+        RecipeError: if one is not KEY=VALUE, or a key appears twice.
     """
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
             raise RecipeError(f"{pair!r} is not KEY=VALUE, as in epochs=36.")
-        if key in found:
-            raise RecipeError(f"{key}= is given twice. Leave one of the two out.")
-        found[key] = json_or_text(key, text)
-    return found
+        if key in overrides:
+            raise RecipeError(f"{key}= is given twice. Pass it once.")
+        overrides[key] = json_or_text(key, text)
+    return overrides

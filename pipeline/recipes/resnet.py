@@ -6,7 +6,7 @@ from typing import Any
 
 _DATA: dict[str, Any] = {"train": "train.beton", "val": "val.beton"}
 
-# Of each length: the first epoch (from 0) at 192 pixels; then top-1, top-5 and minutes of ResNet-18 (on one A100)
+# By number of epochs: the first epoch (from 0) at 192 pixels; then top-1, top-5 and minutes of ResNet-18 (on one A100)
 # and of ResNet-50 (on eight).
 _FFCV = {
     16: (12, (66.9, 86.8, 35.0), (73.8, 90.8, 14.9)),
@@ -18,21 +18,21 @@ _FFCV = {
 }
 
 _FFCV_NOTES = {
-    "image_size": "FFCV: max_res 192; ProgressiveResizing begins at min_res 160",
-    "eval_image_size": "FFCV: resolution 256, for a better fit to training on crops, arXiv:1906.06423",
-    "loading.scale": "the default of FFCV's RandomResizedCropRGBImageDecoder. FFCV resizes by areas, the loader here "
-    "by an antialiased bilinear filter",
+    "image_size": "FFCV: max_res 192; ProgressiveResizing starts at min_res 160",
+    "eval_image_size": "FFCV: resolution 256, to match training on crops, arXiv:1906.06423",
+    "loading.scale": "the default of FFCV's RandomResizedCropRGBImageDecoder. FFCV resizes by area interpolation, this "
+    "loader by an antialiased bilinear filter",
     "loading.eval_ratio": "FFCV: DEFAULT_CROP_RATIO, 224/256",
-    "transforms.BlurPool": "FFCV: strided convolutions of 16 channels or more, and no max-pool",
+    "transforms.BlurPool": "FFCV: strided convolutions of 16 channels or more, no max-pools",
     "transforms.ProgressiveResizing": "FFCV interpolates from start_ramp to end_ramp and rounds to multiples of 32 "
     "pixels: one step, in the same epoch as here",
-    "transforms.NoWeightDecay": "FFCV: bn_wd 0, told by the names: it decays the shortcuts' BatchNorms and the last "
-    "layer's bias, which this does not",
+    "transforms.NoWeightDecay": "FFCV: bn_wd 0, by parameter name: unlike this, it decays the shortcuts' BatchNorms "
+    "and the last layer's bias",
     "transforms.TestTimeFlip": "FFCV: lr_tta",
     "transforms.LabelSmoothing": "FFCV: label_smoothing 0.1",
     "schedule": "FFCV: cyclic: linear to the peak after 2 epochs, and to 0 at the end",
     "warmup": "FFCV: lr_peak_epoch 2",
-    "precision": "FFCV: fp16 by autocast, with a loss scale",
+    "precision": "FFCV: fp16 autocast with a loss scale",
 }
 
 
@@ -40,10 +40,10 @@ def _ffcv(model: str, epochs: int) -> dict[str, Any]:
     switch, *results = _FFCV[epochs]
     big = model == "resnet50"
     top1, top5, minutes = results[big]
-    data = "--max-resolution 500, half of them JPEG" if big else "--max-resolution 400, a tenth of them JPEG"
+    data = "--max-resolution 500, half of the images JPEG" if big else "--max-resolution 400, a tenth JPEG"
     size = {"initial_scale": 160 / 192, "delay": switch / epochs, "finetune": 1 - switch / epochs}
     return {
-        "description": f"{'ResNet-50' if big else 'ResNet-18'} on ImageNet in {epochs} epochs, after FFCV. Give "
+        "description": f"{'ResNet-50' if big else 'ResNet-18'} on ImageNet in {epochs} epochs, after FFCV. Set "
         "train= and val=.",
         "source": "https://github.com/libffcv/ffcv-imagenet, "
         f"rn{model[6:]}_configs/rn{model[6:]}_{epochs}_epochs.yaml and train_imagenet.py",
@@ -87,8 +87,8 @@ def _ffcv(model: str, epochs: int) -> dict[str, Any]:
 
 
 _COMPOSER_NOTES = {
-    "model": "Composer starts convolutions and classifier Kaiming-normal by fan_in, BatchNorm's weights uniform from 0 "
-    "to 1; here they start as torchvision's: by fan_out, and at 1",
+    "model": "Composer initializes convolutions and classifier Kaiming-normal with fan_in, BatchNorm's weights "
+    "uniformly from 0 to 1; here they are torchvision's: fan_out, and 1",
     "batch_size": "Composer: train_batch_size 2048",
     "image_size": "Composer: crop_size 176",
     "eval_image_size": "Composer: crop_size 224",
@@ -96,14 +96,14 @@ _COMPOSER_NOTES = {
     "loading.eval_ratio": "Composer: resize_size 232, crop_size 224",
     "transforms.BlurPool": "Composer: blur_first, min_channels 16, convolutions and max-pools",
     "transforms.BinaryCrossEntropy": "Composer: loss_name binary_cross_entropy, and a classifier whose bias starts at "
-    "-log 1000, which the loss here subtracts itself",
+    "-log 1000; here the loss subtracts log 1000",
     "transforms.EMA": "Composer: half_life 100ba, update_interval 20ba",
-    "transforms.ProgressiveResizing": "Composer's values; it resizes batches after loading, by the nearest pixel and "
-    "anew at every step; the loader here decodes at the size, which changes between epochs",
+    "transforms.ProgressiveResizing": "Composer's values; it resizes batches after loading, by nearest-neighbor "
+    "interpolation, and changes the size at every step; this loader decodes at the size, which changes between epochs",
     "optimizer": "Composer: decoupled_sgdw, lr 2.048, momentum 0.875",
     "schedule": "Composer: cosine_decay_with_warmup",
-    "warmup": "Composer: 8 epochs, however long the training",
-    "precision": "Composer: AMP, which is fp16; bf16 needs no loss scale",
+    "warmup": "Composer: 8 epochs, independent of the number of epochs",
+    "precision": "Composer: AMP, i.e. fp16; bf16 needs no loss scale",
 }
 
 
@@ -111,14 +111,14 @@ def _composer(
     name: str, epochs: int, decay: float, published: str, length: str, transforms: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
-        "description": f"ResNet-50 on ImageNet, after Composer's recipe '{name}'. Give train= and val=.",
+        "description": f"ResNet-50 on ImageNet, after Composer's recipe '{name}'. Set train= and val=.",
         "source": f"https://github.com/mosaicml/examples, blogs/resnet/recipes/resnet50_{name}.yaml; Mosaic ResNet "
         "Deep Dive, https://www.databricks.com/blog/mosaic-resnet-deep-dive",
         "published": published,
         "measured": "not measured",
         "notes": {
             **_COMPOSER_NOTES,
-            "optimizer.weight_decay": f"Composer: {decay:g}, decoupled: per step, at the peak of the learning rate",
+            "optimizer.weight_decay": f"Composer: {decay:g}, decoupled: per step, at the peak learning rate",
             "epochs": length,
         },
         **_DATA,
@@ -178,8 +178,8 @@ RESNETS: dict[str, dict[str, Any]] = {
         "hot",
         270,
         3e-4,
-        "for the longest runs, beyond medium's 240 epochs and 79.5 %; its figures are in the source's pictures only",
-        "Composer: more than 2.6 times 90; three times is our choice",
+        "for the longest runs, beyond medium's 240 epochs and 79.5 %; the source gives its results only in plots",
+        "Composer: more than 2.6 times 90; ours: three times",
         [
             {"name": "StochasticDepth", "method": "sample", "drop_rate": 0.1},
             {"name": "RandAugment", "num_ops": 1, "magnitude": 15},
@@ -194,5 +194,5 @@ RESNETS: dict[str, dict[str, Any]] = {
 """By name."""
 
 RESNETS["resnet50-hot"]["notes"]["transforms.RandAugment"] = (
-    "Composer: depth 1, severity 10 of 10: each strength is drawn from 0.1 to 10; here all have the middle, 15 of 30"
+    "Composer: depth 1, severity 10 of 10: each strength is drawn from 0.1 to 10; here it is the middle, 15 of 30"
 )

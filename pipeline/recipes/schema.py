@@ -1,6 +1,6 @@
-"""The schema of recipes: every key with its meaning, its default, and the kinds of values it takes.
+"""The schema of recipes: every key with its meaning, its default, and its types.
 
-The options of the builder's methods derive from their configs; only what is not an option of one is described here.
+Keys of the builder's options derive from their configs; only the other keys are described here.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ from ..spec.options import (
 
 _BEFORE = {
     "description": Option("what the recipe is for", (TEXT,), default=""),
-    "source": Option("the publication that its values are from", (TEXT,), default=""),
-    "published": Option("what the source has reached with them, on what", (TEXT,), default=""),
-    "measured": Option("what Drivetrain's authors have measured, on what", (TEXT,), default=""),
+    "source": Option("the publication of its values", (TEXT,), default=""),
+    "published": Option("results published by the source, with their hardware", (TEXT,), default=""),
+    "measured": Option("results measured by Drivetrain's authors, with their hardware", (TEXT,), default=""),
     "notes": Option(
-        "for single values: where they are from, or how they differ from the source; {key: text}",
+        "for single values: their source, or how they differ from it; {key: text}",
         (NOTES,),
         default={},
     ),
-    "model": Option(
-        "name of the model: one of Drivetrain's or torchvision's, or package.module:factory", (TEXT,)
-    ),
+    "model": Option("name of a model of Drivetrain or torchvision, or package.module:factory", (TEXT,)),
     "model_options": Option(
-        "arguments of the model's factory; another model needs its own: model_options={…}",
+        "arguments of the model's factory; for another model, replace all of them: model_options={…}",
         (MAPPING,),
         default={},
     ),
@@ -50,24 +48,24 @@ _AFTER = {
     "epochs": Option(
         "passes over the training data; null: set by fit(epochs=…)", (POSITIVE, NULL), default=None
     ),
-    "seed": Option("of weights, order and augmentation", (NATURAL,), default=0),
+    "seed": Option("seed of weights, sample order and augmentation", (NATURAL,), default=0),
 }
 
 
 def keys_of(config: type[Config]) -> dict[str, Option]:
-    """Return the options of a config that recipes have, by their keys; the key `optimizer` holds two fields."""
-    found = {option.recipe_key: option for option in options_of(config).values() if option.recipe_key}
+    """Return the options of a config by recipe key. The key `optimizer` combines two fields."""
+    keys = {option.recipe_key: option for option in options_of(config).values() if option.recipe_key}
     for option in options_of(config).values():
         if isinstance(option.default, Mapping):
-            found[option.recipe_key] = dataclasses.replace(option, default=dict(option.default))
+            keys[option.recipe_key] = dataclasses.replace(option, default=dict(option.default))
     if config is OptimizerConfig:
-        name, rest = options_of(config)["optimizer"], found["optimizer"]
-        found["optimizer"] = dataclasses.replace(
+        name, rest = options_of(config)["optimizer"], keys["optimizer"]
+        keys["optimizer"] = dataclasses.replace(
             rest,
             help=f"{{name: {name.help}, {rest.help}}}",
             default={"name": name.default, **rest.default},
         )
-    return found
+    return keys
 
 
 SCHEMA = (
@@ -78,7 +76,7 @@ SCHEMA = (
     | keys_of(DistributedConfig)
     | _AFTER
 )
-"""Every key of a recipe. A recipe may also have a `name`. Ranges, names and options are checked by the stages."""
+"""Every key of a recipe, which may also have a `name`. The configs check ranges, names and options."""
 
 KEYS = {key: option.recipe_help for key, option in SCHEMA.items()}
 """The meaning of every key."""
@@ -86,29 +84,29 @@ KEYS = {key: option.recipe_help for key, option in SCHEMA.items()}
 DEFAULTS: dict[str, Any] = {
     key: option.default for key, option in SCHEMA.items() if option.default is not Parameter.empty
 }
-"""The keys that a recipe may leave out, with their defaults."""
+"""The optional keys with their defaults."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a recipe comes from, for messages.
+    """The origin of a recipe, for messages.
 
     Attributes:
-        name: of the recipe or its file.
-        lines: of a file: the number of the line of each key.
+        name: name of the recipe or its file.
+        lines: for a file, the line number of each key.
     """
 
     name: str = "(dict)"
     lines: Mapping[str, int] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """The beginning of a message about a key."""
+        """Return the beginning of a message about a key."""
         line = self.lines.get(key.partition(".")[0])
         return f"Recipe {self.name}" + (f", line {line}" if line is not None else "")
 
 
 def check_key(key: str, origin: Origin) -> None:
-    """Raise RecipeError for a key that no recipe has, with the nearest one. A dotted key is its first part's."""
+    """Raise RecipeError for an unknown key, with the closest one. Of a dotted key, only the first part is checked."""
     head = key.partition(".")[0]
     if head not in KEYS:
         raise RecipeError(f"{origin.at(head)}: a recipe has no key {head!r}.{suggest(head, KEYS)}")
@@ -118,19 +116,19 @@ def check_values(full: Mapping[str, Any], origin: Origin) -> None:
     """Check a complete recipe against the schema.
 
     Raises:
-        RecipeError: naming the key, its value, and what it may be.
+        RecipeError: naming the key, its value, and what is allowed.
     """
     for key in KEYS:
         if key in full:
             _check_kind(key, full[key], origin)
     for key, meaning in KEYS.items():
         if key not in full:
-            raise RecipeError(f"Recipe {origin.name}: it has no {key!r}: {meaning}.")
+            raise RecipeError(f"Recipe {origin.name}: the key {key!r} is missing: {meaning}.")
     for note in full["notes"]:
         check_key(note, origin)
     name = full.get("name")
     if not (name is None or isinstance(name, str)):
-        raise RecipeError(f"{origin.at('name')}: name={name!r:.200} must be text: what the recipe is called.")
+        raise RecipeError(f"{origin.at('name')}: name={name!r:.200} must be text: the recipe's name.")
     if not isinstance(full["optimizer"].get("name"), str):
         raise RecipeError(
             f"{origin.at('optimizer')}: optimizer={dict(full['optimizer'])} needs a name: "
@@ -153,7 +151,7 @@ def _check_kind(key: str, value: object, origin: Origin) -> None:
 
 
 def _check_texts_that_are_numbers(full: Mapping[str, Any], origin: Origin) -> None:
-    """No option of an optimizer, a loader or a transform is a number written as text; some would take it silently."""
+    """Reject numbers written as text in options of optimizer, loader or transforms; some would accept them silently."""
     inside = [(key, full[key]) for key in ("optimizer", "loading")]
     inside += [("transforms", entry) for entry in full["transforms"]]
     for key, options in inside:
@@ -166,7 +164,7 @@ def _number_hint(value: object) -> str:
     if not isinstance(value, str):
         return ""
     if value.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity"):
-        return " A recipe's numbers are finite."
+        return " Numbers in a recipe must be finite."
     try:
         float(value)
     except ValueError:

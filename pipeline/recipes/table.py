@@ -12,22 +12,22 @@ from .presets import RECIPES, complete
 from .schema import DEFAULTS, KEYS
 
 PROSE = {"description": "", "source": "Source: ", "published": "Published: ", "measured": "Measured: "}
-"""The keys that tell, and do not set anything, with what is written before them."""
+"""The keys that only describe a recipe, with the prefix of each."""
 
 
 def recipes_table() -> Table:
-    """Return every recipe with what it is for, what its source has reached, and what we have."""
-    heads = ("recipe", "what it is for, what its source has published, what we have measured")
-    told = [
-        "\n".join(f"{before}{recipe[key]}" for key, before in PROSE.items() if key != "source")
+    """Return a table of all recipes: purpose, published and measured results."""
+    heads = ("recipe", "purpose, published and measured results")
+    texts = [
+        "\n".join(f"{prefix}{recipe[key]}" for key, prefix in PROSE.items() if key != "source")
         for recipe in RECIPES.values()
     ]
-    return Table(heads, list(zip(RECIPES, told, strict=True)), spaced=True)
+    return Table(heads, list(zip(RECIPES, texts, strict=True)), spaced=True)
 
 
 def recipe_table(recipe: str) -> Table:
-    """Return each key of a recipe, by name or file, with its value, the value's meaning and where it is from; what the
-    recipe tells is the title."""
+    """Return a table of one recipe, by name or file: keys, values, meanings and sources; its title describes the recipe.
+    """
     full = complete(recipe)
     given: Mapping[str, Any] = read_recipe(recipe)[0] if is_file_name(recipe) else RECIPES[recipe]
     rows = []
@@ -35,20 +35,20 @@ def recipe_table(recipe: str) -> Table:
         if key not in ("notes", *PROSE):  # notes are in the last column
             origin = _origin(key, full, given)
             rows.append((key, _text(full[key]), f"{meaning}\n({origin})" if origin else meaning))
-    told = [recipe, *(f"{before}{full[key]}" for key, before in PROSE.items() if full[key])]
-    heads = ("key", "value", "meaning (and where the value is from)")
-    return Table(heads, rows, title="\n".join(told), spaced=True)
+    lines = [recipe, *(f"{prefix}{full[key]}" for key, prefix in PROSE.items() if full[key])]
+    heads = ("key", "value", "meaning (and source of the value)")
+    return Table(heads, rows, title="\n".join(lines), spaced=True)
 
 
 def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Return the notes on a key and what is in it; else what is true of all that have none."""
+    """Return the notes on a key and its entries; without notes, the source of its value."""
     notes: Mapping[str, str] = full["notes"]
     inner = [
         f"{name.partition('.')[2]}: {note}" for name, note in notes.items() if name.startswith(f"{key}.")
     ]
-    found = ([notes[key]] if key in notes else []) + inner
-    if found:
-        return "\n".join(found)
+    lines = ([notes[key]] if key in notes else []) + inner
+    if lines:
+        return "\n".join(lines)
     if key not in given:
         return "default"
     if key in ("train", "val"):
@@ -57,16 +57,16 @@ def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 
 
 def keys_table() -> Table:
-    """Return every key with its default and its meaning."""
+    """Return a table of all keys with defaults and meanings."""
     rows = [
-        (key, _text(DEFAULTS[key]) if key in DEFAULTS else "(must be given)", meaning)
+        (key, _text(DEFAULTS[key]) if key in DEFAULTS else "(required)", meaning)
         for key, meaning in KEYS.items()
     ]
     return Table(("key", "default", "meaning"), rows, spaced=True)
 
 
 def _text(value: Any) -> str:
-    """Return a value as JSON; of a dict or a list of dicts, one entry a line."""
+    """Return a value as JSON; dicts and lists of dicts have one entry per line."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping) and value:

@@ -120,8 +120,8 @@ def test_recipes_are_listed_shown_and_explained() -> None:
         assert name in every.out
     for key in {*KEYS} - {"notes", *PROSE}:  # which are in the last column, and above the table
         assert re.search(rf"^. {key} ", one.out, re.MULTILINE), key
-    assert "what is to be compared" in " ".join(one.out.split())
-    assert "(must be given)" in keys.out
+    assert "the baseline to compare with" in " ".join(one.out.split())
+    assert "(required)" in keys.out
     assert re.search(r"precision +. fp32 ", keys.out)
     assert (every.code, one.code, keys.code) == (0, 0, 0)
 

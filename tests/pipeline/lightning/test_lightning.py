@@ -78,7 +78,7 @@ def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
 
 def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:
     pipeline = toy.pipeline(plain_model)
-    with pytest.raises(PlanError, match="EMA, SAM works in Drivetrain's own loop only"):
+    with pytest.raises(PlanError, match="EMA, SAM works only in Drivetrain's loop"):
         pipeline.transform(EMA(), SAM(), BlurPool()).to_lightning(epochs=1)
     with pytest.raises(PlanError, match=r"give to_lightning\(epochs=…\)"):
         pipeline.to_lightning()
@@ -122,11 +122,11 @@ def test_our_strategies_that_have_no_name_there() -> None:
     assert groups.sharding_strategy == ShardingStrategy.HYBRID_SHARD
     assert groups.kwargs["device_mesh"] == (2, 4)
     for name in ("zero_redundancy", "fairscale_oss", "auto", "dp"):
-        with pytest.raises(
-            PlanError, match=rf"no strategy that does what '{name}' does.*to_lightning\(strat"
-        ):
+        with pytest.raises(PlanError, match=rf"no equivalent of the strategy '{name}'.*to_lightning\(strat"):
             to_strategy(DistributedConfig(name, devices=2))
-    with pytest.raises(PlanError, match=r"distribute\('fsdp', wrap=…\) is an option of our strategy"):
+    with pytest.raises(
+        PlanError, match=r"distribute\('fsdp', wrap=…\) is an option of Drivetrain's strategy"
+    ):
         to_strategy(DistributedConfig("fsdp", devices=2, options={"wrap": False}))
 
 
@@ -145,7 +145,7 @@ def test_what_the_trainer_is_told(toy: Toy) -> None:
     assert changed == {**arguments, "strategy": "ddp_spawn", "devices": 2, "logger": True}
     with pytest.raises(PlanError, match=r"'ddp_spwan'\) takes Lightning's names .* Did you mean 'ddp_spawn'"):
         pipeline.to_lightning(epochs=1, strategy="ddp_spwan")
-    with pytest.raises(PlanError, match=r"max_epochs=5\): say it in to_lightning\(epochs=…\)"):
+    with pytest.raises(PlanError, match=r"max_epochs=5\): set it in to_lightning\(epochs=…\)"):
         pipeline.to_lightning(epochs=1, max_epochs=5)
 
 
@@ -156,14 +156,14 @@ def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:
     pipeline = toy.pipeline(plain_model)
     module, data, arguments, _ = pipeline.to_lightning(epochs=2, **QUIET)
     for change in ({"max_epochs": 3}, {"accumulate_grad_batches": 2}):
-        with pytest.raises(PlanError, match=r"Trainer\(.*, and the pipeline was handed over for"):
+        with pytest.raises(PlanError, match=r"Trainer\(.*, but the pipeline was handed over with"):
             pl.Trainer(**{**arguments, **change}).fit(module, data)
     other = toy.pipeline(plain_model, batch_size=16).to_lightning(epochs=2).data
-    with pytest.raises(PlanError, match="The module and the data are of two pipelines"):
+    with pytest.raises(PlanError, match="The module and the data are from two pipelines"):
         pl.Trainer(**arguments).fit(module, other)
     changing = pl.callbacks.GradientAccumulationScheduler(scheduling={1: 4})
     with pytest.raises(
-        PlanError, match=r"accumulate_grad_batches=4\), and the pipeline was handed over for 1"
+        PlanError, match=r"accumulate_grad_batches=4\), but the pipeline was handed over with 1"
     ):
         pl.Trainer(**arguments, callbacks=[changing]).fit(module, data)
     assert module.trainer.global_step == 4  # of the first epoch

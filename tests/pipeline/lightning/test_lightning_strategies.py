@@ -124,7 +124,7 @@ def test_ranks_that_run_the_script_again(script: Script, alone: Any) -> None:
     check(script, every(SCRIPTS), alone, "DDPStrategy")
     check(script, sharded, alone, "FSDPOnCPU")
     refused = script.found("ddp", "indivisible")["refused"]
-    assert "PlanError: batch_size=24 is global and must divide into 2 ranks of Lightning's" in refused
+    assert "PlanError: batch_size=24 is global and must be divisible by 2 Lightning ranks" in refused
 
 
 @pytest.mark.timeout(200)

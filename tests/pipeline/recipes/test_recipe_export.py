@@ -116,10 +116,10 @@ class OwnTransform(LabelSmoothing):
 
 IMPOSSIBLE: dict[str, tuple[Callable[[], Pipeline], str]] = {
     "no data": (lambda: Pipeline("resnet18"), "has no data.*Add .load"),
-    "module": (lambda: start(plain_model()), "a Sequential that is built already.*factory"),
-    "lambda": (lambda: start(lambda: plain_model()), "cannot be imported by a name.*package.module:factory"),
-    "lambda of a module": (lambda: start(recipe_factories.anonymous), "cannot be imported by a name"),
-    "made inside": (lambda: start(recipe_factories.made_inside()), "cannot be imported by a name"),
+    "module": (lambda: start(plain_model()), "a Sequential that is already built.*factory"),
+    "lambda": (lambda: start(lambda: plain_model()), "cannot be imported by name.*package.module:factory"),
+    "lambda of a module": (lambda: start(recipe_factories.anonymous), "cannot be imported by name"),
+    "made inside": (lambda: start(recipe_factories.made_inside()), "cannot be imported by name"),
     "model's option": (
         lambda: start(norm_layer=torch.nn.BatchNorm2d),
         "model_options.norm_layer is .*a type",
@@ -129,13 +129,13 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Pipeline], str]] = {
     "transform": (lambda: start().transform(OwnTransform()), "OwnTransform is not in .*TRANSFORMS"),
     "optimizer": (
         lambda: start().optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
-        "has no name in a recipe. Give .optimize.. the name",
+        "which a recipe cannot name. Pass .optimize.. the name",
     ),
     "optimizer's option": (
         lambda: start().optimize("sgd", lr=torch.tensor(0.1)),
-        "optimizer.lr is tensor.*which no recipe can hold",
+        "optimizer.lr is tensor.*which a recipe cannot contain",
     ),
-    "strategy": (lambda: start().distribute(OwnStrategy()), r"strategy OwnStrategy\(\) is none"),
+    "strategy": (lambda: start().distribute(OwnStrategy()), r"cannot create the strategy OwnStrategy\(\)"),
     "policy": (
         lambda: start().distribute("single", activation_checkpointing=lambda name, _: name == "0"),
         "activation_checkpointing=…. is a function",

@@ -80,20 +80,20 @@ BROKEN: dict[str, tuple[str, str]] = {
     ),
     "twice": (
         "model: a\nseed: 1\nmodel: b\n",
-        r"mine.yaml, line 3: the key 'model' is there twice. Remove one",
+        r"mine.yaml, line 3: the key 'model' appears twice. Remove one",
     ),
-    "twice inside": ("optimizer:\n  lr: 1\n  lr: 2\n", r"mine.yaml, line 3: the key 'lr' is there twice"),
+    "twice inside": ("optimizer:\n  lr: 1\n  lr: 2\n", r"mine.yaml, line 3: the key 'lr' appears twice"),
     "syntax": ("model: [1,\nseed: 3\n", r"mine.yaml, line \d: .*Write plain YAML"),
     "code": (
         "model: !!python/object/apply:os.getcwd []\n",
         r"mine.yaml, line 1: .*constructor.*Write plain YAML",
     ),
     "own tag": ("model: !mine 3\n", r"mine.yaml, line 1: .*Write plain YAML"),
-    "wrong tag": ("seed: !!float x\n", r"mine.yaml, line 1: 'x' is no float"),
-    "wrong truth": ("seed: 1\ncompile: !!bool maybe\n", r"mine.yaml, line 2: 'maybe' is no bool"),
+    "wrong tag": ("seed: !!float x\n", r"mine.yaml, line 1: 'x' is not a valid float"),
+    "wrong truth": ("seed: 1\ncompile: !!bool maybe\n", r"mine.yaml, line 2: 'maybe' is not a valid bool"),
     "something that is said to be nothing": (
         "val: !!null a.beton\n",
-        r"mine.yaml, line 1: 'a.beton' is no null",
+        r"mine.yaml, line 1: 'a.beton' is not a valid null",
     ),
     "number of thousands of digits": ("seed: " + "9" * 5000, r"mine.yaml: Exceeds the limit"),
     "merge": (
@@ -103,18 +103,18 @@ BROKEN: dict[str, tuple[str, str]] = {
     "alias of nothing": ("model: *mine\n", r"mine.yaml, line 1: .*undefined alias 'mine'"),
     "not a number": (
         "model: resnet18\nwarmup: .nan\n",
-        r"mine.yaml, line 2: warmup='.nan' .*numbers are finite",
+        r"mine.yaml, line 2: warmup='.nan' .*Numbers in a recipe must be finite",
     ),
-    "number that is too large": ("warmup: 1e999\n", r"mine.yaml: its values must be those of JSON"),
+    "number that is too large": ("warmup: 1e999\n", r"mine.yaml: its values must be valid in JSON"),
     "date": (
         "model: resnet18\nseed: 2026-11-20\n",
         r"mine.yaml, line 2: seed='2026-11-20' must be an integer",
     ),
-    "comments alone": ("# model: resnet18\n", r"mine.yaml: it holds None"),
-    "no mapping": ("- model\n", r"mine.yaml: it holds \['model'\]"),
-    "empty": ("", r"mine.yaml: it holds None"),
+    "comments alone": ("# model: resnet18\n", r"mine.yaml: it contains None"),
+    "no mapping": ("- model\n", r"mine.yaml: it contains \['model'\]"),
+    "empty": ("", r"mine.yaml: it contains None"),
     "two documents": ("model: a\n---\nmodel: b\n", r"mine.yaml, line 2"),
-    "key that is no word": ("1: 2\n", r"mine.yaml, line 1: the key 1 is no word"),
+    "key that is not a string": ("1: 2\n", r"mine.yaml, line 1: the key 1 is not a string"),
     "loop": ("loading: &all [*all]\n", r"mine.yaml, line 1: .*recursive"),
     "depth": ("[" * 5000, r"mine.yaml: it is nested too deeply"),
     "control character": ("model: \0\n", r"mine.yaml: .*special characters"),
@@ -144,9 +144,9 @@ def test_a_line_is_not_blamed_for_an_override(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"none.yaml does not exist"):
         Pipeline.from_recipe(str(tmp_path / "none.yaml"))
-    with pytest.raises(RecipeError, match=r"a recipe's file ends in .yaml, .yml, .json"):
+    with pytest.raises(RecipeError, match=r"a recipe file ends in .yaml, .yml, .json"):
         Pipeline.from_recipe(tmp_path / "recipe.txt")
-    with pytest.raises(RecipeError, match=r"Recipe 'a\\x00.yaml' is no name of a file"):
+    with pytest.raises(RecipeError, match=r"Recipe 'a\\x00.yaml' is not a file name"):
         Pipeline.from_recipe("a\0.yaml")
     with pytest.raises(RecipeError, match="No recipe is named 'model: resnet18"):
         Pipeline.from_recipe("model: resnet18\n" * 100)  # the text, not the file
@@ -154,12 +154,12 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"cannot be read: Is a directory"):
         Pipeline.from_recipe(tmp_path / "folder.yaml")
     (tmp_path / "latin.yaml").write_bytes("model: Grün".encode("latin-1"))
-    with pytest.raises(RecipeError, match=r"no text in UTF-8"):
+    with pytest.raises(RecipeError, match=r"is not UTF-8 text"):
         Pipeline.from_recipe(tmp_path / "latin.yaml")
     for text, message in {
-        '{"model": 1, "model": 2}': "the key 'model' is there twice",
+        '{"model": 1, "model": 2}': "the key 'model' appears twice",
         '{"model":\n nul}': "line 2: .*Write plain JSON",
-        '{"seed": NaN}': "must be those of JSON",
+        '{"seed": NaN}': "must be valid in JSON",
     }.items():
         with pytest.raises(RecipeError, match=message):
             Pipeline.from_recipe(written(tmp_path, text, "mine.json"))

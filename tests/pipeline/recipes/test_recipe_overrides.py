@@ -46,7 +46,7 @@ def test_so_it_is_within_a_recipe() -> None:
 
 def test_a_value_of_the_command_line_has_no_key_twice() -> None:
     for text in ('{"name": "sgd", "lr": 0.1, "lr": 0.2}', '[{"name": "MixUp", "lr": 1, "lr": 2}]'):
-        with pytest.raises(RecipeError, match=r"optimizer=.*the key 'lr' is there twice"):
+        with pytest.raises(RecipeError, match=r"optimizer=.*the key 'lr' appears twice"):
             parse_overrides([f"optimizer={text}"])
     with pytest.raises(RecipeError, match="epochs= is given twice"):
         parse_overrides(["epochs=1", "seed=2", "epochs=1"])

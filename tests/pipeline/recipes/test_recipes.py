@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "loader": ({"loader": "fcv"}, "baseline: .*'fcv'.*Did you mean 'ffcv'"),
     "loader setting": ({"loading.pading": 3}, "baseline: .*'pading'.*Did you mean 'padding'"),
     "argument twice": (
-        {"loading.batch_size": 3}, "baseline: loading.batch_size is a key of the recipe itself; give batch_size=…"
+        {"loading.batch_size": 3}, "baseline: loading.batch_size is a key of the recipe itself. Set batch_size=…"
     ),
     "optimizer's value as text": ({"optimizer.lr": "fast"}, r"baseline: optimize\('sgd'\): lr='fast' must be a number"),
     "schedule of the optimizer": ({"optimizer.schedule": "linear"}, "baseline: optimizer.schedule .*give schedule=…"),
@@ -268,8 +268,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"transforms": [{"name": "MixUp", "alpha": "0.2"}, {"name": "CutMix", "alpha": 1.0}]},
         "transforms: alpha='0.2' is text",
     ),
-    "not a number as text": ({"optimizer.lr": "NaN"}, "optimizer: lr='NaN' is text. A recipe's numbers are finite"),
-    "infinity as YAML has it": ({"warmup": "-.inf"}, "warmup='-.inf' must be a number: .* numbers are finite"),
+    "not a number as text": ({"optimizer.lr": "NaN"}, "optimizer: lr='NaN' is text. Numbers in a recipe must be finite"),
+    "infinity as YAML has it": ({"warmup": "-.inf"}, "warmup='-.inf' must be a number: .* Numbers in a recipe must be finite"),
     "note": ({"notes": {"bach_size": "ours"}}, "no key 'bach_size'.*Did you mean 'batch_size'"),
     "evaluated size": ({"eval_image_size": 0}, "eval_image_size=0 must be a positive integer or null"),
     "strategy's option": (
@@ -305,11 +305,11 @@ def test_a_recipe_that_is_none() -> None:
         Pipeline.from_recipe("baselin")
     with pytest.raises(RecipeError, match="name, a file or a dict, not 3"):
         Pipeline.from_recipe(3)  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="it has no 'model': name of the model"):
+    with pytest.raises(RecipeError, match="the key 'model' is missing: name of a model"):
         Pipeline.from_recipe({"epochs": 3})
     for name in (["mine"], 2026):  # else the run's picture would fail, after the training
         data = {"train": "a.beton", "batch_size": 8, "image_size": 8}
-        with pytest.raises(RecipeError, match="must be text: what the recipe is called"):
+        with pytest.raises(RecipeError, match="must be text: the recipe's name"):
             Pipeline.from_recipe({"name": name, "model": "resnet18", **data})
 
 

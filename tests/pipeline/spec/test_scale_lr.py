@@ -144,7 +144,7 @@ def test_what_cannot_be_scaled(toy: Toy) -> None:
     for overrides, message in (
         ({"scale_lr": "linear"}, "scale_lr='linear' must be true or false"),
         ({"base_batch_size": 0}, "base_batch_size=0 must be"),
-        ({"optimizer.scale_lr": True}, "optimizer.scale_lr is a key of the recipe itself; give scale_lr=…"),
+        ({"optimizer.scale_lr": True}, "optimizer.scale_lr is a key of the recipe itself. Set scale_lr=…"),
     ):
         with pytest.raises(RecipeError, match=message):
             recipe("resnet50-mild", **overrides)
