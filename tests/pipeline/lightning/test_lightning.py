@@ -80,7 +80,7 @@ def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:
     pipeline = toy.pipeline(plain_model)
     with pytest.raises(PlanError, match="EMA, SAM works only in Drivetrain's loop"):
         pipeline.transform(EMA(), SAM(), BlurPool()).to_lightning(epochs=1)
-    with pytest.raises(PlanError, match=r"give to_lightning\(epochs=…\)"):
+    with pytest.raises(PlanError, match=r"Pass to_lightning\(epochs=…\)"):
         pipeline.to_lightning()
     for epochs in (0, "3"):
         with pytest.raises(PlanError, match=rf"epochs={epochs!r} must be a positive integer"):
