@@ -1,1 +1,1 @@
-"""What each stage brings: variants, interleaved trials, statistics, and the ledger drawn from the data."""
+"""Measure what each stage brings: variants, interleaved trials, statistics, and the resulting ledger."""

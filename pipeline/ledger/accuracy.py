@@ -1,4 +1,4 @@
-"""What the stages do to accuracy: each variant trained for the same number of epochs from the same seed."""
+"""Measure how the stages affect accuracy: train each variant for the same number of epochs from the same seed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .variants import Variant
 
 
 def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:
-    """The number of epochs to train each variant for.
+    """Return the number of epochs to train each variant.
 
     Raises:
-        PlanError: without it, without validation data, or for a target that is no share.
+        PlanError: if it is not set, without validation data, or for an invalid target.
     """
     epochs = plan.spec.epochs
     if epochs is None:
         raise PlanError("Number of epochs not set. Pass ledger(accuracy=True, epochs=…) (--epochs).")
     if plan.data.val is None:
-        raise PlanError("accuracy=True needs validation data: give load() a second file (--val).")
+        raise PlanError("accuracy=True needs validation data. Pass a second file to load() (--val).")
     if target is not None and not is_number(target, "(0, 1]"):
-        raise PlanError(f"target={target!r} is a top-1 accuracy; it must be a number above 0, at most 1.")
+        raise PlanError(f"target={target!r} is a top-1 accuracy and must be a number in (0, 1].")
     return epochs
 
 
@@ -41,14 +41,14 @@ def train_each(
     target: float | None,
     progress: bool,
 ) -> None:
-    """Train each variant once, and add its row as soon as it is known.
+    """Train each variant once, and add its row to `rows` as soon as it ends.
 
     Args:
         variants: plain PyTorch first.
-        rows: the trainings so far; see `Trained`.
-        epochs: of each.
-        target: see `Accuracies`; None for what the first variant reaches in the end.
-        progress: show a bar.
+        rows: the results so far, extended in place.
+        epochs: epochs of each training run.
+        target: see `Accuracies`; None for the final accuracy of the first variant.
+        progress: show a progress bar.
     """
     with tqdm(total=len(variants), unit="training", disable=not progress, leave=False) as bar:
         for number, variant in enumerate(variants, 1):
@@ -62,7 +62,7 @@ def train_each(
 def _trained(variant: Variant, epochs: int, target: float | None, sets_target: bool) -> Trained:
     try:
         history = fit(variant.spec, FitConfig(epochs=epochs, progress=False, checkpoints=None)).history.epochs
-    except Exception as error:  # it diverged, or lacked memory: the others are trained all the same
+    except Exception as error:  # e.g. out of memory: continue with the others
         return Trained(failed=described(error))
     accuracy = history[-1].accuracy
     if target is None and sets_target:
@@ -75,7 +75,7 @@ def _trained(variant: Variant, epochs: int, target: float | None, sets_target: b
 
 
 def seconds_to(target: float, history: Sequence[Epoch]) -> float | None:
-    """Seconds until the end of the first epoch with at least that accuracy; None if there is none."""
+    """Return the seconds until the end of the first epoch that reaches `target`; None if none does."""
     spent = accumulate(epoch.seconds for epoch in history)
     pairs = zip(history, spent, strict=True)
     return next((at for epoch, at in pairs if epoch.accuracy is not None and epoch.accuracy >= target), None)

@@ -1,4 +1,4 @@
-"""The ledger's time: how much is left, what still fits, and the bar that shows it."""
+"""The time budget of a ledger: deadlines, the alarm that enforces them, and the progress bar."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tqdm.auto import tqdm
 T = TypeVar("T")
 
 GRACE = 0.5
-"""Seconds after the end in which a batch that runs may still complete a trial."""
+"""Seconds after the deadline in which a running batch may still complete its trial."""
 
 
 class OutOfTime(Exception):
-    """The budget ended within a trial, which therefore does not count."""
+    """The budget ended during a trial, which is discarded."""
 
 
 def until(deadline: float, batches: Iterable[T]) -> Iterator[T]:
-    """The batches, each only if it begins before the deadline (on `perf_counter`'s clock).
+    """Yield the batches that start before the deadline (in `perf_counter` time).
 
     Raises:
-        OutOfTime: instead of a batch that would begin later.
+        OutOfTime: instead of yielding a batch after the deadline.
     """
     for batch in batches:
         if perf_counter() > deadline:
@@ -35,21 +35,21 @@ def until(deadline: float, batches: Iterable[T]) -> Iterator[T]:
 
 
 class _Alarm(KeyboardInterrupt):
-    """What `alarm` raises, so that whatever ends properly on Ctrl-C does so here, and nothing takes it for an error."""
+    """Raised by `alarm`. As a KeyboardInterrupt, it ends code as Ctrl-C does, and is not caught as an error."""
 
 
 @contextmanager
 def alarm(deadline: float) -> Iterator[None]:
-    """Within the block OutOfTime is raised `GRACE` seconds after the deadline, as Ctrl-C raises KeyboardInterrupt.
+    """Raise OutOfTime inside the block `GRACE` seconds after the deadline, as Ctrl-C raises KeyboardInterrupt.
 
-    `until` looks at the time between two batches only. A batch may never come (workers that take a minute to start),
-    and a model may take long to build. This sends the main thread a signal of its own, so it works also where SIGINT is
-    ignored (a shell's background jobs) or another timer is set; in another thread the block is left alone. One call
+    `until` checks the time only between batches, but a batch may take long to arrive (workers can take a minute to
+    start), and a model long to build. This sends the main thread a real-time signal, so it works even if SIGINT is
+    ignored (background jobs of a shell) or another timer is set. Outside the main thread it does nothing. A single call
     into native code, such as a backward, is not interrupted.
 
     Raises:
-        OutOfTime: see above.
-        KeyboardInterrupt: if it was Ctrl-C.
+        OutOfTime: after the deadline.
+        KeyboardInterrupt: on Ctrl-C.
     """
     main = threading.main_thread()
     number = _free_signal()
@@ -66,46 +66,46 @@ def alarm(deadline: float) -> Iterator[None]:
                 sent.append(True)
                 signal.pthread_kill(main.ident, number)
 
-    def come(*_: object) -> None:
+    def on_signal(*_: object) -> None:
         raise _Alarm
 
     timer = threading.Timer(max(deadline + GRACE - perf_counter(), 0.0), send)
     timer.daemon = True
-    signal.signal(number, come)
+    signal.signal(number, on_signal)
     timer.start()
-    came = False
+    received = False
     try:
         try:
             yield
-        finally:  # it may arrive here, too, while this waits for the lock
+        finally:  # the signal may arrive here, too, while this waits for the lock
             with lock:
                 over.append(True)
             timer.cancel()
     except KeyboardInterrupt:
         if not sent:
             raise
-        came = True
+        received = True
     finally:
-        if sent and not came:  # it is under way: let it arrive here, and not in the caller's code
+        if sent and not received:  # it is pending: let it arrive here, not in the caller's code
             with suppress(_Alarm):
                 sleep(GRACE)
         signal.signal(number, signal.SIG_DFL)
-    if came:
+    if received:
         raise OutOfTime
 
 
 def _free_signal() -> int | None:
-    """Return a real-time signal that nothing in this process handles; None where the system has none (macOS)."""
+    """Return a real-time signal without a handler in this process; None if the system has none (macOS)."""
     numbers = range(getattr(signal, "SIGRTMIN", 0) + 1, getattr(signal, "SIGRTMAX", 0))
     return next((number for number in numbers if signal.getsignal(number) is signal.SIG_DFL), None)
 
 
 class Budget:
-    """The seconds that a ledger may take, from now on, and the bar of how many it has used.
+    """The time budget of a ledger, and the progress bar of its use.
 
     Args:
-        seconds: all of it: building, warm-up, rounds and peak memory.
-        begin: when it began, on `perf_counter`'s clock.
+        seconds: for everything: building, warm-up, rounds and peak memory.
+        begin: start of the budget, in `perf_counter` time.
         progress: show the bar.
     """
 
@@ -118,7 +118,7 @@ class Budget:
 
     @property
     def used(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return perf_counter() - self.begin
 
     @property
@@ -127,16 +127,16 @@ class Budget:
         return self.end - perf_counter()
 
     def show(self, what: str) -> None:
-        """Puts the share that is used, and what is being done, on the bar."""
+        """Show the used time and the current activity in the bar."""
         self._bar.n = min(self.used, self.seconds)
         self._bar.set_description(f"ledger: {what}")
 
     def close(self) -> None:
-        """Removes the bar."""
+        """Remove the bar."""
         self._bar.close()
 
 
 def rounded_up(seconds: float) -> float:
-    """To two digits, for a number of seconds that is recommended."""
+    """Round up to two significant digits, for recommended seconds."""
     step = 10.0 ** (math.floor(math.log10(seconds)) - 1)
     return float(f"{math.ceil(seconds / step) * step:.3g}")

@@ -1,4 +1,4 @@
-"""Two ledgers side by side: what became faster or slower, and what else differs between the runs."""
+"""Compare two ledgers: what became faster or slower, and what else differs between the runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Compared:
 
     Attributes:
         id: the variant.
-        first, second: over plain PyTorch, in each ledger; None for what is no row.
-        speed: images/s of the second ledger over those of the first.
+        first, second: its ratio over plain PyTorch in each ledger; None if it is not a row.
+        speed: its images/s in the second ledger over those in the first.
     """
 
     id: VariantId
@@ -37,7 +37,7 @@ class Compared:
 
     @property
     def overlap(self) -> bool | None:
-        """Whether the intervals of the two ratios over plain PyTorch have a value in common; None: not known."""
+        """Whether the intervals of the two ratios over plain PyTorch overlap; None: unknown."""
         if self.first is None or self.second is None or not (self.first.resolved and self.second.resolved):
             return None
         return self.first.low <= self.second.high and self.second.low <= self.first.high
@@ -45,14 +45,14 @@ class Compared:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Two ledgers side by side.
+    """The comparison of two ledgers.
 
     Attributes:
-        names: of the two.
+        names: their files.
         rows: variants that both have.
         missing: variants that only one has, with the name of that ledger.
-        differences: of recipe, hardware, versions and revision, one sentence each.
-        failed: variants that failed, were left out or have a ratio that is not resolved, one sentence each.
+        differences: differences in recipe, hardware, versions and revision, one sentence each.
+        failed: variants that failed or were left out, and unresolved ratios, one sentence each.
     """
 
     names: tuple[str, str]
@@ -68,7 +68,7 @@ class Comparison:
         return self._table().html() + "".join(f"<p>{html.escape(s)}</p>" for s in self._sentences())
 
     def _table(self) -> Table:
-        said = {True: "yes", False: "no", None: ""}
+        words = {True: "yes", False: "no", None: ""}
         return Table(
             ("", "over plain: first", "over plain: second", "overlap", "speed: second over first"),
             [
@@ -76,21 +76,21 @@ class Comparison:
                     row.name,
                     _interval(row.first),
                     _interval(row.second),
-                    said[row.overlap],
+                    words[row.overlap],
                     _interval(row.speed),
                 )
                 for row in self.rows
             ],
             "Two ledgers",
-            "intervals in brackets; images/s of two runs are not interleaved: the machine may have changed",
+            "intervals in brackets; the runs were not interleaved: the machine's speed may have changed in between",
             figures=True,
         )
 
     def _sentences(self) -> list[str]:
-        found = [f"first: {self.names[0]}; second: {self.names[1]}."]
-        found += self.failed
-        found += [f"Only in {where}: {one}." for one, where in self.missing.items()]
-        return found + (self.differences or ["Recipe, hardware, versions and revision are the same."])
+        sentences = [f"first: {self.names[0]}; second: {self.names[1]}."]
+        sentences += self.failed
+        sentences += [f"Only in {where}: {one}." for one, where in self.missing.items()]
+        return sentences + (self.differences or ["Recipe, hardware, versions and revision are the same."])
 
 
 def _interval(one: Ratio | None) -> str:
@@ -100,7 +100,7 @@ def _interval(one: Ratio | None) -> str:
 
 
 def compare(first: str | Path, second: str | Path) -> Comparison:
-    """Compares two ledgers that were saved as JSON.
+    """Compare two ledgers saved as JSON.
 
     Raises:
         DrivetrainError: if one is not a ledger.
@@ -114,7 +114,7 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
             one, ratios[0].get(one), ratios[1].get(one),
             ratio_of_means(speeds[1][one], speeds[0][one], ledgers[0].level),
         )
-        for one in speeds[0] if one in speeds[1] and one not in (SPLIT, EXTRAS)  # no variants of their own
+        for one in speeds[0] if one in speeds[1] and one not in (SPLIT, EXTRAS)  # not separate variants
     ]  # fmt: skip
     missing = {one: names[0] for one in speeds[0] if one not in speeds[1]}
     missing |= {one: names[1] for one in speeds[1] if one not in speeds[0]}
@@ -126,7 +126,7 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
     ]
     if any(not one.resolved for row in rows for one in (row.first, row.second, row.speed) if one is not None):
         failed.append(
-            "Not resolved: an interval that reaches further than a factor of two; measure for longer."
+            "Not resolved: the interval extends beyond a factor of two to each side. Measure longer."
         )
     return Comparison(names, rows, missing, differences(*(ledger.facts for ledger in ledgers)), failed)
 
@@ -136,13 +136,13 @@ def _speeds(ledger: Ledger) -> dict[VariantId, list[float]]:
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """What else differs between two ledgers' facts, one sentence each."""
-    found = []
+    """Return what differs between the facts of two ledgers, one sentence each."""
+    sentences = []
     pairs = {"recipe": (first.get("recipe"), second.get("recipe"))}
     plans = first.get("plan") or [], second.get("plan") or []
     for name, plan, other in (("first", *plans), ("second", *reversed(plans))):
         if own := _own_steps(plan, other):
-            found.append(f"Only the {name}'s plan has: {own}.")
+            sentences.append(f"Only the {name}'s plan has: {own}.")
     machines = first.get("provenance") or {}, second.get("provenance") or {}
     pairs["revision"] = (machines[0].get("git_revision"), machines[1].get("git_revision"))
     for part in ("hardware", "environment", "versions"):
@@ -153,22 +153,22 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
         }
     for name, (one, two) in pairs.items():
         if one != two:
-            found.append(f"Different {name}: {_said(one)} and {_said(two)}.")
-    return found
+            sentences.append(f"Different {name}: {_text(one)} and {_text(two)}.")
+    return sentences
 
 
 def _own_steps(plan: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
-    """The steps that the other plan has not; one that it has in another way, with that way."""
+    """Return the steps that the other plan lacks; for one that differs only in `why`, with its `why`."""
     known = [step["what"] for step in other]
-    found = [
+    steps = [
         f"{step['what']} ({step['why']})" if step["what"] in known else step["what"]
         for step in plan
         if step not in other
     ]
-    return "; ".join(found)
+    return "; ".join(steps)
 
 
-def _said(value: object) -> str:
+def _text(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""What a ledger has measured, as a value: trials by variant, and rows, gains, ceilings and shares derived from them."""
+"""The measurements of a ledger: trials by variant, and the rows, gains, ceilings and fractions derived from them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NAMES: dict[Kind, str] = {
     "split": "full pipeline, timed by part",
     "extras": "full pipeline with fit's extras",
 }
-"""How each kind of variant is shown, with the stage in the braces. Names are made here and never parsed."""
+"""Display name of each kind of variant, with the stage in the braces. Names are formatted here and never parsed."""
 Workload = Literal["train", "loader", "model", "copy", "split", "extras"]
 """What a trial runs: training; the loader without a model; the model on one batch in memory; the copies to the
-device; training with its parts timed; training with what `fit` does besides the steps."""
+device; training with its phases timed; training with the overhead of `fit`."""
 WORKLOADS: dict[Kind, Workload] = {
     "loader": "loader", "model": "model", "copy": "copy", "split": "split", "extras": "extras",
 }  # fmt: skip
@@ -37,9 +37,10 @@ class VariantId:
     """The identity of a variant.
 
     Attributes:
-        kind: `plain` is plain PyTorch; `in_turn` the stages up to this one; `only` plain PyTorch with this stage;
-            `without` the full pipeline without it. The others run the full pipeline or a part of it; see `Workload`.
-        stage: of `in_turn`, `only` and `without`; else empty.
+        kind: `plain` is plain PyTorch; `in_turn` has the stages up to this one; `only` is plain PyTorch with only this
+            stage; `without` is the full pipeline without it. The others run the full pipeline or a part of it; see
+            `Workload`.
+        stage: the stage of `in_turn`, `only` and `without`; else empty.
     """
 
     kind: Kind
@@ -84,10 +85,14 @@ def without(stage: str) -> VariantId:
 
 @dataclass(frozen=True)
 class Trial:
-    """One measurement: images over all ranks, seconds, and seconds of these spent waiting for data.
+    """One measurement.
 
-    `samples` is a digest of the labels that were trained on, in order; `parts` has the seconds of forward,
-    backward and step, or of the extras, where they were timed.
+    Attributes:
+        images: images over all ranks.
+        seconds: duration.
+        waited: part of `seconds` spent waiting for data.
+        samples: digest of the labels, in order.
+        parts: seconds of forward, backward and step, or of the extras; None if not timed.
     """
 
     images: int
@@ -104,12 +109,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a variant costs besides time; the largest over its ranks, None where not measured.
+    """The costs of a variant other than time: maxima over its ranks, None if not measured.
 
     Attributes:
-        held_bytes: of parameters, gradients and optimizer, by these names.
-        peak_bytes: memory that was allocated at most; on a CPU, that of the process.
-        compile_seconds: that compiling took, before the measurement.
+        held_bytes: memory of `parameters`, `gradients` and `optimizer`, by these names.
+        peak_bytes: peak memory allocated; on a CPU, of the process.
+        compile_seconds: compile time, before the measurement.
     """
 
     held_bytes: Mapping[str, int] | None = None
@@ -119,13 +124,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Trained:
-    """A variant's training.
+    """The training run of a variant.
 
     Attributes:
-        accuracy: top-1 after the last epoch, 0 to 1; None if the training failed.
-        seconds: of whole epochs: evaluation, starting of workers and compiling included.
-        seconds_to_target: None where the target was not reached.
-        failed: why the training failed; else empty.
+        accuracy: top-1 accuracy after the last epoch, 0 to 1; None if it failed.
+        seconds: duration of all epochs, including evaluation, starting of workers and compiling.
+        seconds_to_target: time to the target accuracy; None if it was not reached.
+        failed: why it failed; else empty.
     """
 
     accuracy: float | None = None
@@ -136,12 +141,12 @@ class Trained:
 
 @dataclass(frozen=True)
 class Accuracies:
-    """Trainings of each variant.
+    """The training runs of all variants.
 
     Attributes:
-        epochs: of each.
-        target: the top-1 accuracy, 0 to 1, whose time is measured; None if there is none.
-        rows: the trainings that ended, plain PyTorch first.
+        epochs: epochs of each.
+        target: the top-1 accuracy, 0 to 1, of the time to accuracy; None if there is none.
+        rows: the completed runs, plain PyTorch first.
     """
 
     epochs: int
@@ -151,7 +156,7 @@ class Accuracies:
 
 @dataclass(frozen=True)
 class Missing:
-    """Why a variant has no figures."""
+    """Why a variant was not measured."""
 
     state: Literal["failed", "left out"]
     reason: str
@@ -162,10 +167,14 @@ class Missing:
 
 @dataclass(frozen=True)
 class Row:
-    """A variant's throughput in images/s, that over plain PyTorch's, and that over the row before.
+    """A row of the main table.
 
-    A variant that could not be measured has None for these, and `missing` has the reason if it is known; `gain` is
-    None too where the row before was not measured.
+    Attributes:
+        id: the variant.
+        images_per_s: its throughput; None if it was not measured.
+        ratio: its throughput over plain PyTorch's; None if it was not measured.
+        gain: its throughput over that of the previous row; None if either was not measured.
+        missing: why it was not measured, if known.
     """
 
     id: VariantId
@@ -187,12 +196,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Gains:
-    """What a stage brings, as a ratio of throughputs, in three places; None where a variant was not measured.
+    """What a stage brings, as ratios of throughputs; None if a variant was not measured.
 
     Attributes:
-        alone: plain PyTorch with only it, over plain PyTorch.
-        in_turn: on top of the stages before it.
-        last: the full pipeline, over the full pipeline without it.
+        stage: its name.
+        alone: plain PyTorch with only this stage, over plain PyTorch.
+        in_turn: with the stages up to this one, over those before it.
+        last: the full pipeline, over the full pipeline without this stage.
     """
 
     stage: str
@@ -203,21 +213,21 @@ class Gains:
 
 @dataclass(frozen=True, repr=False)
 class LedgerData:
-    """The figures of a ledger.
+    """The measurements of a ledger.
 
     Attributes:
-        rounds: one mapping per round, from each variant to its trial; the raw figures. Every round has the same
-            variants, plain PyTorch first.
+        rounds: the raw measurements: per round, a mapping from variants to trials. Every round has the same variants,
+            plain PyTorch first.
         facts: what was measured and where, as JSON types: `recipe`, `plan`, `asked` (the pipeline's `loader`,
             `precision` and `compile`), `batch_size`, `batches_per_trial`, `seconds`, `seconds_asked`, `provenance`.
-        variants: all of them, measured or not, in the order of a round.
-        stopped: why there are no more rounds.
-        failed, left_out: the reasons of variants without figures.
-        costs: of the variants where they are known.
+        variants: all variants, measured or not, in the order of a round.
+        stopped: why measuring stopped.
+        failed, left_out: the reasons why variants were not measured.
+        costs: the known costs by variant.
         missing_costs: costs that were not measured, in words, with the reasons.
-        notes: further sentences that have to be known.
-        accuracy: if each variant was trained, too.
-        level: of the confidence intervals.
+        notes: additional caveats.
+        accuracy: the training runs, if requested.
+        level: confidence level of the intervals.
     """
 
     rounds: Sequence[Mapping[VariantId, Trial]]
@@ -241,7 +251,7 @@ class LedgerData:
 
     @property
     def levels(self) -> Levels[VariantId]:
-        """The speeds of all variants on one scale."""
+        """The speeds of all variants, on one scale."""
         return Levels([{one: trial.speed for one, trial in trials.items()} for trials in self.rounds])
 
     @property
@@ -250,18 +260,18 @@ class LedgerData:
         return [one for one in self.variants if one.is_row]
 
     def measured(self, one: VariantId) -> bool:
-        """Whether that variant has trials."""
+        """Return whether a variant has trials."""
         return one in self.rounds[0]
 
     def why_not(self, one: VariantId) -> Missing | None:
-        """Return why a variant has no figures; None if it has, or if nothing is known."""
+        """Return why a variant was not measured; None if it was, or if the reason is unknown."""
         if one in self.failed:
             return Missing("failed", self.failed[one])
         return Missing("left out", self.left_out[one]) if one in self.left_out else None
 
     @property
     def rows(self) -> list[Row]:
-        """Plain PyTorch first, the full pipeline last."""
+        """The rows of the main table, plain PyTorch first, the full pipeline last."""
         levels, rows = self.levels, self.in_turn
         return [
             Row(
@@ -275,7 +285,7 @@ class LedgerData:
         ]
 
     def _ratio(self, levels: Levels[VariantId], over: VariantId, under: VariantId) -> Ratio | None:
-        """A variant's throughput over another's; None where one of them was not measured."""
+        """Return a variant's throughput over another's; None if one of them was not measured."""
         if not (self.measured(over) and self.measured(under)):
             return None
         return levels.ratio(over, under, self.level)
@@ -287,7 +297,7 @@ class LedgerData:
 
     @property
     def stages(self) -> list[Gains]:
-        """What each stage brings alone, in turn, and last of all."""
+        """What each stage brings: alone, added in turn, and added last."""
         levels = self.levels
         return [
             Gains(
@@ -300,39 +310,39 @@ class LedgerData:
         ]
 
     def id_of_only(self, stage: str) -> VariantId:
-        """Return the variant that has that stage alone; the first in turn is one."""
+        """Return the variant with only this stage, which may be the first in turn."""
         first = self.in_turn[1]
         return first if first.stage == stage else only(stage)
 
     def id_of_without(self, stage: str) -> VariantId:
-        """Return the full pipeline without that stage; the last but one in turn is one."""
+        """Return the full pipeline without this stage, which may be the last but one in turn."""
         rows = self.in_turn
         if rows[-1].stage == stage:
             return rows[-2]
-        # Of two stages, the full pipeline without the first is the second alone.
+        # With two stages, the full pipeline without the first is the second alone.
         return only(rows[2].stage) if len(rows) == 3 else without(stage)
 
     @property
     def ceilings(self) -> dict[VariantId, Figure]:
-        """Throughput in images/s of the loader without a model, of the model without a loader, and of the
-        copies to the device where there is one."""
+        """Throughput in images/s of the loader without a model, of the model without a loader, and of the copies to the
+        device, if any."""
         levels = self.levels
         return {one: levels.speed(one) for one in CEILINGS if self.measured(one)}
 
     @property
     def waiting(self) -> float | None:
-        """Share of the full pipeline's time spent waiting for data, 0 to 1; the median. None: not measured."""
+        """Fraction of the full pipeline's time spent waiting for data, 0 to 1, the median; None if not measured."""
         if not self.measured(self.whole):
             return None
-        shares = [trials[self.whole].waited / trials[self.whole].seconds for trials in self.rounds]
-        return float(np.median(shares))
+        fractions = [trials[self.whole].waited / trials[self.whole].seconds for trials in self.rounds]
+        return float(np.median(fractions))
 
     @property
     def time_breakdown(self) -> dict[str, float]:
-        """Shares of the full pipeline's time, 0 to 1: waiting, forward, backward, step, other; empty if not measured.
+        """Fractions of the full pipeline's time, 0 to 1: waiting, forward, backward, step, other; empty: not measured.
 
-        Means over trials of its own, in which the GPU is waited for after each part. "other" is the loss, the
-        batch methods' own work and the loop.
+        Means over separate trials that synchronize the GPU after each phase. "other" is the loss, batch transforms
+        without their forwards, and the loop.
         """
         if SPLIT not in self.rounds[0]:
             return {}
@@ -345,17 +355,17 @@ class LedgerData:
 
     @property
     def extras(self) -> Ratio | None:
-        """Time of a step with what `fit` has beside the steps, over that of the full pipeline without: 1.004 for a cost
-        of 0.4 %. Bar, CSV log and guard against losses that are not finite. None if not measured."""
+        """Time of the full pipeline with the extras of `fit` (progress bar, CSV log, guard against non-finite losses),
+        over its time without: 1.004 for an overhead of 0.4 %. None if not measured."""
         return self._ratio(self.levels, self.whole, EXTRAS)
 
     @property
     def extras_share(self) -> float | None:
-        """Share of a training's time inside the extras' own code, 0 to 1; None if not measured.
+        """Fraction of training time spent in the extras' own code, 0 to 1; None if not measured.
 
-        Timed within the trials that have them, so it is known far more exactly than `extras`, which compares trials
-        and also sees what the extras slow down elsewhere. At most so much: a short trial logs and draws once, and so
-        oftener than `fit`, which logs every 50 steps and draws twice a second.
+        It is timed inside the trials that have the extras, and so is far more precise than `extras`, which compares
+        trials and includes what the extras slow down elsewhere. It is an upper bound: a short trial logs and draws
+        once, more often than `fit`, which logs every 50 steps and draws twice a second.
         """
         trials = [trials[EXTRAS] for trials in self.rounds if EXTRAS in trials]
         if not trials or not all(trial.parts for trial in trials):
@@ -363,30 +373,30 @@ class LedgerData:
         return sum((trial.parts or {})["extras"] for trial in trials) / sum(trial.seconds for trial in trials)
 
     def ratios(self) -> dict[str, Ratio]:
-        """Every ratio that the tables show, by a name for it: each row's, each stage's gains, the extras' cost."""
-        found: dict[str, Ratio | None] = {row.name: row.ratio for row in self.rows}
+        """Return all ratios in the tables by name: those of the rows, the gains of the stages, the extras' overhead."""
+        named: dict[str, Ratio | None] = {row.name: row.ratio for row in self.rows}
         for stage in self.stages:
-            found[f"{stage.stage} alone"] = stage.alone
-            found[f"{stage.stage} in turn"] = stage.in_turn
-            found[f"{stage.stage} last"] = stage.last
-        found["fit's extras"] = self.extras
-        return {name: one for name, one in found.items() if one is not None}
+            named[f"{stage.stage} alone"] = stage.alone
+            named[f"{stage.stage} in turn"] = stage.in_turn
+            named[f"{stage.stage} last"] = stage.last
+        named["fit's extras"] = self.extras
+        return {name: one for name, one in named.items() if one is not None}
 
     @property
     def spread(self) -> float:
-        """The widest interval of a row's ratio, a stage's gain or the extras' cost: 0.02 for ± 2 %."""
+        """The widest interval of `ratios`: 0.02 for ± 2 %."""
         return max(one.spread for one in self.ratios().values())
 
     def speed(self, one: VariantId) -> Figure:
-        """A variant's images/s."""
+        """Return a variant's images/s."""
         return self.levels.speed(one)
 
     def ratio(self, one: VariantId, over: VariantId) -> Ratio:
-        """A variant's throughput over another's, taken within rounds."""
+        """Return a variant's throughput over another's, taken within rounds."""
         return self.levels.ratio(one, over, self.level)
 
     def product_alone(self) -> dict[VariantId, int] | None:
-        """The product of the stages' gains alone, as powers for `Levels.product`; None if one was not measured."""
+        """Return the product of the stages' gains alone as powers for `Levels.product`; None if one is not measured."""
         powers = {PLAIN: 0}
         for row in self.in_turn[1:]:
             alone = self.id_of_only(row.stage)

@@ -1,4 +1,4 @@
-"""A ledger as JSON, written and read; a file that could not have been measured is rejected."""
+"""Write and read a ledger as JSON. Files that no measurement could have produced are rejected."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DERIVED = (
 
 
 def to_dict(ledger: LedgerData) -> dict[str, Any]:
-    """All of it as plain JSON types, the raw rounds included. An interval without an upper end ends in None.
+    """Return the full ledger as plain JSON types, including the raw rounds. An infinite upper end becomes None.
 
-    Variants are named by their display names; `variants` has the identity of each.
+    Variants are keyed by display name; `variants` has their identities.
     """
     derived = {
         "rows": [_row(row) for row in ledger.rows],
@@ -76,7 +76,7 @@ def _named(table: Mapping[VariantId, Any]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for an infinite number, which JSON does not have."""
+    """Replace infinite numbers, which JSON does not have, with None."""
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -85,21 +85,21 @@ def _finite(value: Any) -> Any:
 
 
 def read(path: str | Path, kind: type[L]) -> L:
-    """Return the ledger in a file, as a value of its class; see `Ledger.load`.
+    """Return the ledger in a file as a `kind`; see `Ledger.load`.
 
     Raises:
-        DrivetrainError: if the file is not there, or is not a ledger.
+        DrivetrainError: if the file does not exist, or is not a ledger.
     """
     try:
         ledger = _parsed(json.loads(Path(path).read_text()), kind)
-        to_dict(ledger)  # whatever else is missing is missed here
+        to_dict(ledger)  # these raise if anything else is missing
         text(ledger)
         caption(ledger)
     except OSError as error:
         raise DrivetrainError(f"{path} could not be read: {error.strerror}.") from None
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise DrivetrainError(
-            f"{path} is not a ledger ({type(error).__name__}: {error}). Give a file that ledger.save('….json') wrote."
+            f"{path} is not a ledger ({type(error).__name__}: {error}). Pass a file written by ledger.save('….json')."
         ) from None
     return ledger
 
@@ -117,14 +117,14 @@ def _parsed(content: dict[str, Any], kind: type[L]) -> L:
         return {_known(known, key): one for key, one in _table(name, value).items()}
 
     def reasons(name: str) -> dict[VariantId, str]:
-        found = table(name, content.pop(name, None))
-        if not all(isinstance(reason, str) for reason in found.values()):
-            raise ValueError(f"{name!r} has a reason that is not a text")
-        return found
+        texts = table(name, content.pop(name, None))
+        if not all(isinstance(reason, str) for reason in texts.values()):
+            raise ValueError(f"{name!r} has a reason that is not text")
+        return texts
 
     notes = content.pop("notes", None) or []
     if not (isinstance(notes, list) and all(isinstance(one, str) for one in notes)):
-        raise ValueError("'notes' is not a list of texts")
+        raise ValueError("'notes' is not a list of strings")
     level = content.pop("level", LEVEL)
     if not is_number(level, "(0, 1)"):
         raise ValueError(f"level={level!r} is not between 0 and 1")
@@ -151,14 +151,14 @@ def _parsed(content: dict[str, Any], kind: type[L]) -> L:
 
 
 def _identities(entries: Any) -> dict[str, VariantId]:
-    """The variants by name.
+    """Return the variants by name.
 
     Raises:
-        ValueError: for an identity that does not exist or has another name, or if plain PyTorch is not the first.
+        ValueError: for an unknown identity or a wrong name, or if plain PyTorch is not the first.
     """
     if not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
         raise ValueError("'variants' is not a list of identities")
-    found: dict[str, VariantId] = {}
+    identities: dict[str, VariantId] = {}
     for entry in entries:
         kind, stage = entry["kind"], entry["stage"]
         if kind not in NAMES or not isinstance(stage, str) or bool(stage) != ("{}" in NAMES[kind]):
@@ -166,10 +166,10 @@ def _identities(entries: Any) -> dict[str, VariantId]:
         one = VariantId(kind, stage)
         if entry["name"] != str(one):
             raise ValueError(f"the variant {str(one)!r} is named {entry['name']!r}")
-        found[str(one)] = one
-    if next(iter(found.values()), None) != PLAIN:
+        identities[str(one)] = one
+    if next(iter(identities.values()), None) != PLAIN:
         raise ValueError(f"'variants' does not begin with {str(PLAIN)!r}")
-    return found
+    return identities
 
 
 def _known(known: dict[str, VariantId], name: str) -> VariantId:
@@ -185,33 +185,30 @@ def _table(name: str, value: Any) -> dict[str, Any]:
 
 
 def _check_rounds(rounds: list[dict[str, Trial]]) -> None:
-    """Raises ValueError for trials that could not have been measured: no figure can be made of them."""
-    if next(iter(rounds[0])) != str(
-        PLAIN
-    ):  # a tool that sorts the names would change the order of the variants
+    """Raise ValueError for trials that no measurement could have produced."""
+    # A tool that sorts keys would change the order of the variants.
+    if next(iter(rounds[0])) != str(PLAIN):
         raise ValueError(f"{str(PLAIN)!r} is not the first of a round: the order of the variants is lost")
     for number, trials in enumerate(rounds, 1):
         if trials.keys() != rounds[0].keys():
             odd = sorted(trials.keys() ^ rounds[0].keys())
-            raise ValueError(f"{odd[0]!r} is not in each of the rounds")
+            raise ValueError(f"{odd[0]!r} is not in all rounds")
         for name, trial in trials.items():
             figures = (trial.images, trial.seconds, trial.waited)
             if not all(isinstance(figure, float) or is_whole(figure) for figure in figures):
-                raise ValueError(f"round {number} of {name!r} has a figure that is no number")
+                raise ValueError(f"round {number} of {name!r} has a value that is not a number")
             if not (trial.images > 0 and trial.seconds > 0 and 0 < trial.speed < math.inf):
                 raise ValueError(
                     f"round {number} of {name!r} has {trial.images} images in {trial.seconds} seconds"
                 )
-            if (
-                not 0 <= trial.waited <= trial.seconds * (1 + 1e-9)
-            ):  # a sum's last bit may lie beyond the full pipeline
+            if not 0 <= trial.waited <= trial.seconds * (1 + 1e-9):  # up to rounding
                 raise ValueError(
                     f"round {number} of {name!r} waited {trial.waited} of {trial.seconds} seconds"
                 )
 
 
 def _check_facts(facts: dict[str, Any]) -> None:
-    """Raises ValueError for facts that cannot be shown or compared; which ones there are is free."""
+    """Raise ValueError for facts that cannot be displayed or compared. All facts are optional."""
     _table("asked", facts.get("asked"))
     machine = _table("provenance", facts.get("provenance"))
     for name in ("hardware", "environment", "versions"):

@@ -1,4 +1,4 @@
-"""What the ledger's figures mean, each in one plain sentence: the bound, whether the speedups compound, the caveats."""
+"""The conclusions of a ledger, in plain sentences: the bottleneck, whether the speedups compound, the caveats."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from .data import COPY, LOADER, MODEL, PLAIN, Gains, LedgerData
 from .statistics import Ratio, speed_text
 
-ALIKE = 0.9  # two ceilings closer than this are both the bottleneck
-UNSURE = 0.1  # what is known less exactly than this is not said to compound
-COSTS = 0.98  # a stage whose gain is surely below this costs speed
+ALIKE = 0.9  # ceilings with a ratio above this are both the bottleneck
+UNSURE = 0.1  # with a larger spread, whether the speedups compound is uncertain
+COSTS = 0.98  # a stage whose gain's interval is below this costs speed
 NOISY = 0.3
-"""Above this spread the findings are a guess: a stage that seems to bring 1.3 × may bring nothing."""
+"""Above this spread, conclusions are uncertain: a stage that seems to bring 1.3 × may bring nothing."""
 
 
 def bound(ledger: LedgerData) -> str:
-    """Return what is the bottleneck, how far the full pipeline is from it, and what to change next."""
+    """Return the bottleneck, how close the full pipeline gets to that limit, and what to change next."""
     missing = [one for one in (ledger.whole, LOADER, MODEL) if not ledger.measured(one)]
     if missing:
         why = [
@@ -35,7 +35,7 @@ def bound(ledger: LedgerData) -> str:
     if lowest == COPY:
         return (
             f"The copy to the device is the bottleneck: it moves {speed_text(tops[COPY])} images/s; {limits}. {reach} "
-            "Next, copy less: smaller images, or the FFCV loader, which copies bytes and normalises there."
+            "Next, copy less: smaller images, or the FFCV loader, which copies bytes and normalizes on the device."
         )
     if min(loader, model) / max(loader, model) > ALIKE:
         return f"Loader and model are both the bottleneck: {limits}. {reach} Next, both must get faster."
@@ -51,24 +51,25 @@ def _for_the_loader(ledger: LedgerData) -> str:
 
 
 def _for_the_model(ledger: LedgerData) -> str:
-    """The first of what is likely to help most: what costs much, what is missing."""
+    """Return the change that is likely to help most."""
     asked, split = ledger.facts.get("asked", {}), ledger.time_breakdown
     advice = "make the training step faster"
     if split and split["step"] > split["forward"] + split["backward"]:
         return f"{advice}: the optimizer's step takes {split['step']:.0%} of the time"
     if asked.get("precision") == "fp32":
-        return f"{advice}: it computes in fp32, and precision='bf16' is the stage to try"
+        return f"{advice}: it computes in fp32; try precision='bf16'"
     costly = [(gain.last.value, gain) for gain in ledger.stages if gain.last and gain.last.high < COSTS]
     if costly:
         value, gain = min(costly, key=lambda pair: pair[0])
         return f"{advice}: without {gain.stage} it is {1 / value:.2f} × as fast"
     if asked and not asked["compile"]:
-        return f"{advice}: compile=True is the stage to try"
+        return f"{advice}: try compile=True"
     return advice
 
 
 def compound(ledger: LedgerData) -> str:
-    """Whether the gains alone multiply to the full pipeline's; empty if there are not two, or one was not measured."""
+    """Return whether the gains alone multiply to the full pipeline's; empty with fewer than two, or if one was not
+    measured."""
     powers = ledger.product_alone()
     if powers is None or len(ledger.stages) < 2 or not ledger.measured(ledger.whole):
         return ""
@@ -86,7 +87,7 @@ def compound(ledger: LedgerData) -> str:
         f"{kept.value:.0%} of it ({kept.low:.0%} to {kept.high:.0%})"
     )
     if kept.holds(1.0) and kept.spread > UNSURE:
-        return f"It is not sure whether the speedups compound: {figures}. Give more seconds."
+        return f"It is uncertain whether the speedups compound: {figures}. Increase seconds."
     if kept.holds(1.0):
         return f"The speedups compound: {figures}."
     if kept.low > 1:
@@ -95,10 +96,10 @@ def compound(ledger: LedgerData) -> str:
 
 
 def _in_the_way(ledger: LedgerData) -> str:
-    """The stage that falls furthest, after those before it."""
+    """Describe the stage that loses most of its gain on top of those before it."""
     drops = [(gain, kept) for gain in ledger.stages[1:] if (kept := _kept_in_turn(gain)) is not None]
     if not drops:
-        return "which stage falls is not resolved"
+        return "which stage loses its gain is not resolved"
     stage = min(drops, key=lambda pair: pair[1])[0]
     earlier = [gain.stage for gain in ledger.stages]
     earlier = earlier[: earlier.index(stage.stage)]
@@ -111,7 +112,7 @@ def _in_the_way(ledger: LedgerData) -> str:
 
 
 def _kept_in_turn(gain: Gains) -> float | None:
-    """A stage's gain in turn over its gain alone; None if one is not known."""
+    """Return a stage's gain in turn over its gain alone; None if one is unknown."""
     if not (gain.alone and gain.in_turn and gain.alone.resolved and gain.in_turn.resolved):
         return None
     return gain.in_turn.value / gain.alone.value
@@ -119,29 +120,29 @@ def _kept_in_turn(gain: Gains) -> float | None:
 
 def caveats(ledger: LedgerData) -> list[str]:
     """See `Ledger.caveats`."""
-    found = []
+    sentences = []
     rounds = f"{len(ledger.rounds)} round{'s' * (len(ledger.rounds) != 1)}"
     if ledger.stopped:
         widest = ledger.spread
-        width = f"± {widest:.1%}" if _shown(widest) else "too wide to mean anything"
-        found.append(f"{ledger.stopped} after {rounds}; the widest interval is {width}.")
-    found += ledger.notes
-    found += _by_reason("Failed", ledger.failed)
-    found += _by_reason("Left out", {**ledger.left_out, **ledger.missing_costs})
+        width = f"± {widest:.1%}" if _shown(widest) else "too wide to be meaningful"
+        sentences.append(f"{ledger.stopped} after {rounds}; the widest interval is {width}.")
+    sentences += ledger.notes
+    sentences += _by_reason("Failed", ledger.failed)
+    sentences += _by_reason("Left out", {**ledger.left_out, **ledger.missing_costs})
     if ledger.accuracy is not None:
         reasons = {one: row.failed for one, row in ledger.accuracy.rows.items() if row.failed}
-        found += _by_reason("Training failed", reasons)
+        sentences += _by_reason("Training failed", reasons)
     unresolved = [name for name, one in ledger.ratios().items() if not one.resolved]
     if unresolved:
-        found.append(
-            f"Not resolved, because the interval reaches further than a factor of two to each side: "
+        sentences.append(
+            f"Not resolved, because the interval extends beyond a factor of two to each side: "
             f"{', '.join(unresolved)}: {_too_few(ledger)}."
         )
     if ledger.spread > NOISY:
-        found.append(
-            "What follows is not sure, with intervals as wide as these: give more seconds, on a quiet machine."
+        sentences.append(
+            "What follows is uncertain, with intervals this wide: increase seconds, on a quiet machine."
         )
-    return found
+    return sentences
 
 
 def _shown(spread: float) -> bool:
@@ -149,15 +150,15 @@ def _shown(spread: float) -> bool:
 
 
 def _too_few(ledger: LedgerData) -> str:
-    """Why a ratio is not resolved, and the remedy."""
+    """Return why a ratio is not resolved, and the remedy."""
     rounds = len(ledger.rounds)
     if rounds == 1:
-        return "one round has no interval; give more seconds"
-    return f"{rounds} rounds that differ this much are too few; give more seconds, on a quiet machine"
+        return "one round has no interval; increase seconds"
+    return f"{rounds} rounds that differ this much are too few; increase seconds, on a quiet machine"
 
 
 def _by_reason(head: str, reasons: Mapping[Any, str]) -> list[str]:
-    """One sentence for each reason, with all that it is the reason for."""
+    """Return one sentence for each reason, with everything it applies to."""
     names: dict[str, list[str]] = {}
     for one, reason in reasons.items():
         names.setdefault(reason.rstrip("."), []).append(str(one))

@@ -1,4 +1,4 @@
-"""The ledger as users have it: the figures with what they mean, as table, JSON, data frame and picture."""
+"""The ledger: measurements with their conclusions, as table, JSON, data frame and picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .table import html_text, text
 
 
 class Ledger(LedgerData):
-    """What `Pipeline.ledger` measured; see `LedgerData` for the attributes."""
+    """The result of `Pipeline.ledger`; see `LedgerData` for the attributes."""
 
     @property
     def bound(self) -> str:
@@ -26,38 +26,38 @@ class Ledger(LedgerData):
 
     @property
     def compound(self) -> str:
-        """Whether the speedups multiply; where not, which stages stand in each other's way. May be empty."""
+        """Whether the speedups multiply; if not, which stages interfere. May be empty."""
         return findings.compound(self)
 
     @property
     def caveats(self) -> list[str]:
-        """What has to be known to read the figures, one sentence each: why it stopped, how wide the intervals are,
-        what failed, what was left out, what is not resolved. Table, picture and JSON have them all."""
+        """What limits the measurements, one sentence each: why measuring stopped, how wide the intervals are, what
+        failed, was left out, or is not resolved. Table, picture and JSON contain all of them."""
         return findings.caveats(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON types, the raw rounds included. An interval without an upper end ends in None."""
+        """Return the full ledger as plain JSON types, including the raw rounds. An infinite upper end becomes None."""
         return to_dict(self)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The ledger that `save` wrote as JSON.
+        """Load a ledger that `save` wrote as JSON.
 
         Raises:
-            DrivetrainError: if the file is not there, or is not a ledger.
+            DrivetrainError: if the file does not exist, or is not a ledger.
         """
         return read(path, cls)
 
     def to_pandas(self) -> Any:
-        """A data frame with a line per variant and round: round, variant, images, seconds, waited, images_per_s.
+        """Return a data frame with a row per variant and round: round, variant, images, seconds, waited, images_per_s.
 
         Raises:
-            MissingExtra: without pandas.
+            MissingExtra: if pandas is not installed.
         """
         try:
-            pandas = require("pandas", "all", "make a data frame")
+            pandas = require("pandas", "all", "create a data frame")
         except MissingExtra as error:
-            raise MissingExtra("pandas is needed to make a data frame: pip install pandas") from error
+            raise MissingExtra("pandas is needed to create a data frame: pip install pandas") from error
         return pandas.DataFrame(
             [
                 {"round": number, "variant": str(one), **asdict(trial), "images_per_s": trial.speed}
@@ -67,11 +67,11 @@ class Ledger(LedgerData):
         ).drop(columns=["samples", "parts"])
 
     def save(self, path: str | Path) -> None:
-        """Writes the ledger by the name's ending: `.json`, or a picture (`.png`, `.svg`, `.pdf`).
+        """Write the ledger in the format of the suffix: `.json`, or a picture (`.png`, `.svg`, `.pdf`).
 
         Raises:
-            DrivetrainError: for another ending, or a folder that is not there.
-            MissingExtra: a picture needs the extra `plot`.
+            DrivetrainError: for another suffix, or a missing folder.
+            MissingExtra: for a picture without the extra `plot`.
         """
         path = Path(path)
         if path.suffix == ".json":
@@ -79,7 +79,7 @@ class Ledger(LedgerData):
         elif path.suffix in (".png", ".svg", ".pdf"):
             content = draw(self, path.suffix[1:])
         else:
-            raise DrivetrainError(f"{path}: a ledger is saved as .json, .png, .svg or .pdf.")
+            raise DrivetrainError(f"{path} must end in .json, .png, .svg or .pdf.")
         with atomic_file(path) as file:
             file.write(content)
 
@@ -91,12 +91,12 @@ class Ledger(LedgerData):
 
 
 class LedgerInterrupted(KeyboardInterrupt):
-    """Ctrl-C during `Pipeline.ledger`. `ledger` has what was measured by then; None if that is not one round."""
+    """Ctrl-C during `Pipeline.ledger`. `ledger` has the results so far; None if they are not a full ledger."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
-        what = "before plain PyTorch and the full pipeline had a trial each: there is nothing to show"
+        what = "before plain PyTorch and the full pipeline had one trial each: there are no results"
         if ledger is not None:
-            what = f"after {len(ledger.rounds)} round(s), which this exception's ledger has"
+            what = f"after {len(ledger.rounds)} round(s), which this exception's ledger contains"
         super().__init__(f"the ledger was interrupted {what}")
         self.ledger = ledger
 

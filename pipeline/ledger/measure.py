@@ -1,17 +1,17 @@
-"""The ledger: what each stage brings, measured in one run, interleaved, and which part is the bottleneck.
+"""Measure a ledger: what each stage brings, in interleaved trials, and which part is the bottleneck.
 
-Each variant trains on the same samples with the same loop, and is refused if it did not. A round gives every
-variant one trial, an epoch over the same part of the data; ratios are taken within a round, so that a machine
-whose speed drifts favours none of them. Warm-up trials, and with them compiling, are not counted. Rounds end
-when every ratio's confidence interval is narrow, or the time is spent; the ledger has the reason.
+All variants train on the same samples with the same loop; this is checked. In each round, every variant has one trial,
+an epoch over the same part of the data. Ratios are taken within a round, so that a drift of the machine's speed does
+not bias them. Warm-up trials, including compiling, are not counted. Rounds end when the confidence intervals of all
+ratios are narrow, or when the time is spent; the ledger states the reason.
 
-The time includes everything: building, warm-up, rounds, peak memory. Plain PyTorch and the full pipeline come first,
-and their first trials show what fits into the rest. The stages in turn, each stage alone and the full pipeline without
-each follow, in this order, each only if the time still allows some rounds of all that are there. What does not fit
-is left out, with the reason. A batch that would begin after the end does not, and what still runs half a second later
-is interrupted as Ctrl-C would interrupt it; so one call into native code is the most that a ledger may take longer.
+The time budget includes everything: building, warm-up, rounds, peak memory. Plain PyTorch and the full pipeline are
+first; their first trials show what fits into the rest. The stages in turn, each stage alone, and the full pipeline
+without each follow in this order, each only if there is time for some rounds of all variants so far. What does not fit
+is left out, with the reason. After the deadline no batch starts, and half a second later the running one is interrupted
+like by Ctrl-C; so a ledger exceeds its budget by at most one call into native code.
 
-A variant that fails, in whatever place, becomes a row with the reason, and the others go on without it.
+A variant that fails at any point becomes a row with the reason; the others continue without it.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from .runner import (
 )
 from .variants import Variant, alone_and_without, in_turn, possible, variants
 
-MIN_ROUNDS, MAX_ROUNDS = 3, 30  # each stage in turn must leave time for so many
-# Intervals of fewer rounds may be narrow by chance; each further variant must leave time for as many.
+MIN_ROUNDS, MAX_ROUNDS = 3, 30  # adding a stage in turn must leave time for MIN_ROUNDS
+# Intervals of fewer rounds may be narrow by chance; adding any other variant must leave time for as many.
 TIGHT_ROUNDS = 5
-AIM_ROUNDS = 8  # that a trial's length is chosen for
+AIM_ROUNDS = 8  # the length of a trial is chosen for this many rounds
 PLAIN_FAILED = "Plain PyTorch failed, so there is nothing to compare with"
 WITHIN = 0.02
-"""The ledger ends when every interval is as narrow as this to each side."""
+"""The ledger ends once every interval is this narrow to each side."""
 
 
 def measure(
@@ -79,7 +79,7 @@ def measure(
         epochs = check_accuracy(plan, target)
     elif epochs is not None or target is not None:
         raise PlanError(
-            "epochs and target are of the trainings that accuracy=True asks for. Give it, or neither."
+            "epochs and target configure the training runs of accuracy=True. Pass accuracy=True, or neither of them."
         )
     plan = resolve_data(plan, progress)
     facts: dict[str, Any] = {
@@ -92,59 +92,60 @@ def measure(
         },
         "batch_size": plan.data.batch_size,
     }
-    found = _measured(plan, seconds, within, progress, facts)
+    ledger = _measured(plan, seconds, within, progress, facts)
     if accuracy and epochs is not None:
-        return _train_each(found, plan, epochs, target, progress)
-    return found
+        return _train_each(ledger, plan, epochs, target, progress)
+    return ledger
 
 
 def check_asked(seconds: float, within: float = WITHIN) -> None:
-    """Raises PlanError for what no ledger can be measured with, and in a process that is a rank."""
+    """Raise PlanError for invalid options, and in a process that is a rank."""
     if not is_number(seconds, "(0, inf)"):
-        said = f"{seconds:g}" if is_number(seconds) else repr(seconds)
-        raise PlanError(f"seconds={said} (--seconds, --ledger-seconds) must be positive and finite.")
+        given = f"{seconds:g}" if is_number(seconds) else repr(seconds)
+        raise PlanError(f"seconds={given} (--seconds, --ledger-seconds) must be positive and finite.")
     if not is_number(within, "(0, 1)"):
-        raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 asks for intervals of ± 2 %.")
+        raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 means intervals of ± 2 %.")
     if is_rank():
         raise PlanError(
-            "The ledger starts its ranks itself, between other trials. Start it without torchrun, and outside a "
-            "process group."
+            "The ledger starts its own ranks, between other trials. Start it without torchrun, and outside a process "
+            "group."
         )
 
 
 def _measured(
     plan: ResolvedPlan, seconds: float, within: float, progress: bool, facts: dict[str, Any]
 ) -> Ledger:
-    """The ledger's figures.
+    """Measure the ledger.
 
     Raises:
-        LedgerInterrupted: on Ctrl-C, without the frames that hold every variant's model: a notebook keeps them.
-        LedgerError: likewise, if there is none.
+        LedgerInterrupted: on Ctrl-C.
+        LedgerError: if there is no ledger.
     """
     begin = perf_counter()
     always = variants(plan, copies=uses_gpu(plan.distribution))
     record = Record([variant.id for variant in (*always, *alone_and_without(plan))])
     interrupted, error = False, ""
     try:
-        # Trials draw random numbers, as training does; the caller's stay as they are.
+        # Trials draw random numbers, like training; the caller's generators do not change.
         with fork_rng(plan.seed):
             _Measurement(plan, record, begin, seconds, within, progress).run()
     except KeyboardInterrupt:
         interrupted = True
     except _NoLedger as failure:
         error = str(failure)
-    found = record.ledger(facts, interrupted)
-    if found is not None:
+    ledger = record.ledger(facts, interrupted)
+    if ledger is not None:
         used = {"seconds": round(perf_counter() - begin, 1), "seconds_asked": seconds}
-        trial = {"batches_per_trial": found.rounds[0][PLAIN].images // plan.data.batch_size}
-        found = dataclasses.replace(found, facts={**facts, **trial, **used, "provenance": provenance()})
-    # Raised here, these do not hold the frames of the measurement.
+        trial = {"batches_per_trial": ledger.rounds[0][PLAIN].images // plan.data.batch_size}
+        ledger = dataclasses.replace(ledger, facts={**facts, **trial, **used, "provenance": provenance()})
+    # Raised here, so that they do not keep the frames of the measurement alive, and with them every variant's model:
+    # a notebook keeps the last exception.
     if interrupted:
-        raise LedgerInterrupted(found)
+        raise LedgerInterrupted(ledger)
     if error:
-        raise LedgerError(error, found)
-    assert found is not None  # else _NoLedger has the reason
-    return found
+        raise LedgerError(error, ledger)
+    assert ledger is not None  # otherwise there is an error
+    return ledger
 
 
 def _train_each(
@@ -153,7 +154,7 @@ def _train_each(
     """Return the ledger with the accuracies.
 
     Raises:
-        LedgerInterrupted: on Ctrl-C, with those of the trainings that were finished.
+        LedgerInterrupted: on Ctrl-C, with those of the completed training runs.
     """
     rows: dict[VariantId, Trained] = {}
     interrupted = False
@@ -175,11 +176,13 @@ class _NoLedger(Exception):
 
 
 class _Measurement:
-    """One measurement of a ledger, from warming up to the last round, into a record.
+    """One measurement of a ledger, from warm-up to the last round.
 
     Args:
-        record: gets the figures as they come; it holds no model.
-        begin: of the time, on `perf_counter`'s clock.
+        plan: the resolved pipeline.
+        record: receives the results as they arrive; it holds no model.
+        begin: start of the time budget, in `perf_counter` time.
+        seconds, within, progress: as in `Pipeline.ledger`.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class _Measurement:
         self._plan, self._record, self._within = plan, record, within
         self._budget = Budget(seconds, begin, progress)
         self._runners: list[VariantRunner] = []
-        self._batches = 1  # of a first trial, and the fewest of any
+        self._batches = 1  # of a first trial, and the minimum of any trial
         self._weighs = self._weighs_processes()
         self._deadline = self._budget.end - (PEAK_RESERVE if self._weighs else 0)
 
@@ -224,36 +227,36 @@ class _Measurement:
         return f"Stopped at the {self._budget.seconds:g} s budget"
 
     def _too_short(self) -> str:
-        """That there is not a ledger, how far it came, and how many seconds would do."""
+        """Return how far the measurement came, and how many seconds are enough."""
         used, plain = self._budget.used, self._plain_seconds
         if plain is None:
-            what, needed = "plain PyTorch was still at its first trial", 4 * used
+            what, needed = "plain PyTorch was still in its first trial", 4 * used
         else:
-            what = f"plain PyTorch had its first trial ({plain:.1f} s), and the full pipeline not yet"
+            what = f"plain PyTorch had completed its first trial ({plain:.1f} s), but not the full pipeline"
             needed = plain + max(plain, 2 * (used - plain))
         return (
-            f"seconds={self._budget.seconds:g} is too short for a ledger: after {used:.1f} s {what}. The least is one "
-            f"trial of each; give about {rounded_up(1.5 * needed):g} s, and several times as many to compare stages."
+            f"seconds={self._budget.seconds:g} is too short for a ledger: after {used:.1f} s {what}. A ledger needs "
+            f"one trial of each: pass about {rounded_up(1.5 * needed):g} s, and several times as many to compare stages."
         )
 
     _plain_seconds: float | None = None
-    """What plain PyTorch took, its first trial included."""
+    """Seconds that plain PyTorch took, including its first trial."""
 
     def _weighs_processes(self) -> bool:
-        """Whether plain PyTorch and the full pipeline show their peak memory in processes of their own, in the end.
+        """Return whether to measure peak memory at the end, of plain PyTorch and the full pipeline in new processes.
 
-        On a GPU that of each variant is counted while it warms up.
+        On a GPU, the peak of each variant is measured during warm-up instead.
         """
         if uses_gpu(self._plan.distribution):
             return False
         enough = self._budget.seconds >= PEAK_SECONDS
         if not enough:
-            reason = f"it takes two processes, and less than {PEAK_SECONDS} s were given"
+            reason = f"it starts two processes, and requires seconds of at least {PEAK_SECONDS}"
             self._record.missing_costs["peak memory"] = reason
         return enough
 
     def _weigh(self) -> None:
-        """Adds the peak memory of plain PyTorch and of the full pipeline, each only if the time allows it."""
+        """Measure the peak memory of plain PyTorch and of the full pipeline, as far as there is time."""
         record = self._record
         for variant in (in_turn(self._plan)[0], in_turn(self._plan)[-1]):
             if variant.id not in record.costs:
@@ -271,7 +274,7 @@ class _Measurement:
                 record.costs[variant.id] = dataclasses.replace(record.costs[variant.id], peak_bytes=peak)
 
     def _open(self, group: list[Variant], batches: int) -> VariantRunner | None:
-        """The variants of a pipeline, built and warmed up; None if they failed."""
+        """Build and warm up the variants of one pipeline; return None if they failed."""
         first = group[0].id
         self._budget.show(f"warming up {first}")
         if perf_counter() > self._deadline:
@@ -282,14 +285,14 @@ class _Measurement:
             raise
         except Exception as error:
             if first == PLAIN:
-                if isinstance(error, DrivetrainError):  # of the model, the data, the device: as fit has it
+                if isinstance(error, DrivetrainError):  # of model, data or device, as from `fit`
                     raise
                 raise LedgerError(f"{PLAIN_FAILED}: {described(error)}") from error
             reason = described(error)
         else:
             self._runners.append(runner)
             self._runners.sort(key=lambda one: self._record.variants.index(one.variants[0]))
-            if not runner.on_ranks:  # these know it after a trial
+            if not runner.on_ranks:  # ranks report costs after a trial
                 self._record.costs[first] = runner.costs
             return runner
         for variant in group:
@@ -298,14 +301,16 @@ class _Measurement:
         return None
 
     def _first(self, runner: VariantRunner) -> None:
-        """The first trials of some variants; where they are in this process, the training's own before the others."""
+        """Run the first trials of a runner; in this process, training before the other variants."""
         left = runner.variants
         seconds = 0.0
-        if self._batches == 1 and left[0] in self._record.first:  # plain PyTorch's, which has shown that
+        if (
+            self._batches == 1 and left[0] in self._record.first
+        ):  # plain PyTorch's trial of one batch still counts
             left, seconds = left[1:], runner.seconds
-        for part in [left] if runner.on_ranks else [left[:1], left[1:]]:
-            if part and runner in self._runners:
-                self._record.first |= self._run_trials(runner, part, 0, self._batches)
+        for chosen in [left] if runner.on_ranks else [left[:1], left[1:]]:
+            if chosen and runner in self._runners:
+                self._record.first |= self._run_trials(runner, chosen, 0, self._batches)
                 seconds += runner.seconds
         runner.seconds = seconds
         same_samples(self._record.first)
@@ -313,11 +318,11 @@ class _Measurement:
     def _run_trials(
         self, runner: VariantRunner, variants: list[VariantId], number: int, batches: int
     ) -> dict[VariantId, Trial]:
-        """Trials of these variants, as far as they do not fail.
+        """Run trials of these variants, and return those that did not fail.
 
         Raises:
             OutOfTime: at the deadline.
-            _NoLedger: if it is plain PyTorch that fails.
+            _NoLedger: if plain PyTorch fails.
         """
         self._budget.show(f"round {number}, {variants[0]}" if number else f"first trial of {variants[0]}")
         trials, failed = runner.run(number, batches, variants, self._deadline)
@@ -337,7 +342,7 @@ class _Measurement:
         return trials
 
     def _least(self) -> None:
-        """Plain PyTorch and the full pipeline, a trial each, which show how many batches a trial can have."""
+        """Run one trial each of plain PyTorch and the full pipeline, and choose the number of batches of a trial."""
         plain, *others = groups(variants(self._plan, copies=uses_gpu(self._plan.distribution)))
         runner = self._open(plain, 1)
         assert runner is not None  # else it has raised
@@ -351,14 +356,14 @@ class _Measurement:
                 self._first(runner)
 
     def _fewest(self, seconds: float) -> int:
-        """How many batches a trial has at least, given the seconds of one: `MIN_BATCHES` if the full pipeline's
-        warm-up and some rounds of all its trials fit into half of the time, else fewer, at least one."""
+        """Return the minimum number of batches of a trial, given the seconds of one batch: `MIN_BATCHES` if the full
+        pipeline's warm-up and some rounds of all its trials fit into half of the time, else fewer, at least one."""
         kinds = len(variants(self._plan)) - len(self._record.in_turn) + 2
         trials = 2 + kinds * (1 + MIN_ROUNDS)
         return min(max(int((self._deadline - perf_counter()) / 2 / (trials * seconds)), 1), MIN_BATCHES)
 
     def _add_further(self) -> None:
-        """Adds the stages in turn, only one stage, and the full pipeline without one, as far as the time allows."""
+        """Add the stages in turn, single stages, and the full pipeline without each, as far as there is time."""
         between = in_turn(self._plan)[1:-1]
         for variant in (*between, *alone_and_without(self._plan)):
             rounds = MIN_ROUNDS if variant in between else TIGHT_ROUNDS
@@ -379,9 +384,9 @@ class _Measurement:
                 self._first(runner)
 
     def _rounds(self) -> None:
-        """Adds rounds until the intervals are narrow or the time is spent."""
+        """Run rounds until the intervals are narrow or the time is spent."""
         record, trials = self._record, self._record.first
-        starting = 0.0  # of ranks, in a round
+        starting = 0.0  # seconds per round for starting ranks
         for runner in self._runners:
             if runner.on_ranks:
                 starting += runner.seconds - sum(trials[one].seconds for one in runner.variants)
@@ -409,14 +414,14 @@ class _Measurement:
             return
 
     def round(self, runners: list[VariantRunner], number: int, batches: int) -> dict[VariantId, Trial]:
-        """One trial of every variant that does not fail, in the order of the rows."""
-        backwards = number % 2 == 0  # every second round, so that none always follows the same neighbour
-        found: dict[VariantId, Trial] = {}
+        """Run one trial of every variant; return those that did not fail, in the order of the rows."""
+        backwards = number % 2 == 0  # every second round, so that no variant always follows the same one
+        trials: dict[VariantId, Trial] = {}
         for runner in runners[:: -1 if backwards else 1]:
-            found |= self._run_trials(runner, runner.variants[:: -1 if backwards else 1], number, batches)
-        found = {one: found[one] for runner in runners for one in runner.variants}
-        same_samples(found)
-        return found
+            trials |= self._run_trials(runner, runner.variants[:: -1 if backwards else 1], number, batches)
+        trials = {one: trials[one] for runner in runners for one in runner.variants}
+        same_samples(trials)
+        return trials
 
 
 def _mean(values: list[float]) -> float:
@@ -424,7 +429,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _free_memory() -> None:
-    """Gives a failed variant's memory back: it may have failed for lack of it."""
+    """Release a failed variant's memory: it may have failed for lack of memory."""
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

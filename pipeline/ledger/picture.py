@@ -1,4 +1,4 @@
-"""The ledger's picture: throughput with the ceilings, what each stage brings, and where the time goes."""
+"""The plot of a ledger: throughput with the ceilings, what each stage brings, and the time breakdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = {"waiting": "#3f8f4f", "forward": "#c9643f", "backward": "#9c3a22", "ste
 
 
 def draw(ledger: LedgerData, form: str) -> bytes:
-    """The picture in the given format (`"png"`, `"svg"`, `"pdf"`).
+    """Return the plot in the given format (`"png"`, `"svg"`, `"pdf"`).
 
     Raises:
         MissingExtra: without matplotlib.
@@ -30,11 +30,11 @@ def draw(ledger: LedgerData, form: str) -> bytes:
 
 
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-"""Under a text where a ceiling's line may run through it."""
+"""Background of a text that the line of a ceiling may cross."""
 
 
 def picture(ledger: LedgerData) -> Any:
-    """The picture as matplotlib's figure.
+    """Return the plot as a matplotlib figure.
 
     Raises:
         MissingExtra: without matplotlib.
@@ -55,7 +55,7 @@ def picture(ledger: LedgerData) -> Any:
 
 
 def _throughput(axes: Any, ledger: LedgerData) -> None:
-    """A bar per row, and the ceilings as lines."""
+    """Draw a bar per row, and the ceilings as lines."""
     rows = ledger.rows
     drawn = [(place, row, row.images_per_s) for place, row in enumerate(rows) if row.images_per_s]
     axes.barh(
@@ -89,7 +89,7 @@ def _throughput(axes: Any, ledger: LedgerData) -> None:
 
 
 def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *, inside: bool) -> None:
-    """The figures of a bar: within it where they fit, else behind it."""
+    """Write the figures of a bar inside it if they fit, else after it."""
     plain = row.id == PLAIN
     resolved = row.ratio is not None and row.ratio.resolved
     over = f"{row.ratio.value:.2f} ×" if row.ratio and resolved else ratio_text(ledger, row.ratio, row.id)
@@ -102,7 +102,7 @@ def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *
 
 
 def _ceiling(axes: Any, ceiling: VariantId, value: float, reach: float, *, height: float) -> None:
-    """A dashed line where the ceiling stands; one beyond the picture is said at its edge."""
+    """Draw a ceiling as a dashed line; if it is beyond the plot, name it at the edge."""
     color = CEILING[ceiling]
     if value <= reach:
         axes.axvline(value, color=color, linestyle="--", linewidth=1.2)
@@ -113,13 +113,13 @@ def _ceiling(axes: Any, ceiling: VariantId, value: float, reach: float, *, heigh
 
 
 def _gains(axes: Any, ledger: LedgerData) -> None:
-    """For each stage its gain alone, in turn and last, with intervals; right of 1 is faster.
+    """Draw each stage's gain alone, in turn and last, with intervals; right of 1 is faster.
 
-    A gain that is not resolved has no point: its interval would be wider than the picture.
+    An unresolved gain has no point: its interval would be wider than the plot.
     """
     stages = ledger.stages
     for number, (place, color) in enumerate(PLACES.items()):
-        found = [
+        gains = [
             (at + 0.24 * (number - 1), gain)
             for at, stage in enumerate(stages)
             if (gain := dict(zip(PLACES, (stage.alone, stage.in_turn, stage.last), strict=True))[place])
@@ -127,11 +127,11 @@ def _gains(axes: Any, ledger: LedgerData) -> None:
             and gain.resolved
         ]
         axes.errorbar(
-            [gain.value for _, gain in found],
-            [at for at, _ in found],
+            [gain.value for _, gain in gains],
+            [at for at, _ in gains],
             xerr=[
-                [gain.value - gain.low for _, gain in found],
-                [gain.high - gain.value for _, gain in found],
+                [gain.value - gain.low for _, gain in gains],
+                [gain.high - gain.value for _, gain in gains],
             ],
             fmt="o", color=color, markersize=5, capsize=2, linewidth=1.2, label=place,
         )  # fmt: skip
@@ -146,11 +146,11 @@ def _gains(axes: Any, ledger: LedgerData) -> None:
 
 
 def _split(axes: Any, ledger: LedgerData) -> None:
-    """One bar: the shares of the full pipeline's time."""
+    """Draw one bar with the fractions of the full pipeline's time."""
     left = 0.0
-    for name, share in ledger.time_breakdown.items():
-        axes.barh(0, share, left=left, color=PARTS[name], height=0.6, label=f"{name} {share:.0%}")
-        left += share
+    for name, fraction in ledger.time_breakdown.items():
+        axes.barh(0, fraction, left=left, color=PARTS[name], height=0.6, label=f"{name} {fraction:.0%}")
+        left += fraction
     axes.set_yticks([])
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -164,7 +164,7 @@ def _title(axes: Any, text: str) -> None:
 
 
 def caption(ledger: LedgerData) -> str:
-    """The text below the picture: every caveat of the table, the findings, and how the figures were made."""
+    """Return the text below the plot: all caveats, the conclusions, and how the ledger was measured."""
     made = f"{len(ledger.rounds)} interleaved round{'s' * (len(ledger.rounds) != 1)}"
     machine = ledger.facts.get("provenance")
     if machine:
@@ -174,5 +174,5 @@ def caption(ledger: LedgerData) -> str:
             f" on {where}; torch {versions['torch']}, Drivetrain {versions['drivetrain']}, "
             f"{machine['date'][:10]}: {machine['command']}"
         )
-    said = [line for line in (*caveats(ledger), compound(ledger), bound(ledger), made) if line]
-    return "\n".join(line for one in said for line in textwrap.wrap(one, 124))
+    sentences = [line for line in (*caveats(ledger), compound(ledger), bound(ledger), made) if line]
+    return "\n".join(line for one in sentences for line in textwrap.wrap(one, 124))

@@ -1,4 +1,4 @@
-"""What a measurement has found so far: figures and reasons only, so that an error or Ctrl-C can carry it."""
+"""The results of a measurement so far, without models, so that an exception can carry them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ...errors import DrivetrainError
 from .data import COPY, MODEL, PLAIN, Costs, Trial, VariantId
 from .ledger import Ledger
 
-NO_TIME = "the time does not allow it; give more seconds"
+NO_TIME = "not enough time; increase seconds"
 NOT_REACHED = "the ledger was interrupted before its trial"
 
 
 NOT_INTERLEAVED = (
-    "No round that interleaves the variants is complete: these are their first trials, one after the other, and a "
-    "machine whose speed changed in between favours some of them."
+    "No interleaved round is complete: these are the variants' first trials, one after the other. If the machine's "
+    "speed changed in between, they are biased."
 )
 
 
@@ -25,9 +25,9 @@ class Record:
     """The state of a measurement.
 
     Attributes:
-        variants: all of them, in the order of a round: plain PyTorch first.
-        first: the first trial of each variant, from which the time of a round is known; they are not interleaved.
-        rounds: the rounds that are complete. All have the same variants.
+        variants: all variants, in the order of a round: plain PyTorch first.
+        first: the first trial of each variant, not interleaved, from which the duration of a round is estimated.
+        rounds: the complete rounds. All have the same variants.
         failed, left_out, costs, missing_costs, stopped: see `LedgerData`.
     """
 
@@ -46,7 +46,7 @@ class Record:
         return [one for one in self.variants if one.is_row]
 
     def fail(self, one: VariantId, reason: str) -> None:
-        """Take a variant out of every round, those before included, so that all rounds have the same ones."""
+        """Remove a variant from all rounds, including earlier ones, so that all have the same variants."""
         count = len(self.rounds)
         after = f" (after {count} round{'s' * (count > 1)})" if count and one in self.rounds[0] else ""
         self.failed[one] = f"{reason}{after}"
@@ -55,12 +55,13 @@ class Record:
             trials.pop(one, None)
 
     def enough(self) -> bool:
-        """Whether it is a ledger: plain PyTorch and the full pipeline have had a trial, or the latter failed."""
+        """Return whether there are results for a ledger: plain PyTorch had a trial, and the full pipeline had one or
+        failed."""
         whole = self.in_turn[-1]
         return bool(self.rounds) or (PLAIN in self.first and (whole in self.first or whole in self.failed))
 
     def ledger(self, facts: Mapping[str, Any], interrupted: bool = False) -> Ledger | None:
-        """Return the ledger of what is known; None if it is not `enough`."""
+        """Return the ledger of the results so far; None if they are not `enough`."""
         if not self.enough():
             return None
         rounds = self.rounds or [{one: self.first[one] for one in self.variants if one in self.first}]
@@ -80,12 +81,12 @@ class Record:
 
 
 def same_samples(trials: dict[VariantId, Trial]) -> None:
-    """Hold the trials of a round to one and the same samples in the same batches.
+    """Check that all trials of a round had the same samples in the same batches.
 
     Raises:
-        DrivetrainError: naming two variants that were given different ones; their speeds do not compare.
+        DrivetrainError: naming two variants with different samples, whose speeds cannot be compared.
     """
-    first, *others = [one for one in trials if one not in (MODEL, COPY)]  # which repeat one batch
+    first, *others = [one for one in trials if one not in (MODEL, COPY)]  # these repeat one batch
     for other in others:
         if (trials[other].samples, trials[other].images) != (trials[first].samples, trials[first].images):
             raise DrivetrainError(

@@ -1,4 +1,4 @@
-"""Who runs the ledger's trials: variants kept built in this process, or on ranks that start for each round."""
+"""Run the ledger's trials: with variants kept in this process, or on ranks started for each round."""
 
 from __future__ import annotations
 
@@ -29,52 +29,52 @@ from .schedule import phases
 from .trials import BuiltVariant, Labels, MemoryScale, digest, run_trial
 from .variants import Variant
 
-MIN_BATCHES = 4  # in a trial; fewer, and filling the loader's queue would count
+MIN_BATCHES = 4  # per trial; with fewer, filling the loader's queue would dominate
 
-REASON_LENGTH = 300  # characters; CUDA's message for lack of memory has twice as many
+REASON_LENGTH = 300  # characters; CUDA's out-of-memory message has twice as many
 
 PEAK_SECONDS, PEAK_RESERVE = 100, 20
-"""A ledger of fewer seconds leaves it out; of more, it keeps so many: starting two processes takes its time."""
+"""Peak memory is measured in ledgers of at least PEAK_SECONDS, which reserve PEAK_RESERVE for its two processes."""
 
-Found = dict[VariantId, tuple[Trial, Labels]]
-"""Trials by variant, and a rank's labels in them."""
+Results = dict[VariantId, tuple[Trial, Labels]]
+"""Trials by variant, with a rank's labels."""
 
 
 class Loaders:
-    """The training loaders of one process: variants that load alike share one, with its workers."""
+    """The training loaders of one process: variants with equal settings share one, with its workers."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self._found: list[tuple[Any, EpochLoader]] = []
+        self._known: list[tuple[Any, EpochLoader]] = []
 
     def get(self, plan: ResolvedPlan, image_size: int, device: torch.device) -> EpochLoader:
-        """The plan's training loader, giving images of that side."""
+        """Return the plan's training loader for images of this side."""
         data = dataclasses.replace(plan.data, image_size=image_size)
         key = (data, plan.train_settings, plan.seed, device)
-        for known, loader in self._found:
+        for known, loader in self._known:
             if known == key:
                 return loader
         loader = self._stack.enter_context(
             make_loader(dataclasses.replace(plan, data=data), data.train, train=True, device=device)
         )
-        self._found.append((key, loader))
+        self._known.append((key, loader))
         return loader
 
 
 class VariantRunner:
-    """The variants of one pipeline, which run one after the other.
+    """Runs the variants of one pipeline one after the other.
 
     Args:
-        group: the variants; the training itself comes first.
-        loaders: those of this process.
-        batches: to warm up with.
-        deadline: when to stop, on `perf_counter`'s clock.
+        group: the variants; training is the first.
+        loaders: the loaders of this process.
+        batches: number of warm-up batches.
+        deadline: in `perf_counter` time.
 
     Attributes:
-        variants: that still run.
-        opening: seconds that building and warming up took; 0 on ranks, which do so in each trial.
-        seconds: that the last trials took, start of ranks included.
-        costs: what training costs besides time; the largest over all ranks.
+        variants: the variants that have not failed.
+        opening: seconds that building and warm-up took; 0 with ranks, which do both in each trial.
+        seconds: seconds that the last trials took, including starting ranks.
+        costs: costs of training other than time; maxima over all ranks.
 
     Raises:
         OutOfTime: at the deadline. What was built is closed, as after any error.
@@ -113,26 +113,26 @@ class VariantRunner:
         return self._plan.needs_ranks
 
     def drop(self, variants: Iterable[VariantId]) -> None:
-        """Remove these."""
+        """Remove these variants."""
         for one in variants:
             self._left.remove(one)
 
     def close(self) -> None:
-        """Gives back the model, its optimizer and its loaders."""
+        """Release the model, its optimizer and its loaders."""
         self._built, self._left = None, []
         self._stack.close()
 
     def run(
         self, epoch: int, batches: int, variants: Sequence[VariantId], deadline: float = math.inf
     ) -> tuple[dict[VariantId, Trial], dict[VariantId, str]]:
-        """A trial of each of these variants, in this order; the epoch decides the samples.
+        """Run a trial of each of these variants, in this order; `epoch` determines the samples.
 
         Returns:
-            The trials, and the reasons of those that failed. If the training itself failed, its model may be in any
-            state, and the entire group has failed.
+            The trials, and the reasons of failures. If training failed, its model may be in any state, so the full
+            group fails.
 
         Raises:
-            OutOfTime: at the deadline; ranks that run then are ended.
+            OutOfTime: at the deadline; running ranks are terminated.
         """
         start = perf_counter()
         run = self._run_on_ranks if self._built is None else self._run_here
@@ -153,7 +153,7 @@ class VariantRunner:
                 trials[one] = _merged([run_trial(self._built, one.workload, epoch, batches, deadline)])
             except OutOfTime:
                 raise
-            except Exception as error:  # of the user's model, of memory, of a transform: the others go on
+            except Exception as error:  # of the model, a transform, memory: continue with the others
                 failed[one] = described(error)
         return trials, failed
 
@@ -169,7 +169,7 @@ class VariantRunner:
                 _trials_on_rank, self._plan, list(variants), epoch, batches, self._warm_up,
                 devices=how.devices, device=how.device, timeout=None if left == math.inf else left, patience=0.0,
             )  # fmt: skip
-        except Exception as error:  # a rank raised, died or was too late
+        except Exception as error:  # a rank raised, died or timed out
             if perf_counter() >= deadline:
                 raise OutOfTime from None
             return {}, dict.fromkeys(variants, described(error))
@@ -179,10 +179,10 @@ class VariantRunner:
 
 
 def described(error: BaseException) -> str:
-    """An error as the reason in a row: its kind and the first line; of a rank's, which rank it was."""
+    """Return an error as the reason of a row: its type and first line; for a rank's error, with the rank."""
     cause = error.__cause__ if isinstance(error, StrategyError) else None
     text = str(error).strip().partition("\n")[0]
-    if cause is not None and isinstance(cause, DrivetrainError):  # the rank's own words
+    if cause is not None and isinstance(cause, DrivetrainError):  # the rank's own error
         error, text = cause, str(cause).strip().partition("\n")[0]
     kind = type(error).__name__
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error).lower():
@@ -192,15 +192,15 @@ def described(error: BaseException) -> str:
 
 def _trials_on_rank(
     plan: ResolvedPlan, variants: Sequence[VariantId], epoch: int, batches: int, warm_up: int
-) -> tuple[Found, Costs]:
+) -> tuple[Results, Costs]:
     with fork_rng(plan.seed), ExitStack() as stack:
-        # The ranks are new: warm them up, too.
+        # The ranks are new and need warm-up, too.
         variant, costs = build_variant(plan, Loaders(stack), stack, warm_up)
         return {one: run_trial(variant, one.workload, epoch, batches) for one in variants}, costs
 
 
 def _merged(ranks: Sequence[tuple[Trial, Labels]]) -> Trial:
-    """The slowest rank's trial, with the digest of what all of them trained on."""
+    """Return the slowest rank's trial, with the digest of all ranks' labels."""
     slowest = max((trial for trial, _ in ranks), key=lambda trial: trial.seconds)
     return dataclasses.replace(slowest, samples=digest([labels for _, labels in ranks]))
 
@@ -212,10 +212,10 @@ def build_variant(
     batches: int = MIN_BATCHES,
     deadline: float = math.inf,
 ) -> tuple[BuiltVariant, Costs]:
-    """Builds a pipeline on this rank, warms it up by training, and returns what that took.
+    """Build a pipeline on this rank, warm it up by training, and return it with its costs.
 
     Raises:
-        OutOfTime: at the deadline, on `perf_counter`'s clock.
+        OutOfTime: at the deadline, in `perf_counter` time.
     """
     before = _allocated()
     with fork_rng(plan.seed):
@@ -229,12 +229,11 @@ def build_variant(
         partial(cuda_settings, plan.distribution, plan.transforms),
     )
     if plan.distribution.compile:
-        run_trial(
-            variant, "loader", 0, batches, deadline
-        )  # its workers start now, and not in the first trial
+        # Start the loader's workers now, not in the first trial.
+        run_trial(variant, "loader", 0, batches, deadline)
     scale = MemoryScale(engine)
     first, _ = run_trial(variant, "train", 0, batches, deadline, scale)
-    if scale.steps < 2:  # in the first step there is no optimizer state yet
+    if scale.steps < 2:  # before the first step there is no optimizer state
         run_trial(variant, "train", 0, batches, deadline, scale)
     compiling = None
     if plan.distribution.compile:
@@ -245,7 +244,7 @@ def build_variant(
 
 
 def _allocated() -> list[int]:
-    """Bytes on each GPU that tensors take now, from which the peaks are counted from then on."""
+    """Return the bytes allocated on each GPU, and reset the peak statistics."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     for number in range(torch.cuda.device_count()):
@@ -254,7 +253,7 @@ def _allocated() -> list[int]:
 
 
 def _peak(device: torch.device, before: list[int]) -> int | None:
-    """Bytes that were allocated at most on this GPU since then, beyond what was there."""
+    """Return the peak bytes allocated on this GPU since `_allocated`, beyond what was allocated `before`."""
     if device.type != "cuda":
         return None
     number = torch.cuda.current_device() if device.index is None else device.index
@@ -262,7 +261,7 @@ def _peak(device: torch.device, before: list[int]) -> int | None:
 
 
 def largest(ranks: Sequence[Costs]) -> Costs:
-    """The largest of each cost over all ranks."""
+    """Return the maximum of each cost over all ranks."""
     held = [one.held_bytes for one in ranks if one.held_bytes is not None]
     return Costs(
         {name: max(one[name] for one in held) for name in held[0]} if held else None,
@@ -272,21 +271,21 @@ def largest(ranks: Sequence[Costs]) -> Costs:
 
 
 def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:
-    """Bytes of memory that a rank had at most while it trained for some batches; the largest over all ranks.
+    """Return the peak memory of a rank that trains on some batches, in bytes; the maximum over all ranks.
 
-    Of the whole process: interpreter, torch, and what is mapped of the data file included, the loader's
-    processes not. None where the system does not say (Linux does).
+    It is that of the full process, including interpreter, torch and mapped pages of the data file, without the loader's
+    processes. None if the system does not report it (Linux does).
 
     Args:
         plan: what to train.
-        batches: to train on, twice.
-        seconds: that it may take.
+        batches: number of batches, each trained on twice.
+        seconds: time limit.
 
     Raises:
         StrategyError: if it takes longer, or a process dies.
     """
     how = plan.distribution
-    found = launch(
+    peaks = launch(
         _peak_of_rank,
         plan,
         batches,
@@ -295,7 +294,7 @@ def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:
         timeout=seconds,
         patience=0.0,
     )
-    known = [peak for peak in found if peak is not None]
+    known = [peak for peak in peaks if peak is not None]
     return max(known, default=None)
 
 
@@ -306,24 +305,24 @@ def _peak_of_rank(plan: ResolvedPlan, batches: int) -> int | None:
 
 
 def resident_peak() -> int | None:
-    """This process's peak resident memory in bytes; None where /proc does not tell.
+    """Return this process's peak resident memory in bytes; None if /proc does not report it.
 
-    Not getrusage's: Linux lets a new process start with its parent's peak in there.
+    Not from getrusage: on Linux, a new process inherits its parent's peak there.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
-    return found[0] if found else None
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return peaks[0] if peaks else None
 
 
 def groups(variants: Iterable[Variant]) -> list[list[Variant]]:
-    """The variants in order; those of one and the same pipeline are one group, which is built once."""
-    found: list[list[Variant]] = []
+    """Group consecutive variants of the same pipeline, which is then built once."""
+    grouped: list[list[Variant]] = []
     for variant in variants:
-        if found and found[-1][0].spec is variant.spec:
-            found[-1].append(variant)
+        if grouped and grouped[-1][0].spec is variant.spec:
+            grouped[-1].append(variant)
         else:
-            found.append([variant])
-    return found
+            grouped.append([variant])
+    return grouped

@@ -1,4 +1,4 @@
-"""How a trial stands for a whole training whose images grow or whose layers freeze on the way."""
+"""Make a trial represent a full run whose image size or frozen layers change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ..spec.kinds import find
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a training: the images' side, how far it has come (what is frozen), and its share, 0 to 1."""
+    """A phase of a run: the side of the images, the progress, which determines the frozen layers, and the phase's share
+    of the run, 0 to 1."""
 
     image_size: int
     progress: float
@@ -21,12 +22,11 @@ class Phase:
 
 
 def phases(transforms: Sequence[Transform], image_size: int) -> list[Phase]:
-    """The phases that a trial runs, for a trial to cost what a step costs on average over the training.
+    """Return the phases that a trial runs, so that its time per step is the run's average.
 
-    Between the points where a schedule starts and stops to change, Simpson's rule weighs its beginning,
-    middle and end, which is exact where the time of a step is a polynomial of the side up to the third
-    degree (it grows with the square), and linear in what is frozen. Without such a schedule there is one
-    phase. Equal phases are one.
+    Between the points where a schedule starts and stops changing, Simpson's rule weights start, middle and end. It is
+    exact if the time of a step is a polynomial of up to third degree in the side (it grows with the square) and linear
+    in the frozen fraction. Without such a schedule there is one phase. Equal phases are merged.
     """
     resizing = find(transforms, ProgressiveResizing)
     freezing = find(transforms, LayerFreezing)
@@ -35,10 +35,12 @@ def phases(transforms: Sequence[Transform], image_size: int) -> list[Phase]:
     points |= {freezing.freeze_start} if freezing else set()
     shares: dict[tuple[int, float], float] = defaultdict(float)
     for begin, end in pairwise(sorted(points)):
-        if end - begin < 1e-9:  # two points that are one, but for the last bit
+        if end - begin < 1e-9:  # equal up to rounding
             continue
         for progress, weight in ((begin, 1 / 6), ((begin + end) / 2, 4 / 6), (end, 1 / 6)):
-            inside = min(progress, end - 1e-6)  # at the end itself the size may jump to that of the next part
+            inside = min(
+                progress, end - 1e-6
+            )  # at the end itself, the size may jump to that of the next interval
             size = resizing.size(image_size, inside) if resizing else image_size
             frozen = progress if freezing and freezing.level(progress) > 0 else 0.0
             shares[size, frozen] += weight * (end - begin)

@@ -1,4 +1,4 @@
-"""The ledger as text: tables in a terminal and in a notebook, and what is to be said below them."""
+"""The ledger as text: its tables for terminals and notebooks, and the sentences below them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .findings import bound, caveats, compound
 from .statistics import Figure, Ratio, speed_text
 
 WIDTH = 110
-"""Of a table in a terminal."""
+"""Width of a table in a terminal."""
 
 
 def text(ledger: LedgerData) -> str:
-    """For a terminal."""
+    """Return the ledger as text for a terminal."""
     return "\n".join([*(table.text(WIDTH) for table in tables(ledger)), *sentences(ledger)])
 
 
 def html_text(ledger: LedgerData) -> str:
-    """For a notebook."""
+    """Return the ledger as HTML for a notebook."""
     return "".join(
         [
             *(table.html() for table in tables(ledger)),
@@ -31,13 +31,13 @@ def html_text(ledger: LedgerData) -> str:
 
 
 def tables(ledger: LedgerData) -> list[Table]:
-    """The rows in turn with the ceilings; the stages; accuracies, if they were asked for."""
-    found = [_rows(ledger)]
+    """Return the tables: rows and ceilings; stages; accuracies, if measured."""
+    drawn = [_rows(ledger)]
     if len(ledger.stages) > 1:
-        found.append(_stages(ledger))
+        drawn.append(_stages(ledger))
     if ledger.accuracy is not None:
-        found.append(_accuracies(ledger.accuracy))
-    return found
+        drawn.append(_accuracies(ledger.accuracy))
+    return drawn
 
 
 def _rows(ledger: LedgerData) -> Table:
@@ -61,16 +61,16 @@ def _rows(ledger: LedgerData) -> Table:
         ("", "images/s", "over plain", "this stage", "MiB held"),
         rows,
         f"Ledger: {ledger.facts.get('recipe') or 'your pipeline'}",
-        f"images/s: trimmed mean, and quartiles, of {len(ledger.rounds)} interleaved round"
-        f"{'s' * (len(ledger.rounds) != 1)}; ratios: of these means, with the {ledger.level:.0%} interval from within "
-        "the rounds; MiB held: weights, gradients, optimizer of a rank",
+        f"images/s: trimmed mean and quartiles of {len(ledger.rounds)} interleaved round"
+        f"{'s' * (len(ledger.rounds) != 1)}; ratios: of these means, with {ledger.level:.0%} intervals from within the "
+        "rounds; MiB held: weights, gradients and optimizer state of a rank",
         figures=True,
         line_after=whole,
     )
 
 
 def _gain(ledger: LedgerData, gain: Ratio | None, one: VariantId, before: VariantId) -> str:
-    """The ratio to the row before, without its interval, which the second table has."""
+    """Return the ratio to the previous row, without the interval, which the second table has."""
     if gain is not None and gain.resolved:
         return f"× {gain.value:.2f}"
     return ratio_text(ledger, gain, one, before)
@@ -95,24 +95,24 @@ def _stages(ledger: LedgerData) -> Table:
     )
 
 
-def _accuracies(found: Accuracies) -> Table:
+def _accuracies(measured: Accuracies) -> Table:
     def line(one: VariantId, row: Trained) -> tuple[str, ...]:
         if row.accuracy is None or row.seconds is None:
             return str(one), "failed", "", ""
-        return str(one), f"{row.accuracy:.2%}", _seconds(row.seconds), _time_to(found.target, row)
+        return str(one), f"{row.accuracy:.2%}", _seconds(row.seconds), _time_to(measured.target, row)
 
-    target = "target" if found.target is None else f"{found.target:.2%}"
+    target = "target" if measured.target is None else f"{measured.target:.2%}"
     return Table(
         ("", "top-1", "time", f"time to {target}"),
-        [line(one, row) for one, row in found.rows.items()],
-        f"Trained for {found.epochs} epoch(s), once each, from one seed",
-        "times of whole epochs, evaluation included",
+        [line(one, row) for one, row in measured.rows.items()],
+        f"Trained for {measured.epochs} epoch(s), once each, from the same seed",
+        "times of full epochs, including evaluation",
         figures=True,
     )
 
 
 def _time_to(target: float | None, row: Trained) -> str:
-    if target is None:  # plain PyTorch's accuracy, and its training failed
+    if target is None:  # it is plain PyTorch's accuracy, whose training failed
         return ""
     return "not reached" if row.seconds_to_target is None else _seconds(row.seconds_to_target)
 
@@ -122,22 +122,22 @@ def _seconds(value: float) -> str:
 
 
 def sentences(ledger: LedgerData) -> list[str]:
-    """What is printed below the tables; the bound comes last."""
-    found = []
+    """Return the sentences below the tables; the bottleneck is last."""
+    lines = []
     if ledger.time_breakdown:
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in ledger.time_breakdown.items())
-        found.append(f"Time of the full pipeline: {shares}.")
+        fractions = ", ".join(f"{name} {fraction:.0%}" for name, fraction in ledger.time_breakdown.items())
+        lines.append(f"Time of the full pipeline: {fractions}.")
     if ledger.extras_share is not None:
-        found.append(
-            "fit's extras (bar, CSV log, guard against losses that are not finite) take at most "
+        lines.append(
+            "fit's extras (progress bar, CSV log, guard against non-finite losses) take at most "
             f"{ledger.extras_share:.2%} of the time."
         )
-    found += _costs(ledger.costs)
-    return [*found, *caveats(ledger), *filter(None, [compound(ledger)]), bound(ledger)]
+    lines += _costs(ledger.costs)
+    return [*lines, *caveats(ledger), *filter(None, [compound(ledger)]), bound(ledger)]
 
 
 def _costs(costs: Mapping[VariantId, Costs]) -> list[str]:
-    """Peak memory and compile time, where they were measured."""
+    """Return the sentences on peak memory and compile time, if measured."""
     peaks = [
         f"{one} {cost.peak_bytes / 2**20:,.0f} MiB"
         for one, cost in costs.items()
@@ -148,8 +148,8 @@ def _costs(costs: Mapping[VariantId, Costs]) -> list[str]:
         for one, cost in costs.items()
         if cost.compile_seconds is not None
     ]
-    found = [f"Peak memory per rank: {', '.join(peaks)}."] if peaks else []
-    return found + ([f"Compiling took, before the measurement: {', '.join(compiling)}."] if compiling else [])
+    lines = [f"Peak memory per rank: {', '.join(peaks)}."] if peaks else []
+    return lines + ([f"Compile time, before the measurement: {', '.join(compiling)}."] if compiling else [])
 
 
 def _memory(cost: Costs) -> str:
@@ -164,11 +164,11 @@ def _figure(one: Figure) -> str:
 
 
 UNRESOLVED = "not resolved"
-"""In the place of a ratio whose interval leaves it open; a caveat gives the reason."""
+"""Replaces a ratio whose interval is too wide; a caveat gives the reason."""
 
 
 def ratio_text(ledger: LedgerData, ratio: Ratio | None, one: VariantId, other: VariantId = PLAIN) -> str:
-    """A ratio with its interval; or why there is none: `one` or `other`, which it is of, was not measured."""
+    """Return the ratio of `one` over `other` with its interval; if one of them was not measured, the reason."""
     if ratio is not None:
         if not ratio.resolved:
             return UNRESOLVED

@@ -1,4 +1,4 @@
-"""A trial of the ledger: a variant trains (or only loads, computes, copies) on some batches, and is timed."""
+"""A trial of the ledger: a variant trains (or only loads, computes or copies) on some batches, and is timed."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from .data import Trial, Workload
 from .schedule import Phase as SchedulePhase
 
 Labels = list[NDArray[Any]]
-"""Of each of this rank's batches, in order."""
+"""The labels of each of this rank's batches, in order."""
 
 
 @dataclass
 class BuiltVariant:
-    """What a variant's trials need on this rank: what was built, its schedule, and a loader for each size."""
+    """What a variant's trials need on this rank: the built pipeline, its phases, and a loader for each image size."""
 
     built: Built
     phases: Sequence[SchedulePhase]
     loader: Callable[[int], EpochLoader]
     freezing: LayerFreezing | None
     settings: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What torch is set to while it runs; see `cuda_settings`."""
+    """torch's settings while it runs; see `cuda_settings`."""
 
 
 def run_trial(
@@ -59,25 +59,25 @@ def run_trial(
     deadline: float = math.inf,
     observer: Observer | None = None,
 ) -> tuple[Trial, Labels]:
-    """A trial over `batches` global batches, and this rank's labels in it.
+    """Run a trial over `batches` global batches; return it with this rank's labels.
 
-    Where the pipeline's schedule changes the image size or the frozen layers, the trial runs in each of
-    the schedule's phases, on the same samples, and each counts by the share it has in a training. `observer`
-    follows the steps of kind "train".
+    If a schedule changes the image size or the frozen layers, the trial runs in each of its phases, on the same
+    samples, weighted by the phase's share of a full run. `observer` follows the steps of kind "train".
 
     Raises:
-        OutOfTime: before the first batch that would begin after the deadline (on `perf_counter`'s clock).
+        OutOfTime: before the first batch that would start after the deadline (in `perf_counter` time).
     """
-    found = []
+    results = []
     for phase in variant.phases:
         with variant.settings(), _frozen(variant, phase):
             loader = variant.loader(phase.image_size)
-            found.append(_run_phase(variant, loader, kind, epoch, batches, deadline, observer))
-    return mean_trial([trial for trial, _ in found], [phase.share for phase in variant.phases]), found[0][1]
+            results.append(_run_phase(variant, loader, kind, epoch, batches, deadline, observer))
+    trials = [trial for trial, _ in results]
+    return mean_trial(trials, [phase.share for phase in variant.phases]), results[0][1]
 
 
 def mean_trial(trials: Sequence[Trial], shares: Sequence[float]) -> Trial:
-    """Trials on the same samples as one, the time of each counted by its share; the shares add up to 1."""
+    """Return the weighted mean of trials on the same samples; the shares, their weights, sum to 1."""
 
     def mixed(seconds: Sequence[float]) -> float:
         return float(np.dot(shares, seconds))
@@ -93,16 +93,16 @@ def mean_trial(trials: Sequence[Trial], shares: Sequence[float]) -> Trial:
 
 @contextmanager
 def _frozen(variant: BuiltVariant, phase: SchedulePhase) -> Iterator[None]:
-    """Inside it the layers are frozen that are frozen then; `LayerFreezing` itself thaws none."""
+    """Freeze the phase's layers inside the block; unfreeze them on exit, which `LayerFreezing` does not do."""
     if variant.freezing is None:
         yield
         return
-    learning = [p for p in variant.built.engine.plain_model.parameters() if p.requires_grad]
+    trainable = [p for p in variant.built.engine.plain_model.parameters() if p.requires_grad]
     variant.freezing.freeze(variant.built.engine.plain_model, phase.progress)
     try:
         yield
     finally:
-        for parameter in learning:
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 
@@ -118,7 +118,7 @@ def _run_phase(
     engine, hooks = variant.built.engine, variant.built.hooks
     batch_size = loader.settings.batch_size
     batches = min(batches, loader.samples // batch_size)
-    # One batch is loaded to its end, so that no loader works ahead while another thing is measured.
+    # With the exact samples of the trial, no loader prefetches while something else is measured.
     loader.set_indices(range((1 if kind in ("model", "copy") else batches) * batch_size))
     loader.set_epoch(epoch)
     seen: list[Any] = []
@@ -126,7 +126,7 @@ def _run_phase(
     copies = _Copies(loader, source[0]) if kind == "copy" else None
     source = until(deadline, source)
     parts: dict[str, float] | None = None
-    hooks.begin(engine, batches)  # takes the averages' first copies; a training does so once
+    hooks.begin(engine, batches)  # creates the weight averages, which training does only once
     with _extras(engine, batches, batch_size) if kind == "extras" else nullcontext() as extras:
         engine.barrier()
         _wait_for(engine)
@@ -155,10 +155,10 @@ def _run_phase(
 
 @contextmanager
 def _extras(engine: Engine, steps: int, batch_size: int) -> Iterator[TimedObservers]:
-    """What `fit` does beside the steps: bar, CSV log and guard.
+    """Yield the observers that `fit` adds: progress bar, CSV log and guard.
 
-    The bar is drawn to nowhere; the log goes into a folder that is removed. Checkpoints are not among them:
-    they belong to epochs, and a trial is not one.
+    The bar is written to /dev/null, the log to a temporary folder. Checkpoints are excluded: they are saved per epoch,
+    and a trial is not an epoch.
     """
     lead = engine.rank == 0
     with (
@@ -166,14 +166,14 @@ def _extras(engine: Engine, steps: int, batch_size: int) -> Iterator[TimedObserv
         Path(os.devnull).open("w") as nowhere,
         Progress(1, 1, steps * batch_size, show=lead, file=nowhere) as bar,
     ):
-        # A trial of fewer steps than lie between two entries logs once.
+        # A trial shorter than the logging interval logs once.
         metrics = Metrics(("csv",) if lead else (), Path(folder), min(LOG_EVERY, steps))
         yield TimedObservers(RecordingGuard(engine, "raise", str), bar, metrics)
         metrics.on_end(failed=False)
 
 
 class TimedObservers(Observers):
-    """Observers whose work at each step is timed: `seconds`, of this process (a GPU is not waited for)."""
+    """Observers whose work at each step is timed: `seconds`, on the host, without synchronizing a GPU."""
 
     def __init__(self, *observers: Observer) -> None:
         super().__init__(*observers)
@@ -209,7 +209,8 @@ class TimedObservers(Observers):
 
 
 class RecordingGuard(NonFiniteGuard):
-    """Looks at every loss, and stops nothing: a ledger has the peak rate at once, and its weights go away."""
+    """Check every loss without raising: a ledger trains at the peak learning rate from the start, and discards its
+    weights."""
 
     def _judged(self, step: int, losses: list[float]) -> bool:
         with suppress(NonFiniteError):
@@ -226,32 +227,33 @@ class RecordingGuard(NonFiniteGuard):
 
 
 def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
-    """The loader's batches; their labels are kept as they come, without waiting for a GPU."""
+    """Yield the loader's batches, and keep their labels without waiting for a GPU."""
     for images, labels, *further in loader:
         seen.append(labels)
         yield (images, labels, *further)
 
 
 def digest(ranks: Sequence[Labels]) -> str:
-    """Of the labels of each global batch in order, given each rank's share; the same for any number of ranks."""
-    found = hashlib.sha256()
+    """Return a digest of the labels of all global batches in order, given each rank's share; independent of the world
+    size."""
+    sha = hashlib.sha256()
     for shares in zip(*ranks, strict=True):
-        found.update(np.ascontiguousarray(np.concatenate(shares)).astype(np.float64).tobytes())
-    return found.hexdigest()[:16]
+        sha.update(np.ascontiguousarray(np.concatenate(shares)).astype(np.float64).tobytes())
+    return sha.hexdigest()[:16]
 
 
 def _wait_for(engine: Engine) -> None:
-    """Wait until the device has finished the work it was given."""
+    """Wait until the device has completed its queued work."""
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
 
 
 class _Copies:
-    """Copies of a batch from this machine's memory to the device, as the loader does them.
+    """Copies of a batch from host memory to the device, as the loader performs them.
 
     Args:
-        loader: FFCV's sends a GPU bytes and normalises there; the other one sends what it made.
-        batch: one that it gave.
+        loader: the loader. FFCVLoader copies bytes to a GPU and normalizes there; TorchLoader copies the final batch.
+        batch: a batch of the loader.
     """
 
     def __init__(self, loader: EpochLoader, batch: Batch) -> None:
@@ -265,7 +267,7 @@ class _Copies:
         self._targets = [torch.empty_like(one, device=images.device) for one in self._sources]
 
     def run(self, times: int) -> int:
-        """Copies so many times; the images that were copied."""
+        """Copy the batch `times` times, and return the number of images copied."""
         for _ in range(times):
             for target, source in zip(self._targets, self._sources, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -273,14 +275,14 @@ class _Copies:
 
 
 class PhaseClock(Observer):
-    """Time the phases of each step; a GPU is waited for at each change, so that each phase has its own time."""
+    """Time the phases of each step. A GPU is synchronized at each change of phase."""
 
     def __init__(self, engine: Engine) -> None:
         self.seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
         self._engine, self._phase, self._since = engine, "other", 0.0
 
     def on_phase(self, phase: Phase) -> None:
-        """Add the time of the phase that ends here."""
+        """Add the time of the ending phase."""
         if phase == self._phase:
             return
         _wait_for(self._engine)
@@ -290,14 +292,14 @@ class PhaseClock(Observer):
 
 
 class MemoryScale(Observer):
-    """Note before each optimizer step what the engine holds in memory; `held` is that of the last one."""
+    """Record before each optimizer step what the engine holds in memory; `held` is the last record."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.steps = engine, 0
         self.held: HeldBytes | None = None
 
     def on_phase(self, phase: Phase) -> None:
-        """Weigh the engine."""
+        """Measure the engine's memory."""
         if phase == "step":
             self.held = held_bytes(self._engine)
             self.steps += 1

@@ -1,4 +1,4 @@
-"""What the ledger measures: plain PyTorch, each stage in turn, only one stage, the full pipeline without one."""
+"""The variants of a ledger: plain PyTorch, the stages in turn, single stages, the full pipeline without one."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from .data import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, VariantId, only, wi
 
 @dataclass(frozen=True)
 class Variant:
-    """A pipeline to measure, and which variant it is."""
+    """A pipeline to measure, and the variant that it is."""
 
     id: VariantId
     spec: PipelineSpec
 
     @cached_property
     def plan(self) -> ResolvedPlan:
-        """The plan, made and checked at first use; see `resolve` for the errors."""
+        """The resolved plan, computed on first use; see `resolve` for its errors."""
         return resolve(self.spec)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing that the pipeline adds to plain PyTorch: its name, and a function that adds it."""
+    """A stage that the pipeline adds to plain PyTorch: its name, and a function that adds it."""
 
     name: str
     add: Callable[[PipelineSpec], PipelineSpec]
 
 
 def plain(plan: ResolvedPlan) -> PipelineSpec:
-    """Plain PyTorch on the same model, data and optimizer: DataLoader, NCHW, fp32, one device, no extras.
+    """Return plain PyTorch with the same model, data and optimizer: DataLoader, NCHW, fp32, one device, no extras.
 
-    What acts in evaluation only (TestTimeFlip) stays: it is no stage of training, and accuracies compare with it.
+    Transforms of evaluation (TestTimeFlip) stay: they are not stages of training, and accuracies remain comparable.
     """
     device = plan.distribution.device
     one = DistributedConfig(options={} if device is None else {"device": device})
@@ -52,24 +52,24 @@ def plain(plan: ResolvedPlan) -> PipelineSpec:
 
 
 def stages(plan: ResolvedPlan) -> list[Stage]:
-    """What the pipeline adds to plain PyTorch, in the plan's order."""
+    """Return the stages that the pipeline adds to plain PyTorch, in the plan's order."""
     data, how = plan.data, plan.distribution
-    found = []
+    added = []
     if data.loader == "ffcv":
-        found.append(Stage("FFCV loader", lambda spec: spec.replace(data=data)))
-    found += [
+        added.append(Stage("FFCV loader", lambda spec: spec.replace(data=data)))
+    added += [
         Stage(type(transform).__name__, partial(_transformed, transform=transform))
         for transform in plan.transforms
         if transform.kind != "evaluation"
     ]
     one = plain(plan).distributed
     if how.precision != one.precision:
-        found.append(Stage(how.precision, lambda spec: _distributed(spec, precision=how.precision)))
+        added.append(Stage(how.precision, lambda spec: _distributed(spec, precision=how.precision)))
     if how.compile:
-        found.append(Stage("compile", lambda spec: _distributed(spec, compile=how.compile)))
+        added.append(Stage("compile", lambda spec: _distributed(spec, compile=how.compile)))
     if dataclasses.replace(how, precision=one.precision, compile=one.compile) != one:
-        found.append(Stage(_distribution_name(how), lambda spec: _strategy(spec, how)))
-    return found
+        added.append(Stage(_distribution_name(how), lambda spec: _strategy(spec, how)))
+    return added
 
 
 def _transformed(spec: PipelineSpec, transform: Transform) -> PipelineSpec:
@@ -81,17 +81,17 @@ def _distributed(spec: PipelineSpec, **changes: Any) -> PipelineSpec:
 
 
 def _strategy(spec: PipelineSpec, how: DistributedConfig) -> PipelineSpec:
-    """The strategy and its options, on top of the pipeline's own precision and compiling."""
+    """Set the strategy and its options, but keep the pipeline's precision and compile mode."""
     own = spec.distributed
     return spec.replace(distribution=dataclasses.replace(how, precision=own.precision, compile=own.compile))
 
 
 def _distribution_name(how: DistributedConfig) -> str:
-    parts = [f"{how.name} × {how.devices}"] if how.name != "single" else []
-    parts += ["activation checkpointing"] if how.activation_checkpointing else []
-    parts += [f"accumulate {how.accumulate}"] if how.accumulate > 1 else []
-    parts += [f"clip_norm {how.clip_norm:g}"] if how.clip_norm is not None else []
-    return ", ".join(parts) or how.name
+    names = [f"{how.name} × {how.devices}"] if how.name != "single" else []
+    names += ["activation checkpointing"] if how.activation_checkpointing else []
+    names += [f"accumulate {how.accumulate}"] if how.accumulate > 1 else []
+    names += [f"clip_norm {how.clip_norm:g}"] if how.clip_norm is not None else []
+    return ", ".join(names) or how.name
 
 
 def _with_stages(spec: PipelineSpec, chosen: Iterable[Stage]) -> PipelineSpec:
@@ -101,43 +101,44 @@ def _with_stages(spec: PipelineSpec, chosen: Iterable[Stage]) -> PipelineSpec:
 
 
 def in_turn(plan: ResolvedPlan) -> list[Variant]:
-    """Plain PyTorch, then each stage on top of those before it, up to the full pipeline."""
-    found = [Variant(PLAIN, plain(plan))]
+    """Return plain PyTorch, then each stage on top of those before it, up to the full pipeline."""
+    rows = [Variant(PLAIN, plain(plan))]
     for stage in stages(plan):
-        found.append(Variant(identity.in_turn(stage.name), stage.add(found[-1].spec)))
-    return found
+        rows.append(Variant(identity.in_turn(stage.name), stage.add(rows[-1].spec)))
+    return rows
 
 
 def of_the_whole(whole: PipelineSpec, *, copies: bool) -> list[Variant]:
-    """What else the full pipeline runs: the ceilings, where its time goes, and what `fit`'s extras cost.
+    """Return the other variants of the full pipeline: ceilings, time breakdown, and the overhead of `fit`'s extras.
 
     Args:
+        whole: the full pipeline.
         copies: whether its batches are copied to a device.
     """
     return [Variant(one, whole) for one in (LOADER, MODEL, *([COPY] if copies else []), SPLIT, EXTRAS)]
 
 
 def variants(plan: ResolvedPlan, *, copies: bool = False) -> list[Variant]:
-    """What every ledger measures: the stages in turn, and the trials that only the full pipeline takes."""
-    found = in_turn(plan)
-    return found + of_the_whole(found[-1].spec, copies=copies)
+    """Return the variants of every ledger: the stages in turn, and the other variants of the full pipeline."""
+    rows = in_turn(plan)
+    return rows + of_the_whole(rows[-1].spec, copies=copies)
 
 
 def alone_and_without(plan: ResolvedPlan) -> list[Variant]:
-    """Only one stage, and the full pipeline without one; those that the stages in turn do not measure already."""
-    start, found = plain(plan), stages(plan)
-    one = [Variant(only(stage.name), stage.add(start)) for stage in found[1:]]
+    """Return single stages, and the full pipeline without each, except those that are among the stages in turn."""
+    start, added = plain(plan), stages(plan)
+    one = [Variant(only(stage.name), stage.add(start)) for stage in added[1:]]
     less = [
-        Variant(without(stage.name), _with_stages(start, [s for s in found if s is not stage]))
-        for stage in found[:-1]
+        Variant(without(stage.name), _with_stages(start, [s for s in added if s is not stage]))
+        for stage in added[:-1]
     ]
-    return [*one, *less] if len(found) > 2 else one
+    return [*one, *less] if len(added) > 2 else one
 
 
-def possible(found: Iterable[Variant]) -> list[Variant]:
-    """Those that have a plan: a stage may need another one, or not go with plain PyTorch."""
+def possible(candidates: Iterable[Variant]) -> list[Variant]:
+    """Return the variants with a valid plan: a stage may require another one, or not work with plain PyTorch."""
     kept = []
-    for variant in found:
+    for variant in candidates:
         with suppress(DrivetrainError):
             _ = variant.plan  # raises if there is none
             kept.append(variant)

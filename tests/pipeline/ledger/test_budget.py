@@ -96,7 +96,7 @@ def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[
         assert (row.ratio is None) == bool(row.note), row
     missing = set(ledger.left_out)
     assert not missing & set(ledger.rounds[0])
-    assert {ledger.left_out[name] for name in missing} <= {"the time does not allow it; give more seconds"}
+    assert {ledger.left_out[name] for name in missing} <= {"not enough time; increase seconds"}
     for name in missing:
         assert str(name) in " ".join(str(ledger).split())
     assert ledger.measured(PLAIN)
@@ -114,17 +114,17 @@ def test_slow_batches_make_shorter_turns_and_fewer_variants(toy: Toy) -> None:
 
 def test_too_short_for_any_ledger_tells_how_long_would_do(toy: Toy) -> None:
     with pytest.raises(
-        LedgerError, match=r"seconds=0\.2 is too short for a ledger: after .* give about "
+        LedgerError, match=r"seconds=0\.2 is too short for a ledger: after .* pass about "
     ) as caught:
         staged(toy, 0.3).ledger(seconds=0.2, progress=False)
     assert caught.value.ledger is None
-    enough = float(str(caught.value).partition("give about ")[2].partition(" s,")[0])
+    enough = float(str(caught.value).partition("pass about ")[2].partition(" s,")[0])
     assert enough > 0.2
     for _ in range(3):  # plain PyTorch alone shows little of the full pipeline
         try:
             ledger = staged(toy, 0.3).ledger(seconds=enough, progress=False)
         except LedgerError as error:
-            enough = float(str(error).partition("give about ")[2].partition(" s,")[0])
+            enough = float(str(error).partition("pass about ")[2].partition(" s,")[0])
         else:
             break
     assert ledger.rows[-1].ratio is not None
@@ -144,7 +144,7 @@ def test_the_least_is_one_turn_each(toy: Toy) -> None:
     assert len(ledger.rounds) == 1
     flat = " ".join(str(ledger).split())
     assert "not resolved" in flat
-    assert "No round that interleaves the variants is complete" in flat
+    assert "No interleaved round is complete" in flat
 
 
 def test_a_batch_that_would_begin_too_late_does_not() -> None:
@@ -187,7 +187,7 @@ def test_what_never_ends_is_interrupted(when: str, toy: Toy, request: pytest.Fix
         request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     before, start = handlers(), time.monotonic()
-    with pytest.raises(LedgerError, match="plain PyTorch was still at its first trial"):
+    with pytest.raises(LedgerError, match="plain PyTorch was still in its first trial"):
         pipeline.ledger(seconds=2, progress=False)
     assert time.monotonic() - start < 15
     assert handlers() == before

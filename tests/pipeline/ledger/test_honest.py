@@ -103,7 +103,7 @@ def test_compiling_is_told_and_not_counted(toy: Toy, monkeypatch: pytest.MonkeyP
     compiled = Costs(held, None, 12.34)
     speeds = {PLAIN: 100.0, in_turn("compile"): 150.0}
     text = str(of_speeds(speeds, speeds, costs={PLAIN: plain, in_turn("compile"): compiled}))
-    assert "Compiling took, before the measurement: + compile 12.3 s." in text
+    assert "Compile time, before the measurement: + compile 12.3 s." in text
     assert "Peak memory per rank: plain PyTorch 300 MiB." in text
     (row,) = (line for line in text.splitlines() if line.startswith("│ + compile "))
     assert row.split("│")[-2].strip() == "3.0"  # MiB held
@@ -326,8 +326,8 @@ def test_provenance_says_which_machine_revision_and_command(monkeypatch: pytest.
         ({"seconds": math.inf}, "seconds=inf .* must be positive and finite"),
         ({"within": "x"}, "within='x' must be between 0 and 1"),
         ({"within": None}, "within=None must be between 0 and 1"),
-        ({"epochs": 3}, "trainings that accuracy=True asks for"),
-        ({"target": 0.5}, "trainings that accuracy=True asks for"),
+        ({"epochs": 3}, "training runs of accuracy=True"),
+        ({"target": 0.5}, "training runs of accuracy=True"),
     ],
 )
 def test_what_means_nothing_is_refused_at_once(asked: dict[str, Any], message: str, toy: Toy) -> None:

@@ -106,7 +106,7 @@ def test_what_an_interval_leaves_open_is_not_printed_as_a_number(tmp_path: Path)
         for text in (str(ledger), ledger._repr_html_(), " ".join(caption(ledger).split())):
             assert value not in text
             assert "not resolved" in text.lower()
-            assert "give more seconds" in text
+            assert "increase seconds" in text
         assert "000%" not in str(ledger)
         written = json.loads((tmp_path / "ledger.json").read_text(), parse_constant=pytest.fail)
         assert any(line.startswith("Not resolved") for line in written["caveats"])

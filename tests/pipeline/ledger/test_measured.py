@@ -491,4 +491,4 @@ def test_peak_memory_and_compile_time(toy: Toy) -> None:
     assert whole.peak_bytes > held
     assert whole.compile_seconds > 0
     assert "Peak memory per rank: plain PyTorch" in str(ledger)
-    assert "Compiling took, before the measurement: + compile" in str(ledger)
+    assert "Compile time, before the measurement: + compile" in str(ledger)
