@@ -235,8 +235,8 @@ class _Measurement:
             what = f"plain PyTorch had completed its first trial ({plain:.1f} s), but not the full pipeline"
             needed = plain + max(plain, 2 * (used - plain))
         return (
-            f"seconds={self._budget.seconds:g} is too short for a ledger: after {used:.1f} s {what}. A ledger needs "
-            f"one trial of each: pass about {rounded_up(1.5 * needed):g} s, and several times as many to compare stages."
+            f"seconds={self._budget.seconds:g} is too short: after {used:.1f} s {what}. A ledger needs one "
+            f"trial of each: pass about {rounded_up(1.5 * needed):g} s, and several times as much to compare stages."
         )
 
     _plain_seconds: float | None = None
