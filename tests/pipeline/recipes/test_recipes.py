@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dotted key": ({"bach.size": 3}, "no key 'bach'"),
     "dotted key of a number": ({"epochs.x": 3}, "'epochs.x': its epochs is not a dict"),
     "model": ({"model": "cifar_resnt"}, "'cifar_resnt'.*Did you mean 'cifar_resnet'"),
-    "model of another kind": ({"model": 3}, "model=3 must be text: name of the model"),
+    "model of another kind": ({"model": 3}, "model=3 must be text: name of a model"),
     "no dict": ({"loading": [1]}, "loading=.1. must be a dict"),
     "transforms": ({"transforms": {"name": "BlurPool"}}, "transforms=.* must be a list"),
     "transform": ({"transforms": [{"name": "BlurPol"}]}, "baseline: .*'BlurPol'.*Did you mean 'BlurPool'"),
@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"loading.batch_size": 3}, "baseline: loading.batch_size is a key of the recipe itself. Set batch_size=…"
     ),
     "optimizer's value as text": ({"optimizer.lr": "fast"}, r"baseline: optimize\('sgd'\): lr='fast' must be a number"),
-    "schedule of the optimizer": ({"optimizer.schedule": "linear"}, "baseline: optimizer.schedule .*give schedule=…"),
+    "schedule of the optimizer": ({"optimizer.schedule": "linear"}, "baseline: optimizer.schedule .*Set schedule=…"),
     "batch size as text": ({"batch_size": "many"}, "baseline: .*batch_size='many'"),
     "epochs": ({"epochs": 0}, "epochs=0 must be a positive integer or null"),
     "epochs as text": ({"epochs": "3"}, "epochs='3' must be"),

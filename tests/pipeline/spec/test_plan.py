@@ -192,7 +192,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
     "schedule": (
         lambda toy: toy.pipeline().optimize("sgd", schedule="cosin"), PlanError, "'cosin'.*Did you mean 'cosine'"
     ),
-    "warm-up": (lambda toy: toy.pipeline().optimize("sgd", warmup=5), PlanError, "warmup=5 is a share"),
+    "warm-up": (lambda toy: toy.pipeline().optimize("sgd", warmup=5), PlanError, "warmup=5 is a fraction"),
     "warm-up as text": (lambda toy: toy.pipeline().optimize("sgd", warmup="1"), PlanError, "warmup='1'"),
     "strategy": (lambda toy: toy.pipeline().distribute("dpd"), StrategyError, "'dpd'.*Did you mean 'dp'"),
     "strategy option": (
@@ -298,7 +298,7 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
         ),
         PlanError, "returns a GoogLeNetOutputs in training.*aux_logits=False",
     ),
-    "factory without a module": (lambda toy, _: toy.pipeline(lambda: 3), PlanError, "gave a int, not a module"),
+    "factory without a module": (lambda toy, _: toy.pipeline(lambda: 3), PlanError, "returned a int, not a module"),
     "factory's option": (
         lambda toy, _: toy.pipeline().replace(model_options={"clases": 4}),
         PlanError, r"plain_model\(clases=4\) cannot be built: .*clases",
