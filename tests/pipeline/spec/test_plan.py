@@ -89,7 +89,7 @@ def test_declared_facts_decide_the_order(toy: Toy) -> None:
     sort = sort_transforms
     assert sort((Format(), Second(), First(), BlurPool())) == (First(), Second(), BlurPool(), Format())
     assert sort((Second(), BlurPool())) == (Second(), BlurPool())
-    with pytest.raises(PlanError, match=r"Obstinate and Stubborn each ask to follow the other\. Remove one"):
+    with pytest.raises(PlanError, match=r"Obstinate and Stubborn must each follow the other\. Remove one"):
         toy.pipeline().transform(Stubborn(), Obstinate())
 
 
