@@ -1,4 +1,4 @@
-"""One table for terminals and notebooks."""
+"""A table for terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 NARROWEST = 12
-"""A column is not narrowed further than this to fit a terminal."""
+"""Minimum width of a column that is narrowed to fit the terminal."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts. Printed, it is as wide as the terminal at most.
+    """A table of strings. `print` fits it to the width of the terminal.
 
     Attributes:
-        heads: of the columns; without, there is no head.
-        rows: one text per column; a text may have several lines.
-        title, caption: above and below it.
-        figures: whether all columns but the first hold figures: aligned to the right, never wrapped.
-        line_after: the number of the row, from 1, below which a line is drawn.
+        heads: column headings; empty for none.
+        rows: one string per column, possibly of several lines.
+        title, caption: above and below the table.
+        figures: whether all columns but the first hold figures: right-aligned, never wrapped.
+        line_after: number of the row, starting at 1, below which a line is drawn.
         spaced: whether a line is drawn below every row.
     """
 
@@ -38,10 +38,10 @@ class Table:
         return self.text(shutil.get_terminal_size().columns)
 
     def text(self, width: int) -> str:
-        """Return the table drawn with lines.
+        """Return the table as text with drawn lines.
 
-        Long texts are wrapped so that it is at most `width` columns wide. The first column, which names the row, and
-        figures are not wrapped, and stick out where they must.
+        Long strings are wrapped to fit `width` characters. The first column, which names the row, and figures are not
+        wrapped, even if the table gets wider.
         """
         widths = self._widths(width)
         whole = sum(widths) + 3 * len(widths) + 1
@@ -58,7 +58,7 @@ class Table:
         return "\n".join([*lines, *(_wrapped(self.caption, whole) if self.caption else [])])
 
     def _widths(self, width: int) -> list[int]:
-        """Return the width of each column; the widest is narrowed until all of them fit."""
+        """Return the width of each column. The widest one is narrowed until all of them fit."""
         lines = [self.heads, *self.rows] if self.heads else self.rows
         columns = zip(*lines, strict=True)
         widths = [max(1, *(len(line) for cell in column for line in cell.split("\n"))) for column in columns]
@@ -80,7 +80,7 @@ class Table:
             yield f"{bar} {f' {bar} '.join(cells)} {bar}"
 
     def html(self) -> str:
-        """Return the table as HTML, aligned as in a terminal, which notebooks do not do by themselves."""
+        """Return the table as HTML, aligned as in a terminal rather than by the notebook's style."""
         title = f"<caption style='text-align:left'>{html.escape(self.title)}</caption>" if self.title else ""
         head = self._line("th", self.heads) if self.heads else ""
         body = "".join(
@@ -101,7 +101,7 @@ class Table:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return the lines of a text, the longer ones wrapped between words; a word that is too long is cut."""
+    """Return the lines of a text, wrapped between words; words that are too long are split."""
     return [
         part[start : start + width]
         for line in text.split("\n")
@@ -111,5 +111,5 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _rule(widths: Sequence[int], left: str, line: str, crossing: str, right: str) -> str:
-    """Return a line across the table."""
+    """Return a horizontal line of the table."""
     return left + crossing.join(line * (width + 2) for width in widths) + right

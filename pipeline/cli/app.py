@@ -17,7 +17,7 @@ from .parser import Parser, listed, say
 
 def recipes(
     name: Annotated[
-        str | None, "Show this recipe, by name or file: each value, its meaning, and where it is from."
+        str | None, "Show this recipe, by name or file: each value, its meaning and its source."
     ] = None,
     *,
     keys: Annotated[bool, "List the keys of a recipe."] = False,
@@ -29,9 +29,9 @@ def recipes(
 
 
 def doctor() -> int:
-    """Print what is installed, which version, what is missing and how to get it.
+    """Report what is installed, in which version, what is missing and how to install it.
 
-    The exit status is 1 if something that the core needs is missing.
+    The exit status is 1 if a core requirement is missing.
     """
     from .doctor import examine
 
@@ -45,12 +45,12 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     for function in (data.convert, data.inspect, data.verify, training.train, training.export, training.ledger,
                      recipes, doctor)
 }  # fmt: skip
-"""Each returns its exit status, or None for 0."""
+"""The commands by name. Each returns its exit status, or None for 0."""
 
 
-def _overview(*, version: Annotated[bool, "Print the version, and exit."] = False) -> None:
+def _overview(*, version: Annotated[bool, "Print the version and exit."] = False) -> None:
     """Fast training of PyTorch image models: FFCV loading, model surgery and a distribution strategy behind one
-    pipeline, and a ledger that measures what each brings."""
+    pipeline, and a ledger that measures what each of them brings."""
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -71,9 +71,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command that `arguments`, by default those of the process, ask for, and exit with its status.
+    """Run the command in `arguments`, by default those of the process, and exit with its status.
 
-    An error of Drivetrain, and Ctrl-C, are a line on stderr.
+    Drivetrain's errors and Ctrl-C are reported as a line on stderr.
     """
     try:
         with _plain_warnings():
@@ -83,25 +83,25 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         say(type(error).__name__, str(error))
         status = 1
     except KeyboardInterrupt as interrupt:
-        say("Interrupted", " ".join(["on your wish.", *getattr(interrupt, "__notes__", [])]))
+        say("Interrupted", " ".join(["stopped by Ctrl-C.", *getattr(interrupt, "__notes__", [])]))
         status = 130
-    except BrokenPipeError:  # what reads the output, such as head, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+    except BrokenPipeError:  # the reader of the output, e.g. head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         status = 1
     sys.exit(status)
 
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Print each warning of Drivetrain within the block as a line, as an error is, without a line of source."""
+    """Inside the block, print Drivetrain's warnings like its errors: one line, without source code."""
     with warnings.catch_warnings():
         others = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
             if category.__module__.startswith(f"{__package__.partition('.')[0]}."):
                 say(category.__name__, str(message))
             else:
-                others(message, category, *place, **more)
+                others(message, category, *args, **kwargs)
 
         warnings.showwarning = show
         yield

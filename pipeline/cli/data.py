@@ -1,4 +1,4 @@
-"""The commands about data: `drivetrain convert | inspect | verify`."""
+"""The data commands: `drivetrain convert | inspect | verify`."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ def convert(
     min_resolution: Annotated[int | None, "Scale down to this shortest side instead.", "PIXELS"] = None,
     quality: Annotated[int, "JPEG quality, 1-100, for images that must be encoded."] = 90,
     write_mode: Annotated[
-        str, "auto: JPEGs as they are, small images raw. As in FFCV: jpg, raw, smart, proportion.", "MODE"
+        str, "auto: JPEGs unchanged, small images raw. As in FFCV: jpg, raw, smart, proportion.", "MODE"
     ] = "auto",
     smart_threshold: Annotated[
-        int | None, "Mode smart makes a JPEG of more than so many bytes of pixels.", "BYTES"
+        int | None, "Mode smart: encode images above this many raw bytes as JPEG.", "BYTES"
     ] = None,
-    compress_probability: Annotated[float, "Share of JPEGs in mode proportion.", "P"] = 0.5,
+    compress_probability: Annotated[
+        float, "Mode proportion: fraction of images to encode as JPEG.", "P"
+    ] = 0.5,
     field: Annotated[
         Sequence[str],
-        "A further field of a shard's samples by extension, e.g. json or npy; with its kind: int, float, ndarray, "
-        "bytes or json. May be repeated.",
+        "An additional field of the shards' samples, by extension, e.g. json or npy; with its kind: int, float, "
+        "ndarray, bytes or json. May be repeated.",
         "NAME[=KIND]",
     ] = (),
     check: Annotated[
-        str, "Of JPEGs that are copied: decode reads all of each; structure only its two ends, twice as fast."
+        str,
+        "Check of JPEGs that are copied. decode: read each fully; structure: only its two ends, twice as fast.",
     ] = "decode",
     workers: Threads = None,
-    skip_bad: Annotated[bool, "Leave bad images out and list them, instead of stopping."] = False,
+    skip_bad: Annotated[bool, "Skip and list bad images instead of stopping."] = False,
 ) -> None:
     """Convert a folder of images, or tar shards, to FFCV's .beton format.
 
-    JPEG files that need no change are copied byte for byte; names that begin with a dot, and __MACOSX, are left
-    out of a folder. The file appears when it is complete; a manifest with classes, settings and checksums goes
-    beside it (OUT.json).
+    JPEG files that need no change are copied byte for byte. In a folder, names that begin with a dot, and __MACOSX,
+    are skipped. The file appears once it is complete, with a manifest of classes, settings and checksums (OUT.json).
     """
     from ...loaders import convert as run
 
@@ -62,11 +64,11 @@ def convert(
 
 
 def inspect(
-    file: Beton, *, sheet: Annotated[Path | None, "Also write a contact sheet of pictures, a .png."] = None
+    file: Beton, *, sheet: Annotated[Path | None, "Also write a contact sheet of images, as .png."] = None
 ) -> None:
-    """Print what a .beton file holds: fields, counts, classes, sizes.
+    """Print the contents of a .beton file: fields, counts, classes, sizes.
 
-    Only its tables are read, which takes no longer for a large file.
+    Only the tables are read, so a large file takes no longer.
     """
     from ...loaders import contact_sheet
     from ...loaders import inspect as run
@@ -78,12 +80,12 @@ def inspect(
 
 
 def verify(file: Beton, *, workers: Threads = None) -> int:
-    """Examine a .beton file whole: its structure, every checksum, every image by decoding it.
+    """Verify a full .beton file: its structure, every checksum, and every image by decoding it.
 
     Bad samples are listed; the exit status is 1 if there are any.
     """
     from ...loaders import verify as run
 
-    found = run(file, workers=workers)
-    print(found)
-    return 0 if found.sound else 1
+    report = run(file, workers=workers)
+    print(report)
+    return 0 if report.sound else 1

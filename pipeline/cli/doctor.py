@@ -1,4 +1,4 @@
-"""`drivetrain doctor`: what is installed, which version, what is missing and how to get it."""
+"""`drivetrain doctor`: what is installed, in which version, what is missing and how to install it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ EXTRAS = {
 NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}
 
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
-"""For glibc, in bytes: large blocks come from the heap, and the heap is not given back after each step."""
+"""Settings of glibc, in bytes: allocate large blocks on the heap, and do not return it to the system after a step."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination; what is good needs no remedy."""
+    """One line of the report; if `good`, it has no remedy."""
 
     what: str
     found: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine() -> tuple[bool, Table]:
-    """Return whether the core is whole, and everything that was looked at, as a table."""
+    """Return whether the core requirements are met, and all findings as a table."""
     core = _core()
     findings = [*core, *_extras(), *_native(), *_devices()]
     rows = [("ok" if one.good else "missing", one.what, one.found, one.remedy) for one in findings]
@@ -64,19 +64,19 @@ def _core() -> list[Finding]:
 
 
 def _extras() -> list[Finding]:
-    found = []
+    findings = []
     for extra, (packages, purpose) in EXTRAS.items():
         versions = ", ".join(f"{name} {version(name) or 'missing'}" for name in packages)
         good = all(version(name) for name in packages)
         remedy = f"pip install 'drivetrain[{extra}]'"
         if extra == "ffcv" and good:
             good, remedy = _ffcv_loads()
-        found.append(Finding(f"extra {extra}: {purpose}", versions, good, remedy))
-    return found
+        findings.append(Finding(f"extra {extra}: {purpose}", versions, good, remedy))
+    return findings
 
 
 def _ffcv_loads() -> tuple[bool, str]:
-    """Return whether FFCV's compiled library really loads, not only whether its package is there."""
+    """Return whether FFCV's compiled library loads, and the error: an installed package alone does not prove it."""
     from ...loaders.native import libffcv
 
     try:
@@ -87,16 +87,16 @@ def _ffcv_loads() -> tuple[bool, str]:
 
 
 def _native() -> list[Finding]:
-    """Return what it takes to build FFCV."""
+    """Return the tools and libraries required to build FFCV."""
     tool, compiler = shutil.which("pkg-config"), shutil.which("g++")
-    found = {"pkg-config": (tool, "pkg-config"), "C++ compiler": (compiler, "g++")}
+    required = {"pkg-config": (tool, "pkg-config"), "C++ compiler": (compiler, "g++")}
     for library, package in NATIVE.items():
         command = [tool or "", "--modversion", library]
-        asked = subprocess.run(command, capture_output=True, text=True, check=False) if tool else None
-        found[library] = (asked.stdout.strip() if asked else "", package)
+        done = subprocess.run(command, capture_output=True, text=True, check=False) if tool else None
+        required[library] = (done.stdout.strip() if done else "", package)
     return [
         Finding(f"{name}, to build FFCV", what or "-", bool(what), f"apt-get install {package}")
-        for name, (what, package) in found.items()
+        for name, (what, package) in required.items()
     ]
 
 
@@ -104,16 +104,16 @@ def _devices() -> list[Finding]:
     from ... import strategies
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    found = [_machine(), Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True)]
+    findings = [_machine(), Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True)]
     if not names and platform.libc_ver()[0] == "glibc":
-        found.append(memory_kept())
+        findings.append(memory_kept())
     for row in strategies.available():
-        found.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, row.why_not))
-    return found
+        findings.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, row.why_not))
+    return findings
 
 
 def _machine() -> Finding:
-    """Return what this process may use, which a container may limit."""
+    """Return the CPU cores and memory available to this process, with its container's limits."""
     free, total = machine.free_memory() / 2**30, machine.total_memory() / 2**30
     found = f"{machine.cores()} CPU core(s), {free:.1f} of {total:.1f} GiB of memory free"
     limits = machine.container_limits()
@@ -125,8 +125,8 @@ def _machine() -> Finding:
 
 
 def memory_kept() -> Finding:
-    """Return whether glibc keeps the memory of a step for the next one; see docs/ledger.md, "On a CPU"."""
+    """Return whether glibc keeps a step's memory for the next one; see docs/ledger.md, "On a CPU"."""
     given = {name: os.environ.get(name) for name in KEEPS_MEMORY}
-    told = ", ".join(f"{name}={value}" for name, value in given.items() if value)
+    values = ", ".join(f"{name}={value}" for name, value in given.items() if value)
     remedy = "export " + " ".join(f"{name}={value}" for name, value in KEEPS_MEMORY.items())
-    return Finding("memory kept from step to step", told or "-", all(given.values()), remedy)
+    return Finding("memory kept between steps", values or "-", all(given.values()), remedy)

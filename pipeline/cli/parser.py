@@ -1,4 +1,4 @@
-"""The arguments of a command: argparse, told by the signature of the command's function."""
+"""Parse the arguments of a command with argparse, configured by the signature of the command's function."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ...errors import PlanError, suggest
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a function's arguments, whose errors are one line.
+    """A parser of a function's arguments, which reports errors as one line.
 
-    Each parameter is `Annotated[type, help]` or `Annotated[type, help, metavar]`. Those that are keyword-only are
-    options, which may be given once, or repeatedly if they are sequences; a bool takes no value, a tuple several.
+    Each parameter is `Annotated[type, help]` or `Annotated[type, help, metavar]`. Keyword-only parameters are options,
+    which may be given once, or repeatedly if they are sequences; a bool takes no value, a tuple several.
 
     Args:
-        name: of the command.
-        function: its docstring is the description.
-        more: passed on to argparse.
+        name: name of the command.
+        function: the function; its docstring is the description.
+        more: passed to argparse.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], **more: Any) -> None:
@@ -37,14 +37,14 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **more,
         )
-        self.add_argument("--help", action="help", help="Show this message, and exit.")
+        self.add_argument("--help", action="help", help="Show this message and exit.")
         self._options = ["--help"]
         hints = get_type_hints(function, include_extras=True)
         for parameter in inspect.signature(function).parameters.values():
             self._add(parameter, *get_args(hints[parameter.name]))
 
     def _add(self, parameter: inspect.Parameter, kind: Any, text: str, metavar: Any = None) -> None:
-        """Add the argument of a parameter; if it is not given it has no value, and the default applies."""
+        """Add the argument of a parameter. If not given, it has no value, and the function's default applies."""
         if get_origin(kind) is UnionType:
             kind = get_args(kind)[0]  # the other is None
         several, inner = get_origin(kind) is Sequence, get_args(kind) or (kind,)
@@ -63,35 +63,35 @@ class Parser(argparse.ArgumentParser):
         )  # fmt: skip
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Return the values of the parameters that are given. Exit with a message if the arguments are wrong."""
-        # Intermixed, because options may stand between the arguments; but that does not know "--".
+        """Return the values of the given parameters. Exit with a message if the arguments are invalid."""
+        # Intermixed parsing allows options between arguments, but does not support "--".
         parse = self.parse_known_args if "--" in arguments else self.parse_known_intermixed_args
-        found, rest = parse(arguments)
+        given, rest = parse(arguments)
         for word in rest:
             if word.startswith("-"):
                 self.error(f"No such option: {word}.{suggest(word.partition('=')[0], self._options)}")
         if rest:
             self.error(f"Too many arguments: {' '.join(rest)}.")
-        return vars(found)
+        return vars(given)
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong with the arguments, and exit with status 2."""
+        """Print the message, and exit with status 2."""
         say("UsageError", f"{message[0].upper()}{message[1:].rstrip('.')}. See: {self.prog} --help")
         sys.exit(2)
 
 
 class _Once(argparse.Action):
-    """Store the value of an option that may be given once; True if it takes none."""
+    """Store the value of an option that may be given only once; True if it takes no value."""
 
     def __call__(self, _: object, namespace: object, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
-            raise PlanError(f"{option_string} is given 2 times. Leave all but one out.")
+            raise PlanError(f"{option_string} is given 2 times. Pass it once.")
         setattr(namespace, self.dest, True if self.nargs == 0 else values)
 
 
 def _path(text: str) -> Path:
-    if not text:  # which would be this folder; from a script, it is a variable that was not set
-        raise argparse.ArgumentTypeError("it is empty. Give a path, '.' for this folder.")
+    if not text:  # Path("") is this folder; in a script, "" is usually an unset variable
+        raise argparse.ArgumentTypeError("it is empty. Pass a path; '.' for this folder.")
     return Path(text)
 
 
@@ -111,7 +111,7 @@ def listed(functions: dict[str, Callable[..., Any]]) -> str:
 
 
 def _fitted(text: str) -> str:
-    """Return the paragraphs of a text, filled to the terminal's width; those that are indented as they are."""
+    """Return a text with its paragraphs filled to the terminal's width, except indented ones."""
     paragraphs = text.split("\n\n")
     return "\n\n".join(part if part.startswith(" ") else textwrap.fill(part, _width()) for part in paragraphs)
 

@@ -26,8 +26,7 @@ def recipes_table() -> Table:
 
 
 def recipe_table(recipe: str) -> Table:
-    """Return a table of one recipe, by name or file: keys, values, meanings and sources; its title describes the recipe.
-    """
+    """Return a table of a recipe, by name or file: keys, values, meanings and sources; the title describes it."""
     full = complete(recipe)
     given: Mapping[str, Any] = read_recipe(recipe)[0] if is_file_name(recipe) else RECIPES[recipe]
     rows = []
