@@ -123,7 +123,7 @@ def test_the_declared_order_has_no_circle() -> None:
     waiting, placed = dict(TRANSFORMS), set[str]()
     while waiting:
         ready = [name for name, cls in waiting.items() if set(cls.after) <= placed]
-        assert ready, f"{sorted(waiting)} each ask to follow another"
+        assert ready, f"{sorted(waiting)} must each follow another"
         placed.update(ready)
         waiting = {name: cls for name, cls in waiting.items() if name not in ready}
 
