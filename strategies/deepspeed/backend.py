@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from ctypes.util import find_library
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ def working(device: torch.device) -> Iterator[Any]:
         os.environ["LOCAL_RANK"] = str(local_rank() or 0 if device.index is None else device.index)
         deepspeed: Any = require("deepspeed", "deepspeed", "shard a training run with ZeRO")
         _choose_accelerator(deepspeed, device)
+        _import_muon()
         logger = logging.getLogger("DeepSpeed")
         logger.addFilter(_should_log)
         operations, autocast = deepspeed.ops.__compatible_ops__, deepspeed.runtime.torch_autocast
@@ -58,6 +62,45 @@ def reason_without_aio() -> str:
             if builder is not None and builder.is_compatible(verbose=False):
                 return ""
     return "DeepSpeed's async_io cannot be compiled here. Install a C++ compiler, ninja and libaio-dev"
+
+
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon, which every `initialize` does, such that it is compiled only when it is first called.
+
+    Otherwise the import itself sets up `torch.compile`, which takes each rank 2 s, whatever the optimizer.
+    """
+    name = "deepspeed.runtime.zero.muon.original_muon"
+    compiler: Any = sys.modules.get("deepspeed.runtime.compiler")
+    if name in sys.modules or not hasattr(compiler, "compile"):
+        return
+    original = compiler.compile
+    compiler.compile = _deferred(original)
+    try:
+        with suppress(ImportError):  # versions without it
+            importlib.import_module(name)
+    finally:
+        compiler.compile = original
+
+
+def _deferred(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a factory of decorators like `compile_`, which they call when the decorated function is first called."""
+
+    def factory(*options: Any, **named: Any) -> Callable[..., Any]:
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            @cache
+            def compiled() -> Callable[..., Any]:
+                result: Callable[..., Any] = compile_(*options, **named)(function)
+                return result
+
+            @wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return compiled()(*args, **kwargs)
+
+            return call
+
+        return decorate
+
+    return factory
 
 
 def _choose_accelerator(deepspeed: Any, device: torch.device) -> None:

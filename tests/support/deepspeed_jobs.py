@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ def everything(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
         results |= parity(STAGES[:2], FEW)
         gc.freeze()  # stage 3 collects garbage for each engine, which what was imported makes slow
         results |= parity(STAGES[2:], FEW) | parity(OFFLOAD, FEW[:1])
+    results["compiler"] = "torch._inductor.compile_fx" in sys.modules
     results["printed"] = printed.read_text()
     printed.unlink()
     results["process"] = before, process()

@@ -13,6 +13,7 @@ from deepspeed_methods import OFFLOAD, STAGES, averaged
 from drivetrain import Pipeline
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import DeepSpeed, launch
+from drivetrain.strategies.deepspeed.backend import _deferred
 from drivetrain.transforms import (
     EMA,
     ChannelsLast,
@@ -225,6 +226,26 @@ def test_it_is_quiet_and_changes_nothing_around_it(ranks: Ranks) -> None:
         before, after = rank["process"]
         assert after == before
         assert rank["printed"] == ""
+
+
+def test_it_does_not_import_the_compiler(ranks: Ranks) -> None:
+    """DeepSpeed's own Muon would, which no training here uses; it takes seconds."""
+    assert [rank["compiler"] for rank in ranks] == [False, False]
+
+
+def test_what_is_compiled_late_is_compiled_once() -> None:
+    compiled: list[tuple[Any, ...]] = []
+
+    def compile_(mode: str) -> Any:
+        return lambda function: compiled.append((mode, function(1))) or function
+
+    @_deferred(compile_)("default")
+    def double(value: int) -> int:
+        return 2 * value
+
+    assert compiled == []
+    assert (double(2), double(value=3), double.__name__) == (4, 6, "double")
+    assert compiled == [("default", 2)]
 
 
 @pytest.mark.parametrize(
