@@ -16,13 +16,14 @@ from drivetrain.errors import StrategyError
 from drivetrain.strategies import DeepSpeed
 from drivetrain.strategies.deepspeed.config import choose_zero, make_config, read_config
 from drivetrain.strategies.options import Options
+from drivetrain.strategies.registry import STRATEGIES
 from strategy_jobs import make_optimizer
 from torch import nn
 
 
 def test_names_are_lightnings() -> None:
     names = ["deepspeed", *STAGES, *OFFLOAD, "deepspeed_stage_3_offload_nvme"]
-    assert set(names) <= set(strategies.registry.STRATEGIES)
+    assert set(names) <= set(STRATEGIES)
     for name in names[1:]:
         assert strategies.get(name).name == name
     assert strategies.get("deepspeed") == DeepSpeed()
