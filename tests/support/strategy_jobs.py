@@ -233,17 +233,6 @@ def fail_on_rank_1(how: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-class Unloadable:
-    """Pickles, and raises when it is loaded."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return refuse_to_load, ()
-
-
-def refuse_to_load() -> None:
-    raise ValueError("this object cannot be loaded")
-
-
 def wait_for_ever() -> None:
     if dist.get_rank() == 1:
         time.sleep(600)

@@ -17,7 +17,8 @@ import torch
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import launch
 from drivetrain.strategies.launching.group import is_main_process, is_rank
-from strategy_jobs import Unloadable, fail_on_rank_1, surroundings, wait_for_ever
+from strategy_jobs import fail_on_rank_1, surroundings, wait_for_ever
+from unloadable import Unloadable
 
 pytestmark = pytest.mark.process
 

@@ -1,0 +1,14 @@
+"""An object that no process can unpickle. A module of its own: a rank that fails to, has not imported torch."""
+
+from __future__ import annotations
+
+
+class Unloadable:
+    """Pickles, and raises when it is loaded."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return refuse_to_load, ()
+
+
+def refuse_to_load() -> None:
+    raise ValueError("this object cannot be loaded")
