@@ -23,11 +23,13 @@ ON_RANKS = [name for name in STRATEGIES if name != "single"]
 
 
 def pipelines(toy: Toy, ranks: int) -> dict[str, Pipeline]:
-    """Model and strategy: a model whose numbers do not depend on the ranks, and one that draws and counts."""
+    """Model and strategy: a model whose numbers do not depend on the ranks; on two, also one that draws and counts."""
     plain = toy.pipeline(plain_model).optimize("adamw", lr=0.01, warmup=0.2).transform(EMA(half_life=3))
     drawing = toy.pipeline(Dropping).transform(EMA(half_life=3))
     strategies = [name for name in STRATEGIES if ranks == 1 or name != "single"]
     made = {f"plain {name}": plain.distribute(name, devices=ranks) for name in strategies}
+    if ranks != 2:
+        return made
     return made | {f"drawing {name}": drawing.distribute(name, devices=ranks) for name in strategies}
 
 
