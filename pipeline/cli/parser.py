@@ -37,8 +37,8 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **more,
         )
-        self.add_argument("--help", action="help", help="Show this message and exit.")
-        self._options = ["--help"]
+        self.add_argument("-h", "--help", action="help", help="Show this message and exit.")
+        self._options = ["-h", "--help"]
         hints = get_type_hints(function, include_extras=True)
         for parameter in inspect.signature(function).parameters.values():
             self._add(parameter, *get_args(hints[parameter.name]))

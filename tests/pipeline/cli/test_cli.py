@@ -32,7 +32,7 @@ def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch
     page, *pages = call("--help"), *(call(command, "--help") for command in COMMANDS)
     for command, own in zip(COMMANDS, pages, strict=True):
         assert re.search(rf"^. {command} +[A-Z].*\w", page.out, re.MULTILINE), page.out
-        options = re.findall(r"^  (--[a-z-]+)(.*)", own.out, re.MULTILINE)
+        options = re.findall(r"^  (?:-h, )?(--[a-z-]+)(.*)", own.out, re.MULTILINE)
         assert options, own
         for option, rest in options:
             assert re.search(r"  \S.* \w+", rest), f"{command} {option} is not described:\n{own.out}"
