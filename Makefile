@@ -13,7 +13,7 @@ PACKAGES := loaders pipeline strategies transforms
 GPU_PYTHON ?= python3.12
 NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 
-.PHONY: quickstart install test test-all quick check lock bench gpu gpu-kit notebooks clean
+.PHONY: quickstart install test test-all quick check bytecode lock bench gpu gpu-kit notebooks clean
 
 # glibc keeps the memory of a step for the next one, for every variant alike (docs/ledger.md, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
@@ -34,15 +34,15 @@ install: .venv/installed
 	touch $@
 
 # Two tests at once, as most of their time is interpreters that import torch; then those that must run alone.
-test: install check
+test: install check bytecode
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not alone"
 	$(BIN)/python -m pytest -m "alone and not slow and not gpu"
 
-test-all: install check
+test-all: install check bytecode
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not alone"
 	$(BIN)/python -m pytest -m "alone and not gpu"
 
-quick: install check
+quick: install check bytecode
 	DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist worksteal \
 		-m "not process and not long and not slow and not gpu and not alone"
 
@@ -53,6 +53,10 @@ check: install
 	$(BIN)/lint-imports
 	mkdir -p .build && ln -sfn .. .build/drivetrain
 	MYPYPATH=.build $(BIN)/mypy --cache-dir .mypy_cache -m drivetrain $(PACKAGES:%=-p drivetrain.%)
+
+# Once, for all the interpreters that tests start: where PYTHONDONTWRITEBYTECODE is set, none of them keeps its own.
+bytecode: install
+	$(BIN)/python -m compileall -q *.py $(PACKAGES) tests
 
 lock:
 	$(BIN)/uv pip compile --quiet --universal --all-extras --upgrade \
