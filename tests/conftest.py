@@ -22,11 +22,21 @@ from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.pipeline.telemetry import curves
 from drivetrain.pipeline.telemetry.history import History
 from pipeline_data import Toy
+from places import ROOT
 from torchvision.datasets import CIFAR10
 
 
+class PlainRoot:
+    """Collects the repository's folder as a folder. It is a package, too, and pytest would import it by the folder's
+    name, which need not be that of a package: `drivetrain-main`."""
+
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Dir | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """See `interpreters`."""
+    """See `PlainRoot` and `interpreters`."""
+    config.pluginmanager.register(PlainRoot())
     interpreters.register(config)
 
 

@@ -24,18 +24,29 @@ def _run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of what git would give to a new clone."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "clone-with-another-name"
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git would give to a new clone, in a folder whose name is not a package's."""
+    source = tmp_path_factory.mktemp("clone") / "clone-with-another-name"
     source.mkdir()
     listed = _run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     for name in listed:
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    _run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source, cwd=folder)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built there."""
+    folder = tmp_path_factory.mktemp("wheel")
+    _run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, clone, cwd=folder)
     return next(folder.glob("*.whl"))
+
+
+def test_the_tests_run_in_a_folder_of_any_name(clone: Path) -> None:
+    told = _run(sys.executable, "-m", "pytest", "-q", "tests/root/test_checks.py", cwd=clone)
+    assert " passed" in told
 
 
 def test_the_listed_packages_are_those_of_the_tree() -> None:
