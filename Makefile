@@ -33,6 +33,9 @@ install: .venv/installed
 	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps -e .
 	touch $@
 
+# Threads of OpenMP that wait for one another sleep, where else two tests would keep each other from the cores.
+test test-all quick: export OMP_WAIT_POLICY ?= PASSIVE
+
 # Two tests at once, as most of their time is interpreters that import torch; then those that must run alone.
 test: install check bytecode
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not alone"

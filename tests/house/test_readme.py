@@ -133,9 +133,9 @@ def cifar() -> None:
 @pytest.mark.process
 def test_the_example_runs_on_small_data(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    images = random.integers(0, 256, (500, 32, 32, 3), dtype=np.uint8)
-    labels = np.arange(500) % 10
-    for name, count in (("train", 500), ("test", 50)):
+    images = random.integers(0, 256, (100, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(100) % 10
+    for name, count in (("train", 100), ("test", 50)):
         convert(
             (images[:count], labels[:count]),
             tmp_path / f"{name}.beton",
@@ -143,6 +143,8 @@ def test_the_example_runs_on_small_data(tmp_path: Path) -> None:
             progress=False,
         )
     text = _example()
+    assert "batch_size=500" in text
+    text = text.replace("batch_size=500", "batch_size=50")
     for name in ("train", "test"):
         assert f'"cifar10:{name}"' in text
         text = text.replace(f'"cifar10:{name}"', f'"{name}.beton"')
