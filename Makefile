@@ -12,6 +12,7 @@ BIN := .venv/bin
 PACKAGES := loaders pipeline strategies transforms
 GPU_PYTHON ?= python3.12
 NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
+ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
 .PHONY: quickstart install test test-all quick check bytecode lock bench gpu gpu-kit notebooks clean
 
@@ -39,11 +40,11 @@ test test-all quick: export OMP_WAIT_POLICY ?= PASSIVE
 # Two tests at once, as most of their time is interpreters that import torch; then those that must run alone.
 test: install check bytecode
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not alone"
-	$(BIN)/python -m pytest -m "alone and not slow and not gpu"
+	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(ALONE)
 
 test-all: install check bytecode
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not alone"
-	$(BIN)/python -m pytest -m "alone and not gpu"
+	$(BIN)/python -m pytest -m "alone and not gpu" $(ALONE)
 
 quick: install check bytecode
 	DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist worksteal \

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
 import sys
@@ -23,7 +25,12 @@ from process_state import wait_until_ended
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LONG = ("convert-your-data", "from-one-process-to-sharded", "read-a-ledger")  # together two minutes and more
+LONG = (
+    "convert-your-data",
+    "from-one-process-to-sharded",
+    "quickstart",
+    "read-a-ledger",
+)  # minutes each, some
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -37,6 +44,22 @@ def test_there_are_notebooks() -> None:
         "from-one-process-to-sharded",
     }
     assert wanted <= {path.stem for path in NOTEBOOKS}
+
+
+@each_notebook
+def test_notebook_imports_what_there_is(path: Path) -> None:
+    """Those that are run by `make test-all` alone must not wait for it to find a module that has moved."""
+    code = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    text = "\n".join(
+        line for cell in code for line in cell.splitlines() if not line.lstrip().startswith(("%", "!"))
+    )
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in found if str(node.module).startswith("drivetrain")]
+    assert ours
+    for node in ours:
+        module = importlib.import_module(str(node.module))
+        for alias in node.names:
+            assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
 
 
 def kinds(cell: Any) -> set[str]:

@@ -36,6 +36,7 @@ def pytest_without_a_gpu(*arguments: str, rehearse: bool) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_all_are_skipped_with_a_reason_where_there_is_no_device() -> None:
     output = pytest_without_a_gpu(*FILES, rehearse=False)
     assert re.search(r"^\d+ skipped in", output, re.MULTILINE), output[-500:]  # and none passed or failed

@@ -61,6 +61,15 @@ CASES: dict[str, tuple[Transform, Callable[[], nn.Module], int]] = {
     ]
 }  # fmt: skip
 cases = pytest.mark.parametrize(("transform", "factory", "count"), CASES.values(), ids=CASES)
+_FIRST = {type(transform): name for name, (transform, *_) in reversed(CASES.items())}
+cases_at_length = pytest.mark.parametrize(
+    ("transform", "factory", "count"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in _FIRST.values() else [pytest.mark.slow])
+        for name, case in CASES.items()
+    ],
+)
+"""The same, for tests that take long: one model of each surgery in `make test`, the others in `make test-all`."""
 
 
 def made(factory: Callable[[], nn.Module]) -> nn.Module:

@@ -12,7 +12,7 @@ import surgery_models as models
 import torch
 import torch.nn.functional as F
 from drivetrain.transforms import BlurPool, StochasticDepth, Transform, WeightStandardization
-from surgery_cases import EXCITE, FACTORIZE, GHOST, cases, made, same_numbers
+from surgery_cases import EXCITE, FACTORIZE, GHOST, cases, cases_at_length, made, same_numbers
 from torch import nn
 
 
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.long
-@cases
+@cases_at_length
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute:UserWarning"
 )  # dynamo, where it resumes after a break

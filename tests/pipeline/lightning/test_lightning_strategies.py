@@ -115,6 +115,7 @@ def test_the_names_below_are_all_of_them() -> None:
     assert sorted(trained | set(REFUSALS)) == sorted(StrategyRegistry.available_strategies())
 
 
+@pytest.mark.slow  # nine trainings on two ranks; test_lightning.py trains on one
 @pytest.mark.process
 @pytest.mark.timeout(200)
 def test_ranks_that_run_the_script_again(script: Script, alone: Any) -> None:

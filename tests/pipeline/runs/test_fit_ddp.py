@@ -285,6 +285,7 @@ print("the same")
 """
 
 
+@pytest.mark.slow  # launched ranks and scripts without a main guard: test_launch_scripts.py
 def test_a_model_of_a_script_without_a_main_guard(toy: Toy, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

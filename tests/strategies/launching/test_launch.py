@@ -107,7 +107,12 @@ def test_large_jobs_and_results_of_local_functions() -> None:
     ("how", "words", "cause"),
     [
         ("raise", "rank 1 of 2 raised ValueError: rank one's own mistake", ValueError),
-        ("raise what cannot be loaded", "rank 1 of 2 raised Boom: leftright", type(None)),
+        pytest.param(
+            "raise what cannot be loaded",
+            "rank 1 of 2 raised Boom: leftright",
+            type(None),
+            marks=pytest.mark.slow,
+        ),
         ("SIGKILL", "rank 1 of 2 was killed by SIGKILL before it returned", type(None)),
         ("exit", "rank 1 of 2 exited with code 0 before it returned", type(None)),
         ("return", r"rank 0 of 2 raised .*Rank\(s\) \[1\] had already returned", RuntimeError),
