@@ -146,7 +146,7 @@ def test_ranks_that_are_spawned(script: Script, alone: Any, name: str) -> None:
     check(script, [(name, "everything")], alone, "DDPStrategy")
 
 
-# Once, after other tests in one process, our own loop's "everything" differed by 5e-4; alone it never did. Not explained.
+# Once, after other tests in the same process, "everything" in our own loop differed by 5e-4; alone it never did.
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(200)
