@@ -14,6 +14,8 @@ from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
 from PIL import Image
 from places import SUPPORT
 
+pytestmark = pytest.mark.process
+
 SCRIPT = SUPPORT / "loader_stock_ffcv.py"
 
 

@@ -24,6 +24,8 @@ from drivetrain.loaders.conversion.sources import open_source
 from loader_pictures import jpeg_folder, raw_beton, raw_pictures
 from places import SUPPORT
 
+pytestmark = pytest.mark.process
+
 
 class Server:
     """Starts slow conversions in processes that can be killed; see `loader_convert_server.py`."""

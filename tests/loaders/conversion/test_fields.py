@@ -21,6 +21,8 @@ from loader_pictures import jpeg_bytes, picture, raw_pictures
 from loader_stock_fields import COUNT, values
 from places import SUPPORT
 
+pytestmark = pytest.mark.process
+
 SCRIPT = SUPPORT / "loader_stock_fields.py"
 KINDS = {
     "image": "rgb_image", "label": "ndarray", "score": "float", "rank": "int", "box": "ndarray",
