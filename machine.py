@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -83,6 +84,7 @@ def local_ranks(default: int = 1) -> int:
     return max(_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or default, 1)
 
 
+@cache
 def lacks_bf16(root: Path = Path("/")) -> bool:
     """Return whether this CPU computes bf16 without instructions for it, which is several times slower than fp32.
 

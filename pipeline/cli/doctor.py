@@ -59,15 +59,20 @@ def _core() -> list[Finding]:
     python, good = platform.python_version(), sys.version_info >= (3, 11)
     return [
         Finding("python ≥ 3.11", python, good, "install Python 3.11 or newer"),
-        *(Finding(name, version(name) or "-", bool(version(name)), f"pip install {name}") for name in CORE),
+        *(
+            Finding(name, found or "-", bool(found), f"pip install {name}")
+            for name in CORE
+            for found in [version(name)]
+        ),
     ]
 
 
 def _extras() -> list[Finding]:
     findings = []
     for extra, (packages, purpose) in EXTRAS.items():
-        versions = ", ".join(f"{name} {version(name) or 'missing'}" for name in packages)
-        good = all(version(name) for name in packages)
+        found = {name: version(name) for name in packages}
+        versions = ", ".join(f"{name} {there or 'missing'}" for name, there in found.items())
+        good = all(found.values())
         remedy = f"pip install 'drivetrain[{extra}]'"
         if extra == "ffcv" and good:
             good, remedy = _ffcv_loads()

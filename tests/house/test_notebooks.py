@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import nbformat
 import psutil
 import pytest
+from imports import import_ours
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 from pipeline_data import Toy
@@ -30,7 +30,7 @@ LONG = (
     "from-one-process-to-sharded",
     "quickstart",
     "read-a-ledger",
-)  # minutes each, some
+)  # up to minutes each
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -53,13 +53,7 @@ def test_notebook_imports_what_there_is(path: Path) -> None:
     text = "\n".join(
         line for cell in code for line in cell.splitlines() if not line.lstrip().startswith(("%", "!"))
     )
-    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
-    ours = [node for node in found if str(node.module).startswith("drivetrain")]
-    assert ours
-    for node in ours:
-        module = importlib.import_module(str(node.module))
-        for alias in node.names:
-            assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+    assert import_ours(ast.walk(ast.parse(text)))
 
 
 def kinds(cell: Any) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib
 import json
 import re
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from drivetrain import DataError, transforms
 from drivetrain.loaders import convert
 from drivetrain.loaders.datasets.names import cifar10
+from imports import import_ours
 from places import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -69,10 +69,7 @@ def test_every_name_in_the_snippets_is_imported_or_made_there() -> None:
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             made |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("drivetrain"):
-            module = importlib.import_module(str(node.module))
-            for alias in node.names:
-                assert hasattr(module, alias.name), alias.name
+    assert import_ours(nodes)
     assert used - made - set(dir(builtins)) == {"model"}
 
 

@@ -51,12 +51,13 @@ class End:
         return self.err
 
 
-def run(*command: str) -> End:
-    """One command, by the installed program."""
+def run(*command: str, cwd: Path | None = None) -> End:
+    """One command, by the installed program, whose own folder is not on Python's path."""
     program = Path(sys.executable).with_name("drivetrain")
     done = subprocess.run(
-        [str(program), *command], capture_output=True, text=True, timeout=240, check=False, env=ENVIRONMENT
-    )
+        [str(program), *command],
+        capture_output=True, text=True, timeout=240, check=False, env=ENVIRONMENT, cwd=cwd,
+    )  # fmt: skip
     return End(done.returncode, done.stdout, done.stderr)
 
 

@@ -1,11 +1,24 @@
-"""Whether processes that a test has seen start have ended."""
+"""Processes of tests: servers they ask, and whether those that a test has seen start have ended."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 
 import psutil
+from places import SUPPORT
+
+
+def start_server(script: str) -> subprocess.Popen[str]:
+    """A script of `support`, in a session of its own, that answers on stdout what it is asked on stdin."""
+    return subprocess.Popen(
+        [sys.executable, str(SUPPORT / script)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:

@@ -13,7 +13,6 @@ import selectors
 import shutil
 import signal
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from drivetrain.loaders.beton.layout import FIELD, HEADER, metadata_dtype, table
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.beton.reader import Beton
 from loader_pictures import jpeg_bytes, picture
-from places import SUPPORT
+from process_state import start_server
 
 MUTANTS, LIMIT = 400, 20.0
 NAMES = ["score", "box", "text", "meta"]
@@ -36,15 +35,7 @@ class Reader:
     """Reads one file after another, each in a process of its own within a time limit."""
 
     def __init__(self) -> None:
-        script = SUPPORT / "loader_fuzz_worker.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+        self.process = start_server("loader_fuzz_worker.py")
         self._selector = selectors.DefaultSelector()
         assert self.process.stdout is not None
         self._selector.register(self.process.stdout, selectors.EVENT_READ)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from drivetrain.loaders.conversion.encode import Encoding
 from drivetrain.loaders.conversion.sampling import Job, encoded_samples, first_fields
 from drivetrain.loaders.conversion.sources import open_source
 from loader_pictures import jpeg_folder, raw_beton, raw_pictures
-from places import SUPPORT
+from process_state import start_server
 
 pytestmark = pytest.mark.process
 
@@ -31,15 +29,7 @@ class Server:
     """Starts slow conversions in processes that can be killed; see `loader_convert_server.py`."""
 
     def __init__(self) -> None:
-        script = SUPPORT / "loader_convert_server.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+        self.process = start_server("loader_convert_server.py")
 
     def start(self, out: Path, limit: int = 0, renames: int = -1) -> int:
         """The process id of a conversion that has begun: its partial file is there."""

@@ -15,7 +15,7 @@ from drivetrain.loaders.decode.augmentation import choose
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.decode.pixels import jitter_color
 from drivetrain.loaders.settings import Settings
-from loader_pictures import jpeg_beton, picture
+from loader_pictures import jpeg_beton, load, picture
 from PIL import Image, ImageEnhance
 from torchvision.transforms import v2
 
@@ -34,20 +34,6 @@ def grey(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("augment") / "grey.beton"
     convert((np.full((200, SIDE, SIDE, 3), 100, np.uint8), np.zeros(200, int)), path, progress=False)
     return path
-
-
-def load(kind: Any, path: Path, **options: Any) -> torch.Tensor:
-    """All images of an epoch, in the file's order."""
-    workers = 0 if kind is TorchLoader else 2
-    base = {
-        "batch_size": 4,
-        "image_size": SIDE,
-        "workers": workers,
-        "order": "sequential",
-        "dtype": torch.uint8,
-    }
-    with kind(path, **{**base, **options}) as loader:
-        return torch.cat([images for images, _ in loader])
 
 
 def test_colours_are_pillows_bit_for_bit() -> None:

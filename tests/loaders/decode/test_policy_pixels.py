@@ -16,7 +16,7 @@ from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.decode.policy_draws import NAMES, draw, magnitudes
 from drivetrain.loaders.decode.policy_pixels import augment
 from drivetrain.loaders.policies import POLICIES
-from loader_pictures import jpeg_beton, picture
+from loader_pictures import jpeg_beton, load, picture
 from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms import InterpolationMode
@@ -166,20 +166,6 @@ def same(tmp_path_factory: pytest.TempPathFactory) -> Path:
     images = np.repeat(picture(5, SIDE, SIDE)[None], 1500, axis=0)
     convert((images, np.zeros(len(images), int)), path, progress=False)
     return path
-
-
-def load(kind: Any, path: Path, **options: Any) -> torch.Tensor:
-    """All images of an epoch, in the file's order, uint8."""
-    workers = 0 if kind is TorchLoader else 2
-    base = {
-        "batch_size": 6,
-        "image_size": SIDE,
-        "workers": workers,
-        "order": "sequential",
-        "dtype": torch.uint8,
-    }
-    with kind(path, **{**base, **options}) as loader:
-        return torch.cat([images for images, _ in loader])
 
 
 @pytest.mark.long

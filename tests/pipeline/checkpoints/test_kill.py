@@ -21,7 +21,7 @@ import pytest
 import torch
 from pipeline_data import Toy
 from places import SUPPORT
-from process_state import wait_until_ended
+from process_state import start_server, wait_until_ended
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.process
@@ -34,11 +34,7 @@ class Server:
 
     def __init__(self, toy: Toy) -> None:
         self._toy = toy
-        script = SUPPORT / "checkpoint_kill_server.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            start_new_session=True, env={**os.environ, "PYTHONPATH": str(script.parent)},
-        )  # fmt: skip
+        self.process = start_server("checkpoint_kill_server.py")
         assert self._answer() == "ready"
 
     def start(self, out: Path, strategy: str, ranks: int, attempt: int) -> list[int]:

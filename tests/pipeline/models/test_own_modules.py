@@ -4,7 +4,6 @@ that lack their method."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from command_line import ENVIRONMENT, End
+from command_line import run
 from drivetrain import CheckpointError, PlanError, RecipeError
 from drivetrain.pipeline import export
 from drivetrain.pipeline.recipes.importing import modules_of
@@ -33,21 +32,6 @@ class Net(nn.Sequential):
 """
 
 
-def run_in(folder: Path, *command: str) -> End:
-    """One command by the installed program, whose own folder is not on Python's path."""
-    program = str(Path(sys.executable).with_name("drivetrain"))
-    done = subprocess.run(
-        [program, *command],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        env=ENVIRONMENT,
-        cwd=folder,
-    )
-    return End(done.returncode, done.stdout, done.stderr)
-
-
 @pytest.fixture
 def recipe(toy: Toy, tmp_path: Path) -> Path:
     """A recipe's file beside a model."""
@@ -66,12 +50,12 @@ def recipe(toy: Toy, tmp_path: Path) -> Path:
 @pytest.mark.process
 def test_a_model_beside_the_recipe_trains_and_is_exported(recipe: Path, tmp_path: Path) -> None:
     """From another working directory; then, for the export, from that of the model."""
-    trained = run_in(tmp_path, "train", str(recipe), "--out", "run")
+    trained = run("train", str(recipe), "--out", "run", cwd=tmp_path)
     assert trained.code == 0, trained.err
     out = tmp_path / "plain.safetensors"
-    nameless = run_in(recipe.parent, "export", "../run", str(out))
+    nameless = run("export", "../run", str(out), cwd=recipe.parent)
     assert "model='beside_net:Net' (--model beside_net:Net)" in nameless.line
-    exported = run_in(recipe.parent, "export", "../run", str(out), "--model", "beside_net:Net")
+    exported = run("export", "../run", str(out), "--model", "beside_net:Net", cwd=recipe.parent)
     assert exported.code == 0, exported.err
     sizes = {name: tuple(value.shape) for name, value in load_file(out).items()}
     assert sizes == {
@@ -86,7 +70,7 @@ def test_a_model_beside_the_recipe_trains_and_is_exported(recipe: Path, tmp_path
 @pytest.mark.timeout(300)
 def test_ranks_find_the_model_too(recipe: Path, tmp_path: Path) -> None:
     values = ["strategy=ddp", "devices=2", "strategy_options.device=cpu", "transforms=[]"]
-    end = run_in(tmp_path, "train", str(recipe), *values)
+    end = run("train", str(recipe), *values, cwd=tmp_path)
     assert end.code == 0, end.err
     assert "after 1 epoch\n" in end.out
 

@@ -77,18 +77,18 @@ def test_mixing_comes_before_smoothing_and_keeps_each_rows_sum(toy: Toy) -> None
     assert loss.item() == pytest.approx(torch.tensor(CLASSES).log().item())
 
 
-@pytest.mark.parametrize(("half_life", "told"), [(1000, True), (1, False)])
-def test_an_average_that_keeps_its_start_is_told(
-    toy: Toy, capsys: pytest.CaptureFixture[str], half_life: float, told: bool
+@pytest.mark.parametrize(("half_life", "warned"), [(1000, True), (1, False)])
+def test_an_average_that_keeps_its_start_is_named(
+    toy: Toy, capsys: pytest.CaptureFixture[str], half_life: float, warned: bool
 ) -> None:
     toy.pipeline().transform(EMA(half_life=half_life)).fit(epochs=1)
     printed = capsys.readouterr().out
-    assert (f"after all {TRAIN // BATCH} steps its average" in printed) is told
-    assert ("% initial weights" in printed) is told
+    assert (f"after all {TRAIN // BATCH} steps its average" in printed) is warned
+    assert ("% initial weights" in printed) is warned
 
 
 def test_the_average_is_evaluated_and_returned(toy: Toy) -> None:
-    """The weights that come back have the accuracy that was told; those trained on go on from where they were."""
+    """The weights that come back have the accuracy of the history; those trained on go on from where they were."""
     result = fit(toy.pipeline().transform(EMA(half_life=3)), 3)
     assert evaluated(result.model, toy.val) == pytest.approx(
         (result.history.epochs[-1].val_loss, result.history.epochs[-1].accuracy), abs=1e-5
