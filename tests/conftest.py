@@ -21,8 +21,10 @@ from cifar10_files import FILE_BYTES, FakeNpm, closed_port
 from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.pipeline.telemetry import curves
 from drivetrain.pipeline.telemetry.history import History
+from drivetrain.strategies.launching import ranks
+from forked_ranks import STARTED, RankServer
 from pipeline_data import Toy
-from places import ROOT
+from places import ROOT, TESTS
 from torchvision.datasets import CIFAR10
 
 
@@ -68,6 +70,23 @@ def pictures() -> Iterator[None]:
     real, curves.draw = curves.draw, draw
     yield
     curves.draw = real
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> Iterator[RankServer]:
+    """One for all tests of this process."""
+    server = RankServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks(request: pytest.FixtureRequest, rank_server: RankServer) -> Iterator[None]:
+    """Ranks are forked but where their start is tested. See `forked_ranks.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not STARTED and request.path.parent != TESTS / "strategies/launching":
+            patch.setattr(ranks, "start_interpreter", rank_server.start)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -153,14 +153,7 @@ class Ranks:
     def _start(self, number: int) -> None:
         answers, answer = os.pipe()
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-c", BOOT],
-                stdin=subprocess.PIPE,
-                pass_fds=[answer],
-                env=_environment(number, self._devices),
-                start_new_session=True,  # the terminal's Ctrl-C reaches the parent only
-                bufsize=0,
-            )
+            process = start_interpreter(_environment(number, self._devices), answer)
         except BaseException:
             os.close(answers)
             raise
@@ -220,6 +213,18 @@ class Ranks:
             rank.process.wait()
         self.all = []
         self._directory.cleanup()
+
+
+def start_interpreter(environment: dict[str, str], answer: int) -> subprocess.Popen[bytes]:
+    """Start a rank's process, which reads its order from its standard input and inherits the descriptor `answer`."""
+    return subprocess.Popen(
+        [sys.executable, "-c", BOOT],
+        stdin=subprocess.PIPE,
+        pass_fds=[answer],
+        env=environment,
+        start_new_session=True,  # the terminal's Ctrl-C reaches the parent only
+        bufsize=0,
+    )
 
 
 def _environment(number: int, devices: int) -> dict[str, str]:

@@ -84,21 +84,33 @@ def test_a_users_own_operation(raws: Path) -> None:
     assert torch.equal(load(raws, [Invert(), Invert()]), originals)
 
 
-@pytest.mark.process
+@pytest.mark.long
 def test_random_operations_depend_on_seed_epoch_and_sample_alone(raws: Path) -> None:
     """Stock FFCV gives others at every run."""
+    options = {"batch_size": 8, "image_size": SIDE, "crop": "padded", "padding": 0, "flip": False}
+    # Each loader compiles its operations anew, for seconds: the fewest that show it.
+    with FFCVLoader(
+        raws,
+        operations=[RandomHorizontalFlip(0.5)],
+        order="sequential",
+        dtype=torch.uint8,
+        workers=1,
+        **options,
+    ) as loader:
+        once = torch.cat([images for images, _ in loader])
+        loader.set_epoch(1)
+        assert not torch.equal(once, torch.cat([images for images, _ in loader]))
+    kept = [3, 11, 12, 0, 19, 7, 4]
+    some = load(raws, [RandomHorizontalFlip(0.5)], workers=3, batch_size=2, indices=kept)
+    assert torch.equal(once[kept], some)
+    assert not torch.equal(once, load(raws, [RandomHorizontalFlip(0.5)], seed=1))
 
-    def moved(**options: Any) -> torch.Tensor:
-        return load(raws, [RandomTranslate(2)], **options)
 
-    # Each loader compiles its operations, RandomBrightness the longest.
-    once = moved(workers=1)
-    assert torch.equal(once, moved(workers=3, batch_size=5))
-    assert torch.equal(once[[3, 11]], moved(workers=2, indices=[3, 11], batch_size=1))
-    assert not torch.equal(once, moved(epoch=1))
-    assert not torch.equal(once, moved(seed=1))
+@pytest.mark.slow  # each of the three is compiled twice
+@pytest.mark.process
+def test_several_random_operations_are_the_same_in_another_process(raws: Path) -> None:
     once = load(raws, [RandomBrightness(0.5, 1.0), RandomTranslate(2), Cutout(3)])
-    again = run_python(
+    there = run_python(
         "import sys; sys.path[:0] = ['.', sys.argv[2]]; from pathlib import Path; import test_operations as t\n"
         "import hashlib\n"
         "images = t.load(Path(sys.argv[1]), [t.RandomBrightness(0.5, 1.0), t.RandomTranslate(2), t.Cutout(3)])\n"
@@ -106,7 +118,7 @@ def test_random_operations_depend_on_seed_epoch_and_sample_alone(raws: Path) -> 
         raws,
         Path(__file__).parent,
     )
-    assert again.stdout.strip() == hashlib.sha256(once.numpy().tobytes()).hexdigest(), again.stderr
+    assert there.stdout.strip() == hashlib.sha256(once.numpy().tobytes()).hexdigest(), there.stderr
 
 
 def test_samples_draw_differently(tmp_path: Path) -> None:

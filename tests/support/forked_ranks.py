@@ -1,0 +1,70 @@
+"""Ranks without the seconds that each takes to import torch: forked from one process of `rank_server.py`.
+
+What a rank runs, its environment, pipes, session and end are those of an interpreter that `launch` starts. Those are
+started in `tests/strategies/launching`, and everywhere by `make test-all` (`DRIVETRAIN_RANKS=started`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+from places import SUPPORT
+
+STARTED = os.environ.get("DRIVETRAIN_RANKS", "") == "started"
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ForkedRank:
+    """A rank as its parent sees it: the part of `subprocess.Popen` that `launch` uses."""
+
+    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
+        self.pid, self.stdin = pid, stdin
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class RankServer:
+    """One process of `rank_server.py`, started when the first rank is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _begin(self) -> None:
+        # A rank's parent ends at once, and the rank becomes a child of this process, which can then wait for it.
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(SUPPORT / "rank_server.py"), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    def start(self, environment: dict[str, str], answer: int) -> ForkedRank:
+        """As `ranks.start_interpreter`."""
+        order = {"environment": environment, "folder": str(Path.cwd()), "answer": answer}
+        theirs, ours = os.pipe()
+        try:
+            with self._lock:
+                if self._process is None:
+                    self._begin()
+                socket.send_fds(self._control, [json.dumps(order).encode()], [theirs, 1, 2, answer])
+                pid = int(self._control.recv(100))
+        finally:
+            os.close(theirs)
+        return ForkedRank(pid, os.fdopen(ours, "wb", buffering=0))
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._control.close()
+            self._process.wait(20)

@@ -1,0 +1,59 @@
+"""Forks the ranks of `forked_ranks.py`: it has imported what each of them would import for seconds, computed nothing.
+
+`python rank_server.py FD`: each message to that socket is an order, `{"environment", "folder", "answer"}`, with the
+descriptors of the rank's stdin, stdout and stderr and of `answer`. The reply is the rank's process id, sent when the
+rank has become a child of the process that asked (`PR_SET_CHILD_SUBREAPER` of prctl(2)).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+import torchvision  # noqa: F401
+from drivetrain.strategies.launching.rank_main import BOOT
+
+FREE = 200  # descriptors from here on are nobody's
+
+
+def serve(control: socket.socket) -> None:
+    """Answers orders until the one that gives them has ended; returns in each rank, to run it."""
+    while True:
+        text, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
+        if not text:
+            os._exit(0)
+        end, start = os.pipe()
+        middle = os.fork()
+        if not middle:
+            pid = os.fork()
+            if not pid:
+                control.close()
+                become(json.loads(text), descriptors)
+                return
+            os.write(start, str(pid).encode())
+            os._exit(0)
+        os.waitpid(middle, 0)
+        control.send(os.read(end, 100))
+        for descriptor in (*descriptors, end, start):
+            os.close(descriptor)
+
+
+def become(order: dict[str, Any], descriptors: list[int]) -> None:
+    """Makes this process what `subprocess.Popen` would have started."""
+    os.setsid()
+    for place, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, FREE + place)
+    os.closerange(3, FREE)
+    for place, number in enumerate((0, 1, 2, order["answer"])):
+        os.dup2(FREE + place, number)
+    os.closerange(FREE, FREE + 4)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["folder"])
+
+
+serve(socket.socket(fileno=int(sys.argv[1])))
+exec(BOOT)
