@@ -37,6 +37,9 @@ install: .venv/installed
 # Threads of OpenMP that wait for one another sleep, where else two tests would keep each other from the cores.
 test test-all quick: export OMP_WAIT_POLICY ?= PASSIVE
 
+# Ranks are forked from one process that has imported torch; here each is started as users start it.
+test-all: export DRIVETRAIN_RANKS ?= started
+
 # Two tests at once, as most of their time is interpreters that import torch; then those that must run alone.
 test: install check bytecode
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not alone"
