@@ -13,6 +13,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +22,7 @@ from places import SUPPORT
 
 STARTED = os.environ.get("DRIVETRAIN_RANKS", "") == "started"
 _PR_SET_CHILD_SUBREAPER = 36
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 class ForkedRank:
@@ -32,6 +35,24 @@ class ForkedRank:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@contextmanager
+def adopting() -> Iterator[None]:
+    """A descendant whose parent ends inside the block becomes a child of this process, which can then wait for it.
+
+    No longer than that: the zombies of others would stay here.
+    """
+    _adopt(True)
+    try:
+        yield
+    finally:
+        _adopt(False)
+
+
+def _adopt(on: bool) -> None:
+    if _prctl(_PR_SET_CHILD_SUBREAPER, on, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
 class RankServer:
     """One process of `rank_server.py`, started when the first rank is."""
 
@@ -40,9 +61,6 @@ class RankServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _begin(self) -> None:
-        # A rank's parent ends at once, and the rank becomes a child of this process, which can then wait for it.
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -58,8 +76,9 @@ class RankServer:
             with self._lock:
                 if self._process is None:
                     self._begin()
-                socket.send_fds(self._control, [json.dumps(order).encode()], [theirs, 1, 2, answer])
-                pid = int(self._control.recv(100))
+                with adopting():
+                    socket.send_fds(self._control, [json.dumps(order).encode()], [theirs, 1, 2, answer])
+                    pid = int(self._control.recv(100))
         finally:
             os.close(theirs)
         return ForkedRank(pid, os.fdopen(ours, "wb", buffering=0))
