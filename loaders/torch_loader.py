@@ -168,8 +168,8 @@ class TorchLoader(EpochLoader):
 def _end_workers(iterator: Any) -> None:
     """End the workers of a DataLoader's iterator, after a short grace period.
 
-    A worker checks for the end only between batches. One that decodes large photos, or is still importing, would be
-    waited for up to 5 s, one after the other.
+    A worker checks whether to exit only between batches. torch would wait up to 5 s for each worker that decodes large
+    photos or is still importing, one after the other.
     """
     if getattr(
         iterator, "_worker_pids_set", False
@@ -207,10 +207,11 @@ def _interrupts_kept_from_new_processes() -> Iterator[None]:
 
 
 def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — DataLoader passes its index
-    """Ignore Ctrl-C, which reaches the full terminal group: a worker that exits by itself may hang on its full queue.
+    """Ignore Ctrl-C, which the terminal sends to all processes: the parent ends the workers.
 
-    The parent would then wait 5 s before it terminates it. A parent that was interrupted while it received a batch
-    closes the connection to the thread that hands batches over, which would print a traceback.
+    A worker that exits by itself may hang on its full queue; the parent would wait 5 s before it terminates it. A
+    parent that was interrupted while it received a batch closes the connection to the worker's feeder thread, which
+    would print a traceback.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.excepthook = _all_but_hung_up

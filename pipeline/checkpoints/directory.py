@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: when they are made, which is the newest that is whole, which are kept."""
+"""The folder of a run's checkpoints: when to save, which is the newest complete one, and which to keep."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When checkpoints are made, and which are kept.
+    """When to save checkpoints, and which to keep.
 
     Attributes:
-        every_steps: also after every so many optimizer steps; None, the default: at the end of each epoch only.
-            An epoch's end always makes one, because only there is an accuracy known.
-        keep: so many of the newest stay. Whole number ≥ 1. Default 2: one that is damaged leaves another.
-        keep_best: the one with the highest accuracy stays, too; of equal ones the first. Default True.
-        background: a thread writes the files while training goes on; the values are copied to the CPU at once,
+        every_steps: save after every this many optimizer steps, in addition to the end of each epoch, which always
+            saves because only there is an accuracy known. None, the default: only at the end of each epoch.
+        keep: number of newest checkpoints to keep. Integer ≥ 1. Default 2: if one is damaged, the other remains.
+        keep_best: also keep the checkpoint with the highest accuracy; of equal ones the first. Default True.
+        background: write the files in a thread while training continues. The values are copied to the CPU first,
             which takes the memory of one checkpoint there. Default True.
 
     Raises:
-        PlanError: naming the value that cannot be used.
+        PlanError: if a value is invalid.
     """
 
     every_steps: int | None = None
@@ -52,37 +52,37 @@ class Checkpoints:
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint that was passed over because it is damaged."""
+    """A checkpoint was skipped because it is damaged."""
 
 
 class CheckpointDir:
     """The checkpoints of one run, `out/checkpoints`.
 
-    `run.json` in it names the run they belong to. A run that starts anew in a folder with checkpoints of an
-    earlier one gets another name: the earlier ones stay until its own first is complete, and are not mistaken
-    for its own.
+    Its `run.json` names the run that they belong to. A run that starts from scratch in a folder with checkpoints
+    of an earlier run gets a new name, so that the two are never confused. The earlier checkpoints stay until the
+    first one of the new run is complete.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint after so many steps stands."""
+        """Return the path of the checkpoint after `step` steps."""
         return self.folder / f"step-{step:08d}"
 
     def temporary(self, step: int) -> Path:
-        """Where it is written."""
+        """Return the path under which it is written before it is complete."""
         return self.folder / f".step-{step:08d}.partial"
 
     def checkpoints(self) -> list[Path]:
-        """All that are complete by their name, the newest first."""
-        found = [path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+        """Return all paths with the name of a complete checkpoint, the newest first."""
+        paths = [path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name)]
+        return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def begin(self, run: str, origin: Path | None) -> None:
-        """Names the run whose checkpoints are written from now on, and what it continues, if anything.
+        """Record the run that writes to this folder from now on, and the checkpoint that it continues, if any.
 
-        What an earlier process has left unfinished is removed.
+        Remove unfinished checkpoints of earlier processes.
         """
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -92,48 +92,48 @@ class CheckpointDir:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self.folder} cannot be the folder of the checkpoints: {error.strerror}. Remove it, or give "
+                    f"{self.folder} cannot be the folder of the checkpoints: {error.strerror}. Remove it, or pass "
                     f"another folder: out=… (--out)."
                 ) from None
             with atomic_file(self.folder / RUN) as file:
                 file.write(json.dumps(about).encode())
 
     def holds(self, place: Path) -> bool:
-        """Whether `place` is a checkpoint in this folder, by its name."""
+        """Return whether `place` has the name of a checkpoint in this folder."""
         return place.resolve().parent == self.folder.resolve() and _STEP.fullmatch(place.name) is not None
 
     def beyond(self, checkpoint: Checkpoint) -> list[Checkpoint]:
-        """Those that are whole and that the run of `checkpoint` would lose by resuming from it: later ones of the
-        same run, and any of another. The newest first."""
+        """Return the complete checkpoints that resuming from `checkpoint` would delete, the newest first: later
+        ones of the same run, and any of another run."""
         here, name = checkpoint.content, checkpoint.path.name
         others = [other for other in self.of_run(None) if other.path.name != name]
         ahead = [o for o in others if o.content.step > here.step or o.content.run != here.run]
-        return [other for other in ahead if _whole(other.path) is not None]
+        return [other for other in ahead if _load_complete(other.path) is not None]
 
     def clear(self) -> None:
-        """Removes every checkpoint."""
+        """Remove every checkpoint."""
         for path in self.checkpoints():
             remove(path)
 
     @property
     def run(self) -> str | None:
-        """The run whose checkpoints are written; None before there are any."""
+        """The name of the run in `run.json`; None if there is none yet."""
         return self._about().get("run")
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint of the run that is whole, or the one that the run continues; None without any.
+        """Return the newest complete checkpoint of the run, else the one that the run continues, else None.
 
-        Warns (`CheckpointWarning`) of each damaged one that is passed over.
+        Issue a `CheckpointWarning` for each damaged one that is skipped.
         """
         about = self._about()
         for path in self.checkpoints():
-            found = _whole(path, about.get("run"))
-            if found is not None:
-                return found
-        return _whole(Path(about["continues"])) if about.get("continues") else None
+            checkpoint = _load_complete(path, about.get("run"))
+            if checkpoint is not None:
+                return checkpoint
+        return _load_complete(Path(about["continues"])) if about.get("continues") else None
 
     def of_run(self, run: str | None) -> Iterator[Checkpoint]:
-        """Those of the run (None: of any), the newest first; without those whose `state.json` is damaged."""
+        """Yield the checkpoints of `run` (None: of any), the newest first; skip those with a damaged `state.json`."""
         for path in self.checkpoints():
             try:
                 checkpoint = Checkpoint(path)
@@ -143,11 +143,11 @@ class CheckpointDir:
                 yield checkpoint
 
     def last(self, run: str) -> Path | None:
-        """The newest checkpoint of the run, for people: its files are not verified."""
+        """Return the path of the run's newest checkpoint, to show in messages: its files are not verified."""
         return next((checkpoint.path for checkpoint in self.of_run(run)), None)
 
     def prune(self, run: str, options: Checkpoints) -> None:
-        """Removes what need not stay, once a checkpoint of the run is complete."""
+        """Remove the checkpoints that `options` does not keep. Call it once a checkpoint of the run is complete."""
         own = list(self.of_run(run))
         kept = {checkpoint.path for checkpoint in own[: options.keep]}
         best = best_of(own)
@@ -177,13 +177,13 @@ class CheckpointDir:
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """That of the highest accuracy, of equal ones the first; None if none has one."""
+    """Return the checkpoint with the highest accuracy, of equal ones the first; None if none has an accuracy."""
     rated = [(c.accuracy, -c.content.step, c) for c in checkpoints if c.accuracy is not None]
     return max(rated, key=lambda entry: entry[:2])[2] if rated else None
 
 
 def find(place: Path) -> Checkpoint:
-    """The checkpoint at `place`, or the newest whole one of the run whose folder it is. Its files are verified.
+    """Return the checkpoint at `place`, or the newest complete one if `place` is the folder of a run. Verify its files.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
@@ -193,27 +193,27 @@ def find(place: Path) -> Checkpoint:
         checkpoint.verify()
         return checkpoint
     store = CheckpointDir(place / "checkpoints")
-    found = store.newest()
-    if found is None:
+    newest = store.newest()
+    if newest is None:
         others = store.checkpoints()
         why = (
-            f" {others[0].name} there is of an earlier run, or damaged: the run that was to replace it was not far "
-            f"enough for a checkpoint of its own. Give {others[0]} to use it."
+            f" {others[0].name} there is of an earlier run, or damaged: the run that was to replace it stopped "
+            f"before its first checkpoint. Pass {others[0]} to use it."
             if others
-            else " Its run was not far enough for one, or was told to make none."
+            else " Its run stopped before its first checkpoint, or saved none."
         )
-        raise CheckpointError(f"{place} is no checkpoint, and has no complete one in {store.folder}.{why}")
-    return found
+        raise CheckpointError(f"{place} is not a checkpoint, and has no complete one in {store.folder}.{why}")
+    return newest
 
 
-def _whole(path: Path, run: str | None = None) -> Checkpoint | None:
-    """The checkpoint, if it is whole and of that run (None: of any)."""
+def _load_complete(path: Path, run: str | None = None) -> Checkpoint | None:
+    """Return the checkpoint if it is complete and of `run` (None: of any run), else None."""
     try:
         checkpoint = Checkpoint(path)
         if run is not None and checkpoint.content.run != run:
             return None
         checkpoint.verify()
     except CheckpointError as error:
-        warnings.warn(f"{error} An older one is looked for.", CheckpointWarning, stacklevel=3)
+        warnings.warn(f"{error} Skipping it; looking for an older one.", CheckpointWarning, stacklevel=3)
         return None
     return checkpoint

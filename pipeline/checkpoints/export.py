@@ -1,4 +1,4 @@
-"""A plain state dict from a checkpoint, for use without Drivetrain."""
+"""Export a plain state dict from a checkpoint, for use without Drivetrain."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def export(
     best: bool = False,
     model: str | Callable[..., nn.Module] | nn.Module | None = None,
 ) -> Checkpoint:
-    """Writes the weights that were evaluated as one safetensors file: averages (EMA, SWA) where there are some.
+    """Write the evaluated weights as one safetensors file: averages (EMA, SWA) if there are any.
 
     Args:
-        place: a checkpoint, or the folder of a run: its newest complete checkpoint.
-        out: the `.safetensors` file to write; replaced if it is there.
-        names: `"plain"`: those of the model before surgery, which loads them with `load_state_dict`. What a
-            surgery adds and the plain model cannot express keeps its name, see `Transform.to_plain`.
-            `"trained"`: those of the model after surgery.
-        best: of a run, the checkpoint with the highest accuracy instead.
-        model: for plain names: the model before surgery, as `Pipeline` takes it: `"module:factory"`, a factory, called
-            with the options that it was trained with, or a module. None: the one that the checkpoint names, which must
-            be one of torchvision's or Drivetrain's, because a checkpoint alone runs no code.
+        place: a checkpoint, or the folder of a run, which stands for its newest complete checkpoint.
+        out: the `.safetensors` file to write; an existing file is replaced.
+        names: `"plain"`: the parameter names of the model before surgery, which can load the file with
+            `load_state_dict`. Tensors that a surgery adds and the plain model does not have keep their names, see
+            `Transform.to_plain`. `"trained"`: the names of the model after surgery.
+        best: for the folder of a run, take the checkpoint with the highest accuracy instead.
+        model: for plain names, the model before surgery, as `Pipeline` takes it: `"module:factory"`, a factory, called
+            with the options that it was trained with, or a module. None: the model that the checkpoint names, which
+            must be one of torchvision's or Drivetrain's, because opening a checkpoint runs no code.
 
     Returns:
-        The checkpoint that was taken.
+        The exported checkpoint.
 
     Raises:
-        CheckpointError: if there is none, it is damaged, its model is not known, or `model` is not the one that was
-            trained; for an `out` of another suffix.
+        CheckpointError: if there is no checkpoint, if it is damaged, if its model is unknown, if `model` is not the
+            trained one, or if `out` has another suffix.
         RecipeError: if `model` cannot be imported.
     """
     require_suffix(Path(out), ".safetensors", CheckpointError)
     if model is not None and names != "plain":
-        raise CheckpointError(f"names={names!r} (--names) needs no model. Leave model= (--model) out.")
+        raise CheckpointError(f"names={names!r} (--names) takes no model. Remove model= (--model).")
     checkpoint = _best(Path(place)) if best else find(Path(place))
     state = evaluated_state(checkpoint)
     if names == "plain":
@@ -66,14 +66,14 @@ def export(
 
 
 def evaluated_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The weights that the training evaluated at this point, by the names of the model that was trained."""
+    """Return the weights that the training evaluated at this point, under the names of the model after surgery."""
     with restoring(checkpoint):
         state = dict(checkpoint.tensors("model"))
         for kept in with_averages(checkpoint).values():
             for averages in kept.values():
-                if isinstance(averages, Tensors):  # a custom method may keep any JSON values beside them
-                    # Averages of half precision are kept in float32.
-                    for name in averages:  # one at a time: there is one copy of the weights
+                if isinstance(averages, Tensors):  # a custom method may also keep JSON values
+                    # Averages of half-precision weights are kept in float32.
+                    for name in averages:  # one at a time, so that memory holds one copy of the weights
                         if name in state:
                             state[name] = averages[name].to(state[name].dtype)
         return state
@@ -84,8 +84,8 @@ def _plain(
     state: dict[str, torch.Tensor],
     given: str | Callable[..., nn.Module] | nn.Module | None,
 ) -> dict[str, torch.Tensor]:
-    found = checkpoint.content.description
-    if found is None:
+    saved = checkpoint.content.description
+    if saved is None:
         raise CheckpointError(
             f"{checkpoint.path} does not know how to build its model: its options, or a custom surgery, cannot be "
             f"written as JSON. Use names='trained' (--names trained), or FitResult.plain_state()."
@@ -93,7 +93,7 @@ def _plain(
     if isinstance(given, str):
         given = model_factory(given)
     with restoring(checkpoint):
-        spec, transforms = rebuild_spec(found, given)
+        spec, transforms = rebuild_spec(saved, given)
     if given is None:
         with restoring(checkpoint):
             model = _built(spec, transforms)
@@ -106,12 +106,12 @@ def _plain(
 
 def _built(spec: PipelineSpec, transforms: Sequence[Transform]) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NothingChanged)  # the training has warned
+        warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
         return build_model(spec, transforms)[0]
 
 
 def _check_fits(model: nn.Module, state: dict[str, torch.Tensor], name: str, where: Path) -> None:
-    """Refuses a model, after surgery, that does not have the weights that were trained."""
+    """Raise CheckpointError unless the model, after surgery, has the names and shapes of the trained weights."""
     own = {key: tuple(value.shape) for key, value in model.state_dict().items() if not is_lazy(value)}
     there = {
         key: tuple(value.shape) for key, value in state.items() if key in own or key not in model.state_dict()
@@ -123,17 +123,18 @@ def _check_fits(model: nn.Module, state: dict[str, torch.Tensor], name: str, whe
             )
             raise CheckpointError(
                 f"{name} is not the model that was trained: of the weight {key!r}, {name} {ours}, and "
-                f"{where} {theirs}. Give the model that the training had, before surgery."
+                f"{where} {theirs}. Pass the model of the training, before surgery."
             )
 
 
 def _best(place: Path) -> Checkpoint:
     store = CheckpointDir(place / "checkpoints")
-    # Those of an earlier run may be there until the first of this one is complete.
-    found = best_of(list(store.of_run(store.run)))
-    if found is None:
+    # Checkpoints of an earlier run may be there until the first of this run is complete.
+    best = best_of(list(store.of_run(store.run)))
+    if best is None:
         raise CheckpointError(
-            f"{store.folder} has no checkpoint of its run with an accuracy; leave best out, or give the path of one."
+            f"{store.folder} has no checkpoint of its run with an accuracy. Remove best=True (--best), or pass the "
+            f"path of a checkpoint."
         )
-    found.verify()
-    return found
+    best.verify()
+    return best

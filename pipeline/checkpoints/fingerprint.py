@@ -1,4 +1,4 @@
-"""What a run is, as JSON values: by which a checkpoint knows whether it is of this run, and what can rebuild it."""
+"""A run as JSON values: its fingerprint, to check that a checkpoint fits it, and the description of its model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .identity import identity
 
 
 def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
-    """What must be the same for a run to go on as if it had not been interrupted.
+    """Return what must be the same for a run to resume as if it had not been interrupted.
 
-    Left out is what does not change the numbers, or what checkpoints are there to change: strategy, devices,
-    microbatches, workers, paths. Names and shapes of the model are compared when they are loaded.
+    It omits what does not change the results, and what may change between runs: strategy, devices, microbatches,
+    workers, paths. Loading compares the names and shapes of the model.
     """
-    data, train, how = plan.data, built.train, plan.distribution
+    data, train, distribution = plan.data, built.train, plan.distribution
     optimization = plan.optimization
     by_name = isinstance(optimization.optimizer, str)
     facts = {
@@ -46,8 +46,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
         "schedule": optimization.schedule,
         "warmup": optimization.warmup,
-        "precision": how.precision,
-        "clip_norm": how.clip_norm,
+        "precision": distribution.precision,
+        "clip_norm": distribution.clip_norm,
         "epochs": epochs,
     }
     return dict(json.loads(json.dumps(facts, default=identity)))
@@ -56,13 +56,13 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
 def check_compatible(
     saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()
 ) -> None:
-    """Compares the facts of a checkpoint with those of the run that resumes from it.
+    """Compare the fingerprint of a checkpoint with that of the run that resumes from it.
 
     Args:
-        saved: of the checkpoint.
-        own: of the run.
+        saved: the fingerprint of the checkpoint.
+        own: the fingerprint of the run.
         where: the checkpoint, for messages.
-        tied: what follows the length of the run, as `tied_to_length` gives it; if nothing does, the epochs may differ.
+        tied: what depends on the length of the run, from `tied_to_length`; if it is empty, the epochs may differ.
 
     Raises:
         CheckpointError: naming the first difference.
@@ -75,16 +75,20 @@ def check_compatible(
             continue
         why = ""
         if key == "epochs":
-            why = f" The learning rate, or a method, follows the share of the training that is done: {'; '.join(tied)}."
+            why = (
+                f" The learning rate, or a method, depends on the length of the training: {'; '.join(tied)}."
+            )
         raise CheckpointError(
             f"The checkpoint {where} is of a run with {key} = {there!r}, and this one has {value!r}.{why} Resume "
-            f"with the same, or start from scratch with resume=None in another folder."
+            f"with the same value, or start from scratch with resume=None in another folder."
         )
 
 
 def check_hyperparameters(groups: list[dict[str, Any]], own: dict[str, Any], where: object) -> None:
-    """Compares the saved parameter groups of an optimizer with those of the run as built, the learning rate aside,
-    which the schedule sets. An optimizer of a factory may change its own: there the kinds of the values must agree.
+    """Compare the saved parameter groups of an optimizer with those of the run as built.
+
+    The learning rate is not compared, because the schedule sets it. An optimizer from a factory may change its
+    hyperparameters during training, so only the types of their values must agree.
 
     Raises:
         CheckpointError: naming the first difference.
@@ -100,7 +104,7 @@ def check_hyperparameters(groups: list[dict[str, Any]], own: dict[str, Any], whe
 
 
 def _alike(left: Any, right: Any) -> bool:
-    """Whether two JSON values are of one kind, and none is NaN."""
+    """Return whether two JSON values have the same type, and `left` is not NaN. null agrees with any."""
     if left is None or right is None:
         return True
     if isinstance(left, list) and isinstance(right, list):
@@ -110,7 +114,7 @@ def _alike(left: Any, right: Any) -> bool:
 
 
 def tied_to_length(plan: ResolvedPlan) -> list[str]:
-    """What another number of epochs would change in steps that are done already."""
+    """Return what another number of epochs would have changed in the steps that are done."""
     shape, tied = plan.optimization, []
     if shape.schedule != "constant" or shape.warmup:
         tied.append(f"the learning rate (schedule={shape.schedule!r}, warmup={shape.warmup})")
@@ -118,15 +122,15 @@ def tied_to_length(plan: ResolvedPlan) -> list[str]:
         if follows_length(transform):
             name = type(transform).__name__
             hint = (
-                f" (for all that {name} declares: if it does not use the length, let its class define the property "
-                f"depends_on_length, returning False)"
+                f" ({name} does not declare whether it depends on the length. If it does not, define the property "
+                f"depends_on_length in its class, returning False)"
             )
             tied.append(f"{identity(transform)}{'' if declares_length(transform) else hint}")
     return tied
 
 
 def _in_both(saved: Any, own: list[dict[str, Any]]) -> tuple[Any, Any]:
-    """The hyperparameters that both optimizers have: a strategy may bring an optimizer with more of them."""
+    """Return the hyperparameters that both optimizers have: a strategy's own optimizer may have more of them."""
     if not isinstance(saved, list) or len(saved) != len(own) or not all(isinstance(g, dict) for g in saved):
         return saved, own
     keys = [sorted(set(left) & set(right)) for left, right in zip(saved, own, strict=True)]
@@ -137,62 +141,62 @@ def _in_both(saved: Any, own: list[dict[str, Any]]) -> tuple[Any, Any]:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group; not those that only choose between implementations."""
+    """Return the hyperparameters of a group, without those that only choose an implementation."""
     chosen = ("params", *IMPLEMENTATION, "initial_lr")
     plain = {key: value for key, value in group.items() if key not in chosen}
     return {key: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in plain.items()}
 
 
 def _identity(loader: EpochLoader) -> int:
-    """Of the samples: their checksums where the file has a manifest, else their labels."""
+    """Return the CRC-32 of the samples' checksums if the file has a manifest, else of their labels."""
     checksums = None if loader.beton is None else loader.beton.checksums
     return zlib.crc32((loader.labels if checksums is None else checksums).tobytes())
 
 
 def description(plan: ResolvedPlan) -> dict[str, Any] | None:
-    """The model and what changed it, as JSON values to rebuild it from; None if JSON cannot hold them.
+    """Return the model and its surgery as JSON values to rebuild it from; None if JSON cannot hold them.
 
-    The model is None if it has no name: a built module, or a function that cannot be imported.
+    The entry `model` is None if the model has no name: a module instance, or a function that cannot be imported.
     """
     name = None if isinstance(plan.spec.model, nn.Module) else name_of_factory(plan.spec.model)
     try:
         changes = [t for t in plan.transforms if t.kind in transforms.CHANGES_MODEL]
-        found = {
+        entries = {
             "model": name,
             "model_options": dict(plan.spec.model_options),
             "transforms": [transforms.to_dict(transform) for transform in changes],
             "seed": plan.seed,
         }
-        return dict(json.loads(json.dumps(found)))
-    except (TypeError, ValueError):  # a value that is no JSON, or no model of that name
+        return dict(json.loads(json.dumps(entries)))
+    except (TypeError, ValueError):  # a value that JSON cannot hold, or no model of that name
         return None
 
 
 def rebuild_spec(
-    found: dict[str, Any], model: str | Callable[..., nn.Module] | nn.Module | None = None
+    saved: dict[str, Any], model: str | Callable[..., nn.Module] | nn.Module | None = None
 ) -> tuple[PipelineSpec, tuple[Transform, ...]]:
-    """A pipeline's description with the model of a `description`, and its transforms in order.
+    """Return a `PipelineSpec` with the model and the transforms of a `description`, and these transforms in plan order.
 
     Args:
-        found: the description.
-        model: in place of the one it names: a name, a factory, which is called with the described options, or a
-            module. A checkpoint alone imports nothing, because to import a module is to run its code.
+        saved: the description.
+        model: replaces the model that the description names: a name, a factory, which is called with the described
+            options, or a module. Without it nothing is imported, because importing a module runs its code.
 
     Raises:
         CheckpointError: for a model without a name, or one that would have to be imported, unless `model` is given.
     """
-    named = found["model"]
+    named = saved["model"]
     if model is None and (named is None or ":" in named):
-        known = "came as a built module, or from a function that has no name to import it by"
+        known = "was passed as a module, or comes from a function that cannot be imported by name"
         if named is not None:
-            known = f"is {named!r}, which would have to be imported: to open a checkpoint runs no code"
+            known = f"is {named!r}, which would have to be imported: opening a checkpoint runs no code"
         raise CheckpointError(
-            f"The checkpoint does not know how to build its model, which {known}. Name it: "
+            f"The checkpoint does not know how to build its model, which {known}. Pass "
             f"model={named or 'module:factory'!r} "
             f"(--model {named or 'MODULE:FACTORY'}); or use names='trained' (--names trained), or "
             "FitResult.plain_state()."
         )
-    made = tuple(transforms.get(**entry) for entry in found["transforms"])
+    made = tuple(transforms.get(**entry) for entry in saved["transforms"])
     chosen = named if model is None else model
-    options = {} if isinstance(model, nn.Module) else found["model_options"]
-    return PipelineSpec(chosen, seed=found["seed"], **options).transform(*made), sort_transforms(made)
+    options = {} if isinstance(model, nn.Module) else saved["model_options"]
+    return PipelineSpec(chosen, seed=saved["seed"], **options).transform(*made), sort_transforms(made)

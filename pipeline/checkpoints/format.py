@@ -1,14 +1,14 @@
-"""The format of a checkpoint: a folder of safetensors files and one of JSON. Nothing is ever unpickled.
+"""The format of a checkpoint: a folder of safetensors files and one JSON file. Nothing is ever unpickled.
 
 ::
 
     step-00000123/
-        state.json                  where the run stands, and the SHA-256 of every other file
-        model.safetensors           by parameter name; in shards, model-00001-of-00002.safetensors and
+        state.json                  the position of the run, and the SHA-256 of every other file
+        model.safetensors           by parameter name; sharded, model-00001-of-00002.safetensors and
                                     model.safetensors.index.json, Hugging Face's layout
-        optimizer.safetensors       tensors named "<parameter>::<key>" (`key_of`), in shards likewise
-        methods.safetensors         averages (EMA, SWA), likewise
-        rank-00001-of-00002.safetensors    each rank's own: random states, buffers of its own
+        optimizer.safetensors       tensors named "<parameter>::<key>" (`key_of`); shards likewise
+        methods.safetensors         averages (EMA, SWA); shards likewise
+        rank-00001-of-00002.safetensors    state of one rank: random states, local buffers
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...files import atomic_file, sync
 from .content import REMEDY, STATE, CheckpointContent, Fault, RankContent
 
 SHARED = ("model", "optimizer", "methods")
-"""The kinds of tensors that belong to the run as a whole; beside them each rank has its own."""
+"""The kinds of tensors that all ranks share. The kind `OWN` holds the state of one rank."""
 OWN = "rank"
 
 
@@ -50,10 +50,10 @@ def split_key(key: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank writes.
+    """What one rank writes of a checkpoint.
 
     Attributes:
-        tensors: by kind, then by name; on the CPU, contiguous. A rank that writes none of a kind leaves it out.
+        tensors: by kind, then by name; on the CPU, contiguous. A kind that this rank does not write is absent.
         own: this rank's entry in `state.json`.
         writers: number of ranks that write the kinds in `SHARED`.
     """
@@ -64,7 +64,7 @@ class Part:
 
 
 def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
-    """Writes a rank's files into `folder`, and then a note of them, which says that they are whole.
+    """Write a rank's files into `folder`, and then a note, whose presence means that they are complete.
 
     Raises:
         CheckpointError: if a file cannot be written.
@@ -74,7 +74,7 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
     try:
         for kind, tensors in part.tensors.items():
             path = folder / _file_name(kind, rank, ranks if kind == OWN else part.writers)
-            save_file(tensors, path, metadata={"format": "pt"})  # without which Hugging Face refuses it
+            save_file(tensors, path, metadata={"format": "pt"})  # Hugging Face's loader requires the metadata
             sync(path)
             files[path.name] = _measure(path)
             sizes[path.name] = {key: value.numel() * value.element_size() for key, value in tensors.items()}
@@ -85,15 +85,15 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
 
 
 def note_path(folder: Path, rank: int) -> Path:
-    """Where a rank says that its files are whole."""
+    """Return the path of the note that a rank writes when its files are complete."""
     return folder / f"note-{rank:05d}.json"
 
 
 def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -> None:
-    """Makes of what all ranks have written a checkpoint under its own name; an older one there is replaced.
+    """Turn the files of all ranks into a checkpoint, rename it to `target`, and replace an older one there.
 
     Raises:
-        CheckpointError: if a file cannot be written, or nothing could read it.
+        CheckpointError: if a file cannot be written, or the result could not be read back.
     """
     try:
         notes = [json.loads(note_path(folder, rank).read_text()) for rank in range(ranks)]
@@ -102,7 +102,7 @@ def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -
         for kind in SHARED:
             _write_index(folder, kind, files, sizes)
         text = replace(content, files=files, ranks=[RankContent(**note["own"]) for note in notes]).to_json()
-        CheckpointContent.from_json(text)  # what cannot be read must not replace the ones before
+        CheckpointContent.from_json(text)  # an unreadable checkpoint must not replace older ones
         with atomic_file(folder / STATE) as file:
             file.write(text)
         for rank in range(ranks):
@@ -118,7 +118,7 @@ def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint; what is interrupted half-way is no longer under its name."""
+    """Remove a checkpoint. It is renamed first, so that an interrupted removal leaves no partial checkpoint."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -131,11 +131,11 @@ class Checkpoint:
 
     Attributes:
         path: its folder.
-        content: of its `state.json`.
+        content: the content of its `state.json`.
 
     Raises:
-        CheckpointError: if `state.json` is missing, damaged or of another format. The other files are not
-            looked at before `verify`.
+        CheckpointError: if `state.json` is missing, damaged or of another format. Only `verify` checks the other
+            files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,20 +151,20 @@ class Checkpoint:
             ) from None
 
     def verify(self) -> None:
-        """Reads every file once and compares it with its digest.
+        """Read every file once and compare it with its digest.
 
         Raises:
-            CheckpointError: for the first that is missing, or differs.
+            CheckpointError: for the first file that is missing or differs.
         """
         for name, about in self.content.files.items():
             try:
-                found = _measure(self.path / name)
+                actual = _measure(self.path / name)
             except OSError as error:
                 raise CheckpointError(f"The checkpoint {self.path} is damaged: {name}: {error}.") from None
-            if found != about:
+            if actual != about:
                 raise CheckpointError(
-                    f"The checkpoint {self.path} is damaged: {name} has {found['bytes']} bytes of another content "
-                    f"than the {about['bytes']} bytes that were written. Use an older checkpoint."
+                    f"The checkpoint {self.path} is damaged: {name} has {actual['bytes']} bytes that differ from "
+                    f"the {about['bytes']} bytes that were written. Use an older checkpoint."
                 )
 
     def check_length(self, steps: int) -> None:
@@ -181,22 +181,22 @@ class Checkpoint:
             )
 
     def tensors(self, kind: str, rank: int | None = None) -> Tensors:
-        """Return the tensors of a kind of `SHARED`; those of one rank for `OWN`.
+        """Return the tensors of a kind: one of `SHARED`, or `OWN` with a `rank`.
 
         Raises:
-            CheckpointError: if a file is no safetensors file.
+            CheckpointError: if a file is not a valid safetensors file.
         """
         readers: dict[str, Callable[[], torch.Tensor]] = {}
         names = self._names(kind)
         for name in names if rank is None else [names[rank]]:
-            with _refused(path := self.path / name):
+            with _safetensors_errors(path := self.path / name):
                 file: Any = safe_open(path, framework="pt")
                 readers |= {key: partial(_tensor, path, file, key) for key in file.keys()}  # noqa: SIM118 — no dict
         return Tensors(readers)
 
     @property
     def accuracy(self) -> float | None:
-        """Top-1 of the epoch at whose end it was made; None in the middle of one, or without validation."""
+        """Top-1 accuracy of the epoch that it ends; None in the middle of an epoch, or without validation."""
         return None if self.content.step_in_epoch else self.content.history.accuracy
 
     def _names(self, kind: str) -> list[str]:
@@ -209,14 +209,14 @@ class Checkpoint:
     def _check_files(self) -> None:
         names = {name for kind in (*SHARED, OWN) for name in self._names(kind)}
         names |= {_index_name(kind) for kind in SHARED if len(self._names(kind)) > 1}
-        for name in sorted(self.content.files.keys() - names):  # it could lead out of the folder
+        for name in sorted(self.content.files.keys() - names):  # it could point outside the folder
             raise Fault(f"it lists {name!r}, which is not a file that checkpoints have")
-        for name in sorted(names - self.content.files.keys()):  # what it holds would not be restored
+        for name in sorted(names - self.content.files.keys()):  # its tensors would not be restored
             raise Fault(f"{name!r} is not among its files")
 
 
 class Tensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read from its file when it is asked for."""
+    """Tensors by name, each read from its file on access."""
 
     def __init__(self, readers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         self.readers = readers
@@ -235,28 +235,28 @@ class Tensors(Mapping[str, torch.Tensor]):
 
 
 def grouped(*several: Tensors) -> dict[str, Tensors]:
-    """Return tensors by the owner and then the name in their keys; of equal keys the last counts."""
-    found: dict[str, dict[str, Callable[[], torch.Tensor]]] = {}
+    """Return tensors by the owner and then the name in their keys; for equal keys the last one wins."""
+    groups: dict[str, dict[str, Callable[[], torch.Tensor]]] = {}
     for tensors in several:
         for key, reader in tensors.readers.items():
             owner, name = split_key(key)
-            found.setdefault(owner, {})[name] = reader
-    return {owner: Tensors(readers) for owner, readers in found.items()}
+            groups.setdefault(owner, {})[name] = reader
+    return {owner: Tensors(readers) for owner, readers in groups.items()}
 
 
 def _tensor(path: Path, file: Any, key: str) -> torch.Tensor:
-    with _refused(path):
+    with _safetensors_errors(path):
         value: torch.Tensor = file.get_tensor(key)
         return value
 
 
 @contextmanager
-def _refused(path: Path) -> Iterator[None]:
-    """What safetensors says of a file that is none, as a CheckpointError."""
+def _safetensors_errors(path: Path) -> Iterator[None]:
+    """Convert errors of safetensors inside the block to a CheckpointError."""
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}.") from error
 
 
 def _file_name(kind: str, rank: int, ranks: int) -> str:
@@ -269,7 +269,7 @@ def _index_name(kind: str) -> str:
 
 
 def _write_index(folder: Path, kind: str, files: dict[str, Any], sizes: dict[str, dict[str, int]]) -> None:
-    """Says which shard holds which tensor, where there is more than one; adds itself to `files`."""
+    """Write the index of which shard holds which tensor, if there are several shards, and add it to `files`."""
     shards = {name: tensors for name, tensors in sizes.items() if name.startswith(f"{kind}-")}
     if not shards:
         return

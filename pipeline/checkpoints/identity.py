@@ -1,6 +1,6 @@
-"""A value as text that is the same in every process: by which a checkpoint knows the settings of its run.
+"""A value as text that is the same in every process, by which a checkpoint compares the settings of its run.
 
-`repr` gives functions, and objects of classes without a `__repr__`, by their address, which differs between processes.
+`repr` of a function, or of an object without its own `__repr__`, contains an address, which differs between processes.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from numpy.typing import NDArray
 from torch import nn
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{4,}\b", re.IGNORECASE)
-_DEEPEST = 20  # levels of containers and objects; what lies deeper is named by its class alone
-_ATTRIBUTES = object()  # among what holds a value: the attributes of an object without a repr of its own
-_SAMPLED = 1 << 24  # bytes of an array from which on its beginning and end are taken for all of it
+_DEEPEST = 20  # levels of containers and objects; below, only the class is named
+_ATTRIBUTES = object()  # in `inside`: marks the attributes of an object without its own repr
+_SAMPLED = 1 << 24  # bytes; of a larger array, only the beginning and the end are hashed
 
 
 def identity(value: object) -> str:
-    """The value as text, without addresses.
+    """Return the value as text, without addresses.
 
-    - Numbers, strings, containers and dataclasses: as their `repr`, each element by its own identity. Fields with
-      `repr=False` are left out.
-    - Classes and functions: module and qualified name, whatever their code, so that a repaired function is the same
-      one. A lambda, or a function made inside another, has no name of its own: a digest of its bytecode, defaults and
-      enclosed values follows, which another version of Python may give otherwise.
+    - Numbers, strings, containers and dataclasses: their `repr`, with each element by its own identity. Fields with
+      `repr=False` are omitted.
+    - Classes and functions: module and qualified name, whatever their code, so that a function stays the same after
+      a fix. A lambda or an inner function has no importable name, so a digest of its bytecode, defaults and closure
+      is added, which may differ between versions of Python.
     - Methods and `functools.partial`: the function and what it is bound to.
-    - Tensors and arrays: type, shape and a digest of their bytes; modules of torch: their `repr` and state.
-    - Other objects: their own `__repr__` if it names no address, else their class and public attributes; objects of
-      that kind in these, by their class alone.
+    - Tensors and arrays: type, shape and a digest of their bytes; `nn.Module`s: their `repr` and state.
+    - Other objects: their own `__repr__` if it contains no address, else their class and public attributes. Objects
+      of this kind among these attributes: only their class.
     """
     return _text(value, ())
 
 
 def _text(value: Any, inside: tuple[object, ...]) -> str:
-    """`inside`: what holds the value, outermost first."""
+    """Return the identity of a value; `inside` lists the objects that contain it, outermost first."""
     if any(value is each for each in inside) or len(inside) > _DEEPEST:
         return f"<{_name(type(value))}>"
     text = _of_plain(value)
@@ -52,7 +52,7 @@ def _text(value: Any, inside: tuple[object, ...]) -> str:
 
 
 def _of_plain(value: Any) -> str | None:
-    """A value that holds no others; None for one that does."""
+    """Return the identity of a value that contains no others, else None."""
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -110,7 +110,7 @@ def _of_object(value: Any, inside: tuple[object, ...]) -> str:
         return f"{shown or _name(type(value))}{_text(dict(state), inside) if state else ''}"
     if shown is not None:
         return shown
-    if isinstance(value, list | tuple):  # a named tuple, whose fields are no attributes of its own
+    if isinstance(value, list | tuple):  # such as a named tuple, whose fields are not instance attributes
         return f"{_name(type(value))}{_of_sequence(value, inside)}"
     if any(each is _ATTRIBUTES for each in inside):
         return f"<{_name(type(value))}>"
@@ -148,31 +148,31 @@ def _of_function(function: FunctionType, inside: tuple[object, ...]) -> str:
 
 
 def _enclosed(function: FunctionType) -> list[Any]:
-    """The values of the variables around the function that it uses."""
-    found = []
+    """Return the values of the function's closure."""
+    values: list[Any] = []
     for cell in function.__closure__ or ():
         try:
-            found.append(cell.cell_contents)
+            values.append(cell.cell_contents)
         except ValueError:  # not assigned yet
-            found.append("<empty>")
-    return found
+            values.append("<empty>")
+    return values
 
 
 def _of_code(code: CodeType) -> tuple[Any, ...]:
-    """What the code does, without the file and the lines it stands in."""
+    """Return what the code does, without its file and line numbers."""
     constants = [_of_code(c) if isinstance(c, CodeType) else _text(c, ()) for c in code.co_consts]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_flags
 
 
 def _name(value: Any) -> str:
-    """Module and qualified name of a class or a function."""
+    """Return module and qualified name of a class or a function."""
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
     module = getattr(value, "__module__", None)
     return f"{module}.{name}" if module else str(name)
 
 
 def _of_array(array: NDArray[Any]) -> str:
-    """A digest of its bytes; of a large one, which may be a file that is mapped, of both ends."""
+    """Return a digest of the bytes; of both ends for a large array, which may be a memory-mapped file."""
     flat = array.reshape(-1)
     if array.nbytes > _SAMPLED:
         rows = max(1, _SAMPLED // array.itemsize // 16)
@@ -181,7 +181,7 @@ def _of_array(array: NDArray[Any]) -> str:
 
 
 def _shown(value: object) -> str | None:
-    """What the object's own `__repr__` gives, unless that names an address or fails."""
+    """Return the object's own `repr`, or None if it has none, contains an address, or fails."""
     if type(value).__repr__ is object.__repr__:
         return None
     try:
@@ -192,13 +192,13 @@ def _shown(value: object) -> str | None:
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    found = dict(getattr(value, "__dict__", {}))
+    attributes = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
+                attributes[name] = getattr(value, name)
+    return attributes
 
 
 def _digest(data: bytes) -> str:

@@ -1,5 +1,4 @@
-"""What a checkpoint holds: the state of a run as tensors and JSON values. Captured here, each rank's share on the CPU,
-and restored here, under the same names."""
+"""Capture the state of a run as tensors and JSON values, each rank's share on the CPU, and restore it."""
 
 from __future__ import annotations
 
@@ -21,23 +20,23 @@ from ...transforms.common.tensors import buffers_kept
 from ..telemetry.state import EpochMeter
 from ..training.build import Built
 from ..training.hooks import TrainingHooks
-from .content import TENSORS, CheckpointContent, OptimizerContent, RankContent
+from .content import REMEDY, TENSORS, CheckpointContent, OptimizerContent, RankContent
 from .format import OWN, Checkpoint, Part, Tensors, grouped, key_of
 
 
 def capture_state(built: Built, **about: Any) -> tuple[Part, CheckpointContent]:
     """Return this rank's part of a checkpoint, and the content that all ranks share. Every rank must call it.
 
-    Buffers that each rank keeps for itself (BatchNorm's running statistics, and averages of them) are saved as
-    those of all ranks together (`Engine.pool_buffers`), from which any number of ranks resumes, and also as each
-    rank's own, with which the same number resumes bit for bit.
+    Buffers that differ between ranks (BatchNorm's running statistics, and averages of them) are saved twice: pooled
+    over all ranks (`Engine.pool_buffers`), from which any world size resumes, and per rank, from which the same world
+    size resumes bit for bit.
 
     Args:
-        built: what trains.
-        about: the fields of the content that `built` does not know.
+        built: the model, its engine, loaders and hooks.
+        about: the remaining fields of the content.
     """
     engine, hooks, position = built.engine, built.hooks, built.hooks.state
-    keep, writers = _division(engine)
+    keep, writers = _writing_plan(engine)
     own = _own_buffers(engine) | _randomness(engine) | {"loss": position.meter.total.detach().cpu().clone()}
     with buffers_kept(engine.plain_model):
         engine.sync_buffers()
@@ -71,7 +70,8 @@ def capture_state(built: Built, **about: Any) -> tuple[Part, CheckpointContent]:
 
 
 def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Which rank writes what, so that all write about the same number of bytes; the same on every rank."""
+    """Return the rank that writes each tensor, so that all write about the same number of bytes. The result is the
+    same on every rank."""
     loads, homes = [0] * ranks, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         home = loads.index(min(loads))
@@ -80,8 +80,8 @@ def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return homes
 
 
-def _division(engine: Engine) -> tuple[Any, int]:
-    """What this rank is to keep of each export, and how many ranks write: all where parameters are divided."""
+def _writing_plan(engine: Engine) -> tuple[Any, int]:
+    """Return which tensors of an export this rank keeps, and how many ranks write: all if parameters are sharded."""
     if not engine.sharded:
         return (lambda _: engine.rank == 0), 1
     homes = shares(engine.sizes(), engine.world_size)
@@ -96,21 +96,22 @@ def _own_buffers(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def _randomness(engine: Engine) -> dict[str, torch.Tensor]:
-    found = {"random.cpu": torch.get_rng_state()}
+    states = {"random.cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
-        found["random.cuda"] = torch.cuda.get_rng_state(engine.device)
-    return found
+        states["random.cuda"] = torch.cuda.get_rng_state(engine.device)
+    return states
 
 
 def _python_randomness() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 — the global one, which models may use
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 — the global state, which models may use
     return {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
 
 
 def _methods(
     engine: Engine, hooks: TrainingHooks, keep: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the averages that this rank writes, those of its own, and the JSON values with `TENSORS` for averages."""
+    """Return the averages that this rank writes for all ranks, its own averages, and the JSON values with `TENSORS`
+    for averages."""
     parameters = {name for name, _ in engine.plain_model.named_parameters()}
     whole: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
@@ -140,10 +141,10 @@ def all_finite(part: Part, model: nn.Module) -> bool:
 
 
 def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
-    """Gives the engine the weights and the optimizer's state.
+    """Load the weights and the optimizer's state into the engine.
 
     Raises:
-        CheckpointError: if they are those of another model or optimizer.
+        CheckpointError: if they belong to another model or optimizer.
     """
     with restoring(checkpoint):
         engine.import_state(checkpoint.tensors("model"))
@@ -156,10 +157,10 @@ def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
 
 
 def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
-    """Restore the position, the states of the methods, and this rank's own buffers, after `TrainingHooks.begin`.
+    """Restore the position, the states of the methods, and this rank's buffers. Call it after `TrainingHooks.begin`.
 
     Raises:
-        CheckpointError: if the checkpoint does not hold them.
+        CheckpointError: if the checkpoint does not contain them.
     """
     engine, content, state = built.engine, checkpoint.content, built.hooks.state
     with restoring(checkpoint):
@@ -176,15 +177,17 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
 
 
 def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
-    """Sets the global random states of torch, numpy and Python: this rank's own; with another number of ranks,
-    those that follow from (seed, step, rank)."""
+    """Restore this rank's global random states of torch, NumPy and Python.
+
+    With another world size than the checkpoint's, seed them from (seed, step, rank) instead.
+    """
     with restoring(checkpoint):
         own = own_tensors(checkpoint, engine)
         if own is None:
             key = np.random.SeedSequence([seed, checkpoint.content.step, engine.rank])
             first, second, third = (int(word) for word in key.generate_state(3, np.uint32))
             torch.manual_seed(first)
-            np.random.seed(second)  # noqa: NPY002 — the global one, which models may use
+            np.random.seed(second)  # noqa: NPY002 — the global state, which models may use
             random.seed(third)
             return
         torch.set_rng_state(own["random.cpu"])
@@ -198,7 +201,7 @@ def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
 
 
 def own_tensors(checkpoint: Checkpoint, engine: Engine) -> Tensors | None:
-    """What this rank has saved of its own; None if the checkpoint is of another number of ranks."""
+    """Return the tensors that this rank saved for itself; None if the checkpoint has another world size."""
     if len(checkpoint.content.ranks) != engine.world_size:
         return None
     return checkpoint.tensors(OWN, engine.rank)
@@ -206,9 +209,9 @@ def own_tensors(checkpoint: Checkpoint, engine: Engine) -> Tensors | None:
 
 @contextmanager
 def restoring(checkpoint: Checkpoint) -> Iterator[None]:
-    """Whatever does not fit, or is not there, as a CheckpointError that names the checkpoint.
+    """Convert errors inside the block to a CheckpointError that names the checkpoint.
 
-    A JSON value or a tensor that is missing shows as one of Python's own errors.
+    A missing JSON value or tensor raises one of Python's built-in errors.
     """
     try:
         yield
@@ -226,14 +229,14 @@ def restoring(checkpoint: Checkpoint) -> Iterator[None]:
         MemoryError,
     ) as error:
         raise CheckpointError(
-            f"The checkpoint {checkpoint.path} does not hold what it must ({type(error).__name__}: {error}). Use "
-            f"another, or start from scratch with resume=None."
+            f"The checkpoint {checkpoint.path} is incomplete, or of another run ({type(error).__name__}: {error}). "
+            f"{REMEDY}"
         ) from error
 
 
 @contextmanager
 def global_randomness_kept() -> Iterator[None]:
-    """The random states of numpy and Python are, after the block, as before."""
+    """Restore the global random states of NumPy and Python after the block."""
     before = np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         yield
@@ -243,7 +246,7 @@ def global_randomness_kept() -> Iterator[None]:
 
 
 def with_averages(checkpoint: Checkpoint, own: Tensors | None = None) -> dict[str, dict[str, Any]]:
-    """Return the states of the methods with their averages in place of `TENSORS`; those in `own` go first."""
+    """Return the states of the methods with their averages in place of `TENSORS`; those in `own` take precedence."""
     averages = grouped(checkpoint.tensors("methods"), *([] if own is None else [own]))
     return {
         method: {

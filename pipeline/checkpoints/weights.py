@@ -1,4 +1,4 @@
-"""Weights as a file, and under the names that they had before surgery."""
+"""Save and load weights, and translate them to the names that they had before surgery."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...transforms import Transform
 def plain_state(
     state: Mapping[str, torch.Tensor], model: nn.Module, transforms: Sequence[Transform]
 ) -> dict[str, torch.Tensor]:
-    """A state dict of `model` under the names that it had before `transforms`, given in the plan's order."""
+    """Return a state dict of `model` under the names that it had before `transforms`, given in plan order."""
     plain = dict(state)
     for transform in reversed(transforms):
         plain = transform.to_plain(plain, model)
@@ -27,13 +27,13 @@ def plain_state(
 
 
 def load_weights(path: Path, *, epochs: int) -> dict[str, torch.Tensor]:
-    """Return the weights that `save_weights` wrote after so many epochs; empty if there are none of that epoch."""
+    """Return the weights that `save_weights` wrote after `epochs` epochs; an empty dict if there are none."""
     try:
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("epochs") != str(epochs):
                 return {}
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — it is not a dict
-    except (OSError, SafetensorError):  # what is not whole is not a result
+    except (OSError, SafetensorError):  # an incomplete file is not a result
         return {}
 
 
@@ -43,20 +43,20 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
     torch.uint64: "U64",
 }  # fmt: skip
-"""Of the types in a safetensors file."""
+"""The names of dtypes in a safetensors file."""
 
 
 def save_weights(state: Mapping[str, torch.Tensor], path: str | Path, *, epochs: int | None = None) -> None:
-    """Writes a state dict of CPU tensors as safetensors; the file is whole or not there.
+    """Write a state dict of CPU tensors as safetensors, atomically.
 
-    `epochs`, in the file's metadata, names the entry of the history that the weights belong to: a process that is
-    killed between writing the two files leaves weights that are an epoch ahead.
+    `epochs`, stored in the file's metadata, is the epoch in the history that the weights belong to: a process that
+    is killed between writing the two files leaves weights that are one epoch ahead.
 
-    Tensor by tensor, as safetensors' own `save` takes the memory of all of them once more, and its `save_file`
-    puts another file in the place of the one that `atomic_file` holds.
+    Tensors are written one by one: safetensors' own `save` needs memory for a copy of all of them, and its
+    `save_file` replaces the temporary file that `atomic_file` has open.
 
     Raises:
-        DrivetrainError: for a type that such a file cannot hold, or if it cannot be written.
+        DrivetrainError: for a dtype that safetensors does not have, or if the file cannot be written.
     """
     header: dict[str, Any] = {} if epochs is None else {"__metadata__": {"epochs": str(epochs)}}
     end = 0

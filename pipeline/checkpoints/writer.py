@@ -1,4 +1,4 @@
-"""Writing checkpoints while training goes on: every rank its part, none under its name before it is whole."""
+"""Write checkpoints while training continues: each rank its part, under a temporary name until all are complete."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .content import CheckpointContent
 from .directory import CheckpointDir, Checkpoints
 from .format import Part, finish, note_path, write_part
 
-_ROUND = 0.02  # seconds between two looks at whether the other ranks have written
-_PATIENCE = 3.0  # seconds that a run which fails waits for what is being written
+_ROUND = 0.02  # seconds between polls for files of other ranks
+_PATIENCE = 3.0  # seconds that a failing run waits for a checkpoint in progress
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run; each rank has one, and all make the same calls.
+    """Writes the checkpoints of one run. Each rank has a writer, and all ranks make the same calls.
 
-    The ranks write to one folder, which must be the same for all: a shared file system where there are
-    several machines. Each writes its files and then a note; rank 0 waits for all notes, adds `state.json`,
-    and renames the folder. Threads write files only: whatever ranks must agree on, they do in `save`.
+    All ranks write to the same folder; several machines need a shared file system. Each rank writes its files and
+    then a note; rank 0 waits for all notes, adds `state.json`, and renames the folder. Background threads only
+    access files: collectives run in `save`.
 
     Args:
-        engine: for this rank's number and its agreement with the others.
+        engine: this rank, and its communication with the others.
         store: where to write.
-        options: which checkpoints stay, and whether a thread writes.
+        options: which checkpoints to keep, and whether a thread writes them.
         run: the name of the run.
     """
 
@@ -43,20 +43,20 @@ class CheckpointWriter:
         self._written, self._given_up = threading.Event(), threading.Event()
 
     def save(self, part: Part, content: CheckpointContent) -> None:
-        """Saves this rank's `part`, and rank 0's `content`; in the background if asked.
+        """Save this rank's `part`, and rank 0's `content`; in a thread if `options.background`.
 
         Raises:
-            CheckpointError: if this one, or the one before, cannot be written; on all ranks.
+            CheckpointError: on all ranks, if this checkpoint or the previous one cannot be written.
         """
         self._settle()
         temporary = self._store.temporary(content.step)
         if self._engine.rank == 0:
-            self._caught(self._make, temporary)
+            self._record_failure(self._make, temporary)
         self._agree()
         if not self._sees(temporary):
             raise CheckpointError(
-                f"Rank {self._engine.rank} does not see {temporary}, which rank 0 has made: checkpoints need a "
-                f"folder that all ranks share."
+                f"Rank {self._engine.rank} does not see {temporary}, which rank 0 has created. Pass a folder (out=…) "
+                f"on a file system that all ranks share."
             )
         self._written.clear()
         self._pending = temporary
@@ -67,34 +67,34 @@ class CheckpointWriter:
             )
             self._thread.start()
         else:
-            self._caught(self._write, temporary, part)
+            self._record_failure(self._write, temporary, part)
             self._agree()
-            self._caught(self._complete, temporary, content)
+            self._record_failure(self._complete, temporary, content)
             self._agree()
 
     def close(self) -> None:
-        """Waits for what is being written.
+        """Wait for the checkpoint in progress.
 
         Raises:
-            CheckpointError: if it failed; on all ranks.
+            CheckpointError: on all ranks, if it failed.
         """
         self._settle()
         self._agree()
 
     def wait_a_moment(self) -> None:
-        """Waits for the checkpoint that is being written, without the other ranks, and not for long."""
+        """Wait briefly for the checkpoint in progress, without the other ranks."""
         deadline = time.monotonic() + _PATIENCE
         while self._pending is not None and self._pending.exists() and time.monotonic() < deadline:
             time.sleep(_ROUND)
 
     def give_up(self) -> None:
-        """Ends without the other ranks: after an error, or Ctrl-C. What is being written may stay unfinished."""
+        """Stop without the other ranks, after an error or Ctrl-C. The checkpoint in progress may stay incomplete."""
         self._given_up.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE)
 
     def _sees(self, temporary: Path) -> bool:
-        """Whether the folder that rank 0 has made is here; a network's file system may be a moment late."""
+        """Return whether the folder that rank 0 has created is visible; a network file system may lag."""
         deadline = time.monotonic() + _PATIENCE
         while not (seen := temporary.is_dir()) and time.monotonic() < deadline:
             time.sleep(_ROUND)
@@ -105,16 +105,16 @@ class CheckpointWriter:
         temporary.mkdir(parents=True)
 
     def _in_background(self, temporary: Path, part: Part, content: CheckpointContent) -> None:
-        self._caught(self._write, temporary, part)
+        self._record_failure(self._write, temporary, part)
         self._written.set()
         if self._failure is None:
-            self._caught(self._complete, temporary, content)
+            self._record_failure(self._complete, temporary, content)
 
     def _write(self, temporary: Path, part: Part) -> None:
         write_part(temporary, part, self._engine.rank, self._engine.world_size)
 
     def _complete(self, temporary: Path, content: CheckpointContent) -> None:
-        """Rank 0 alone: gives the checkpoint its name when all ranks have written."""
+        """On rank 0, wait until all ranks have written, then give the checkpoint its final name."""
         if self._engine.rank != 0:
             return
         waiting = list(range(self._engine.world_size))
@@ -125,7 +125,7 @@ class CheckpointWriter:
         self._store.prune(self._run, self._options)
 
     def _settle(self) -> None:
-        """Returns when the thread has ended. Ranks agree first: rank 0's waits for files of the others."""
+        """Join the thread. All ranks synchronise first, because rank 0's thread waits for files of the others."""
         if self._thread is None:
             return
         self._written.wait()
@@ -133,14 +133,14 @@ class CheckpointWriter:
         self._thread.join()
         self._thread = None
 
-    def _caught(self, work: Callable[..., None], *arguments: Any) -> None:
+    def _record_failure(self, work: Callable[..., None], *arguments: Any) -> None:
         try:
             work(*arguments)
-        except Exception as error:  # raised by `_agree`, on all ranks together
+        except Exception as error:  # `_agree` raises it on all ranks together
             self._failure = error
 
     def _agree(self) -> None:
-        """Raises on every rank if a rank has failed; returns when all have come here."""
+        """Wait for all ranks, and raise on every rank if any has failed."""
         failed = torch.tensor(0.0 if self._failure is None else 1.0)
         failures = int(self._engine.reduce(failed, "sum").item())
         if not failures:

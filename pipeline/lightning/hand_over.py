@@ -53,8 +53,8 @@ class HandOver(NamedTuple):
         reports: what each surgery changed.
     """
 
-    module: Module
-    data: Data
+    module: LitModule
+    data: LitDataModule
     trainer: dict[str, Any]
     reports: tuple[Report, ...]
 
@@ -65,10 +65,10 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
     if epochs is None:
         raise PlanError("Number of epochs not set. Pass to_lightning(epochs=…).")
     plan = resolve(spec.replace(epochs=epochs))
-    how = plan.distribution
+    distribution = plan.distribution
     _check_methods(plan.spec.transforms)
-    arguments = trainer_arguments(how, given)
-    if how.compile or how.activation_checkpointing:
+    arguments = trainer_arguments(distribution, given)
+    if distribution.compile or distribution.activation_checkpointing:
         raise PlanError(
             "compile= and activation_checkpointing= require Drivetrain's strategies. Remove them from .distribute(), "
             "and use Lightning's: Trainer(strategy=FSDPStrategy(activation_checkpointing_policy=…)), module.compile()."
@@ -83,11 +83,12 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
         parts, steps = make_parts(plan, *loaders), len(loaders[0])
         parts.loss(_device(arguments))
     trainer = {
-        "max_epochs": epochs, "precision": PRECISION[how.precision], "accumulate_grad_batches": how.accumulate,
-        "gradient_clip_val": how.clip_norm, "gradient_clip_algorithm": "norm", "use_distributed_sampler": False,
-        "num_sanity_val_steps": 0, "logger": False, "enable_checkpointing": False, **arguments,
+        "max_epochs": epochs, "precision": PRECISION[distribution.precision],
+        "accumulate_grad_batches": distribution.accumulate, "gradient_clip_val": distribution.clip_norm,
+        "gradient_clip_algorithm": "norm", "use_distributed_sampler": False, "num_sanity_val_steps": 0,
+        "logger": False, "enable_checkpointing": False, **arguments,
     }  # fmt: skip
-    return HandOver(Module(parts, epochs, steps), Data(plan), trainer, parts.reports)
+    return HandOver(LitModule(parts, epochs, steps), LitDataModule(plan), trainer, parts.reports)
 
 
 def _device(arguments: dict[str, Any]) -> torch.device:
@@ -110,16 +111,16 @@ def _one_thread() -> Iterator[None]:
 
 
 def _check_methods(transforms: tuple[Transform, ...]) -> None:
-    ours = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing)
-    odd = [type(t).__name__ for t in transforms if t.kind == "loop" or isinstance(t, ours)]
-    if odd:
+    loop_only = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing)
+    unsupported = [type(t).__name__ for t in transforms if t.kind == "loop" or isinstance(t, loop_only)]
+    if unsupported:
         raise PlanError(
-            f"{', '.join(odd)} works only in Drivetrain's loop. Train with fit(), or remove it and use Lightning's "
-            "counterpart (StochasticWeightAveraging, gradient_clip_val, BaseFinetuning)."
+            f"{', '.join(unsupported)} works only in Drivetrain's loop. Train with fit(), or remove it and use "
+            "Lightning's counterpart (StochasticWeightAveraging, gradient_clip_val, BaseFinetuning)."
         )
 
 
-class Module(pl.LightningModule):
+class LitModule(pl.LightningModule):
     """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule.
 
     It logs `loss`, `val_loss` and `accuracy` of each epoch, over all ranks. Random layers (dropout) depend on the
@@ -156,7 +157,7 @@ class Module(pl.LightningModule):
             PlanError: if the results would differ from the pipeline's.
         """
         data: Any = getattr(self.trainer, "datamodule", None)
-        if isinstance(data, Data) and data.made_of != (self._plan.data, self._plan.seed):
+        if isinstance(data, LitDataModule) and data.source != (self._plan.data, self._plan.seed):
             raise PlanError(
                 "The module and the data are from two pipelines. Take both from one to_lightning()."
             )
@@ -236,7 +237,7 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Data(pl.LightningDataModule):
+class LitDataModule(pl.LightningDataModule):
     """Loaders that yield each rank's share of every global batch, created on the rank."""
 
     def __init__(self, plan: ResolvedPlan) -> None:
@@ -245,7 +246,7 @@ class Data(pl.LightningDataModule):
         self._loaders: list[EpochLoader] = []
 
     @property
-    def made_of(self) -> tuple[Any, int]:
+    def source(self) -> tuple[Any, int]:
         """The options of `Pipeline.load`, and the seed."""
         return self._plan.data, self._plan.seed
 
@@ -253,15 +254,15 @@ class Data(pl.LightningDataModule):
         """Return the training data; each batch is split into the microbatches of gradient accumulation."""
         data = self._plan.data
         assert data is not None
-        return self._made(data.train, True, self._plan.distribution.accumulate)
+        return self._create_loader(data.train, True, self._plan.distribution.accumulate)
 
     def val_dataloader(self) -> Microbatches | list[Any]:
         """Return the validation data; an empty list without."""
         data = self._plan.data
         assert data is not None
-        return [] if data.val is None else self._made(data.val, False, 1)
+        return [] if data.val is None else self._create_loader(data.val, False, 1)
 
-    def _made(self, source: str, train: bool, accumulate: int) -> Microbatches:
+    def _create_loader(self, source: str, train: bool, accumulate: int) -> Microbatches:
         trainer, data = self.trainer, self._plan.data
         assert trainer is not None
         assert data is not None
@@ -272,9 +273,8 @@ class Data(pl.LightningDataModule):
                 f"accumulate={accumulate}."
             )
         root = trainer.strategy.root_device
-        device = (
-            root if root.type == "cuda" else torch.device("cpu")
-        )  # Lightning moves batches to other devices
+        # Lightning moves batches to devices other than CUDA.
+        device = root if root.type == "cuda" else torch.device("cpu")
         loader = make_loader(self._plan, source, train=train, device=device, ranks=ranks)
         self._loaders.append(loader)
         return Microbatches(loader, accumulate)

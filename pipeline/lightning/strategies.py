@@ -31,7 +31,7 @@ OWN = {
 """Arguments of the Trainer that the pipeline determines, and where to set each."""
 
 
-def trainer_arguments(how: DistributedConfig, given: dict[str, Any]) -> dict[str, Any]:
+def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict[str, Any]:
     """Return strategy, devices and accelerator for Lightning's Trainer, and the other arguments `given` for it.
 
     Raises:
@@ -40,13 +40,13 @@ def trainer_arguments(how: DistributedConfig, given: dict[str, Any]) -> dict[str
     for name, place in OWN.items():
         if name in given:
             raise PlanError(f"to_lightning({name}={given[name]!r}): set it in {place}.")
-    arguments: dict[str, Any] = {"devices": how.devices}
+    arguments: dict[str, Any] = {"devices": options.devices}
     if "strategy" in given:
         _check_name(given["strategy"])
     else:
-        arguments["strategy"] = to_strategy(how)
-    if how.device is not None:
-        kind, _, index = how.device.partition(":")
+        arguments["strategy"] = to_strategy(options)
+    if options.device is not None:
+        kind, _, index = options.device.partition(":")
         arguments["accelerator"] = "cpu" if kind == "cpu" else "gpu"
         if index:
             arguments["devices"] = [int(index)]
@@ -61,26 +61,26 @@ def _check_name(strategy: object) -> None:
         )
 
 
-def to_strategy(how: DistributedConfig) -> str | Strategy:
+def to_strategy(options: DistributedConfig) -> str | Strategy:
     """Translate the options of `distribute` to a Lightning strategy: a name, or an object if there is no name.
 
     Raises:
         PlanError: if Lightning has no equivalent, naming the remedy.
     """
-    ours: Any = strategies.get(how.strategy, **how.options)
+    ours: Any = strategies.get(options.strategy, **options.options)
     for option, usual in (("wrap", True), ("config", None)):
         if getattr(ours, option, usual) is not usual:
             raise PlanError(
-                f"distribute({how.name!r}, {option}=…) is an option of Drivetrain's strategy. Remove it, and pass "
+                f"distribute({options.name!r}, {option}=…) is an option of Drivetrain's strategy. Remove it, and pass "
                 "Lightning's strategy: to_lightning(strategy=FSDPStrategy(auto_wrap_policy=…)), or "
                 "DeepSpeedStrategy(config=…)."
             )
     if ours.name in _OBJECTS:
-        return _OBJECTS[ours.name](ours, how.devices)
+        return _OBJECTS[ours.name](ours, options.devices)
     if ours.name == "single":
         return "auto"  # with one device, Lightning's SingleDeviceStrategy
     if ours.name == "ddp":
-        start = next((start for start in reversed(STARTS) if how.name.startswith(start)), "ddp")
+        start = next((start for start in reversed(STARTS) if options.name.startswith(start)), "ddp")
         return start + ("_find_unused_parameters_true" if ours.find_unused_parameters else "")
     if ours.name in StrategyRegistry:
         return str(ours.name)
@@ -133,12 +133,12 @@ def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
     Raises:
         PlanError: if the schedule or the microbatches would differ, or a transform does not support the strategy.
     """
-    here = {"max_epochs": trainer.max_epochs, "accumulate_grad_batches": trainer.accumulate_grad_batches}
-    made_for = {"max_epochs": epochs, "accumulate_grad_batches": plan.distribution.accumulate}
+    actual = {"max_epochs": trainer.max_epochs, "accumulate_grad_batches": trainer.accumulate_grad_batches}
+    expected = {"max_epochs": epochs, "accumulate_grad_batches": plan.distribution.accumulate}
     for name, place in OWN.items():
-        if here[name] != made_for[name] and not getattr(trainer, "fast_dev_run", False):
+        if actual[name] != expected[name] and not getattr(trainer, "fast_dev_run", False):
             raise PlanError(
-                f"Trainer({name}={here[name]}), but the pipeline was handed over with {made_for[name]}. Set it in "
+                f"Trainer({name}={actual[name]}), but the pipeline was handed over with {expected[name]}. Set it in "
                 f"{place}."
             )
     check_rules(

@@ -109,7 +109,7 @@ def test_export_with_a_model_that_is_given(toy: Toy, tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=message):
             export(run, out, model=wrong)
-    with pytest.raises(CheckpointError, match=r"names='trained' .* needs no model"):
+    with pytest.raises(CheckpointError, match=r"names='trained' .* takes no model"):
         export(run, out, names="trained", model=batch_norm_model)
     assert not out.exists()
 
@@ -117,7 +117,7 @@ def test_export_with_a_model_that_is_given(toy: Toy, tmp_path: Path) -> None:
 def test_export_of_a_built_module(toy: Toy, tmp_path: Path) -> None:
     result = toy.pipeline(batch_norm_model()).fit(epochs=1, out=tmp_path / "run", progress=False)
     out = tmp_path / "out.safetensors"
-    with pytest.raises(CheckpointError, match=r"came as a built module.*\(--model MODULE:FACTORY\)"):
+    with pytest.raises(CheckpointError, match=r"was passed as a module.*\(--model MODULE:FACTORY\)"):
         export(tmp_path / "run", out)
     export(tmp_path / "run", out, model=batch_norm_model)
     torch.testing.assert_close(load_file(out), result.plain_state(), rtol=0, atol=0)

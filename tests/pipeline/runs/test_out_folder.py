@@ -35,7 +35,7 @@ def test_a_foreign_history_hides_no_error_and_is_drawn_without_one(
     (tmp_path / "history.json").write_text(FOREIGN[name], errors="surrogateescape")
     drawn = draw_curves(tmp_path)
     assert drawn.startswith("There is no curves.png: ")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         toy.pipeline(plain_model).fit(epochs=1, out=tmp_path, progress=False, resume=tmp_path / "none")
     with pytest.raises(DataError, match="gone"):
         toy.pipeline(plain_model).load(str(tmp_path / "gone.beton"), batch_size=BATCH, image_size=16).fit(
