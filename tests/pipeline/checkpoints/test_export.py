@@ -162,7 +162,7 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     cifar_resnet(CLASSES, width=4).load_state_dict(load_file(target))
     assert "--names short is not known" in unknown.line
     assert "has no complete one" in missing.line
-    assert "was not far enough" in missing.line
+    assert "stopped before its first checkpoint" in missing.line
     warning, error = damaged.err.splitlines()  # no line of source
     assert re.match(r"CheckpointWarning: .*step-00000001 is not a complete checkpoint", warning)
     assert "step-00000001 there is of an earlier run, or damaged" in error
