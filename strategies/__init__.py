@@ -6,7 +6,6 @@
 
 A new strategy is one file and one line in `registry.STRATEGIES`; third-party strategies use `register` or an entry
 point. Names are imported at first use: importing this package is cheap, which the ranks that `launch` starts rely on.
-importing this package costs nothing, which the ranks that `launch` starts rely on.
 """
 
 from __future__ import annotations
