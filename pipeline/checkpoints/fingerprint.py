@@ -19,6 +19,7 @@ from ..models.factories import name_of_factory
 from ..spec.kinds import sort_transforms
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
+from ..spec.schedules import label
 from ..training.build import Built
 from .content import REMEDY
 from .identity import identity
@@ -44,7 +45,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "transforms": [identity(transform) for transform in plan.transforms],
         "optimizer": optimization.optimizer if by_name else "a factory",
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
-        "schedule": optimization.schedule,
+        "schedule": optimization.schedule,  # a function by its identity
+        "schedule_options": dict(optimization.schedule_options),
         "warmup": optimization.warmup,
         "precision": distribution.precision,
         "clip_norm": distribution.clip_norm,
@@ -84,11 +86,14 @@ def check_compatible(
         )
 
 
-def check_hyperparameters(groups: list[dict[str, Any]], own: dict[str, Any], where: object) -> None:
+def check_hyperparameters(
+    groups: list[dict[str, Any]], own: dict[str, Any], where: object, *, change: bool = False
+) -> None:
     """Compare the saved parameter groups of an optimizer with those of the run as built.
 
     The learning rate is not compared, because the schedule sets it. An optimizer from a factory may change its
-    hyperparameters during training, so only the types of their values must agree.
+    hyperparameters during training, and a torch scheduler (`change`) those of any optimizer, so only the types of their
+    values must agree.
 
     Raises:
         CheckpointError: naming the first difference.
@@ -96,7 +101,7 @@ def check_hyperparameters(groups: list[dict[str, Any]], own: dict[str, Any], whe
     for number, (saved, built) in enumerate(zip(groups, own["parameter groups"], strict=False)):
         for key in sorted((set(saved) & set(built)) - {"lr"}):
             fits = _alike(saved[key], built[key])
-            if not fits or (own["optimizer"] != "a factory" and saved[key] != built[key]):
+            if not fits or (own["optimizer"] != "a factory" and not change and saved[key] != built[key]):
                 raise CheckpointError(
                     f"The checkpoint {where} is damaged: its optimizer.groups[{number}].{key} is {saved[key]!r:.60}, "
                     f"and this run's is {built[key]!r:.60}. {REMEDY}"
@@ -116,8 +121,9 @@ def _alike(left: Any, right: Any) -> bool:
 def tied_to_length(plan: ResolvedPlan) -> list[str]:
     """Return what another number of epochs would have changed in the steps that are done."""
     shape, tied = plan.optimization, []
-    if shape.schedule != "constant" or shape.warmup:
-        tied.append(f"the learning rate (schedule={shape.schedule!r}, warmup={shape.warmup})")
+    # A torch scheduler counts steps, whatever the length of the run.
+    if (shape.schedule != "constant" and not shape.uses_torch_scheduler) or shape.warmup:
+        tied.append(f"the learning rate (schedule={label(shape.schedule)!r}, warmup={shape.warmup})")
     for transform in plan.transforms:
         if follows_length(transform):
             name = type(transform).__name__

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
 
 from ...errors import PlanError
 from ...loaders.epochs import EpochLoader
@@ -37,6 +36,7 @@ from ..training.build import (
     training_loss,
 )
 from ..training.hooks import TrainingHooks, split_microbatches
+from ..training.schedule import torch_scheduler
 from .strategies import check_trainer, share, trainer_arguments
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -232,8 +232,7 @@ class LitModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Return the optimizer of the wrapped parameters, and the learning rate schedule, per step."""
         optimizer = optimizer_factory(self._plan)(self.parameters())
-        shape = self._plan.optimization
-        schedule = LambdaLR(optimizer, lambda step: shape.lr_factor(min(step, self._steps), self._steps))
+        schedule = torch_scheduler(self._plan.optimization, optimizer, self._steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

@@ -16,6 +16,7 @@ from ...errors import PlanError, RecipeError, StrategyError
 from ...transforms import to_dict
 from ..models.factories import name_of_factory
 from ..spec.config import DistributedConfig, OptimizerConfig
+from ..spec.names import name_of
 from ..spec.options import Config
 from ..spec.pipeline_spec import PipelineSpec
 from .schema import keys_of
@@ -31,7 +32,11 @@ def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
     recipe |= _values(data)
     recipe["transforms"] = _transforms(pipeline)
     if optimization is not None:
-        recipe |= _values(optimization, optimizer={"name": _optimizer(optimization), **optimization.options})
+        recipe |= _values(
+            optimization,
+            optimizer={"name": _optimizer(optimization), **optimization.options},
+            schedule=_schedule(optimization),
+        )
     if distribution is not None:
         recipe |= _values(
             distribution,
@@ -78,6 +83,17 @@ def _optimizer(optimization: OptimizerConfig) -> str:
             ".optimize() the name of an optimizer, such as 'sgd', and its options."
         )
     return optimization.optimizer
+
+
+def _schedule(optimization: OptimizerConfig) -> str:
+    schedule = optimization.schedule
+    name = schedule if isinstance(schedule, str) else name_of("schedule", schedule)
+    if name is None:
+        raise RecipeError(
+            f"The schedule {schedule!r:.80} cannot be imported by name. Define it at the top level of a module; its "
+            "name in a recipe is then package.module:function, and its arguments are schedule_options."
+        )
+    return name
 
 
 def _checkpointed(how: DistributedConfig) -> Any:

@@ -117,7 +117,8 @@ class Run:
                 f"{content.step_in_epoch} steps, more than epochs={self._job.epochs}. Pass more epochs."
             )
         checkpoint.check_length(self._length)
-        check_hyperparameters(content.optimizer.groups, self._facts, checkpoint.path)
+        changing = self._plan.optimization.uses_torch_scheduler
+        check_hyperparameters(content.optimizer.groups, self._facts, checkpoint.path, change=changing)
         states.load_engine(checkpoint, self._engine)
         self._hooks.begin(self._engine, self._job.epochs * self._length)
         states.load_hooks(checkpoint, self._built)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ... import strategies
-from ...checks import check_whole, is_number
+from ...checks import check_whole, is_number, plain
 from ...errors import PlanError, suggest
 from .frozen import FrozenDict
 from .options import (
@@ -32,6 +32,16 @@ from .options import (
     option,
     whole,
 )
+from .schedules import (
+    ScheduleFunction,
+    check_schedule,
+    describe_schedule,
+    factor_at,
+    find_schedule,
+    is_factory,
+    label,
+    named,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -45,13 +55,6 @@ PRECISIONS: dict[str, str] = {
     "medium": "bfloat16 where the hardware supports it, else TF32",
 }
 """Names of `torch.set_float32_matmul_precision`, and their meaning on a GPU."""
-
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda _: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-}
-"""The learning rate's factor as a function of the progress after warm-up, from 0 to 1."""
 
 Arguments = tuple[list[str], dict[str, Any]]
 """The arguments of a call: the text of each positional one, and the keyword arguments."""
@@ -205,12 +208,30 @@ class OptimizerConfig(Config):
         ),
     )
     _: KW_ONLY
-    schedule: str = field(
+    schedule: str | ScheduleFunction = field(
         default="cosine",
         metadata=option(
-            "learning rate schedule, per step: cosine, linear or constant",
+            "learning rate schedule, per step: cosine, linear, constant, step, multistep, onecycle, wsd, or "
+            "package.module:function",
             TEXT,
-            check=known("schedule", SCHEDULES),
+            more="Or a function of the progress, 0 to 1 from the end of warm-up to the end of the run, that returns a "
+            "factor of the learning rate (finite, 0 or more; checked before training). Or a factory of any torch "
+            "scheduler, recognised by its first parameter, which must be named `optimizer`: `lambda optimizer: "
+            "torch.optim.lr_scheduler.StepLR(optimizer, 30)`. The scheduler is stepped once per optimizer step, also "
+            "during warm-up; on resume, it is created again and stepped as often as before, which restores its state "
+            "exactly.",
+            in_plan=False,
+        ),
+    )
+    schedule_options: Mapping[str, Any] = field(
+        default_factory=FrozenDict,
+        metadata=option(
+            "the schedule's own options: every, gamma, milestones, rise, start, end, decay, shape",
+            MAPPING,
+            more="Fractions are of the full run, warm-up included; factors are of the peak learning rate. linear, "
+            "cosine: end=0. step: every=1/3, gamma=0.1. multistep: milestones=(0.3, 0.6, 0.8), gamma=0.2. onecycle: "
+            "rise=0.3, start=1/25, end=1/250000. wsd: decay=0.2, shape='1-sqrt', end=0. For a function or a factory: "
+            "its keyword arguments.",
             in_plan=False,
         ),
     )
@@ -219,6 +240,7 @@ class OptimizerConfig(Config):
         metadata=option(
             "fraction of all steps, 0 to 1, in which the learning rate rises linearly to its peak",
             NUMBER,
+            more="It multiplies any schedule except onecycle, which has its own.",
             check=_check_share,
             in_plan=False,
         ),
@@ -252,7 +274,10 @@ class OptimizerConfig(Config):
         from .optimizers import check_optimizer, check_options
 
         check_optimizer(self.optimizer, self.options)
+        object.__setattr__(self, "schedule", find_schedule(self.schedule))
+        object.__setattr__(self, "schedule_options", _options("schedule_options", self.schedule_options))
         super().__post_init__()
+        check_schedule(self.schedule, self.schedule_options, self.warmup)
         if self.scale_lr and self.base_batch_size is None:
             raise PlanError(
                 "scale_lr=True needs the batch size that the learning rate was tuned for. Pass base_batch_size=…."
@@ -269,6 +294,8 @@ class OptimizerConfig(Config):
         factory = self.optimizer
         name = getattr(factory, "__qualname__", type(factory).__qualname__)
         named = {name: value for name, value in self.changed().items() if name != "optimizer"}
+        if "schedule" in named and not isinstance(self.schedule, str):
+            named["schedule"] = _Source(label(self.schedule))
         return [repr(factory) if isinstance(factory, str) else name], dict(self.options) | named
 
     @property
@@ -325,21 +352,70 @@ class OptimizerConfig(Config):
             return OPTIMIZERS[self.optimizer](parameters, **self.options)
         return self.optimizer(parameters)
 
-    def lr_factor(self, step: int, steps: int) -> float:
-        """Return the learning rate's factor at step `step`, counted from 0, of `steps`."""
+    @property
+    def uses_torch_scheduler(self) -> bool:
+        """Whether `schedule` is a factory of a torch scheduler, which then sets the learning rates itself."""
+        return is_factory(self.schedule)
+
+    def warmup_factor(self, step: int, steps: int) -> float:
+        """Return the factor of the warm-up alone at step `step`, counted from 0, of `steps`: 1 after it."""
         warm = self.warmup * steps
-        if step < warm:
-            return (step + 1) / (warm + 1)
-        return SCHEDULES[self.schedule]((step - warm) / max(steps - warm, 1))
+        return (step + 1) / (warm + 1) if step < warm else 1.0
+
+    def lr_factor(self, step: int, steps: int) -> float:
+        """Return the learning rate's factor at step `step`, counted from 0, of `steps`.
+
+        With a torch scheduler, return the factor by which to multiply the scheduler's own learning rates.
+
+        Raises:
+            PlanError: if a function returns an invalid factor.
+        """
+        if self.uses_torch_scheduler:
+            return self.warmup_factor(step, steps)
+        warm = self.warmup * steps
+        after = max(step - warm, 0.0) / max(steps - warm, 1)
+        if not isinstance(self.schedule, str):
+            factor = factor_at(self.schedule, self.schedule_options, after)
+        else:
+            schedule = named(self.schedule, self.schedule_options)
+            whole = schedule.whole_run
+            factor = schedule.factor(
+                step / max(steps, 1) if whole else after, steps if whole else steps - warm
+            )
+        return self.warmup_factor(step, steps) * factor
 
     def describe(self) -> str:
         """Return the optimizer and its options as one line."""
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         name = self.optimizer if isinstance(self.optimizer, str) else "your factory"
         warm = f", warm-up {self.warmup:.0%} of all steps" if self.warmup else ""
+        schedule = describe_schedule(self.schedule, self.schedule_options)
         if not options:
-            return f"{name}, {self.schedule}{warm}"
-        return f"{name} ({options}), {self.schedule} schedule{warm}"
+            return f"{name}, {schedule}{warm}"
+        return f"{name} ({options}), {schedule} schedule{warm}"
+
+
+class _Source(str):
+    """Text whose `repr` is itself: the name of a function in a pipeline's `repr`."""
+
+    __repr__ = str.__str__
+
+
+def _options(name: str, given: object) -> FrozenDict:
+    """Return a mapping of options with tuples in place of lists, which JSON and YAML have instead.
+
+    Raises:
+        PlanError: if it is not a mapping of names.
+    """
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise PlanError(f"{name}={given!r:.80} must be a dict of names and values.")
+    return FrozenDict({key: _with_tuples(value) for key, value in given.items()})
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_tuples(each) for key, each in value.items()}
+    return tuple(_with_tuples(each) for each in value) if isinstance(value, list | tuple) else plain(value)
 
 
 def _check_benchmark(name: str, value: Any) -> None:

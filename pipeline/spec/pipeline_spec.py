@@ -22,6 +22,7 @@ from .config import DataConfig, DistributedConfig, MatmulPrecision, OptimizerCon
 from .frozen import FrozenDict
 from .kinds import check_hook, sort_transforms
 from .options import documented
+from .schedules import ScheduleFunction
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -148,7 +149,8 @@ class PipelineSpec:
         self,
         optimizer: str | OptimizerFactory,
         *,
-        schedule: str = "cosine",
+        schedule: str | ScheduleFunction = "cosine",
+        schedule_options: Mapping[str, Any] = FrozenDict(),
         warmup: float = 0.0,
         base_batch_size: int | None = None,
         scale_lr: bool = False,

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+import warnings
+from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from ...checks import is_number
+from ...errors import PlanError
 from ..spec.config import OptimizerConfig
+from ..spec.schedules import ScheduleFunction, label, refuse_plateau
 
 
 class Schedule:
@@ -14,15 +21,144 @@ class Schedule:
         optimization: defines the shape of the schedule.
         optimizer: the current learning rates of its parameter groups are the peaks.
         steps: optimizer steps of the full run.
+
+    Raises:
+        PlanError: if the factory of a torch scheduler fails, or returns something else.
     """
 
     def __init__(self, optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self._optimization, self._optimizer, self._steps = optimization, optimizer, steps
         self._peaks = [group["lr"] for group in optimizer.param_groups]
+        self._scheduler: _TorchScheduler | None = None
+        if optimization.uses_torch_scheduler and not isinstance(optimization.schedule, str):
+            options = dict(optimization.schedule_options)
+            self._scheduler = _TorchScheduler(optimization.schedule, options, optimizer)
 
     def set_lr(self, step: int) -> float:
         """Set the learning rates for step `step`, counted from 0. Return that of the first parameter group."""
         factor = self._optimization.lr_factor(step, self._steps)
-        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
-        return float(self._peaks[0] * factor)
+        rates = self._peaks if self._scheduler is None else self._scheduler.rates(step)
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor
+        return float(rates[0] * factor)
+
+
+def torch_scheduler(
+    optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int
+) -> LRScheduler:
+    """Return the schedule as a torch scheduler, to be stepped once per optimizer step, for other training loops.
+
+    Raises:
+        PlanError: for a torch scheduler with warm-up, which would scale learning rates that the scheduler computes from
+            the previous ones.
+    """
+    if not optimization.uses_torch_scheduler or isinstance(optimization.schedule, str):
+        return LambdaLR(optimizer, lambda step: optimization.lr_factor(min(step, steps), steps))
+    if optimization.warmup:
+        raise PlanError(
+            f"to_lightning() cannot combine the torch scheduler {label(optimization.schedule)} with "
+            f"warmup={optimization.warmup}. Use torch's SequentialLR with LinearLR in the factory instead."
+        )
+    options = dict(optimization.schedule_options)
+    return _made(optimization.schedule, options, optimizer)
+
+
+def _made(
+    factory: ScheduleFunction, options: dict[str, Any], optimizer: torch.optim.Optimizer
+) -> LRScheduler:
+    """Return the factory's scheduler.
+
+    Raises:
+        PlanError: if it fails, or returns something else.
+    """
+    try:
+        scheduler: object = factory(optimizer, **options)
+    except Exception as error:
+        raise PlanError(
+            f"schedule={label(factory)} cannot create its scheduler for the optimizer {type(optimizer).__name__} with "
+            f"{len(optimizer.param_groups)} parameter group(s): {error}."
+        ) from error
+    refuse_plateau(scheduler)
+    if not isinstance(scheduler, LRScheduler):
+        raise PlanError(
+            f"schedule={label(factory)} returned {scheduler!r:.80}, which is not a scheduler of "
+            "torch.optim.lr_scheduler. Return one; or if it is a function of the progress, do not name its parameter "
+            "optimizer."
+        )
+    return scheduler
+
+
+class _TorchScheduler:
+    """A scheduler of torch, at any step.
+
+    It knows only how to go to the next step, and most of them compute a learning rate from the previous one. So for a
+    step that is not the next one (a run that resumes), it is created again from the optimizer's initial values and
+    stepped as often as before: the same operations on the same numbers.
+    """
+
+    def __init__(
+        self, factory: ScheduleFunction, options: dict[str, Any], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._factory, self._options, self._optimizer = factory, options, optimizer
+        self._initial = self._values()
+        self._scheduler: LRScheduler | None = None
+        self._rates: list[Any] = []
+        self._step = -1
+        self._create()  # to fail now, before training
+        self._set(self._initial)
+        self._scheduler = None
+
+    def rates(self, step: int) -> list[Any]:
+        """Return the scheduler's learning rates of each group at `step`, and set what else it changes there."""
+        if self._scheduler is None or not self._step <= step <= self._step + 1:
+            self._replay(step)
+        elif step > self._step:
+            self._next()
+        return self._rates
+
+    def _replay(self, step: int) -> None:
+        """Create the scheduler again and step it. Hyperparameters that it does not change keep their current values."""
+        current = self._values()
+        self._set(self._initial)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that this optimizer has not stepped
+            self._create()
+            while self._step < step:
+                self._next()
+        for group, before, now in zip(self._optimizer.param_groups, self._initial, current, strict=True):
+            for key, value in now.items():
+                if key in before and group.get(key) == before[key]:
+                    group[key] = value
+
+    def _create(self) -> None:
+        self._scheduler, self._step = _made(self._factory, self._options, self._optimizer), 0
+        self._record()
+
+    def _next(self) -> None:
+        assert self._scheduler is not None
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate  # without the warm-up's factor: many compute the next one from it
+        self._scheduler.step()
+        self._step += 1
+        self._record()
+
+    def _record(self) -> None:
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        for rate in self._rates:
+            value = rate.item() if isinstance(rate, torch.Tensor) else rate
+            if not is_number(value, "[0, inf)"):
+                raise PlanError(
+                    f"schedule={label(self._factory)} sets the learning rate {value!r} at step {self._step}; it must "
+                    "be a finite number, 0 or more. Check its total number of steps: it is stepped once per optimizer "
+                    "step."
+                )
+
+    def _values(self) -> list[dict[str, Any]]:
+        groups = self._optimizer.param_groups
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    def _set(self, values: list[dict[str, Any]]) -> None:
+        for group, own in zip(self._optimizer.param_groups, values, strict=True):
+            for key in [key for key in group if key not in own and key != "params"]:
+                del group[key]
+            group.update(own)

@@ -65,7 +65,8 @@ def test_every_name_in_the_snippets_is_imported_or_made_there() -> None:
     ]
     names = [node for node in nodes if isinstance(node, ast.Name)]
     used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-    made = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {"params"}  # of a lambda
+    made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}  # of lambdas
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             made |= {alias.name for alias in node.names}

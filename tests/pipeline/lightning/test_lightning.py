@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import own_schedules
 import pytest
 import torch
 from drivetrain import DrivetrainError, Pipeline, PlanError
@@ -74,6 +75,16 @@ def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
         own = [getattr(epoch, name) for epoch in result.history.epochs]
         assert [values[name] for values in found] == pytest.approx(own, abs=1e-5), name
     torch.testing.assert_close(module.model.state_dict(), result.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", [own_schedules.dip, own_schedules.one_cycle])
+def test_any_schedule(toy: Toy, schedule: Any) -> None:
+    pipeline = toy.pipeline(plain_model).optimize("sgd", lr=0.1, momentum=0.9, schedule=schedule)
+    _, found = trained(pipeline, 2)
+    own = [epoch.loss for epoch in pipeline.fit(epochs=2, progress=False).history.epochs]
+    assert [values["loss"] for values in found] == pytest.approx(own, abs=1e-5)
+    with pytest.raises(PlanError, match=r"combine the torch scheduler steps with warmup=0.5.*SequentialLR"):
+        trained(pipeline.optimize("sgd", lr=0.1, schedule=own_schedules.steps, warmup=0.5), 1)
 
 
 def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:
