@@ -1,11 +1,12 @@
-# make quickstart   set up, then the main job: CIFAR-10 from raw files to a trained model and a ledger
-# make test         set up what is missing, then lint, types and tests (make test-all: the long ones, too)
-# make quick        lint, types, and the short tests that start no process: for every save
-# make install      the set-up alone        make lock   write requirements.txt anew
-# make check        ruff and mypy           make bench PHOTOS=FOLDER  loading speed on a folder of photographs
-# make gpu          on a machine with a GPU: its tests and measurements, in stages that continue where they stopped
-# make gpu-kit      all that such a machine needs without a network, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
-# make notebooks    run them, and keep their outputs in them (NOTEBOOKS=… for some)
+# make quickstart   set up, then train CIFAR-10 from the raw files and measure a ledger
+# make test         set up if necessary, then lint, types and tests (make test-all: the slow ones, too)
+# make quick        lint, types, and the short tests that start no process: run it on every save
+# make install      only set up                     make lock   rewrite requirements.txt
+# make check        ruff, import layers and mypy    make bench PHOTOS=FOLDER   loading speed on a folder of photographs
+# make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
+# make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
+# make notebooks    run the notebooks, and keep their outputs in them (NOTEBOOKS=… selects some)
+# make clean        remove what the other targets have created, except runs/
 
 PYTHON ?= $(shell .ci/find-python)
 BIN := .venv/bin
@@ -16,7 +17,7 @@ ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
 .PHONY: quickstart install test test-all quick check bytecode lock bench gpu gpu-kit notebooks clean
 
-# glibc keeps the memory of a step for the next one, for every variant alike (docs/ledger.md, "On a CPU").
+# With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
 quickstart: export MALLOC_TRIM_THRESHOLD_ ?= 8589934592
 quickstart: install
@@ -24,8 +25,8 @@ quickstart: install
 
 install: .venv/installed
 
-# The stamp is newer than all that decides what is installed, so a second call does nothing. Bytecode is made here,
-# because where PYTHONDONTWRITEBYTECODE is set, every rank would compile some hundred files of its libraries anew.
+# The stamp file is newer than everything that determines the installation, so a second call does nothing. Bytecode is
+# compiled here, because with PYTHONDONTWRITEBYTECODE every rank would recompile hundreds of library files.
 .venv/installed: requirements.txt pyproject.toml .ci/native .ci/find-python
 	.ci/native "$(PYTHON)"
 	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
@@ -34,13 +35,13 @@ install: .venv/installed
 	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps -e .
 	touch $@
 
-# Threads of OpenMP that wait for one another sleep, where else two tests would keep each other from the cores.
+# Waiting OpenMP threads sleep instead of spinning, which would take the cores from the other test.
 test test-all quick: export OMP_WAIT_POLICY ?= PASSIVE
 
-# Ranks are forked from one process that has imported torch; here each is started as users start it.
+# Other targets fork the ranks from one process that has imported torch; here each rank starts as it does for users.
 test-all: export DRIVETRAIN_RANKS ?= started
 
-# Two tests at once, as most of their time is interpreters that import torch; then those that must run alone.
+# Two tests at a time, because they spend most of their time importing torch; then those that must run alone.
 test: install check bytecode
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not alone"
 	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(ALONE)
@@ -53,7 +54,7 @@ quick: install check bytecode
 	DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist worksteal \
 		-m "not process and not long and not slow and not gpu and not alone"
 
-# mypy needs the package under its own name, whatever the clone's folder is called.
+# mypy needs the package under its own name, whatever the name of the clone's folder.
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,7 +62,7 @@ check: install
 	mkdir -p .build && ln -sfn .. .build/drivetrain
 	MYPYPATH=.build $(BIN)/mypy --cache-dir .mypy_cache -m drivetrain $(PACKAGES:%=-p drivetrain.%)
 
-# Once, for all the interpreters that tests start: where PYTHONDONTWRITEBYTECODE is set, none of them keeps its own.
+# Once for all interpreters that tests start: with PYTHONDONTWRITEBYTECODE, they would not cache it themselves.
 bytecode: install
 	$(BIN)/python -m compileall -q *.py $(PACKAGES) tests
 

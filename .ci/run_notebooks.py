@@ -1,6 +1,6 @@
-"""Runs notebooks from top to bottom and keeps their outputs in them: `make notebooks [NOTEBOOKS="a.ipynb …"]`.
+"""Run notebooks from top to bottom and keep their outputs in them: `make notebooks [NOTEBOOKS="a.ipynb …"]`.
 
-Each runs in a kernel and an empty folder of its own, so that no output names a place of this machine.
+Each notebook runs in its own kernel, in an empty folder, so that no output contains a path of this machine.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from time import perf_counter
 import nbformat
 from nbclient import NotebookClient
 
-SECONDS = 240  # for a cell
+SECONDS = 240  # limit for a cell
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def run(path: Path) -> None:
-    """Runs one notebook; it is written only if no cell failed."""
+    """Run one notebook, and write it if no cell failed."""
     notebook = nbformat.read(path, as_version=4)
     start = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -27,10 +27,10 @@ def run(path: Path) -> None:
             store_widget_state=False, resources={"metadata": {"path": folder}},
         ).execute()  # fmt: skip
     for cell in notebook.cells:
-        if cell.cell_type == "code":  # a bar that has ended leaves nothing in a live notebook either
+        if cell.cell_type == "code":  # in a live notebook, a finished progress bar leaves nothing, either
             cell.outputs = [output for output in cell.outputs if VIEW not in output.get("data", {})]
     nbformat.write(notebook, path)
-    print(f"{path.name}: {perf_counter() - start:.0f} s, the start of the kernel included", flush=True)
+    print(f"{path.name}: {perf_counter() - start:.0f} s, including the start of the kernel", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""CIFAR-10 in two thirds of its size, without loss: each official file as a WebP picture of all its images.
+"""Pack CIFAR-10 losslessly into two thirds of its size: each official file as one WebP picture of all its images.
 
-Every file that is unpacked has the MD5 of the official one (`loaders/datasets/cifar10.py`).
+Every unpacked file has the MD5 of the official one (`loaders/datasets/cifar10.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from PIL import Image
 
 SIDE = 32
 COLUMNS = 100
-"""Images side by side in a picture, which is filled up with black; the format allows 16,383 pixels."""
+"""Images per row of a picture, which is padded with black; the format allows 16,383 pixels per side."""
 
 
 def pack(source: Path, out: Path, part_bytes: int) -> None:
@@ -24,11 +24,11 @@ def pack(source: Path, out: Path, part_bytes: int) -> None:
 
     Args:
         source: a folder that `fetch_cifar10` returned, so that its files are the official ones.
-        out: the folder to write to, made if it is not there.
-        part_bytes: the largest size of a file.
+        out: the folder to write to; created if missing.
+        part_bytes: the maximum size of a file.
 
     Raises:
-        DataError: if a file cannot be read, or a picture is larger than that.
+        DataError: if a file cannot be read, or a picture is too large.
     """
     out.mkdir(parents=True, exist_ok=True)
     for name in cifar10.MD5S:
@@ -36,7 +36,7 @@ def pack(source: Path, out: Path, part_bytes: int) -> None:
             rows = np.fromfile(source / name, np.uint8).reshape(-1, ROW)
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{source / name} is not a file of CIFAR-10: {error}. fetch_cifar10() makes one."
+                f"{source / name} is not a file of CIFAR-10: {error}. Create it with fetch_cifar10()."
             ) from error
         picture = out / f"{name}.webp"
         Image.fromarray(mosaic(rows[:, 1:])).save(picture, lossless=True, quality=75, method=4)
@@ -59,7 +59,7 @@ def unpack(source: Path, out: Path) -> None:
     """Write the official files that `pack` was given, and `batches.meta.txt`, into `out`.
 
     Raises:
-        DataError: if a part is missing, or what comes out is not the official file; nothing is left under its name.
+        DataError: if a part is missing, or the result is not the official file; then no file of that name is written.
     """
     out.mkdir(parents=True, exist_ok=True)
     for name, expected in cifar10.MD5S.items():

@@ -1,7 +1,7 @@
-"""Small data sets for `stages.py`: `data.py pictures COUNT FOLDER`, `data.py small COUNT FOLDER`.
+"""Create small data sets for `stages.py`: `data.py pictures COUNT FOLDER`, `data.py small COUNT FOLDER`.
 
-pictures: JPEGs of 256 × 256 pixels in one folder per class, from enlarged CIFAR-10 images, for the loader's benchmark
-where no photographs were given. small: train.beton and val.beton of random images, for rehearsals.
+pictures: JPEGs of 256 × 256 pixels in one folder per class, from enlarged CIFAR-10 images, for the loader benchmark
+without `--photos`. small: train.beton and val.beton of random images, for rehearsals.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ def small(count: int, folder: Path) -> None:
 if __name__ == "__main__":
     what, number, out = sys.argv[1:]
     target, fresh = Path(out), Path(f"{out}.new")
-    shutil.rmtree(fresh, ignore_errors=True)  # what a killed call has left
+    shutil.rmtree(fresh, ignore_errors=True)  # left by a killed call
     {"pictures": pictures, "small": small}[what](int(number), fresh)
     fresh.replace(target)

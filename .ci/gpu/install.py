@@ -1,11 +1,11 @@
-"""Installs a GPU kit on a machine without a network, from parts that may arrive over several calls.
+"""Install a GPU kit on a machine without a network, from parts that may arrive over several calls.
 
-    python3 install.py add     [--store FOLDER]        check the parts beside this file, and keep them
-    python3 install.py install [--store FOLDER]        add; with all parts there, unpack and install them
+    python3 install.py add     [--store FOLDER]        check the parts next to this file, and keep them in the store
+    python3 install.py install [--store FOLDER]        add; once all parts are there, unpack and install them
     python3 install.py run     [--store FOLDER] ARGS   install; then run.py with ARGS (--stage tests --seconds 480)
 
-`make gpu-kit` writes the kit; see CONTRIBUTING.md. Only the standard library is used here. The machine's own Python
-brings torch and most packages; the kit's are installed into a folder of the store, by pip, and nowhere else.
+`make gpu-kit` writes the kit; see CONTRIBUTING.md. This file uses only the standard library. The machine's Python
+provides torch and most packages; pip installs those of the kit into a folder of the store, and nowhere else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         complete = bool(parts) and all(manifest[key] for key in ("id", "python"))
     except OSError as error:
         raise KitError(
-            f"{path} cannot be read: {error}. Every call needs {MANIFEST} beside install.py."
+            f"{path} cannot be read: {error}. Every call needs {MANIFEST} next to install.py."
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise KitError(f"{path} is damaged ({error}). Copy it from the kit again.") from error
@@ -56,11 +56,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def digest(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            sha256.update(block)
+    return sha256.hexdigest()
 
 
 def check_part(path: Path, part: dict[str, Any]) -> None:
@@ -72,12 +72,12 @@ def check_part(path: Path, part: dict[str, Any]) -> None:
     size = path.stat().st_size
     if size != part["bytes"]:
         raise KitError(
-            f"{path} has {size:,} bytes, expected {part['bytes']:,}: it was cut off, or belongs to another kit. "
-            f"Carry {part['name']} again."
+            f"{path} has {size:,} bytes, expected {part['bytes']:,}: it was truncated, or belongs to another kit. "
+            f"Copy {part['name']} again."
         )
-    if (found := digest(path)) != part["sha256"]:
+    if (actual := digest(path)) != part["sha256"]:
         raise KitError(
-            f"{path} is damaged: its SHA-256 is {found}, expected {part['sha256']}. Carry {part['name']} again."
+            f"{path} is damaged: its SHA-256 is {actual}, expected {part['sha256']}. Copy {part['name']} again."
         )
 
 
@@ -91,7 +91,7 @@ def add(source: Path, store: Path) -> list[str]:
     if (parts / MANIFEST).exists() and (other := read_manifest(parts)["id"]) != manifest["id"]:
         raise KitError(
             f"{store} holds parts of another kit ({other}; this one is {manifest['id']}). Delete that folder, or "
-            f"name another with --store."
+            f"pass another with --store."
         )
     parts.mkdir(parents=True, exist_ok=True)
     _copy(source / MANIFEST, parts / MANIFEST)
@@ -104,10 +104,10 @@ def add(source: Path, store: Path) -> list[str]:
 
 
 def assemble(store: Path) -> Path:
-    """Unpack all parts into `store / "kit"`, checked once more, and return that folder.
+    """Check all parts again, unpack them into `store / "kit"`, and return that folder.
 
     Raises:
-        KitError: naming the parts that are missing or damaged.
+        KitError: naming the missing or damaged parts.
     """
     parts, target = store / "parts", store / "kit"
     manifest = read_manifest(parts)
@@ -115,14 +115,14 @@ def assemble(store: Path) -> Path:
     if missing:
         raise KitError(
             f"{len(missing)} of {len(manifest['parts'])} parts are missing in {parts}: {', '.join(missing)}. Put them "
-            f"beside install.py and run: python3 install.py add."
+            f"next to install.py and run: python3 install.py add."
         )
     if target.exists():
         return target
     for part in manifest["parts"]:
         check_part(parts / part["name"], part)
     fresh = store / "kit.unpacking"
-    shutil.rmtree(fresh, ignore_errors=True)  # what a killed call has left
+    shutil.rmtree(fresh, ignore_errors=True)  # left by a killed call
     for part in manifest["parts"]:
         with tarfile.open(parts / part["name"]) as tar:
             tar.extractall(fresh, filter="data")
@@ -133,10 +133,10 @@ def assemble(store: Path) -> Path:
 def install(store: Path) -> Path:
     """Install the kit's wheels into `store / "site"`, and its data into `store / "data"`; return `store / "kit"`.
 
-    Does nothing where that is done already.
+    Do nothing if that is done already.
 
     Raises:
-        KitError: for missing or damaged parts, another Python than the wheels are for, or a pip that fails.
+        KitError: for missing or damaged parts, a Python for which the wheels are not built, or a failure of pip.
     """
     kit = assemble(store)
     manifest = read_manifest(store / "parts")
@@ -150,7 +150,7 @@ def install(store: Path) -> Path:
             f"make gpu-kit GPU_PYTHON=python{here}."
         )
     site, wheels = store / "site", sorted(map(str, (kit / "wheels").glob("*.whl")))
-    shutil.rmtree(site, ignore_errors=True)  # what a killed call has left
+    shutil.rmtree(site, ignore_errors=True)  # left by a killed call
     _run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile",
          "--no-cache-dir", "--disable-pip-version-check", "--target", str(site), *wheels],
@@ -168,7 +168,7 @@ def install(store: Path) -> Path:
         "import json, torch, drivetrain, drivetrain.loaders.native.libffcv as libffcv; libffcv.library();"
         "print(json.dumps([drivetrain.__version__, torch.__version__, torch.cuda.is_available()]))"
     )
-    line = _run([sys.executable, "-c", check], "What was installed does not work", environment(store))
+    line = _run([sys.executable, "-c", check], "The installed packages do not work", environment(store))
     drivetrain, torch, cuda = json.loads(line.splitlines()[-1])
     text = json.dumps({"drivetrain": drivetrain, "torch": torch, "cuda": cuda, "id": manifest["id"]})
     (store / f"{DONE}.new").write_text(text)
@@ -178,7 +178,7 @@ def install(store: Path) -> Path:
 
 def environment(store: Path) -> dict[str, str]:
     """Return the environment in which the kit's packages and data are used."""
-    # Only pip's folder goes in front of the machine's packages: torch and the rest stay the machine's.
+    # Only this folder precedes the machine's packages: torch and the rest stay the machine's.
     added = {"PYTHONPATH": str(store / "site"), "DRIVETRAIN_DATA": str(store / "data")}
     if (store / "parts" / MANIFEST).exists():
         added["DRIVETRAIN_REVISION"] = str(read_manifest(store / "parts").get("revision"))
@@ -186,7 +186,7 @@ def environment(store: Path) -> dict[str, str]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file; the target is there whole or not at all."""
+    """Copy a file atomically."""
     fresh = target.with_name(f"{target.name}.new")
     shutil.copyfile(source, fresh)
     fresh.replace(target)

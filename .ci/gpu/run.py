@@ -1,15 +1,15 @@
-"""Runs the tests and measurements of a GPU machine, in stages that continue where they stopped: `make gpu`.
+"""Run the tests and measurements for GPU machines, in stages that continue where they stopped: `make gpu`.
 
     python .ci/gpu/run.py [--stage NAME …] [--seconds 480] [--state FOLDER] [--results FOLDER] [--photos FOLDER]
 
-A stage is a list of units (a file of tests, a seed, a surgery), each a process of its own. What a unit found is kept
-in `STATE/gpu-STAGE.json` when it ends, and is not repeated; a unit that was killed or failed counts as not done.
-A stage ends within `--seconds`; the next call continues it. When all of its units are done, the file is marked as
-complete, gets a summary, and is copied to `--results`. The exit status is 0 if all stages are complete, 75 if a call
-more is needed, 1 if a unit failed.
+A stage is a list of units (a file of tests, a seed, a surgery), each a separate process. When a unit ends, its result
+is stored in `STATE/gpu-STAGE.json`, and the unit is not repeated. A unit that was killed or failed counts as not done.
+A stage stops within `--seconds`; the next call continues it. When all of its units are done, the file is marked as
+complete, gets a summary, and is copied to `--results`. The exit status is 0 if all stages are complete, 75 if another
+call is needed, and 1 if a unit failed.
 
-Without `--stage`, every stage is run, each as often as it takes. With `--rehearse` everything runs on the CPU, small:
-it shows that the commands work, and its figures mean nothing.
+Without `--stage`, all stages run, each until it is complete or fails. With `--rehearse`, everything runs on the CPU
+with small data: this tests the commands, and the figures are meaningless.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from time import monotonic
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-GRACE = 8.0  # seconds that a unit has to end after SIGTERM: pytest writes its report, ranks end
-MARGIN = 1.25  # a unit is started if the time left is the longest one's so far, times this
+GRACE = 8.0  # seconds for a unit to exit after SIGTERM: pytest writes its report, ranks end
+MARGIN = 1.25  # a unit starts if the time left is at least the longest one's so far, times this
 MORE = 75  # EX_TEMPFAIL
 
 Outcome = Literal["complete", "more", "failed"]
@@ -44,9 +44,9 @@ class Unit:
     """One process of a stage.
 
     Attributes:
-        name: within its stage.
-        command: its arguments; `{out}` becomes an empty folder, where it leaves its result.
-        read: gives the result, as JSON types, from that folder; raises if there is none.
+        name: unique within its stage.
+        command: the arguments; `{out}` is replaced by an empty folder, to which it writes its result.
+        read: returns the result, as JSON types, from that folder; raises if there is none.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Stage:
     Attributes:
         name: the file is `gpu-NAME.json`.
         units: in the order in which they run.
-        summarise: gives the summary of all units' results, by name.
-        environment: variables that its units get besides the ones of this process.
+        summarise: returns the summary of all units' results, by name.
+        environment: additional environment variables of its units.
     """
 
     name: str
@@ -72,15 +72,15 @@ class Stage:
 
 
 class StageFile:
-    """The state of one stage: a JSON file that is replaced as a whole after each unit.
+    """The state of one stage: a JSON file that is replaced atomically after each unit.
 
     Args:
-        path: of the file; made at the first change.
-        stage: the stage's name, which a file that is there must have.
+        path: of the file; created at the first change.
+        stage: the stage's name, which an existing file must have.
         rehearsal: likewise.
 
     Raises:
-        StageError: if the file is damaged, or of something else.
+        StageError: if the file is damaged, or belongs to something else.
     """
 
     def __init__(self, path: Path, stage: str, rehearsal: bool) -> None:
@@ -102,16 +102,16 @@ class StageFile:
             )
             rehearsed = bool(data["rehearsal"])
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise StageError(f"{path} is damaged ({error}). Delete it to begin the stage again.") from error
+            raise StageError(f"{path} is damaged ({error}). Delete it to restart the stage.") from error
         if not fits or rehearsed != rehearsal:
             kind = "a rehearsal" if rehearsed else "a measurement"
             raise StageError(
-                f"{path} is of {kind} of stage {data['stage']!r}. Delete it, or give another --state."
+                f"{path} is of {kind} of stage {data['stage']!r}. Delete it, or pass another --state."
             )
         return dict(data)
 
     def record(self, unit: str, seconds: float, result: dict[str, Any]) -> None:
-        """Keep what a unit found.
+        """Store the result of a unit.
 
         Raises:
             StageError: if it was measured on another machine or revision than the units before.
@@ -121,7 +121,7 @@ class StageFile:
             if earlier is not None and earlier != here:
                 raise StageError(
                     f"{self.path} holds units from {earlier}; {unit!r} was measured on {here}. Figures of two "
-                    f"machines or revisions do not go together: give another --state."
+                    f"machines or revisions cannot be combined: pass another --state."
                 )
             self.data["place"] = here
         self.data["units"][unit] = {"seconds": round(seconds, 1), "result": result}
@@ -129,7 +129,7 @@ class StageFile:
         self.write()
 
     def note(self, unit: str, seconds: float, what: str, end_of_log: str) -> None:
-        """Keep why a unit is not done; the last one comes last."""
+        """Store why a unit is not done, as the last entry."""
         self.data["not_done"].pop(unit, None)
         self.data["not_done"][unit] = {"seconds": round(seconds, 1), "what": what, "end_of_log": end_of_log}
         self.write()
@@ -141,37 +141,38 @@ class StageFile:
 
 
 def place(result: dict[str, Any]) -> list[Any] | None:
-    """Return hardware, versions and revision from a result's provenance; None where it has none."""
-    found = result.get("provenance")
-    if not isinstance(found, dict):
+    """Return hardware, versions and revision from a result's provenance; None without one."""
+    provenance = result.get("provenance")
+    if not isinstance(provenance, dict):
         return None
-    hardware = found.get("hardware", {})
-    return [hardware.get("gpus"), hardware.get("processor"), found.get("versions"), found.get("git_revision")]
+    hardware = provenance.get("hardware", {})
+    versions, revision = provenance.get("versions"), provenance.get("git_revision")
+    return [hardware.get("gpus"), hardware.get("processor"), versions, revision]
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file that is there whole or as it was before."""
+    """Write a file atomically."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_text(text)
     fresh.replace(path)
 
 
 def run_stage(stage: Stage, state: Path, results: Path, seconds: float, rehearsal: bool = False) -> Outcome:
-    """Run units of a stage that are not done yet, for at most so many seconds.
+    """Run the units of a stage that are not done, for at most `seconds`.
 
     Args:
-        stage: what is run.
-        state: folder of the stage's file, its units' logs and scratch folders.
-        results: folder that gets the file when the stage is complete.
-        seconds: the limit; the first unit of a call has all of it, the next ones start only if they should fit.
-        rehearsal: whether the figures mean nothing.
+        stage: the stage to run.
+        state: folder for the stage's file, and its units' logs and scratch folders.
+        results: folder to which the file is copied when the stage is complete.
+        seconds: the limit. The first unit of a call may use all of it; the next ones start only if they should fit.
+        rehearsal: whether the figures are meaningless.
 
     Raises:
-        StageError: see `StageFile`; and if a unit does not end within all of `seconds`.
+        StageError: see `StageFile`; and if a unit does not end within the full `seconds`.
     """
     start, file = monotonic(), StageFile(state / f"gpu-{stage.name}.json", stage.name, rehearsal)
     units, not_done = file.data["units"], file.data["not_done"]
-    tried = list(not_done)  # those that failed longest ago first, so that each gets its turn
+    tried = list(not_done)  # least recently tried first, so that each gets its turn
     pending = sorted(
         (unit for unit in stage.units if unit.name not in units),
         key=lambda unit: tried.index(unit.name) if unit.name in not_done else -1,
@@ -180,7 +181,7 @@ def run_stage(stage: Stage, state: Path, results: Path, seconds: float, rehearsa
     for unit in pending:
         left = seconds - (monotonic() - start)
         if ran and left < MARGIN * expected(file, stage, unit) + GRACE:
-            # Two that fail, and do not fit into one call, would be repeated without end.
+            # Two units that fail, and do not fit into one call, would be repeated forever.
             again = failed and not_done.get(unit.name, {}).get("what", KILLED) != KILLED
             return "failed" if again else "more"
         began = monotonic()
@@ -196,7 +197,7 @@ def run_stage(stage: Stage, state: Path, results: Path, seconds: float, rehearsa
             if left < 0.9 * seconds:
                 return "more"
             raise StageError(
-                f"{stage.name}: {unit.name} did not end within {seconds:g} s; give more --seconds."
+                f"{stage.name}: {unit.name} did not end within {seconds:g} s. Pass more --seconds."
             )
         failed = True
     if failed or any(unit.name not in units for unit in stage.units):
@@ -215,7 +216,7 @@ KILLED = "killed at the time limit"
 
 
 def expected(file: StageFile, stage: Stage, unit: Unit) -> float:
-    """Return the seconds that a unit may take: what it took when it did not end, or the longest of the others."""
+    """Return the seconds that a unit may take: those of its unfinished run, or the longest of the others."""
     names = {one.name for one in stage.units}
     done = [float(one["seconds"]) for name, one in file.data["units"].items() if name in names]
     own = file.data["not_done"].get(unit.name, {}).get("seconds", 0.0)
@@ -223,12 +224,12 @@ def expected(file: StageFile, stage: Stage, unit: Unit) -> float:
 
 
 def run_unit(unit: Unit, stage: Stage, state: Path, seconds: float) -> tuple[str, dict[str, Any] | None]:
-    """Run a unit's process; return what became of it, and its result if it has one."""
+    """Run a unit's process; return its outcome in words, and its result if it has one."""
     log = state / "logs" / f"{stage.name}-{unit.name}.log"
     out = state / "scratch" / stage.name / unit.name
     for folder in (log.parent, out):
         folder.mkdir(parents=True, exist_ok=True)
-    for old in out.rglob("*.json"):  # of a call that was killed: never taken for this one's
+    for old in out.rglob("*.json"):  # left by a killed call; must not be taken for this one's
         old.unlink()
     command = [word.replace("{out}", str(out)) for word in unit.command]
     with log.open("w") as file:
@@ -251,7 +252,7 @@ def run_unit(unit: Unit, stage: Stage, state: Path, seconds: float) -> tuple[str
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a unit's process group: SIGTERM, and SIGKILL for what is left of it."""
+    """End a unit's process group: SIGTERM, then SIGKILL for the rest."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -277,15 +278,17 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stage", nargs="+", choices=stages.NAMES)
-    parser.add_argument("--seconds", type=float, default=480.0, help="limit of one call of a stage")
+    parser.add_argument("--seconds", type=float, default=480.0, help="time limit of a stage in one call")
     parser.add_argument("--state", type=Path, default=ROOT / "runs" / "gpu")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--photos", type=Path, help="a folder of JPEGs with one folder per class")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, small; the figures mean nothing")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run on the CPU with small data, to test the commands"
+    )
     options = parser.parse_args(arguments)
     state, results = options.state.resolve(), options.results.resolve()
     if options.rehearse:
-        results = state / "rehearsal"  # never among the results
+        results = state / "rehearsal"  # kept apart from real results
     outcomes: dict[str, str] = {}
     for name in options.stage or stages.NAMES:
         try:
@@ -304,5 +307,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the unit in flight is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running unit is ended, too
     sys.exit(main(sys.argv[1:]))

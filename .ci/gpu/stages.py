@@ -1,4 +1,4 @@
-"""The stages of `run.py`: what their units run, and what becomes of the units' results."""
+"""The stages of `run.py`: the commands of their units, and the summary of the units' results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SURGERIES = (
     "BlurPool", "ChannelsLast", "SqueezeExcite", "GhostBatchNorm", "WeightStandardization", "Factorize",
     "StochasticDepth", "GyroDropout", "LowPrecisionLayerNorm", "LowPrecisionGroupNorm", "ALiBi", "GatedLinearUnits",
 )  # fmt: skip
-"""Of `benchmarks/transforms.py`; a test compares."""
+"""Those of `benchmarks/transforms.py`; a test compares the two."""
 PUBLISHED = {
     "airbench94": {
         "source": "Keller Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU (2024), arXiv:2404.00498",
         "hardware": "one NVIDIA A100", "n": 1000, "accuracy": 0.9401, "seconds": 3.83, "seconds_compiled": 3.09,
     }
 }  # fmt: skip
-"""Not measured here, and on another GPU."""
+"""Published results, measured by others on another GPU."""
 
 
 def make(name: str, state: Path, photos: Path | None, rehearse: bool) -> Stage:
@@ -36,9 +36,9 @@ def make(name: str, state: Path, photos: Path | None, rehearse: bool) -> Stage:
 
     Args:
         name: one of `NAMES`.
-        state: where a rehearsal keeps its small data set.
-        photos: JPEGs with one folder per class, for the loader's benchmark; None: made from CIFAR-10.
-        rehearse: on the CPU, small.
+        state: folder for a rehearsal's small data set.
+        photos: JPEGs with one folder per class, for the loader benchmark; None: create some from CIFAR-10.
+        rehearse: whether to run on the CPU, with small data.
     """
     if name == "tests":
         return _tests(rehearse)
@@ -56,31 +56,31 @@ def _script(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def _once(folder: Path, what: str, count: str) -> None:
-    """Make a data set of which a stage reads, if it is not there."""
+    """Create a data set for a stage if it does not exist."""
     if folder.exists():
         return
     command = [sys.executable, str(Path(__file__).with_name("data.py")), what, count, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise StageError(f"{folder} could not be made:\n{done.stderr[-2000:]}")
+        raise StageError(f"{folder} could not be created:\n{done.stderr[-2000:]}")
 
 
 def _json(name: str) -> Any:
-    """A reader of the JSON file of that name, with the revision that a wheel does not know."""
+    """Return a reader of the JSON file of that name, which adds the git revision that an installed wheel lacks."""
 
     def read(out: Path) -> dict[str, Any]:
         result = json.loads((out / name).read_text())
         facts = result.get("facts", result)
-        found = facts["provenance"]
-        if found.get("git_revision") is None:
-            found["git_revision"] = os.environ.get("DRIVETRAIN_REVISION")
-        return {**result, "provenance": found}
+        provenance = facts["provenance"]
+        if provenance.get("git_revision") is None:
+            provenance["git_revision"] = os.environ.get("DRIVETRAIN_REVISION")
+        return {**result, "provenance": provenance}
 
     return read
 
 
 def _gathered(results: dict[str, Any]) -> dict[str, Any]:
-    """The provenance of the first unit, and each one's command."""
+    """Return the provenance of the first unit, and the command of each."""
     first = next(iter(results.values()))["provenance"]
     return {
         "provenance": first,
@@ -104,7 +104,7 @@ def _tests(rehearse: bool) -> Stage:
 
 
 def _junit(out: Path) -> dict[str, Any]:
-    """Counts, and each skipped test with its reason.
+    """Return the number of passed tests, and each skipped test with its reason.
 
     Raises:
         StageError: if no test ran.
@@ -201,7 +201,8 @@ def _fast(state: Path, photos: Path | None, rehearse: bool) -> Stage:  # noqa: A
 
 
 def fast_summary(results: dict[str, Any]) -> dict[str, Any]:
-    """Per contender: accuracies, and seconds to the target over the seeds that reached it; ratios by seed."""
+    """Summarise accuracies and times per contender, with the seconds to the target of the seeds that reached it, and
+    the ratios of training times by seed."""
     rows = {}
     runs = [one["contenders"] for one in results.values()]
     for name in runs[0]:
@@ -223,7 +224,7 @@ def fast_summary(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def spread(values: list[float]) -> dict[str, Any] | None:
-    """Median, extremes, number and the values themselves; None of nothing."""
+    """Return median, extremes, number and the values themselves; None if there are none."""
     if not values:
         return None
     return {

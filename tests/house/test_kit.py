@@ -144,7 +144,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("flipped", "is damaged: its SHA-256 is"), ("short", "it was cut off")]
+    ("how", "said"), [("flipped", "is damaged: its SHA-256 is"), ("short", "it was truncated")]
 )
 def test_a_damaged_part_is_named_and_not_kept(made: Path, tmp_path: Path, how: str, said: str) -> None:
     bad = parts(made)[1]
@@ -153,7 +153,7 @@ def test_a_damaged_part_is_named_and_not_kept(made: Path, tmp_path: Path, how: s
     assert done.returncode == 1
     assert done.stderr.startswith("KitError: ")
     assert said in done.stderr
-    assert f"Carry {bad.name} again." in done.stderr
+    assert f"Copy {bad.name} again." in done.stderr
     assert not (tmp_path / "store" / "parts" / bad.name).exists()
 
 
@@ -171,7 +171,7 @@ def test_one_missing_part_is_named(made: Path, tmp_path: Path) -> None:
     last.unlink()
     assert install.add(made, store) == [last.name]
     with pytest.raises(
-        install.KitError, match=rf"1 of \d+ parts are missing in .*: {last.name}\. Put them beside"
+        install.KitError, match=rf"1 of \d+ parts are missing in .*: {last.name}\. Put them next"
     ):
         install.install(store)
 

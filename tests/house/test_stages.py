@@ -112,7 +112,7 @@ def test_the_time_limit_ends_a_unit_and_all_its_processes(tmp_path: Path) -> Non
         "open(sys.argv[2] + '.child', 'w').write(str(child.pid))\n"
     )
     start = time.monotonic()
-    with pytest.raises(run.StageError, match=r"trial: unit-0 did not end within 14 s; give more --seconds"):
+    with pytest.raises(run.StageError, match=r"trial: unit-0 did not end within 14 s\. Pass more --seconds"):
         go(stage(unit(tmp_path, 0, 600, work=children + WORK)), tmp_path, 14.0)
     assert time.monotonic() - start < 60
     child = int((tmp_path / "marks.child").read_text())
@@ -174,9 +174,7 @@ def test_a_damaged_state_is_one_clear_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "state" / "gpu-trial.json"
     path.parent.mkdir()
     path.write_text(text)
-    with pytest.raises(
-        run.StageError, match=r"gpu-trial\.json is damaged .*Delete it to begin the stage again"
-    ):
+    with pytest.raises(run.StageError, match=r"gpu-trial\.json is damaged .*Delete it to restart the stage"):
         go(stage(unit(tmp_path, 0)), tmp_path)
 
 
