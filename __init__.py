@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from .errors import StrategyError as StrategyError
     from .pipeline import RECIPES as RECIPES
     from .pipeline import Checkpoints as Checkpoints
+    from .pipeline import Classification as Classification
+    from .pipeline import MultiLabel as MultiLabel
     from .pipeline import Pipeline as Pipeline
+    from .pipeline import Regression as Regression
+    from .pipeline import Segmentation as Segmentation
+    from .pipeline import Task as Task
 
 __getattr__, __dir__, __all__ = exports(__name__, __file__)

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from .runs.result import TrainingInterrupted as TrainingInterrupted
     from .spec.plan import Plan as Plan
     from .spec.plan import Step as Step
+    from .tasks.classification import Classification as Classification
+    from .tasks.multi_label import MultiLabel as MultiLabel
+    from .tasks.regression import Regression as Regression
+    from .tasks.segmentation import Segmentation as Segmentation
+    from .tasks.task import Task as Task
     from .telemetry.history import Epoch as Epoch
     from .telemetry.history import History as History
     from .telemetry.loggers import Logger as Logger

@@ -58,10 +58,12 @@ def pictures() -> Iterator[None]:
     drawn: dict[str, bytes] = {}
 
     def kind(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: kind(each) for name, each in value.items()}
         return math.isfinite(value) if isinstance(value, int | float) else value
 
     def draw(history: History) -> bytes:
-        facts = {name: type(fact) for name, fact in history.facts.items()}
+        facts = {name: type(fact) for name, fact in history.facts.items()} | {"monitor": history.monitor}
         key = repr(([[kind(value) for value in astuple(epoch)] for epoch in history.epochs], facts))
         if key not in drawn:
             drawn[key] = real(history)

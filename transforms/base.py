@@ -135,6 +135,9 @@ class Transform:
     unsafe_with: ClassVar[tuple[str, ...]] = ()
     """Families of strategies ("ddp", "fsdp", "deepspeed", "fairscale") it cannot be used with; the class
     docstring explains why."""
+    targets: ClassVar[tuple[str, ...] | None] = None
+    """The kinds of targets it can be used with, of "class indices", "labels", "values" and "masks" (see
+    `pipeline.tasks`); None: all, because it does not use them."""
     unused_parameters: ClassVar[bool] = False
     """Whether some steps leave a parameter without a gradient, so that DDP needs find_unused_parameters."""
 

@@ -40,6 +40,7 @@ class BinaryCrossEntropy(Transform):
 
     kind: ClassVar[Kind] = "loss"
     source: ClassVar[str] = "Beyer et al. 2020, arXiv:2006.07159"
+    targets: ClassVar[tuple[str, ...] | None] = ("class indices",)
 
     def loss(self, loss: Loss) -> Loss:
         """Return `binary_cross_entropy` in place of `F.cross_entropy`."""

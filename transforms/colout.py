@@ -35,6 +35,7 @@ class ColOut(Transform):
 
     kind: ClassVar[Kind] = "batch"
     source: ClassVar[str] = "MosaicML 2021, Composer's method card ColOut"
+    targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels", "values")
     after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
 
     def __post_init__(self) -> None:

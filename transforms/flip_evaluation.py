@@ -40,6 +40,7 @@ class TestTimeFlip(Transform):
     __test__: ClassVar[bool] = False
     kind: ClassVar[Kind] = "evaluation"
     source: ClassVar[str] = "Krizhevsky et al. 2012; Jordan 2024, arXiv:2404.00498"
+    targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels", "values")
 
     def __post_init__(self) -> None:
         check_count(self, "shift")

@@ -50,6 +50,7 @@ class LabelSmoothing(Transform):
 
     kind: ClassVar[Kind] = "loss"
     source: ClassVar[str] = "Szegedy et al. 2016, arXiv:1512.00567"
+    targets: ClassVar[tuple[str, ...] | None] = ("class indices",)
     after: ClassVar[tuple[str, ...]] = ("BinaryCrossEntropy",)
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ class MixUp(Transform):
 
     kind: ClassVar[Kind] = "batch"
     source: ClassVar[str] = "Zhang et al. 2018, arXiv:1710.09412"
+    targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels")
     after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
 
     def __post_init__(self) -> None:

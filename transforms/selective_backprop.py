@@ -59,6 +59,7 @@ class SelectiveBackprop(Transform):
 
     kind: ClassVar[Kind] = "batch"
     source: ClassVar[str] = "Jiang et al. 2019, arXiv:1910.00762"
+    targets: ClassVar[tuple[str, ...] | None] = ("class indices",)
     after: ClassVar[tuple[str, ...]] = ("ProgressiveResizing",)
 
     def __post_init__(self) -> None:
@@ -119,13 +120,17 @@ class SelectiveBackprop(Transform):
         self,
         images: torch.Tensor,
         targets: torch.Tensor,
-        model: Callable[[torch.Tensor], torch.Tensor],
+        model: Callable[[torch.Tensor], Any],
         loss: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         """Return one loss per image, (B,)."""
         height, width = (max(round(side * self.scale_factor), 1) for side in images.shape[-2:])
         with buffers_kept(model) if isinstance(model, nn.Module) else nullcontext():
             logits = model(resize(images, height, width))
+        if not isinstance(logits, torch.Tensor):
+            raise DataError(
+                f"SelectiveBackprop needs a model that returns one tensor of logits, not a {type(logits).__name__}."
+            )
         losses = loss(logits.float(), targets)
         if losses.dim() < 1 or len(losses) != len(images):
             raise DataError(

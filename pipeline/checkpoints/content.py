@@ -130,6 +130,10 @@ def _loss_scale(place: str, value: Any) -> None:
 
 
 _COUNT, _SPAN = _integer(), _number("[0, inf)")
+_number_or_nan = _satisfies(
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number"
+)
+"""A metric; NaN where it is undefined."""
 _text = _satisfies(lambda value: isinstance(value, str) and value != "", "a text")
 _object = _satisfies(lambda value: isinstance(value, dict), "an object")
 _anything = _satisfies(lambda _: True, "")
@@ -144,16 +148,23 @@ _SCALE = _record(
 _EPOCH = _record(
     {
         "epoch": _integer(1), "loss": _number(), "val_loss": _optional(_number()),
-        "accuracy": _optional(_number("[0, 1]")), "images_per_s": _SPAN, "data_wait_fraction": _SPAN, "seconds": _SPAN,
+        "metrics": _dict_of(_number_or_nan), "images_per_s": _SPAN, "data_wait_fraction": _SPAN, "seconds": _SPAN,
         "lr": _SPAN, "skipped": _COUNT,
     }
 )  # fmt: skip
+
+
+_MONITOR = _record(
+    {"name": _text, "higher_is_better": _satisfies(lambda value: isinstance(value, bool), "true or false")}
+)
 
 
 def _history(place: str, value: Any) -> None:
     _record({"epochs": _list_of(_EPOCH)}, more=True)(place, value)
     _list_of(_dict_of(_anything))(f"{place}.resumed", value.get("resumed", []))
     _dict_of(_anything)(f"{place}.provenance", value.get("provenance", {}))
+    if "monitor" in value:
+        _MONITOR(f"{place}.monitor", value["monitor"])
 
 
 _GROUP = _record({"params": _list_of(_text), "lr": _SPAN}, more=True)

@@ -27,9 +27,9 @@ class Checkpoints:
 
     Attributes:
         every_steps: save after every this many optimizer steps, in addition to the end of each epoch, which always
-            saves because only there is an accuracy known. None, the default: only at the end of each epoch.
+            saves because only there are metrics known. None, the default: only at the end of each epoch.
         keep: number of newest checkpoints to keep. Integer ≥ 1. Default 2: if one is damaged, the other remains.
-        keep_best: also keep the checkpoint with the highest accuracy; of equal ones the first. Default True.
+        keep_best: also keep the checkpoint with the best monitored metric; of equal ones the first. Default True.
         background: write the files in a thread while training continues. The values are copied to the CPU first,
             which takes the memory of one checkpoint there. Default True.
 
@@ -177,8 +177,8 @@ class CheckpointDir:
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the highest accuracy, of equal ones the first; None if none has an accuracy."""
-    rated = [(c.accuracy, -c.content.step, c) for c in checkpoints if c.accuracy is not None]
+    """Return the checkpoint with the best monitored metric, of equal ones the first; None if none has one."""
+    rated = [(c.score, -c.content.step, c) for c in checkpoints if c.score is not None]
     return max(rated, key=lambda entry: entry[:2])[2] if rated else None
 
 

@@ -41,7 +41,7 @@ def export(
         names: `"plain"`: the parameter names of the model before surgery, which can load the file with
             `load_state_dict`. Tensors that a surgery adds and the plain model does not have keep their names, see
             `Transform.to_plain`. `"trained"`: the names of the model after surgery.
-        best: for the folder of a run, take the checkpoint with the highest accuracy instead.
+        best: for the folder of a run, take the checkpoint with the best monitored metric instead.
         model: for plain names, the model before surgery, as `Pipeline` takes it: `"module:factory"`, a factory, called
             with the options that it was trained with, or a module. None: the model that the checkpoint names, which
             must be one of torchvision's or Drivetrain's, because opening a checkpoint runs no code.
@@ -133,7 +133,7 @@ def _best(place: Path) -> Checkpoint:
     best = best_of(list(store.of_run(store.run)))
     if best is None:
         raise CheckpointError(
-            f"{store.folder} has no checkpoint of its run with an accuracy. Remove best=True (--best), or pass the "
+            f"{store.folder} has no checkpoint of its run with a monitored metric. Remove best=True (--best), or pass the "
             f"path of a checkpoint."
         )
     best.verify()

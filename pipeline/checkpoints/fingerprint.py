@@ -43,6 +43,7 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "loader": data.loader,
         "load settings": dict(data.settings),
         "transforms": [identity(transform) for transform in plan.transforms],
+        "task": identity(plan.spec.goal) if plan.spec.goal is not None else "Classification()",
         "optimizer": optimization.optimizer if by_name else "a factory",
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
         "schedule": optimization.schedule,  # a function by its identity

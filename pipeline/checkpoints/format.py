@@ -195,9 +195,13 @@ class Checkpoint:
         return Tensors(readers)
 
     @property
-    def accuracy(self) -> float | None:
-        """Top-1 accuracy of the epoch that it ends; None in the middle of an epoch, or without validation."""
-        return None if self.content.step_in_epoch else self.content.history.accuracy
+    def score(self) -> float | None:
+        """The monitored metric after the epoch at whose end it was saved, negated if lower is better; None within an
+        epoch, or without validation."""
+        content = self.content
+        if content.step_in_epoch or not content.history.epochs:
+            return None
+        return content.history.monitor.score(content.history.epochs[-1])
 
     def _names(self, kind: str) -> list[str]:
         """Return the names of a kind's files: one, or one for each rank."""

@@ -60,6 +60,7 @@ def train(
     from ..runs.config import FitConfig
     from ..runs.fit import fit
     from ..runs.result import TrainingInterrupted
+    from ..telemetry.history import shown
 
     if ledger:
         from ..ledger.measure import check_asked
@@ -77,9 +78,9 @@ def train(
             return
         for report in result.reports:
             print(report)
-        if result.accuracy is not None:
+        if result.metrics:
             epochs = len(result.history.epochs)
-            print(f"top-1 accuracy {result.accuracy:.2%} after {epochs} epoch{'s' * (epochs != 1)}")
+            print(f"{', '.join(shown(result.metrics))} after {epochs} epoch{'s' * (epochs != 1)}")
         if ledger:
             measure(pipeline, ledger_seconds, out)
         if out is not None:
@@ -99,7 +100,9 @@ def export(
     out: Annotated[Path, "The .safetensors file to write."],
     *,
     names: Annotated[str, "Names of the weights: plain (before surgery) or trained (after it)."] = "plain",
-    best: Annotated[bool, "Export the checkpoint of highest accuracy instead of the newest."] = False,
+    best: Annotated[
+        bool, "Export the checkpoint of the best monitored metric instead of the newest."
+    ] = False,
     model: Annotated[
         str | None,
         "Factory of the model before surgery, if it is a custom one. Importing its module runs its code; a checkpoint "

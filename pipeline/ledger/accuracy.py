@@ -12,7 +12,7 @@ from ...errors import PlanError
 from ..runs.config import FitConfig
 from ..runs.fit import fit
 from ..spec.resolve import ResolvedPlan
-from ..telemetry.history import Epoch
+from ..telemetry.history import Epoch, Monitor, is_fraction
 from .data import Trained, VariantId
 from .runner import described
 from .variants import Variant
@@ -29,8 +29,13 @@ def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:
         raise PlanError("Number of epochs not set. Pass ledger(accuracy=True, epochs=…) (--epochs).")
     if plan.data.val is None:
         raise PlanError("accuracy=True needs validation data. Pass a second file to load() (--val).")
+    if not is_fraction(plan.task.monitor):
+        raise PlanError(
+            f"accuracy=True compares a fraction such as top1, and {plan.task} monitors {plan.task.monitor!r}. Choose "
+            "another monitor of the task."
+        )
     if target is not None and not is_number(target, "(0, 1]"):
-        raise PlanError(f"target={target!r} is a top-1 accuracy and must be a number in (0, 1].")
+        raise PlanError(f"target={target!r} is an accuracy and must be a number in (0, 1].")
     return epochs
 
 
@@ -61,21 +66,21 @@ def train_each(
 
 def _trained(variant: Variant, epochs: int, target: float | None, sets_target: bool) -> Trained:
     try:
-        history = fit(variant.spec, FitConfig(epochs=epochs, progress=False, checkpoints=None)).history.epochs
+        run = fit(variant.spec, FitConfig(epochs=epochs, progress=False, checkpoints=None)).history
     except Exception as error:  # e.g. out of memory: continue with the others
         return Trained(failed=described(error))
-    accuracy = history[-1].accuracy
+    accuracy, history = run.monitored, run.epochs
     if target is None and sets_target:
         target = accuracy
     return Trained(
         accuracy,
         sum(epoch.seconds for epoch in history),
-        None if target is None else seconds_to(target, history),
+        None if target is None else seconds_to(target, history, run.monitor),
     )
 
 
-def seconds_to(target: float, history: Sequence[Epoch]) -> float | None:
-    """Return the seconds until the end of the first epoch that reaches `target`; None if none does."""
+def seconds_to(target: float, history: Sequence[Epoch], monitor: Monitor) -> float | None:
+    """Return the seconds until the end of the first epoch whose metric reaches `target`; None if none does."""
     spent = accumulate(epoch.seconds for epoch in history)
     pairs = zip(history, spent, strict=True)
-    return next((at for epoch, at in pairs if epoch.accuracy is not None and epoch.accuracy >= target), None)
+    return next((at for epoch, at in pairs if (monitor.of(epoch) or -1.0) >= target), None)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -26,6 +25,8 @@ from ...transforms.no_weight_decay import note_shape
 from ..runs.fit import resolve_data
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
+from ..tasks.metrics import compute
+from ..tasks.task import LossFunction, TaskLoss, to_float
 from ..training.build import (
     Parts,
     fork_rng,
@@ -123,8 +124,8 @@ def _check_methods(transforms: tuple[Transform, ...]) -> None:
 class LitModule(pl.LightningModule):
     """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule.
 
-    It logs `loss`, `val_loss` and `accuracy` of each epoch, over all ranks. Random layers (dropout) depend on the
-    pipeline's seed, as in `fit`.
+    It logs `loss`, `val_loss` and the task's metrics of each epoch, over all ranks. Random layers (dropout) depend on
+    the pipeline's seed, as in `fit`.
 
     Args:
         parts: the pipeline, and its model after surgery, which maps images `(B, 3, H, W)` to logits `(B, C)`.
@@ -137,9 +138,12 @@ class LitModule(pl.LightningModule):
         plan = parts.plan
         self.model = parts.model
         self._plan, self._epochs, self._steps = plan, epochs, epochs * steps
-        self._loss = training_loss(plan)
+        self._loss = TaskLoss(plan.task, training_loss(plan, torch.device("cpu")))
+        self._width = parts.width
+        self._criterion: LossFunction = plan.task.loss
+        self._meters: dict[str, Any] = {}
         self._hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
-        self._sums = torch.zeros(3)
+        self._sums = torch.zeros(2)
         self._random = ExitStack()
         for parameter in self.model.parameters():
             note_shape(parameter)  # FSDP1 flattens them before the optimizer is built
@@ -171,6 +175,7 @@ class LitModule(pl.LightningModule):
         self._hooks.state.total_steps = self._steps
         for transform in self._plan.transforms:
             transform.begin(self.model, self._steps)
+        self._loss = TaskLoss(self._plan.task, training_loss(self._plan, self.device))
         self._random.enter_context(fork_rng(self._plan.seed))
 
     def on_train_epoch_start(self) -> None:
@@ -187,30 +192,35 @@ class LitModule(pl.LightningModule):
         self._hooks.state.step = self.trainer.global_step
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
         images, targets = self._hooks.apply_batch_transforms(batch, number, self.model, self._loss)
-        loss = self._loss(self.model(images).float(), targets)
+        loss = self._loss(to_float(self.model(images)), targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
         # Lightning divides the loss by `accumulate`, and DeepSpeed divides it again.
         return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
 
     def on_validation_epoch_start(self) -> None:
-        """Reset this rank's sums: loss, correct predictions, samples."""
-        self._sums = torch.zeros(3, device=self.device, dtype=torch.float64)
+        """Reset this rank's sums: loss, samples, and the metrics' own."""
+        task = self._plan.task
+        self._sums = torch.zeros(2, device=self.device, dtype=torch.float64)
+        self._criterion = task.move(self.device)
+        self._meters = {name: meter.to(self.device) for name, meter in task.meters(self._width).items()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Add one batch to the sums; a rank's share of a small last batch may be empty."""
         images, labels = batch
+        task = self._plan.task
         if not len(images):
             self.model(images.new_zeros(1, *images.shape[1:]))  # gathering sharded parameters needs all ranks
             return
-        logits = self._hooks.predict(self.model, images).float()
-        self._sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        self._sums[1] += (logits.argmax(1) == labels).sum()
-        self._sums[2] += len(labels)
+        outputs = to_float(self._hooks.predict(lambda images: task.outputs(self.model(images)), images))
+        self._sums[0] += self._criterion(outputs, labels) * len(labels)
+        self._sums[1] += len(labels)
+        for meter in self._meters.values():
+            meter.update(outputs, task.metric_targets(labels))
 
     def on_validation_epoch_end(self) -> None:
-        """Log mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks."""
-        loss, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
-        self.log_dict({"val_loss": loss / count, "accuracy": correct / count})
+        """Log the mean loss and the metrics over all samples of all ranks."""
+        loss, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
+        self.log_dict({"val_loss": loss / count, **compute(self._meters, self.trainer.world_size)})
 
     def configure_gradient_clipping(
         self,

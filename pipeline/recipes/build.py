@@ -11,6 +11,7 @@ from ...errors import DataError, PlanError, RecipeError, StrategyError
 from ..spec.config import DataConfig, DistributedConfig, OptimizerConfig
 from ..spec.options import Config, options_of
 from ..spec.pipeline_spec import PipelineSpec
+from ..tasks import registry as tasks
 from .presets import completed
 from .schema import keys_of
 
@@ -36,6 +37,9 @@ def build_pipeline(recipe: str | Path | Mapping[str, Any], overrides: Mapping[st
     try:
         pipeline = kind(full["model"], seed=full["seed"], **full["model_options"])
         pipeline = pipeline.load(**_arguments(DataConfig, full))
+        if full["task"] is not None:
+            task = full["task"]
+            pipeline = pipeline.task(tasks.get(**({"name": task} if isinstance(task, str) else task)))
         pipeline = pipeline.transform(*(transforms.get(**entry) for entry in full["transforms"]))
         if given & keys_of(OptimizerConfig).keys():
             arguments = _arguments(OptimizerConfig, full)

@@ -19,6 +19,8 @@ from ..spec.config import DistributedConfig, OptimizerConfig
 from ..spec.names import name_of
 from ..spec.options import Config
 from ..spec.pipeline_spec import PipelineSpec
+from ..tasks import registry as tasks
+from ..tasks.task import Task
 from .schema import keys_of
 
 
@@ -30,6 +32,8 @@ def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
     recipe: dict[str, Any] = {} if pipeline.recipe is None else {"name": pipeline.recipe}
     recipe |= {"model": _model(pipeline), "model_options": _plain("model_options", pipeline.model_options)}
     recipe |= _values(data)
+    if pipeline.goal is not None:
+        recipe["task"] = _task(pipeline.goal)
     recipe["transforms"] = _transforms(pipeline)
     if optimization is not None:
         recipe |= _values(
@@ -66,6 +70,14 @@ def _model(pipeline: PipelineSpec) -> str:
             "module; its name in a recipe is then package.module:factory."
         )
     return name
+
+
+def _task(task: Task) -> dict[str, Any]:
+    try:
+        entry = tasks.to_dict(task)
+    except PlanError as error:
+        raise RecipeError(str(error)) from error
+    return {key: _plain(f"task: {key}", value) for key, value in entry.items()}
 
 
 def _transforms(pipeline: PipelineSpec) -> list[dict[str, Any]]:

@@ -43,6 +43,14 @@ _BEFORE = {
         default={},
     ),
 }
+_TASK = {
+    "task": Option(
+        "what it trains for: Classification, MultiLabel, Regression or package.module:Class; or {name, …arguments}; "
+        "null: Classification",
+        (TEXT, MAPPING, NULL),
+        default=None,
+    )
+}
 _TRANSFORMS = {"transforms": Option("list of transforms, each {name, …options}", (LIST,), default=[])}
 _AFTER = {
     "epochs": Option(
@@ -71,6 +79,7 @@ def keys_of(config: type[Config]) -> dict[str, Option]:
 SCHEMA = (
     _BEFORE
     | keys_of(DataConfig)
+    | _TASK
     | _TRANSFORMS
     | keys_of(OptimizerConfig)
     | keys_of(DistributedConfig)
@@ -134,12 +143,18 @@ def check_values(full: Mapping[str, Any], origin: Origin) -> None:
             f"{origin.at('optimizer')}: optimizer={dict(full['optimizer'])} needs a name: "
             f"{options_of(OptimizerConfig)['optimizer'].help}."
         )
+    _check_entries(full, origin)
+    _check_texts_that_are_numbers(full, origin)
+
+
+def _check_entries(full: Mapping[str, Any], origin: Origin) -> None:
+    if isinstance(full["task"], Mapping) and not isinstance(full["task"].get("name"), str):
+        raise RecipeError(f"{origin.at('task')}: task={dict(full['task'])} needs a name: {KEYS['task']}.")
     for entry in full["transforms"]:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
             raise RecipeError(
                 f"{origin.at('transforms')}: the transform {entry!r:.200} must be a dict with a name."
             )
-    _check_texts_that_are_numbers(full, origin)
 
 
 def _check_kind(key: str, value: object, origin: Origin) -> None:

@@ -45,8 +45,17 @@ class FitResult:
         """Top-1 accuracy (0 to 1) on the validation data after the last epoch; None without."""
         return self.history.accuracy
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`val_loss` and the task's metrics on the validation data after the last epoch; empty without."""
+        if not self.history.epochs or self.history.epochs[-1].val_loss is None:
+            return {}
+        last = self.history.epochs[-1]
+        return {"val_loss": last.val_loss, **last.metrics}  # type: ignore[dict-item]
+
     def __repr__(self) -> str:
-        return f"FitResult(accuracy={self.accuracy}, epochs={len(self.history.epochs)})"
+        monitor, value = self.history.monitor, self.history.monitored
+        return f"FitResult({monitor.name}={value}, epochs={len(self.history.epochs)})"
 
     def _repr_html_(self) -> str:
         """Return the history, with the plan and the transforms' changes folded."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..checkpoints.fingerprint import (
 from ..checkpoints.format import Checkpoint, Part
 from ..checkpoints.writer import CheckpointWriter
 from ..spec.resolve import ResolvedPlan
-from ..telemetry.history import Epoch, History
+from ..telemetry.history import Epoch, History, format_metric
 from ..telemetry.metrics import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress, progress_file
@@ -58,7 +59,9 @@ class Run:
         self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length)
         self._store = None if job.folder is None else CheckpointDir(job.folder.resolve() / "checkpoints")
         self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice)
-        facts: dict[str, Any] = {"recipe": plan.recipe, "seed": plan.seed, "provenance": provenance()}
+        facts: dict[str, Any] = {
+            "recipe": plan.recipe, "seed": plan.seed, "provenance": provenance(), "monitor": asdict(built.monitor),
+        }  # fmt: skip
         if built.engine.note:
             facts["strategy"] = built.engine.note
         self._artifacts = RunArtifacts(job, outcome, self._lead, facts)
@@ -165,17 +168,19 @@ class Run:
             hooks.begin_epoch(self._engine, built.train, self._image_size)
         total, show = self._length * built.train.settings.batch_size, job.progress and self._lead
         file = progress_file(job.in_cell)
-        with Progress(number, job.epochs, total, artifacts.history.accuracy, show=show, file=file) as bar:
+        with Progress(number, job.epochs, total, _latest(artifacts.history), show=show, file=file) as bar:
             observer = Observers(bar, self._observer)
             stats = train_epoch(self._engine, built.train, built.loss, hooks, self._schedule, observer)
             with self._evaluating():
-                val_loss, accuracy = evaluate(self._engine, built.val, hooks) if built.val else (None, None)
+                task = self._plan.task
+                metrics = evaluate(self._engine, built.val, hooks, task) if built.val else {}
+                val_loss = metrics.pop("val_loss", None)
                 self._check(number, stats, val_loss)
                 epoch = Epoch(
                     epoch=number,
                     loss=stats.loss,
                     val_loss=val_loss,
-                    accuracy=accuracy,
+                    metrics=metrics,
                     images_per_s=stats.images / stats.seconds,
                     data_wait_fraction=stats.data_wait_s / stats.seconds,
                     seconds=earlier + perf_counter() - start,
@@ -228,3 +233,9 @@ class Run:
             f"{good} Lower the learning rate ({optimization.describe()}), add warm-up, set "
             f"clip_norm, or skip such steps with fit(on_nonfinite='skip')."
         )
+
+
+def _latest(history: History) -> str:
+    """Return the monitored metric after the last epoch as text; "" if there is none."""
+    value, monitor = history.monitored, history.monitor
+    return "" if value is None else f"{monitor} {format_metric(monitor.name, value)}"

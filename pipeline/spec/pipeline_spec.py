@@ -18,6 +18,8 @@ from ...errors import PlanError
 from ...strategies import OptimizerFactory, Strategy
 from ...transforms import Transform
 from ..models.factories import model_factory
+from ..tasks.classification import Classification
+from ..tasks.task import Task
 from .config import DataConfig, DistributedConfig, MatmulPrecision, OptimizerConfig, source_name
 from .frozen import FrozenDict
 from .kinds import check_hook, sort_transforms
@@ -41,6 +43,7 @@ class PipelineSpec:
     seed: int = 0
     epochs: int | None = None
     recipe: str | None = None
+    goal: Task | None = None
 
     def __init__(
         self, model: str | Callable[..., nn.Module] | nn.Module, *, seed: int = 0, **model_options: Any
@@ -100,6 +103,11 @@ class PipelineSpec:
         """The options of `distribute`; the defaults if it was not called and `distribution` is None."""
         return self.distribution or DistributedConfig()
 
+    @property
+    def target(self) -> Task:
+        """The task; classification if `task` was not called and `goal` is None."""
+        return self.goal or Classification()
+
     @documented(DataConfig)
     def load(
         self,
@@ -143,6 +151,19 @@ class PipelineSpec:
             check_hook(transform)
         sort_transforms((*self.transforms, *transforms))
         return self.replace(transforms=(*self.transforms, *transforms))
+
+    def task(self, task: Task) -> Self:
+        """Set what the pipeline trains for: `Classification` (the default), `MultiLabel`, `Regression`, `Segmentation`,
+        or a task of your own.
+
+        Raises:
+            PlanError: if it is not a task.
+        """
+        given: object = task
+        if not isinstance(given, Task):
+            hint = f" Did you mean {given.__name__}()?" if isinstance(given, type) else ""
+            raise PlanError(f"task() takes a task such as MultiLabel(), not {given!r:.80}.{hint}")
+        return self.replace(goal=task)
 
     @documented(OptimizerConfig)
     def optimize(
@@ -197,6 +218,8 @@ class PipelineSpec:
         lines = [f"{type(self).__name__}({_call((name,), {**head, **self.model_options})})"]
         if self.data:
             lines.append(f"  .load({_call(*self.data.arguments())})")
+        if self.goal is not None:
+            lines.append(f"  .task({self.goal!r})")
         if self.transforms:
             lines.append(f"  .transform({', '.join(map(repr, self.transforms))})")
         if self.optimization is not None:

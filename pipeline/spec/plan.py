@@ -73,7 +73,7 @@ def lay_out(
     steps += _wrapping_steps(how)
     steps += _gpu_steps(how, transforms)
     steps += [
-        Step("check the output", "Drivetrain", "its width must be the data's number of classes"),
+        Step("check the output", "Drivetrain", "its width must be that of the data's targets"),
         Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
              f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
              f"after surgery{_slow_bf16(how)}"),
@@ -84,7 +84,11 @@ def lay_out(
     ]  # fmt: skip
     later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
-    steps += [Step("loss: cross entropy", "default", "class indices or probabilities")]
+    steps += [
+        Step(
+            f"loss: {spec.target.loss_name}", "default" if spec.goal is None else ".task()", spec.target.about
+        )
+    ]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
     return tuple(steps)
 

@@ -15,6 +15,7 @@ from ...errors import PlanError
 from ...strategies import Strategy
 from ...strategies.launching.group import needs_ranks
 from ...transforms import Transform
+from ..tasks.task import Task
 from .config import DataConfig, DistributedConfig, OptimizerConfig
 from .kinds import sort_transforms
 from .pipeline_spec import PipelineSpec
@@ -56,6 +57,11 @@ class ResolvedPlan:
     def seed(self) -> int:
         """The seed of weights, sample order and augmentation."""
         return self.spec.seed
+
+    @property
+    def task(self) -> Task:
+        """What the pipeline trains for."""
+        return self.spec.target
 
     @property
     def recipe(self) -> str | None:

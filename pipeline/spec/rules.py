@@ -154,6 +154,17 @@ def _counted_forwards(spec: PipelineSpec) -> None:
         )
 
 
+def _targets(spec: PipelineSpec) -> None:
+    task = spec.target
+    for transform in spec.transforms:
+        if transform.targets is not None and task.kind not in transform.targets:
+            kinds = " or ".join(transform.targets)
+            raise PlanError(
+                f"{_name(transform)} needs targets that are {kinds}, but {type(task).__name__} has {task.kind}. Leave "
+                "it out."
+            )
+
+
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _unsafe_strategies,
     _unused_parameters,
@@ -164,6 +175,7 @@ RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _sequences_of_images,
     _compiled,
     _counted_forwards,
+    _targets,
 )
 """Every rule, one function each."""
 

@@ -1,4 +1,4 @@
-"""The plot of a run: loss, accuracy, learning rate and throughput over its epochs."""
+"""The plot of a run: loss, monitored metric, learning rate and throughput over its epochs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from ...errors import require
-from .history import Epoch, History
+from .history import Epoch, History, format_metric, is_fraction
 
 INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
 
@@ -23,20 +23,23 @@ def draw(history: History) -> bytes:
     # The layout and the titles' heights are set by hand: finding them takes matplotlib longer than the drawing.
     figure.subplots_adjust(left=0.08, right=0.985, bottom=0.085, top=0.89, hspace=0.18, wspace=0.2)
     epochs = history.epochs
-    (losses, accuracy), (rate, speed) = figure.subplots(2, 2, sharex=True)
+    monitor = history.monitor
+    in_percent = is_fraction(monitor.name)
+    (losses, metric), (rate, speed) = figure.subplots(2, 2, sharex=True)
     _curve(losses, epochs, [epoch.loss for epoch in epochs], TRAIN, "training (its own loss function)")
-    _curve(losses, epochs, [epoch.val_loss for epoch in epochs], VAL, "validation (cross entropy)")
+    _curve(losses, epochs, [epoch.val_loss for epoch in epochs], VAL, "validation (the task's own)")
     losses.legend(frameon=False, fontsize=8)
-    _curve(accuracy, epochs, [percent(epoch.accuracy) for epoch in epochs], VAL, "accuracy")
-    _name_the_best(accuracy, epochs)
+    values = [monitor.of(epoch) for epoch in epochs]
+    _curve(metric, epochs, [*map(percent, values)] if in_percent else values, VAL, monitor.name)
+    _name_the_best(metric, history)
     _curve(rate, epochs, [epoch.lr for epoch in epochs], TRAIN, "lr")
     _curve(speed, epochs, [epoch.images_per_s for epoch in epochs], TRAIN, "images/s")
     speed.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     titles = (
-        "loss, mean of the epoch", "top-1 accuracy in validation, %", "learning rate at the epoch's end",
+        "loss, mean of the epoch", f"{monitor} in validation{', %' * in_percent}", "learning rate at the epoch's end",
         "training throughput, images/s",
     )  # fmt: skip
-    for axes, title in zip((losses, accuracy, rate, speed), titles, strict=True):
+    for axes, title in zip((losses, metric, rate, speed), titles, strict=True):
         axes.set_title(title, loc="left", y=1.0, fontsize=10, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e8ea", linewidth=0.8)
@@ -66,15 +69,17 @@ def _curve(axes: Any, epochs: list[Epoch], values: list[float | None], color: st
         axes.plot([], [])
 
 
-def _name_the_best(axes: Any, epochs: list[Epoch]) -> None:
-    known = [epoch for epoch in epochs if epoch.accuracy is not None]
+def _name_the_best(axes: Any, history: History) -> None:
+    monitor = history.monitor
+    known = [(score, epoch) for epoch in history.epochs if (score := monitor.score(epoch)) is not None]
     if not known:
         axes.text(0.5, 0.5, "no validation data", transform=axes.transAxes, ha="center", color=INK)
         axes.set_yticks([])
         return
-    best = max(known, key=lambda epoch: epoch.accuracy or 0.0)
+    best = max(known, key=lambda pair: pair[0])[1]
+    text = format_metric(monitor.name, monitor.of(best) or 0.0)
     axes.text(
-        1.0, 1.02, f"best {best.accuracy:.2%}, epoch {best.epoch}", transform=axes.transAxes, ha="right", va="bottom",
+        1.0, 1.02, f"best {text}, epoch {best.epoch}", transform=axes.transAxes, ha="right", va="bottom",
         fontsize=9, color=VAL,
     )  # fmt: skip
 

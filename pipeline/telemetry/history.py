@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ class Epoch:
     Attributes:
         epoch: counted from 1.
         loss: mean of the training loss function.
-        val_loss, accuracy: mean cross entropy and top-1 accuracy (0 to 1) on the validation data; None without.
+        val_loss: mean of the task's own loss on the validation data; None without.
+        metrics: the task's metrics on the validation data, by name; empty without.
         images_per_s: training throughput over all ranks, without evaluation.
         data_wait_fraction: fraction of the training time spent waiting for data, 0 to 1.
         seconds: duration of the full epoch, including evaluation.
@@ -30,17 +32,29 @@ class Epoch:
     epoch: int
     loss: float
     val_loss: float | None
-    accuracy: float | None
+    metrics: Mapping[str, float]
     images_per_s: float
     data_wait_fraction: float
     seconds: float
     lr: float
     skipped: int = 0
 
+    @property
+    def accuracy(self) -> float | None:
+        """Top-1 accuracy (0 to 1) on the validation data; None without, or if the task has no metric `top1`."""
+        return self.metrics.get("top1")
+
+    def values(self) -> dict[str, float]:
+        """Return all numbers by name, the metrics among them; those that were not measured are missing."""
+        found: dict[str, float] = {}
+        for name, value in asdict(self).items():
+            found |= value if name == "metrics" else {} if value is None else {name: value}
+        return found
+
     def __str__(self) -> str:
         parts = [f"epoch {self.epoch}", f"loss {self.loss:.4f}"]
-        if self.accuracy is not None:
-            parts += [f"val loss {self.val_loss:.4f}", f"accuracy {self.accuracy:.2%}"]
+        if self.val_loss is not None:
+            parts += [f"val loss {self.val_loss:.4f}", *shown(self.metrics)]
         parts += [
             f"{self.images_per_s:,.0f} images/s",
             f"waiting {self.data_wait_fraction:.0%}",
@@ -51,11 +65,27 @@ class Epoch:
         return "  ".join(parts)
 
 
+def shown(metrics: Mapping[str, float]) -> list[str]:
+    """Return each metric as text, fractions in percent."""
+    return [f"{name} {format_metric(name, value)}" for name, value in metrics.items()]
+
+
+def format_metric(name: str, value: float) -> str:
+    """Return a metric's value as text: in percent if it is a fraction of the samples."""
+    return f"{value:.2%}" if is_fraction(name) else f"{value:.4g}"
+
+
+def is_fraction(name: str) -> bool:
+    """Return whether a metric is known to be a fraction, 0 to 1, for which percent is usual."""
+    return name in _FRACTIONS or (name.startswith("top") and name[3:].isdigit())
+
+
+_FRACTIONS = {"accuracy", "f1", "precision", "recall", "map", "miou", "pixel_accuracy"}
+
 COLUMNS = {
     "epoch": ("epoch", "d"),
     "loss": ("loss", ".4f"),
     "val_loss": ("val loss", ".4f"),
-    "accuracy": ("accuracy", ".2%"),
     "images_per_s": ("images/s", ",.0f"),
     "data_wait_fraction": ("waiting for data", ".0%"),
     "seconds": ("seconds", ".1f"),
@@ -63,6 +93,32 @@ COLUMNS = {
     "skipped": ("steps skipped", "d"),
 }
 """The fields of an `Epoch` in the order of a log's columns, with heading and format in notebooks."""
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """The value that decides which epoch is best.
+
+    Attributes:
+        name: `val_loss`, or a metric of the task.
+        higher_is_better: the direction.
+    """
+
+    name: str = "top1"
+    higher_is_better: bool = True
+
+    def of(self, epoch: Epoch) -> float | None:
+        """Return the value after an epoch; None if it is unknown or NaN."""
+        value = epoch.val_loss if self.name == "val_loss" else epoch.metrics.get(self.name)
+        return None if value is None or value != value else value
+
+    def score(self, epoch: Epoch) -> float | None:
+        """Return the value after an epoch, negated if lower is better."""
+        value = self.of(epoch)
+        return None if value is None else value if self.higher_is_better else -value
+
+    def __str__(self) -> str:
+        return self.name.replace("_", " ")
 
 
 @dataclass(repr=False)
@@ -92,16 +148,32 @@ class History:
         """Top-1 accuracy (0 to 1) on the validation data after the last epoch; None without."""
         return self.epochs[-1].accuracy if self.epochs else None
 
+    @property
+    def monitor(self) -> Monitor:
+        """What decides which epoch is best."""
+        return Monitor(**self.facts.get("monitor", {}))
+
+    @property
+    def monitored(self) -> float | None:
+        """The monitored value after the last epoch; None if it is unknown."""
+        return self.monitor.of(self.epochs[-1]) if self.epochs else None
+
     def __repr__(self) -> str:
         return "\n".join(map(str, self.epochs)) or "no finished epoch"
 
     def _repr_html_(self) -> str:
         if not self.epochs:
             return "<i>no finished epoch</i>"
-        measured = [n for n in COLUMNS if any(getattr(epoch, n) is not None for epoch in self.epochs)]
-        rows = [[_cell(name, getattr(epoch, name)) for name in measured] for epoch in self.epochs]
-        return Table([COLUMNS[name][0] for name in measured], rows, figures=True).html()
+        values = [epoch.values() for epoch in self.epochs]
+        names = [*COLUMNS]
+        at = names.index("val_loss") + 1
+        names[at:at] = dict.fromkeys(name for epoch in self.epochs for name in epoch.metrics)
+        measured = [name for name in names if any(name in row for row in values)]
+        rows = [[_cell(name, row.get(name)) for name in measured] for row in values]
+        return Table([COLUMNS.get(name, (name,))[0] for name in measured], rows, figures=True).html()
 
 
-def _cell(name: str, value: Any) -> str:
-    return "" if value is None else format(value, COLUMNS[name][1])
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return format(value, COLUMNS[name][1]) if name in COLUMNS else format_metric(name, value)

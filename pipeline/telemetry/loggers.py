@@ -28,6 +28,8 @@ LOG_EVERY = 50
 NAMES, METRICS = ("csv", "tensorboard"), "metrics.csv"
 EPOCH = tuple(COLUMNS)
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
+COLUMNS_OF_ALL = ("step", *EPOCH, *STEP)
+"""The columns that every `metrics.csv` has, first."""
 
 
 class Logger(Protocol):
@@ -147,7 +149,8 @@ class Loggers:
 
 
 class CSVLogger:
-    """Write `metrics.csv`: one line per entry, without buffering; missing values are empty.
+    """Write `metrics.csv`: one line per entry, without buffering; missing values are empty. A new name, such as a
+    task's metric, becomes a further column.
 
     Args:
         folder: folder of the file. An existing file keeps its lines up to `step`.
@@ -156,29 +159,42 @@ class CSVLogger:
 
     def __init__(self, folder: Path, step: int) -> None:
         self._path = folder / METRICS
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self.COLUMNS)
-        writer.writeheader()
+        self._columns = [*COLUMNS_OF_ALL]
+        earlier: list[dict[str, str]] = []
         with suppress(OSError, csv.Error):  # a foreign file has no lines to keep
-            writer.writerows(row for row in self._earlier() if int(row["step"]) <= step)
+            earlier = [row for row in self._lines() if int(row["step"]) <= step]
+        self._write(earlier)
+
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        text = io.StringIO()
+        self._columns += [name for row in rows[:1] for name in row if name not in self._columns]
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(rows)
         with atomic_file(self._path) as file:
             file.write(text.getvalue().encode())
 
-    COLUMNS = ("step", *EPOCH, *STEP)
-
-    def _earlier(self) -> Iterator[dict[str, str]]:
+    def _lines(self) -> Iterator[dict[str, str]]:
         if not self._path.exists():
             return
         with self._path.open(newline="", errors="replace") as file:
             for row in csv.DictReader(file):
                 # The last line is incomplete if its process was killed.
-                if set(row) == set(self.COLUMNS) and None not in row.values() and _is_step(row["step"]):
+                if (
+                    set(row) >= {*COLUMNS_OF_ALL}
+                    and None not in {*row, *row.values()}
+                    and _is_step(row["step"])
+                ):
                     yield row
 
     def log(self, values: Values, step: int) -> None:
         """Append a line."""
+        if new := [name for name in values if name not in self._columns]:
+            lines = [*self._lines()]
+            self._columns += new
+            self._write(lines)
         with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self.COLUMNS).writerow({"step": step, **values})
+            csv.DictWriter(file, self._columns).writerow({"step": step, **values})
 
 
 def _is_step(text: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 
@@ -76,9 +75,7 @@ class Metrics(Observer):
         """Log the epoch."""
         if self._loggers:
             self._arrive()
-            self._loggers.log(
-                {name: value for name, value in asdict(epoch).items() if value is not None}, state.step
-            )
+            self._loggers.log(epoch.values(), state.step)
 
     def on_end(self, *, failed: bool) -> None:  # noqa: ARG002
         """Close the loggers."""

@@ -20,13 +20,13 @@ _REFRESH = 0.5  # seconds between two losses, each an asynchronous copy from the
 
 
 class Progress(Observer):
-    """A progress bar over the images of one epoch: loss, accuracy, fraction of time waiting for data, images/s, time
-    left.
+    """A progress bar over the images of one epoch: loss, monitored metric, fraction of time waiting for data, images/s,
+    time left.
 
     Args:
         epoch, epochs: number of the epoch, counted from 1, and of all epochs.
         images: images of the epoch, over all ranks.
-        accuracy: accuracy after the previous epoch, 0 to 1; None if there is none.
+        best_by: the monitored metric after the previous epoch, as text; "" if there is none.
         show: whether to show the bar; False has no cost.
         file: file for a text bar; None: the terminal or the notebook cell.
     """
@@ -36,14 +36,14 @@ class Progress(Observer):
         epoch: int,
         epochs: int,
         images: int,
-        accuracy: float | None = None,
+        best_by: str = "",
         *,
         show: bool,
         file: TextIO | None = None,
     ) -> None:
         self._show, self._next, self._epochs = show, 0.0, epochs
         self._loss: HostCopy | None = None
-        self._accuracy = "" if accuracy is None else f", accuracy {accuracy:.2%}"
+        self._metric = f", {best_by}" if best_by else ""
         self._bar = (tqdm if file is None else text_bar)(
             total=images, desc=f"epoch {epoch}/{epochs}", unit=" images", disable=not show, leave=False,
             mininterval=_REFRESH, dynamic_ncols=True, file=file,
@@ -64,7 +64,7 @@ class Progress(Observer):
             self._loss = HostCopy(loss)
         if self._loss is not None and self._loss.arrived:
             waiting = state.meter.data_wait_s / max(state.meter.seconds, 1e-9)
-            text = f"loss {self._loss.values():.4f}{self._accuracy}, waiting {waiting:.0%}"
+            text = f"loss {self._loss.values():.4f}{self._metric}, waiting {waiting:.0%}"
             self._bar.set_postfix_str(text, refresh=False)
             self._loss = None
         self._bar.update(images)

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ... import loaders
 from ...errors import PlanError, StrategyError
@@ -22,11 +22,14 @@ from ...loaders.epochs import EpochLoader
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
-from ...transforms import CHANGES_MODEL, CutMix, Loss, MixUp, Report, Transform
+from ...transforms import CHANGES_MODEL, CutMix, MixUp, Report, Transform
 from ..spec.config import DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
-from .checks import check_loss, check_output, count_classes
+from ..tasks.metrics import higher_is_better
+from ..tasks.task import LossFunction, TaskLoss
+from ..telemetry.history import Monitor
+from .checks import check_loss, check_metrics, check_output, targets_of
 from .hooks import TrainingHooks
 
 
@@ -36,18 +39,21 @@ class Built:
 
     Attributes:
         engine: the wrapped model and its optimizer; see `strategies.Engine`.
-        train, val: loaders of `(images (B, 3, H, W), labels (B,))`, where B is this rank's share of the batch.
-        loss: the training loss; evaluation uses plain cross entropy.
+        train, val: loaders of `(images (B, 3, H, W), labels (B,) or (B, K))`, where B is this rank's share of the
+            batch.
+        loss: the training loss, of what the model returns; evaluation uses the task's own loss.
         hooks: what transforms do in the loop (mixing batches, averaging weights, …), with the run's position.
         reports: what each transform changed.
+        monitor: the metric that decides which epoch is best.
     """
 
     engine: Engine
     train: EpochLoader
     val: EpochLoader | None
-    loss: Loss
+    loss: TaskLoss
     hooks: TrainingHooks
     reports: tuple[Report, ...]
+    monitor: Monitor
 
     def close(self) -> None:
         """End the loaders' threads and processes."""
@@ -83,7 +89,7 @@ def build(plan: ResolvedPlan) -> Built:
                 loader.close()
         train, val = make_loaders(plan, engine.device)
     hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
-    return Built(engine, train, val, parts.loss(engine.device), hooks, parts.reports)
+    return Built(engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor)
 
 
 @dataclass(frozen=True)
@@ -94,23 +100,39 @@ class Parts:
         plan: the resolved pipeline.
         model: the model after surgery, on the CPU.
         reports: what each surgery changed.
-        classes: number of classes of the data.
+        width: values that the model returns per image, such as the number of classes; None if any number.
+        example: outputs for two images, as the loss receives them, and the targets of the first two images.
     """
 
     plan: ResolvedPlan
     model: nn.Module
     reports: tuple[Report, ...]
-    classes: int
+    width: int | None
+    example: tuple[Any, torch.Tensor]
 
-    def loss(self, device: torch.device) -> Loss:
-        """Return the training loss, tested on `device`, where the logits will be.
+    @property
+    def classes(self) -> int | None:
+        """The width of soft targets, for transforms that mix; None if targets cannot be mixed."""
+        return self.width if self.plan.task.kind in ("class indices", "labels") else None
+
+    @property
+    def monitor(self) -> Monitor:
+        """The metric that decides which epoch is best, and its direction."""
+        name = self.plan.task.monitor
+        return Monitor(name, higher_is_better(self.plan.task.meters(self.width).get(name)))
+
+    def loss(self, device: torch.device) -> TaskLoss:
+        """Return the training loss, tested on `device`, where the outputs will be.
 
         Raises:
             PlanError: if it does not accept the targets, or does not return a scalar.
         """
-        loss, transforms = training_loss(self.plan), self.plan.transforms
-        check_loss(loss, self.classes, device, soft=any(isinstance(t, MixUp | CutMix) for t in transforms))
-        return loss
+        task, (outputs, targets) = self.plan.task, self.example
+        loss = training_loss(self.plan, device)
+        outputs, targets = tree_map(lambda one: one.to(device), outputs), targets.to(device)
+        soft = any(isinstance(t, MixUp | CutMix) for t in self.plan.transforms)
+        check_loss(loss, outputs, targets, self.width if task.kind == "class indices" else None, soft=soft)
+        return TaskLoss(task, loss)
 
 
 def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) -> Parts:
@@ -119,14 +141,18 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
     Raises:
         PlanError: if they do not match.
     """
-    data = plan.data
-    classes = count_classes(train, val, data)
+    data, task = plan.data, plan.task
+    targets = targets_of(train, data.train)
+    width = task.check(targets, None if val is None or data.val is None else targets_of(val, data.val))
     model, reports = build_model(plan.spec, plan.transforms)
     for transform in plan.transforms:
         transform.begin(model, len(train))  # one epoch, until training sets the actual length
     with fork_rng(plan.seed):
-        check_output(model, classes, data, plan.distribution.precision)
-    return Parts(plan, model, reports, classes)
+        outputs = check_output(model, task, width, data, plan.distribution.precision)
+    two = torch.from_numpy(targets.values[[0, -1]])
+    two = two.float() if two.is_floating_point() else two  # as loaders deliver them
+    check_metrics(task, outputs, two, width)
+    return Parts(plan, model, reports, width, (outputs, two))
 
 
 def expected_device(how: DistributedConfig) -> torch.device:
@@ -249,9 +275,9 @@ def optimizer_factory(plan: ResolvedPlan) -> OptimizerFactory:
     return factory
 
 
-def training_loss(plan: ResolvedPlan) -> Loss:
-    """Return cross entropy, wrapped by the loss transforms in the plan's order."""
-    loss: Loss = F.cross_entropy
+def training_loss(plan: ResolvedPlan, device: torch.device) -> LossFunction:
+    """Return the task's loss, with its tensors on `device`, wrapped by the loss transforms in the plan's order."""
+    loss: LossFunction = plan.task.move(device)
     for transform in plan.transforms:
         if transform.kind == "loss":
             loss = transform.loss(loss)

@@ -5,72 +5,37 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import nn
 
 from ...errors import DrivetrainError, PlanError
 from ...loaders.epochs import EpochLoader
 from ...strategies import Precision
 from ...strategies.options import HALF
-from ...transforms import Loss
 from ..spec.config import DataConfig
+from ..tasks.task import LossFunction, StandardTask, Targets, Task, to_float
 
 
-def count_classes(train: EpochLoader, val: EpochLoader | None, data: DataConfig) -> int:
-    """Return the number of classes: that of the class names if a file has any, else the largest training label plus
-    one.
-
-    Validation data without names may lack the last classes.
-
-    Raises:
-        PlanError: if labels are not class indices, or the two files index their classes differently.
-    """
-    names, labels = _names_and_labels(train, data.train)
-    classes = len(names) or int(labels.max()) + 1
-    if val is None or data.val is None:
-        return classes
-    val_names, val_labels = _names_and_labels(val, data.val)
-    if names and val_names and names != val_names:
-        raise PlanError(_difference(data, names, val_names))
-    classes = classes if names else max(len(val_names), classes)
-    if val_labels.max() >= classes or labels.max() >= classes:
-        raise PlanError(
-            f"{data.train} has {classes} classes, but {data.val} has the label {int(val_labels.max())}, which a model "
-            f"of {classes} classes cannot predict. Convert both from data of the same classes."
-        )
-    return classes
+def targets_of(loader: EpochLoader, source: str) -> Targets:
+    """Return all targets of a loader's data, and the names of its classes."""
+    return Targets(source, loader.labels, tuple(loader.classes))
 
 
-def _names_and_labels(loader: EpochLoader, source: str) -> tuple[list[str], NDArray[Any]]:
-    """Return the class names (none for a file without a manifest) and all labels."""
-    labels = loader.labels
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise PlanError(
-            f"{source} has float labels, but a pipeline trains with cross entropy, which needs class indices. "
-            "Convert it with integer labels; for regression targets, use FFCVLoader in a custom loop."
-        )
-    if labels.min() < 0:
-        raise PlanError(
-            f"{source} has the label {labels.min()}, but class indices start at 0. Convert it again."
-        )
-    return loader.classes, labels
-
-
-def _difference(data: DataConfig, names: list[str], val_names: list[str]) -> str:
-    remedy = "Convert both from data of the same classes."
-    if len(names) != len(val_names):
-        return f"{data.train} has {len(names)} classes, {data.val} has {len(val_names)}. {remedy}"
-    number = next(i for i, (one, other) in enumerate(zip(names, val_names, strict=True)) if one != other)
-    return f"Class {number} is {names[number]!r} in {data.train} and {val_names[number]!r} in {data.val}. {remedy}"
-
-
-def check_output(model: nn.Module, classes: int, data: DataConfig, precision: Precision) -> None:
-    """Check that the model returns one logit per class, by a forward of two images in each mode.
+def check_output(
+    model: nn.Module, task: Task, width: int | None, data: DataConfig, precision: Precision
+) -> Any:
+    """Check that the model returns what the task needs, by a forward of two images in each mode. Return the outputs in
+    evaluation mode, as the loss receives them.
 
     The model's buffers do not change. The model may draw random numbers.
+
+    Args:
+        model: maps images `(B, 3, H, W)` to outputs.
+        task: checks the outputs.
+        width: values per image; None if any number.
+        data: sizes of the images.
+        precision: of the forward.
 
     Raises:
         PlanError: if it does not, or if the forward fails.
@@ -90,51 +55,69 @@ def check_output(model: nn.Module, classes: int, data: DataConfig, precision: Pr
         ) from error
     finally:
         model.train(training)
-    if not isinstance(output, torch.Tensor):
+    if isinstance(task, StandardTask) and type(trained) is not type(output):
         raise PlanError(
-            f"The model returns a {type(output).__name__}, but a loss needs one tensor of logits. Wrap it in a module "
-            f"whose forward returns only the logits, {classes} for each image."
+            f"The model returns a {type(trained).__name__} in training mode, and in evaluation a "
+            f"{type(output).__name__}. Disable its auxiliary outputs (torchvision: aux_logits=False), or use them in a "
+            "task of your own."
         )
-    if not isinstance(trained, torch.Tensor):
-        raise PlanError(
-            f"The model returns a {type(trained).__name__} in training mode, but a loss needs one tensor of logits. "
-            "Disable its auxiliary outputs (torchvision: aux_logits=False)."
-        )
-    if output.shape != (2, classes):
-        raise PlanError(
-            f"The model returns {tuple(output.shape)} for 2 images, but {data.train} has {classes} classes. Build it "
-            f"with num_classes={classes}, so that it returns (2, {classes}); in a recipe: "
-            f"model_options.num_classes={classes}."
-        )
+    outputs = to_float(task.outputs(output))
+    if wrong := task.output_error(outputs, width, data.train):
+        raise PlanError(wrong)
+    if wrong := task.output_error(to_float(task.outputs(trained)), width, data.train):
+        raise PlanError(f"In training mode: {wrong}")
+    return outputs
 
 
-def check_loss(loss: Loss, classes: int, device: torch.device, *, soft: bool) -> None:
-    """Test the training loss on two rows of logits.
+def check_loss(
+    loss: LossFunction, outputs: Any, targets: torch.Tensor, classes: int | None, *, soft: bool
+) -> None:
+    """Test the training loss on outputs for two images.
 
     Args:
         loss: the loss, including loss transforms.
-        classes: number of classes.
-        device: the device of the logits in training.
+        outputs: what the model returned for two images, on the device of training.
+        targets: those of the first two images of the data.
+        classes: number of classes, if the targets are class indices.
         soft: whether batch transforms turn class indices into probabilities.
 
     Raises:
-        PlanError: if it does not accept logits and targets, or does not return a scalar.
+        PlanError: if it does not accept outputs and targets, or does not return a scalar.
     """
-    labels = torch.tensor([0, classes - 1], device=device)
-    targets = F.one_hot(labels, classes).float() if soft else labels
-    what = f"probabilities (2, {classes})" if soft else "class indices (2,)"
+    if soft and classes is not None and not targets.is_floating_point():
+        targets = F.one_hot(targets.long(), classes).float()
+    indices = classes is not None and not targets.is_floating_point()
+    what = f"class indices {tuple(targets.shape)}" if indices else f"targets {tuple(targets.shape)}"
+    what = f"probabilities {tuple(targets.shape)}" if soft else what
+    shape = f"logits {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else "the model's outputs"
     try:
         with torch.no_grad():
-            value = loss(torch.zeros(2, classes, device=device), targets)
+            value = loss(outputs, targets)
     except DrivetrainError:
         raise
     except Exception as error:  # a custom loss may raise anything
         raise PlanError(
-            f"The loss does not accept logits (2, {classes}) and {what}: {type(error).__name__}: {error}. Targets are "
-            "class indices; with LabelSmoothing, MixUp or CutMix, probabilities (B, C)."
+            f"The loss does not accept {shape} and {what}: {type(error).__name__}: {error}. Targets are those of the "
+            "data; with LabelSmoothing, MixUp or CutMix, probabilities (B, C)."
         ) from error
     if not isinstance(value, torch.Tensor) or value.dim():
         returned = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise PlanError(
             f"The loss returns {returned} for 2 images, but must return their mean: a tensor of shape ()."
         )
+
+
+def check_metrics(task: Task, outputs: Any, targets: torch.Tensor, width: int | None) -> None:
+    """Test the task's metrics on outputs for two images.
+
+    Raises:
+        PlanError: if one does not accept outputs and targets, or does not return a number.
+    """
+    for name, meter in task.meters(width).items():
+        try:
+            meter.update(outputs, task.metric_targets(targets))
+        except Exception as error:  # a custom metric may raise anything
+            raise PlanError(
+                f"The metric {name!r} does not accept the model's outputs and the targets {tuple(targets.shape)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error

@@ -27,6 +27,7 @@ from ...transforms import (
 from ...transforms.common.tensors import buffers_kept
 from ...transforms.gyro_dropout import GyroDropoutLayer
 from ..spec.kinds import find
+from ..tasks.task import TaskLoss
 from ..telemetry.state import TrainState
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]
@@ -125,7 +126,7 @@ class TrainingHooks:
             progress=self.state.progress,
             classes=self._classes,
             model=model,
-            loss=loss,
+            loss=loss.base if isinstance(loss, TaskLoss) else loss,
             step=self.state.step,
         )
         for transform in self._batch:
@@ -185,8 +186,8 @@ class TrainingHooks:
                 stack.enter_context(session.evaluating())
             yield
 
-    def predict(self, model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-        """Return the logits `(B, C)` of images `(B, 3, H, W)` for evaluation."""
+    def predict(self, model: Callable[[torch.Tensor], Any], images: torch.Tensor) -> Any:
+        """Return the model's outputs for images `(B, 3, H, W)` in evaluation; with TestTimeFlip, one tensor."""
         return model(images) if self._flip is None else self._flip.predict(model, images)
 
 

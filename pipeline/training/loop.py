@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ...loaders.epochs import Batch
 from ...strategies import Engine
 from ...strategies.devices import current_device
-from ...transforms import Loss
+from ..tasks.classification import Classification
+from ..tasks.metrics import compute
+from ..tasks.task import LossFunction, Task, to_float
 from ..telemetry.observer import Observer
 from .hooks import Microbatch, TrainingHooks
 from .schedule import Schedule
@@ -43,7 +45,7 @@ class EpochStats:
 def train_epoch(
     engine: Engine,
     batches: Iterable[Batch],
-    loss: Loss,
+    loss: LossFunction,
     hooks: TrainingHooks | None = None,
     schedule: Schedule | None = None,
     observer: Observer | None = None,
@@ -52,8 +54,8 @@ def train_epoch(
 
     Args:
         engine: the model and its optimizer, from a strategy.
-        batches: `(images (B, 3, H, W), labels (B,))`; B is divisible by `engine.accumulate`.
-        loss: maps logits and labels to a scalar, the mean over the batch.
+        batches: `(images (B, 3, H, W), labels (B,) or (B, K))`; B is divisible by `engine.accumulate`.
+        loss: maps the model's outputs, in float32, and labels to a scalar, the mean over the batch.
         hooks: transforms of batches, gradients and weights, with the run's position. Default None: no transforms.
         schedule: sets the learning rate of each step. Default None: it does not change.
         observer: follows the epoch, and may veto steps. Default None: none.
@@ -97,16 +99,16 @@ def train_epoch(
 
 
 def add_gradients(
-    engine: Engine, microbatches: list[Microbatch], loss: Loss, observer: Observer
+    engine: Engine, microbatches: list[Microbatch], loss: LossFunction, observer: Observer
 ) -> torch.Tensor:
     """Run forward and backward of each microbatch. Return their mean loss, on the device."""
     losses = []
     for number, (images, targets) in enumerate(microbatches, 1):
         observer.on_phase("forward")
         with engine.forward_context():
-            logits = engine.model(images)
+            outputs = engine.model(images)
         observer.on_phase("other")
-        value = loss(logits.float(), targets)
+        value = loss(to_float(outputs), targets)
         observer.on_phase("backward")
         engine.backward(value, last_microbatch=number == len(microbatches))
         observer.on_phase("other")
@@ -116,33 +118,55 @@ def add_gradients(
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, batches: Iterable[Batch], hooks: TrainingHooks | None = None
-) -> tuple[float, float]:
-    """Return mean cross entropy and top-1 accuracy (0 to 1) over all samples of all ranks.
+    engine: Engine, batches: Iterable[Batch], hooks: TrainingHooks | None = None, task: Task | None = None
+) -> dict[str, float]:
+    """Return `val_loss`, the task's mean loss without transforms, and its metrics, over all samples of all ranks.
 
     Args:
         engine: the model, from a strategy.
-        batches: `(images (B, 3, H, W), labels (B,))`.
-        hooks: predict the logits. Default None: the model's forward. To evaluate averaged weights, call this inside
+        batches: `(images (B, 3, H, W), labels (B,) or (B, K))`.
+        hooks: predict the outputs. Default None: the model's forward. To evaluate averaged weights, call this inside
             `with hooks.evaluating()`.
+        task: the loss and the metrics. Default None: `Classification()`, i.e. cross entropy, top-1 and top-5 accuracy
+            (0 to 1).
     """
-    hooks = hooks or TrainingHooks(())
+    hooks, task = hooks or TrainingHooks(()), task or Classification()
     engine.model.eval()
-    sums = torch.zeros(3, device=engine.device, dtype=torch.float64)
+    criterion, meters = task.move(engine.device), dict[str, Any]()
+    sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
+
+    def outputs_of(images: torch.Tensor) -> Any:
+        return task.outputs(engine.plain_model(images))
+
     with current_device(engine.device):
-        for images, labels in batches:
+        for number, (images, labels) in enumerate(batches):
             if len(images) == 0:
                 # This rank has no share of a small last batch, but gathering sharded parameters needs all ranks.
-                engine.plain_model(images.new_zeros(1, *images.shape[1:]))
+                outputs = outputs_of(images.new_zeros(1, *images.shape[1:]))
+            else:
+                with engine.forward_context():
+                    outputs = hooks.predict(outputs_of, images)
+            outputs = to_float(outputs)
+            if number == 0:
+                meters = task.meters(_width(outputs))
+                for meter in meters.values():
+                    meter.to(engine.device)
+            if len(images) == 0:
                 continue
-            with engine.forward_context():
-                logits = hooks.predict(engine.plain_model, images)
-            logits = logits.float()
-            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-            sums[1] += (logits.argmax(1) == labels).sum()
-            sums[2] += len(labels)
-    loss, correct, count = engine.reduce(sums, "sum").tolist()
-    return loss / count, correct / count
+            sums[0] += criterion(outputs, labels) * len(labels)
+            sums[1] += len(labels)
+            targets = task.metric_targets(labels)
+            for meter in meters.values():
+                meter.update(outputs, targets)
+    loss, count = engine.reduce(sums, "sum").tolist()
+    return {"val_loss": loss / count, **compute(meters, engine.world_size)}
+
+
+def _width(outputs: Any) -> int | None:
+    """Return the number of values per image, if the outputs are one tensor."""
+    if not isinstance(outputs, torch.Tensor):
+        return None
+    return outputs.shape[1] if outputs.dim() > 1 else 1
 
 
 class Stopwatch:

@@ -96,7 +96,7 @@ class Writes(pl.Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         values = trainer.callback_metrics
-        self.found.append([float(values[name]) for name in ("loss", "val_loss", "accuracy")])
+        self.found.append([float(values[name]) for name in ("loss", "val_loss", "top1")])
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         if trainer.is_global_zero:

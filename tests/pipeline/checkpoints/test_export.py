@@ -117,7 +117,7 @@ def test_the_best_is_one_of_the_run_and_undamaged(toy: Toy, tmp_path: Path) -> N
     )
     assert export(run, out, names="trained", best=True).content.epoch == second.epoch
     store.begin("another", None)  # a run that replaces this one, and has no checkpoint yet
-    with pytest.raises(CheckpointError, match="has no checkpoint of its run with an accuracy"):
+    with pytest.raises(CheckpointError, match="has no checkpoint of its run with a monitored metric"):
         export(run, out, names="trained", best=True)
 
 

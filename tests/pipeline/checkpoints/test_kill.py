@@ -116,7 +116,7 @@ def wait_for_a_moment(dice: random.Random, out: Path, pids: list[int]) -> None:
 
 def numbers(out: Path) -> list[tuple[float, float, float]]:
     epochs = json.loads((out / "history.json").read_text())["epochs"]
-    return [(epoch["loss"], epoch["val_loss"], epoch["accuracy"]) for epoch in epochs]
+    return [(epoch["loss"], epoch["val_loss"], epoch["metrics"]) for epoch in epochs]
 
 
 def ends_the_same(server: Server, folder: Path, strategy: str, ranks: int, kills: int, seed: int) -> None:

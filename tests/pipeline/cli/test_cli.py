@@ -235,7 +235,7 @@ def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     for text in (
         "BlurPool",
         "epoch 2  loss",
-        "top-1 accuracy",
+        "top1",
         "after 2 epochs",
         "plain PyTorch",
         "bottleneck",
@@ -250,11 +250,11 @@ def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     with Image.open(out / "curves.png") as curves:
         assert curves.size == (1080, 672)
     assert (out / "plan.txt").read_text().strip() in end.out
-    assert (out / "metrics.csv").read_text().startswith("step,epoch,loss,val_loss,accuracy,")
+    assert (out / "metrics.csv").read_text().startswith("step,epoch,loss,val_loss,")
     history = json.loads((out / "history.json").read_text())
     assert history["recipe"] == "cifar10-quickstart"
     assert history["provenance"]["command"].startswith("drivetrain train cifar10-quickstart batch_size=32")
-    assert history["epochs"][1]["accuracy"] is not None
+    assert history["epochs"][1]["metrics"]["top1"] is not None
     trained = cifar_resnet(CLASSES, width=4)
     trained.load_state_dict(load_file(out / "model.safetensors"))
     measured = json.loads((out / "ledger.json").read_text())
@@ -273,7 +273,7 @@ def test_torchrun_runs_the_command_on_its_ranks(toy: Toy, tmp_path: Path) -> Non
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
-    for text in ("why here", "epoch 1  loss", "epoch 2  loss", "top-1 accuracy"):
+    for text in ("why here", "epoch 1  loss", "epoch 2  loss", "top1"):
         assert done.stdout.count(text) == 1, (text, done.stdout)
     assert {path.name for path in out.iterdir()} == {*RUN_FILES, "recipe.yaml"}
     assert done.stdout.splitlines()[-1] == (

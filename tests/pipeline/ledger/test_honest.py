@@ -273,7 +273,7 @@ def test_a_variant_without_a_plan_is_not_trained(toy: Toy) -> None:
 
 
 def epoch(number: int, accuracy: float, seconds: float) -> Epoch:
-    return Epoch(number, 1.0, 1.0, accuracy, 100.0, 0.0, seconds, 0.1)
+    return Epoch(number, 1.0, 1.0, {"top1": accuracy}, 100.0, 0.0, seconds, 0.1)
 
 
 def test_time_to_an_accuracy() -> None:

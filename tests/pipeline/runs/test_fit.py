@@ -151,7 +151,7 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
         assert round(epoch.accuracy * VAL, 6) == round(epoch.accuracy * VAL)  # type: ignore[operator]
     assert str(result.history).count("\n") == 3
     page = result.history._repr_html_()
-    assert list(COLUMNS) == list(asdict(last))
+    assert [*COLUMNS, "metrics"] == sorted(asdict(last), key=[*COLUMNS, "metrics"].index)
     assert page.count("<tr>") == 1 + len(result.history.epochs)
     assert f">{result.accuracy:.2%}</td>" in page
     assert "the plan" in result._repr_html_()
@@ -161,7 +161,7 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     for number, (line, epoch) in enumerate(zip(lines, result.history.epochs, strict=True), 1):
         for figure in (
-            f"epoch {number}  ", f"loss {epoch.loss:.4f}  ", f"accuracy {epoch.accuracy:.2%}  ",
+            f"epoch {number}  ", f"loss {epoch.loss:.4f}  ", f"top1 {epoch.accuracy:.2%}  ",
             f"{epoch.images_per_s:,.0f} images/s  ", f"waiting {epoch.data_wait_fraction:.0%}  ",
         ):  # fmt: skip
             assert figure in line
@@ -183,12 +183,12 @@ def test_the_bar_shows_every_figure() -> None:
     """As people see it in the middle of the second epoch: epoch, loss, accuracy, images/s, waiting, time left."""
     file = io.StringIO()
     state = TrainState(meter=EpochMeter(seconds=2.0, data_wait_s=0.5))
-    with Progress(2, 3, 128, 0.8125, show=True, file=file) as bar:
+    with Progress(2, 3, 128, "top1 81.25%", show=True, file=file) as bar:
         bar.on_step_end(state, torch.tensor(1.25), 32)
         time.sleep(0.6)  # it is drawn every half second
         bar.on_step_end(state, torch.tensor(1.25), 32)
     drawn = file.getvalue().split("\r")
-    seen = [text for text in drawn if "loss 1.2500, accuracy 81.25%, waiting 25%" in text]
+    seen = [text for text in drawn if "loss 1.2500, top1 81.25%, waiting 25%" in text]
     assert seen, drawn
     assert re.search(r"epoch 2/3: +50%.* 64/128 \[00:00<00:0\d, +[\d.]+ images/s, ", seen[-1]), seen
 

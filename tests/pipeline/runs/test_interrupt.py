@@ -106,12 +106,12 @@ def assert_keeps_the_first_epoch(process: subprocess.Popen[str], out: Path, val:
     kept, left = output.splitlines()[-2:]
     history = json.loads((out / "history.json").read_text())
     assert left_in(out) == KEPT
-    assert kept == f"kept {len(history['epochs'])} {history['epochs'][-1]['accuracy']}"
+    assert kept == f"kept {len(history['epochs'])} {history['epochs'][-1]['metrics']['top1']}"
     model = Sleepy(0)
     model.load_state_dict(load_file(out / "model.safetensors"))
     last = history["epochs"][-1]
     # 1e-3: the two loaders resize a little differently.
-    assert evaluated(model, val) == pytest.approx((last["val_loss"], last["accuracy"]), abs=1e-3)
+    assert evaluated(model, val) == pytest.approx((last["val_loss"], last["metrics"]["top1"]), abs=1e-3)
     assert left == "left ['MainThread'] []"
     assert errors.count("Traceback") == 1, errors  # the script's own, of what it raised again
 

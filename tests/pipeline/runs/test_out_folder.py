@@ -17,7 +17,7 @@ from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, numbers, plain_mod
 from safetensors.torch import load_file
 
 STEPS = TRAIN // BATCH
-EPOCH = {"epoch": 1, "loss": 1.0, "val_loss": None, "accuracy": None, "images_per_s": 1.0, "data_wait_fraction": 0.0,
+EPOCH = {"epoch": 1, "loss": 1.0, "val_loss": None, "metrics": {}, "images_per_s": 1.0, "data_wait_fraction": 0.0,
          "seconds": 1.0, "lr": 0.1}  # fmt: skip
 FOREIGN = {
     "another's": json.dumps({"runs": [1, 2]}), "not JSON": "epoch,loss\n1,2\n", "empty": "", "a list": "[]",

@@ -231,14 +231,14 @@ class NotCopied(nn.Linear):
 
 
 class Pair(nn.Module):
-    """Gives features besides the logits, in training and in evaluation."""
+    """Gives features before the logits, in training and in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(3 * SIDE * SIDE, CLASSES)
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.head(images.flatten(1)), images
+        return images, self.head(images.flatten(1))
 
 
 def vit() -> nn.Module:
@@ -290,7 +290,7 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
         lambda toy, _: toy.pipeline(nn.Sequential(nn.Conv2d(3, 4, 3))),
         PlanError, r"returns \(2, 4, 14, 14\)",
     ),
-    "a tuple": (lambda toy, _: toy.pipeline(Pair), PlanError, "returns a tuple, .* one tensor of logits. Wrap it"),
+    "a tuple": (lambda toy, _: toy.pipeline(Pair), PlanError, r"returns \(2, 3, 16, 16\) for 2 images"),
     "images of another size": (lambda toy, _: toy.pipeline(vit), PlanError, "does not accept images of 16 × 16.*32"),
     "further outputs in training": (
         lambda toy, _: toy.pipeline(

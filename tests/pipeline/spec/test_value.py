@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import recipe_factories
 import torch
-from drivetrain import Pipeline, PlanError
+from drivetrain import Classification, Pipeline, PlanError
 from drivetrain.pipeline.spec.frozen import FrozenDict
 from drivetrain.strategies import DDP
 from drivetrain.transforms import EMA, BlurPool, LabelSmoothing
@@ -23,6 +23,7 @@ def full(kind: type[Pipeline] = Pipeline) -> Any:
         kind(recipe_factories.small, seed=3, classes=4)
         .load("a.beton", "b.beton", batch_size=8, image_size=16, workers=1, scale=(0.5, 1.0))
         .transform(BlurPool(min_channels=8), EMA(10))
+        .task(Classification(metrics=("top1", "f1")))
         .optimize("sgd", lr=0.1, momentum=0.9, schedule="linear", base_batch_size=16)
         .distribute("ddp", devices=2, precision="bf16", device="cpu", activation_checkpointing=["B", "A"])
     )
@@ -36,6 +37,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "data": lambda p: p.load("a.beton", "b.beton", batch_size=8, image_size=16, workers=1, scale=(0.4, 1.0)),
     "transforms": lambda p: p.transform(LabelSmoothing(0.1)),
     "distribution": lambda p: p.distribute("ddp", devices=2, device="cpu"),
+    "goal": lambda p: p.task(Classification(metrics=("top1",))),
     "seed": lambda p: p.replace(seed=4),
     "epochs": lambda p: p.replace(epochs=4),
     "recipe": lambda p: p.replace(recipe=None),

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import threading
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> Non
     first, last = result.history.epochs
     assert notebook.entries == server.entries
     assert [step for step, _ in notebook.entries] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
-    assert notebook.entries[-1][1] == asdict(last)
+    assert notebook.entries[-1][1] == last.values()
     steps = [values for _, values in notebook.entries if "epoch" not in values]
     assert sum(values["step/loss"] for values in steps[:STEPS]) / STEPS == pytest.approx(first.loss, abs=1e-6)
     for values in steps:
@@ -109,7 +108,7 @@ def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> Non
     assert [int(row["step"]) for row in rows] == [step for step, _ in notebook.entries]
     for row, (_, values) in zip(rows, notebook.entries, strict=True):
         assert {name: float(text) for name, text in row.items() if text and name != "step"} == values
-    assert points_of(tmp_path, "accuracy") == pytest.approx({4: first.accuracy, 8: last.accuracy})
+    assert points_of(tmp_path, "top1") == pytest.approx({4: first.accuracy, 8: last.accuracy})
     assert len(points_of(tmp_path, "step/loss")) == 2 * STEPS
     assert left_in(tmp_path) == sorted([*RUN_FILES, "metrics.csv", "tensorboard"])
     assert living_threads() <= threads
@@ -175,16 +174,23 @@ def test_loggers_of_ranks_that_are_started(toy: Toy, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"cannot be sent to the process of rank 0 \(TypeError"):
         fit(pipeline, 1, logger=stuck)
     fit(pipeline, 1, out=tmp_path, logger=["csv", "tensorboard", ToFile(tmp_path / "own")], log_every=2)
-    assert (
-        tmp_path / "own"
-    ).read_text() == "2 step/data_wait_fraction\n4 step/data_wait_fraction\n4 accuracy\n"
+    assert (tmp_path / "own").read_text() == "2 step/data_wait_fraction\n4 step/data_wait_fraction\n4 top1\n"
     assert [int(row["step"]) for row in rows_of(tmp_path)] == [2, 4, 4]
     assert len(points_of(tmp_path, "step/loss")) == 2
     assert left_in(tmp_path) == sorted([*RUN_FILES, "metrics.csv", "own", "tensorboard"])
 
 
 def epoch(number: int, accuracy: float | None, loss: float = 1.0) -> Epoch:
-    return Epoch(number, loss / number, accuracy and loss / number, accuracy, 1000.0, 0.1, 9.0, 0.1 / number)
+    return Epoch(
+        number,
+        loss / number,
+        accuracy and loss / number,
+        {} if accuracy is None else {"top1": accuracy},
+        1000.0,
+        0.1,
+        9.0,
+        0.1 / number,
+    )
 
 
 @pytest.mark.parametrize(

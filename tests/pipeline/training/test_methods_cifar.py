@@ -130,8 +130,8 @@ def train(files: tuple[str, str], *transforms: Transform, seed: int = 0) -> Trai
     with pipeline.load(*files, batch_size=BATCH, image_size=32, **images).build() as built:
         built.engine.plain_model.load_state_dict(result.model.state_dict())
         assert built.val is not None
-        test_loss, accuracy = evaluate(built.engine, built.val, built.hooks)
-    return Trained([epoch.loss for epoch in result.history.epochs], accuracy, test_loss)
+        found = evaluate(built.engine, built.val, built.hooks)
+    return Trained([epoch.loss for epoch in result.history.epochs], found["top1"], found["val_loss"])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""What a pipeline trains for: one file per task."""

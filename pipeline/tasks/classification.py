@@ -1,0 +1,121 @@
+"""Classification: one class per image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ...errors import PlanError
+from .task import Kind, LossFunction, StandardTask, Targets, check_names
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+def _metric(kind: str, **options: Any) -> Callable[[int], Any]:
+    def make(classes: int) -> Any:
+        import torchmetrics.classification
+
+        return getattr(torchmetrics.classification, kind)(classes, validate_args=False, **options)
+
+    return make
+
+
+class Classification(StandardTask):
+    """One class per image: the model returns logits `(B, C)`, targets are class indices `(B,)`.
+
+    With MixUp or CutMix, the loss receives probabilities `(B, C)` instead.
+
+    Args:
+        metrics: of `"top1"`, `"top5"` (any `"topK"`), `"f1"`, `"precision"`, `"recall"` (means over the classes) and
+            `"auroc"`, or torchmetrics objects. Default `("top1", "top5")`, as ImageNet's results are reported;
+            without `"top5"` for up to five classes.
+        loss: default cross entropy.
+        monitor: default the first metric.
+    """
+
+    kind: ClassVar[Kind] = "class indices"
+    LOSSES: ClassVar[Mapping[str, LossFunction]] = {"cross_entropy": F.cross_entropy}
+    METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
+        "top1": _metric("MulticlassAccuracy", average="micro"),
+        "top5": lambda classes: _metric("MulticlassAccuracy", average="micro", top_k=min(5, classes))(
+            classes
+        ),
+        "f1": _metric("MulticlassF1Score"),
+        "precision": _metric("MulticlassPrecision"),
+        "recall": _metric("MulticlassRecall"),
+        "auroc": _metric("MulticlassAUROC"),
+    }
+    DEFAULT_METRICS = ("top1", "top5")
+
+    def meters(self, width: int | None) -> dict[str, Metric]:
+        """Return new torchmetrics objects by name, for `width` classes."""
+        meters = super().meters(width)
+        if "metrics" not in self.options and width is not None and width <= 5:
+            del meters["top5"]
+        return meters
+
+    def predict(self, outputs: Any) -> torch.Tensor:
+        """Return probabilities `(B, C)`."""
+        return torch.softmax(outputs, dim=1)
+
+    def check(self, train: Targets, val: Targets | None) -> int:
+        """Return the number of classes: that of the class names if a source has any, else the largest training label
+        plus one.
+
+        Validation data without names may lack the last classes.
+
+        Raises:
+            PlanError: if labels are not class indices, or the two sources index their classes differently.
+        """
+        for targets in (train, val):
+            if targets is not None:
+                _check_indices(targets)
+        classes = len(train.classes) or int(train.values.max()) + 1
+        if val is None:
+            return classes
+        check_names(train, val, "classes")
+        classes = classes if train.classes else max(len(val.classes), classes)
+        if val.values.max() >= classes or train.values.max() >= classes:
+            raise PlanError(
+                f"{train.source} has {classes} classes, but {val.source} has the label {int(val.values.max())}, which "
+                f"a model of {classes} classes cannot predict. Convert both from data of the same classes."
+            )
+        return classes
+
+    def output_error(self, outputs: Any, width: int | None, source: str) -> str:
+        """Return why outputs for two images are not logits of the data's classes; "" if they are."""
+        return logits_error(outputs, width, source, "classes")
+
+
+def logits_error(outputs: Any, width: int | None, source: str, what: str) -> str:
+    """Return why outputs for two images are not `width` logits each, with the remedy; "" if they are."""
+    if not isinstance(outputs, torch.Tensor):
+        return (
+            f"The model returns a {type(outputs).__name__}, but a loss needs one tensor of logits. Wrap it in a module "
+            f"whose forward returns only the logits, {width} for each image."
+        )
+    if outputs.shape != (2, width):
+        return (
+            f"The model returns {tuple(outputs.shape)} for 2 images, but {source} has {width} {what}. Build it with "
+            f"num_classes={width}, so that it returns (2, {width}); in a recipe: model_options.num_classes={width}."
+        )
+    return ""
+
+
+def _check_indices(targets: Targets) -> None:
+    values = targets.values
+    if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1:
+        what = "float labels" if values.ndim == 1 else f"vectors of {values.shape[1]} numbers as labels"
+        raise PlanError(
+            f"{targets.source} has {what}, but Classification trains with cross entropy, which needs class indices. "
+            "Convert it with integer labels, or choose .task(Regression()) or .task(MultiLabel())."
+        )
+    if values.min() < 0:
+        raise PlanError(
+            f"{targets.source} has the label {values.min()}, but class indices start at 0. Convert it again."
+        )

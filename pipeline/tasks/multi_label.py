@@ -1,0 +1,86 @@
+"""MultiLabel: any number of labels per image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ...errors import PlanError
+from .classification import logits_error
+from .task import Kind, LossFunction, StandardTask, Targets, check_names, vectors
+
+
+def _metric(kind: str, **options: Any) -> Callable[[int], Any]:
+    def make(labels: int) -> Any:
+        import torchmetrics.classification
+
+        return getattr(torchmetrics.classification, kind)(labels, validate_args=False, **options)
+
+    return make
+
+
+class MultiLabel(StandardTask):
+    """Any number of labels per image: the model returns logits `(B, K)`, targets are vectors `(B, K)` of 0 and 1.
+
+    MixUp and CutMix mix the vectors. A label without a positive sample in the validation data counts as 0 in `map` and
+    `f1`; torchmetrics warns of it.
+
+    Args:
+        metrics: of `"map"` (mean average precision over the labels), `"f1"` (mean over the labels, at probability
+            0.5), `"precision"`, `"recall"` and `"auroc"`, or torchmetrics objects. Default `("map", "f1")`, as results
+            on COCO and VOC are reported.
+        loss: default binary cross entropy with logits, the mean over images and labels.
+        monitor: default the first metric.
+    """
+
+    kind: ClassVar[Kind] = "labels"
+    LOSSES: ClassVar[Mapping[str, LossFunction]] = {"bce": F.binary_cross_entropy_with_logits}
+    METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
+        "map": _metric("MultilabelAveragePrecision"),
+        "f1": _metric("MultilabelF1Score"),
+        "precision": _metric("MultilabelPrecision"),
+        "recall": _metric("MultilabelRecall"),
+        "auroc": _metric("MultilabelAUROC"),
+    }
+    DEFAULT_METRICS = ("map", "f1")
+
+    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the targets as torchmetrics takes them: integers."""
+        return targets.long()
+
+    def predict(self, outputs: Any) -> torch.Tensor:
+        """Return the probability of each label, `(B, K)`."""
+        return torch.sigmoid(outputs)
+
+    def check(self, train: Targets, val: Targets | None) -> int:
+        """Return the number of labels.
+
+        Raises:
+            PlanError: if targets are not vectors of 0 and 1, or the two sources differ.
+        """
+        width = vectors(self, train, val, "a vector of 0 and 1 per image")
+        check_names(train, val, "labels")
+        for targets in (train, val):
+            if targets is None:
+                continue
+            if targets.values.ndim != 2:
+                raise PlanError(
+                    f"{targets.source} has one number per image, but MultiLabel needs a vector of 0 and 1. Convert it "
+                    "with vectors, or choose .task(Classification())."
+                )
+            wrong = (targets.values != 0) & (targets.values != 1)
+            if wrong.any():
+                at = tuple(int(i) for i in np.argwhere(wrong)[0])
+                raise PlanError(
+                    f"{targets.source} has the value {targets.values[at]} in the vector of sample {at[0]}, but "
+                    "MultiLabel needs 0 or 1. Convert it again, or choose .task(Regression())."
+                )
+        return width
+
+    def output_error(self, outputs: Any, width: int | None, source: str) -> str:
+        """Return why outputs for two images are not logits of the data's labels; "" if they are."""
+        return logits_error(outputs, width, source, "labels")

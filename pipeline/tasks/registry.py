@@ -1,0 +1,72 @@
+"""The tasks by name, for recipes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ...errors import PlanError, suggest
+from .classification import Classification
+from .multi_label import MultiLabel
+from .regression import Regression
+from .segmentation import Segmentation
+from .task import Task
+
+TASKS: dict[str, type[Task]] = {
+    task.__name__: task for task in (Classification, MultiLabel, Regression, Segmentation)
+}
+
+
+def get(name: str, **options: Any) -> Task:
+    """Return the task of this name, or of `"package.module:Class"`, with these arguments.
+
+    Raises:
+        PlanError: for an unknown name, with the closest one, or arguments that the task does not have.
+    """
+    kind = _imported(name) if ":" in name else TASKS.get(name)
+    if kind is None:
+        raise PlanError(f"No task is named {name!r}.{suggest(name, TASKS)}")
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise PlanError(f"{name} does not take {options}: {error}.") from error
+
+
+def to_dict(task: Task) -> dict[str, Any]:
+    """Return the name and arguments with which `get` returns an equal task.
+
+    Raises:
+        PlanError: if there is no such name.
+    """
+    kind = type(task)
+    name = kind.__name__ if TASKS.get(kind.__name__) is kind else f"{kind.__module__}:{kind.__qualname__}"
+    options = {key: _by_name(value) for key, value in task.options.items()}
+    try:
+        known = get(name, **options) == task
+    except PlanError:
+        known = False
+    if not known:
+        raise PlanError(
+            f"The task {task!r:.120} cannot be named. Use names of metrics and losses, and define a task or a loss of "
+            "your own at the top level of a module."
+        )
+    return {"name": name, **options}
+
+
+def _by_name(value: Any) -> Any:
+    """Return a function as the name under which it can be imported."""
+    if isinstance(value, tuple):
+        return [*map(_by_name, value)]
+    name, module = getattr(value, "__qualname__", ""), getattr(value, "__module__", "")
+    return f"{module}:{name}" if name and module and not isinstance(value, str) else value
+
+
+def _imported(name: str) -> type[Task] | None:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"The task {name!r} cannot be imported: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise PlanError(f"The task {name!r} is {found!r:.80}, not a class derived from drivetrain.Task.")
+    return found

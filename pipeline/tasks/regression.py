@@ -1,0 +1,94 @@
+"""Regression: one or more numbers per image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from .task import Kind, LossFunction, StandardTask, Targets, vectors
+
+
+def _metric(kind: str, **options: Any) -> Callable[[int], Any]:
+    def make(_: int) -> Any:
+        import torchmetrics
+
+        return getattr(torchmetrics, kind)(**options)
+
+    return make
+
+
+def _r2(width: int) -> Any:
+    from torchmetrics import R2Score
+
+    return R2Score(multioutput="uniform_average") if width > 1 else R2Score()
+
+
+class Regression(StandardTask):
+    """One or more numbers per image: the model returns `(B, K)` for targets `(B, K)`, or `(B, 1)` for targets `(B,)`.
+
+    Args:
+        metrics: of `"mae"`, `"mse"`, `"rmse"` and `"r2"` (the mean over the numbers), or torchmetrics objects. Default
+            `("mae", "r2")`.
+        loss: `"mse"` (the default), `"l1"`, `"huber"`, a function or a module.
+        monitor: default the first metric.
+    """
+
+    kind: ClassVar[Kind] = "values"
+    LOSSES: ClassVar[Mapping[str, LossFunction]] = {
+        "mse": F.mse_loss,
+        "l1": F.l1_loss,
+        "huber": F.huber_loss,
+    }
+    METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
+        "mae": _metric("MeanAbsoluteError"),
+        "mse": _metric("MeanSquaredError"),
+        "rmse": _metric("MeanSquaredError", squared=False),
+        "r2": _r2,
+    }
+    DEFAULT_METRICS = ("mae", "r2")
+
+    def outputs(self, outputs: Any) -> Any:
+        """Return the main tensor of a model's output; `(B, 1)` becomes `(B,)`."""
+        main = super().outputs(outputs)
+        one = isinstance(main, torch.Tensor) and main.dim() == 2 and main.shape[1] == 1
+        return main[:, 0] if one else main
+
+    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the targets in the shape of the outputs."""
+        return flat(targets)
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of a batch, a scalar."""
+        return self._criterion(outputs, flat(targets).to(outputs.dtype))
+
+    def move(self, device: torch.device) -> LossFunction:
+        """Return the loss, with its tensors on `device`."""
+        criterion = super().move(device)
+        return lambda outputs, targets: criterion(outputs, flat(targets).to(outputs.dtype))
+
+    def check(self, train: Targets, val: Targets | None) -> int:
+        """Return how many numbers each target has.
+
+        Raises:
+            PlanError: if they are not finite numbers, or the two sources differ.
+        """
+        return vectors(self, train, val, "one or more numbers per image")
+
+    def output_error(self, outputs: Any, width: int | None, source: str) -> str:
+        """Return why outputs for two images are not the data's numbers; "" if they are."""
+        shape = (2,) if width == 1 else (2, width)
+        if isinstance(outputs, torch.Tensor) and outputs.shape == shape:
+            return ""
+        found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        return (
+            f"The model returns {found} for 2 images, but {source} has {width} number(s) per image. Build it so that "
+            f"it returns (2, {width}): with num_classes={width}; in a recipe: model_options.num_classes={width}."
+        )
+
+
+def flat(targets: torch.Tensor) -> torch.Tensor:
+    """Return targets `(B, 1)` as `(B,)`, others unchanged."""
+    return targets[:, 0] if targets.dim() == 2 and targets.shape[1] == 1 else targets

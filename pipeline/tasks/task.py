@@ -1,0 +1,357 @@
+"""The base of all tasks: a value that says what targets look like, the loss, the metrics and the prediction."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ...errors import PlanError, suggest
+from .metrics import NAMES_OF_RUN, by_name, named
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+Kind = Literal["class indices", "labels", "values", "masks", "any"]
+"""What the targets of a batch are: class indices `(B,)`, 0 or 1 for each label `(B, K)`, numbers `(B,)` or `(B, K)`,
+class indices of pixels `(B, H, W)`, or whatever the task takes."""
+
+LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Maps outputs and targets to the mean loss of the batch, a scalar."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """All targets of a data source, to check before training.
+
+    Attributes:
+        source: where they are from, for messages.
+        values: `(N,)` or `(N, K)`.
+        classes: names of the classes or labels; empty if the source has none.
+    """
+
+    source: str
+    values: NDArray[Any]
+    classes: tuple[str, ...] = ()
+
+
+class Task:
+    """What a pipeline trains for. It is a value: tasks with equal arguments are equal.
+
+    For a task of your own, derive from this class and define `loss` and, to judge by more than the loss, `metrics`. The
+    outputs are what the model returns, in float32: a tensor, or any nest of tuples, lists and dicts of tensors. Keep
+    arguments in attributes, set in `__init__`: a task is pickled to ranks and compared by them.
+
+    Example::
+
+        class Angle(Task):
+            def loss(self, outputs, targets):
+                return 1 - torch.cos(outputs[:, 0] - targets).mean()
+
+            def metrics(self):
+                return {"cosine": CosineError()}    # a torchmetrics.Metric
+
+        pipeline.task(Angle())
+    """
+
+    kind: ClassVar[Kind] = "any"
+    """What the targets are. Transforms declare the kinds that they can mix or smooth; the plan rejects the others."""
+    monitor: str = "val_loss"
+    """The metric that decides which epoch is best. For `val_loss`, and metrics whose torchmetrics class declares it,
+    lower is better."""
+
+    @property
+    def loss_name(self) -> str:
+        """The loss in plans."""
+        return f"{type(self).__name__}.loss"
+
+    @property
+    def about(self) -> str:
+        """What the plan says of targets and metrics."""
+        return f"targets: {self.kind}; the best epoch is that of the best {self.monitor}"
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Return the mean loss of a batch, a scalar.
+
+        Args:
+            outputs: what `outputs` returned.
+            targets: `(B, …)`, on the device of the outputs.
+        """
+        raise PlanError(
+            f"{type(self).__name__} must define the method loss(self, outputs, targets); see drivetrain.Task."
+        )
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return new torchmetrics objects by name. They are updated with `(outputs, targets)` of each batch."""
+        return {}
+
+    def outputs(self, outputs: Any) -> Any:
+        """Return what loss and metrics use of a model's output, which is in float32. The base class returns all."""
+        return outputs
+
+    def predict(self, outputs: Any) -> Any:
+        """Return the prediction for what `outputs` returned. The base class returns it unchanged."""
+        return outputs
+
+    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the targets as the metrics take them. The base class returns them unchanged."""
+        return targets
+
+    def check(self, train: Targets, val: Targets | None) -> int | None:  # noqa: ARG002
+        """Check all targets, and return how many values the model must return per image; None if any number.
+
+        Raises:
+            PlanError: if the targets are not what this task trains on.
+        """
+        return None
+
+    def meters(self, width: int | None) -> dict[str, Metric]:  # noqa: ARG002
+        """Return new torchmetrics objects by name, for outputs of `width` values per image."""
+        return _checked(self, self.metrics())
+
+    def move(self, device: torch.device) -> LossFunction:  # noqa: ARG002
+        """Return the loss, with its tensors on `device`."""
+        return self.loss
+
+    def output_error(self, outputs: Any, width: int | None, source: str) -> str:  # noqa: ARG002
+        """Return why outputs for two images cannot be those of this task, with the remedy; "" if they can."""
+        return ""
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{type(self).__name__}({given})"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that differ from their defaults, by name."""
+        return dict(vars(self))
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *sorted(vars(self))))
+
+
+class StandardTask(Task):
+    """A task with a loss and metrics by name.
+
+    Args:
+        loss: a function of outputs and targets that returns the mean loss; an `nn.Module`; a name in `LOSSES`; or
+            `"package.module:function"`. None: the first of `LOSSES`.
+        metrics: names in `METRICS`, or torchmetrics objects, which are copied; or a dict of either by name. None: the
+            default of the task.
+        monitor: the name of the metric that decides which epoch is best, or `"val_loss"`. None: the first metric.
+
+    Raises:
+        PlanError: for an unknown name, with the closest one.
+    """
+
+    LOSSES: ClassVar[Mapping[str, LossFunction]]
+    METRICS: ClassVar[Mapping[str, Callable[[int], Any]]]
+    """What makes each metric, from the number of values per image."""
+    DEFAULT_METRICS: ClassVar[tuple[str, ...]]
+
+    def __init__(self, *, metrics: Any = None, loss: Any = None, monitor: str | None = None) -> None:
+        metrics = tuple(metrics) if isinstance(metrics, list) else metrics
+        criterion = self._loss_of(loss)
+        if not (isinstance(loss, str) and isinstance(criterion, nn.Module)):
+            loss = None if criterion is self._loss_of(None) else criterion
+        chosen = named(self, self.DEFAULT_METRICS if metrics is None else metrics)
+        known = ["val_loss", *chosen]
+        if monitor is not None and monitor not in known:
+            raise PlanError(
+                f"{self}: monitor={monitor!r} is not a metric of it.{suggest(str(monitor), known)}"
+            )
+        vars(self).update(  # it is frozen
+            _metrics=chosen,
+            _given={"metrics": metrics, "loss": loss, "monitor": monitor},
+            _criterion=criterion,
+            monitor=next(iter(chosen), "val_loss") if monitor is None else monitor,
+        )
+
+    _metrics: Mapping[str, Any]
+    _given: Mapping[str, Any]
+    _criterion: LossFunction
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is frozen. Create another one with other arguments.")
+
+    def _loss_of(self, loss: Any) -> LossFunction:
+        if loss is None:
+            return next(iter(self.LOSSES.values()))
+        if isinstance(loss, str):
+            return _imported(self, loss) if ":" in loss else self._known_loss(loss)
+        if isinstance(loss, type) or not callable(loss):
+            raise PlanError(
+                f"{self}: loss={loss!r:.80} must be a function, a module, or a name: {[*self.LOSSES]}."
+            )
+        return loss  # type: ignore[no-any-return]
+
+    def _known_loss(self, name: str) -> LossFunction:
+        if name not in self.LOSSES:
+            raise PlanError(f"{self}: no loss is named {name!r}.{suggest(name, self.LOSSES)}")
+        return self.LOSSES[name]
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of a batch, a scalar."""
+        return self._criterion(outputs, targets)
+
+    @property
+    def loss_name(self) -> str:
+        """The loss in plans."""
+        for name, known in self.LOSSES.items():
+            if known is self._criterion:
+                return name.replace("_", " ")
+        criterion = self._criterion
+        return getattr(criterion, "__qualname__", type(criterion).__name__)
+
+    @property
+    def about(self) -> str:
+        """What the plan says of targets and metrics."""
+        metrics = ", ".join(self._metrics) or "the loss"
+        return (
+            f"targets: {self.kind}; evaluated by {metrics}; the best epoch is that of the best {self.monitor}"
+        )
+
+    def move(self, device: torch.device) -> LossFunction:
+        """Return the loss, with its tensors (such as class weights) on `device`."""
+        criterion = self._criterion
+        return copy.deepcopy(criterion).to(device) if isinstance(criterion, nn.Module) else criterion
+
+    def outputs(self, outputs: Any) -> Any:
+        """Return the main tensor of a model's output: itself; `logits` or `out` of a dict; the first of a tuple."""
+        if isinstance(outputs, Mapping):
+            for name in ("logits", "out"):
+                if name in outputs:
+                    return outputs[name]
+            return next(iter(outputs.values()), None)
+        if isinstance(outputs, Sequence):
+            return outputs[0] if outputs else None
+        return getattr(outputs, "logits", outputs)
+
+    def meters(self, width: int | None) -> dict[str, Metric]:
+        """Return new torchmetrics objects by name, for outputs of `width` values per image."""
+        return by_name(self, self._metrics, self.METRICS, 1 if width is None else width)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that differ from their defaults, by name."""
+        return {name: value for name, value in self._given.items() if value is not None}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Task) and type(other) is type(self) and self.options == other.options
+
+    def __hash__(self) -> int:
+        return hash((type(self), *sorted(self.options)))
+
+
+@dataclass(frozen=True)
+class TaskLoss:
+    """The training loss of a task, for what the model returns: `loss` of the outputs that the task uses."""
+
+    task: Task
+    base: LossFunction
+
+    def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of a batch, a scalar."""
+        return self.base(self.task.outputs(outputs), targets)
+
+
+def to_float(outputs: Any) -> Any:
+    """Return a nest of tuples, lists and dicts with each floating-point tensor in float32."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.float() if outputs.is_floating_point() else outputs
+    if isinstance(outputs, Mapping):
+        return {name: to_float(value) for name, value in outputs.items()}
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*map(to_float, outputs))
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(map(to_float, outputs))
+    return outputs
+
+
+def check_names(train: Targets, val: Targets | None, what: str) -> None:
+    """Raise PlanError if both sources name their classes or labels, and differently."""
+    if val is None or not train.classes or not val.classes or train.classes == val.classes:
+        return
+    remedy = f"Convert both from data of the same {what}."
+    if len(train.classes) != len(val.classes):
+        raise PlanError(
+            f"{train.source} has {len(train.classes)} {what}, {val.source} has {len(val.classes)}. {remedy}"
+        )
+    pairs = zip(train.classes, val.classes, strict=True)
+    number = next(i for i, (one, other) in enumerate(pairs) if one != other)
+    kind = "Class" if what == "classes" else "Label"
+    raise PlanError(
+        f"{kind} {number} is {train.classes[number]!r} in {train.source} and {val.classes[number]!r} in {val.source}. "
+        f"{remedy}"
+    )
+
+
+def vectors(task: Task, train: Targets, val: Targets | None, what: str) -> int:
+    """Return the number of values of each target, 1 for `(N,)`. Raise PlanError if they are not finite numbers, or
+    differ between the sources."""
+    widths = []
+    for targets in (train, val):
+        if targets is None:
+            continue
+        values = targets.values
+        if values.dtype.kind not in "biuf" or values.ndim > 2:
+            raise PlanError(
+                f"{targets.source} has labels {values.shape[1:]} of {values.dtype}, but {task} needs {what}. Convert "
+                "it with one number or one vector of numbers per image."
+            )
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            raise PlanError(
+                f"{targets.source} has labels that are not finite. Convert it again without them."
+            )
+        widths.append(values.shape[1] if values.ndim == 2 else 1)
+    if len(set(widths)) > 1 and val is not None:
+        raise PlanError(
+            f"{train.source} has {widths[0]} values per image, {val.source} has {widths[1]}. Convert both alike."
+        )
+    return widths[0]
+
+
+def _checked(task: Task, metrics: Any) -> dict[str, Any]:
+    from torchmetrics import Metric
+
+    if not isinstance(metrics, Mapping) or not all(isinstance(each, Metric) for each in metrics.values()):
+        raise PlanError(
+            f"{task}.metrics() must return a dict of torchmetrics objects by name, not {metrics!r:.80}."
+        )
+    for name in metrics:
+        if not isinstance(name, str) or name in NAMES_OF_RUN:
+            raise PlanError(f"{task}: a metric cannot be named {name!r}. Choose another name.")
+    if task.monitor not in ("val_loss", *metrics):
+        known = ["val_loss", *metrics]
+        raise PlanError(
+            f"{task}: monitor={task.monitor!r} is not a metric of it.{suggest(task.monitor, known)}"
+        )
+    return dict(metrics)
+
+
+def _imported(task: Task, name: str) -> LossFunction:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"{task}: the loss {name!r} cannot be imported: {error}.") from error
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        found = found()
+    if not callable(found):
+        raise PlanError(f"{task}: the loss {name!r} is {found!r:.80}, not a function or a module.")
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,208 @@
+"""Tasks as values: their losses, metrics and predictions on tensors, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drivetrain import Classification, MultiLabel, PlanError, Regression, Segmentation, Task
+from drivetrain.pipeline.tasks.metrics import compute, pool, state_of
+from drivetrain.pipeline.tasks.registry import get, to_dict
+from drivetrain.pipeline.tasks.task import to_float
+from task_jobs import Cosine
+from torch import nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassF1Score
+
+
+def values(
+    task: Task, batches: list[tuple[torch.Tensor, torch.Tensor]], width: int | None
+) -> dict[str, float]:
+    meters = task.meters(width)
+    for outputs, targets in batches:
+        for meter in meters.values():
+            meter.update(task.outputs(outputs), task.metric_targets(targets))
+    return compute(meters, 1)
+
+
+def test_classification_is_judged_as_by_hand() -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(n, 7), torch.randint(7, (n,))) for n in (16, 16, 5)]
+    logits, targets = torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches])
+    found = values(Classification(metrics=("top1", "top3", "top5", "recall")), batches, 7)
+    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)
+    for k in (1, 3, 5):
+        assert found[f"top{k}"] == pytest.approx((ranks < k).float().mean().item())
+    recalls = [(logits.argmax(1) == targets)[targets == c].float().mean().item() for c in targets.unique()]
+    assert found["recall"] == pytest.approx(sum(recalls) / 7, abs=1e-6)
+    assert set(values(Classification(), batches, 7)) == {"top1", "top5"}
+    assert set(values(Classification(), [(torch.randn(4, 5), torch.arange(4))], 5)) == {"top1"}
+    assert torch.equal(Classification().predict(logits), logits.softmax(1))
+    assert Classification().loss(logits, targets) == F.cross_entropy(logits, targets)
+
+
+def test_labels_are_judged_as_by_hand() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(40, 3), (torch.rand(40, 3) < 0.4).float()
+    found = values(MultiLabel(), [(logits[:33], targets[:33]), (logits[33:], targets[33:])], 3)
+    precisions, scores = [], []
+    for label in range(3):
+        order = logits[:, label].argsort(descending=True)
+        hits = targets[order, label]
+        precisions.append(((hits.cumsum(0) / torch.arange(1, 41)) * hits).sum() / hits.sum())
+        chosen, true = logits[:, label] > 0, targets[:, label] > 0
+        scores.append(2 * (chosen & true).sum() / (chosen.sum() + true.sum()))
+    assert found["map"] == pytest.approx(torch.stack(precisions).mean().item(), abs=1e-6)
+    assert found["f1"] == pytest.approx(torch.stack(scores).mean().item(), abs=1e-6)
+    assert MultiLabel().loss(logits, targets) == F.binary_cross_entropy_with_logits(logits, targets)
+    assert torch.equal(MultiLabel().predict(logits), logits.sigmoid())
+
+
+def test_numbers_are_judged_as_by_hand() -> None:
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(40, 1), torch.randn(40)
+    found = values(
+        Regression(metrics=("mae", "mse", "rmse", "r2")),
+        [(outputs[:33], targets[:33]), (outputs[33:], targets[33:])],
+        1,
+    )
+    errors = outputs[:, 0] - targets
+    mse = errors.square().mean().item()
+    assert found["mae"] == pytest.approx(errors.abs().mean().item(), abs=1e-6)
+    assert found["mse"] == pytest.approx(mse, abs=1e-6)
+    assert found["rmse"] == pytest.approx(math.sqrt(mse), abs=1e-6)
+    assert found["r2"] == pytest.approx(1 - mse / targets.var(correction=0).item(), abs=1e-5)
+    task = Regression(loss="huber")
+    assert task.loss(task.outputs(outputs), targets) == F.huber_loss(outputs[:, 0], targets)
+    assert Regression().loss(outputs[:, 0], targets[:, None]).item() == pytest.approx(mse)
+
+
+def test_masks_are_judged_as_by_hand() -> None:
+    torch.manual_seed(0)
+    logits, masks = torch.randn(6, 4, 5, 5), torch.randint(4, (6, 5, 5), dtype=torch.uint8)
+    masks[:, 0] = 255
+    task = Segmentation(4)
+    found = values(task, [(logits[:4], masks[:4]), (logits[4:], masks[4:])], None)
+    counted, chosen = masks != 255, logits.argmax(1)
+    assert found["pixel_accuracy"] == pytest.approx((chosen == masks)[counted].float().mean().item())
+    shares = []
+    for c in range(4):
+        one, other = (chosen == c) & counted, masks == c
+        shares.append((one & other).sum() / (one | other).sum())
+    assert found["miou"] == pytest.approx(torch.stack(shares).mean().item(), abs=1e-6)
+    expected = F.cross_entropy(logits, masks.long(), ignore_index=255)
+    assert task.loss(task.outputs({"out": logits, "aux": logits[:1]}), masks).item() == pytest.approx(
+        expected.item()
+    )
+    assert task.loss(logits, torch.full_like(masks, 255)) == 0
+    assert torch.equal(task.predict(logits), chosen)
+
+
+def test_a_rank_without_samples_changes_no_metric() -> None:
+    """What `compute` does with the states of three ranks, one of which saw nothing."""
+    torch.manual_seed(0)
+    parts = [(torch.randn(n, 3), (torch.rand(n, 3) < 0.5).float()) for n in (25, 14)]
+    task = MultiLabel(metrics={"map": "map", "f1": "f1", "loss_of_mine": MeanMetric()})
+    whole, *ranks = [task.meters(3) for _ in range(4)]
+    for number, (outputs, targets) in enumerate(parts):
+        for meters in (whole, ranks[number]):
+            for name in ("map", "f1"):
+                meters[name].update(outputs, targets.long())
+            meters["loss_of_mine"].update(outputs.sum(1))
+    for name in whole:
+        states = [state_of(m[name]) for m in ranks]
+        pool(name, ranks[0][name], states)
+        assert ranks[0][name].compute().item() == pytest.approx(whole[name].compute().item(), abs=1e-6)
+
+
+def test_a_task_is_a_value() -> None:
+    one = Classification(metrics=["top1", "f1"], monitor="f1")
+    assert one == Classification(metrics=("top1", "f1"), monitor="f1") == pickle.loads(pickle.dumps(one))
+    assert hash(one) == hash(Classification(metrics=("top1", "f1"), monitor="f1"))
+    assert one != Classification()
+    assert Classification() != MultiLabel()
+    assert repr(one) == "Classification(metrics=('top1', 'f1'), monitor='f1')"
+    assert Regression(loss=F.mse_loss) == Regression(loss="mse") == Regression()
+    assert Cosine(2.0) == Cosine(2.0) != Cosine(3.0)
+    with pytest.raises(AttributeError, match="Classification is frozen"):
+        one.monitor = "top1"
+    for task in (
+        one,
+        MultiLabel(),
+        Segmentation(4, loss=F.cross_entropy),
+        Cosine(2.0),
+        Regression(loss="torch.nn:MSELoss"),
+    ):
+        assert get(**to_dict(task)) == task
+    metric = MulticlassF1Score(3)
+    made = Classification(metrics=[metric, "top1"]).meters(3)
+    assert set(made) == {"multiclass_f1_score", "top1"}
+    assert made["multiclass_f1_score"] is not metric
+
+
+def test_what_models_return_is_taken_apart() -> None:
+    logits, other = torch.ones(2, 3, dtype=torch.bfloat16), torch.zeros(2, 3)
+    task = Classification()
+    for outputs in (logits, (logits, other), [logits], {"logits": logits, "loss": other}, {"x": logits}):
+        assert task.outputs(outputs) is logits
+    nest = to_float({"a": (logits, [torch.arange(2)]), "b": None})
+    assert nest["a"][0].dtype == torch.float32
+    assert nest["a"][1][0].dtype == torch.int64
+    assert nest["b"] is None
+
+
+def test_a_loss_with_weights_moves_without_changing_the_task() -> None:
+    weights = torch.tensor([1.0, 3.0])
+    module = nn.CrossEntropyLoss(weight=weights)
+    task = Classification(loss=module)
+    moved: Any = task.move(torch.device("cpu"))
+    assert moved is not module
+    assert torch.equal(moved.weight, weights)
+    assert task.loss_name == "CrossEntropyLoss"
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "metric by a wrong name": (
+        partial(Classification, metrics=("top1", "acuracy")),
+        "no metric is named 'acuracy'",
+    ),
+    "metric of another task": (partial(Regression, metrics=("map",)), "no metric is named 'map'"),
+    "no metric": (partial(MultiLabel, metrics=(3,)), "3 is not a metric. Pass names of .*'map'"),
+    "a class": (partial(MultiLabel, metrics=MeanMetric), "is not a metric"),
+    "two of one name": (partial(Regression, metrics=("mae", "mae")), "two metrics have one name"),
+    "name of the run": (partial(Regression, metrics={"loss": "mae"}), "cannot be named 'loss'"),
+    "monitor": (partial(Regression, monitor="top1"), "monitor='top1' is not a metric of it"),
+    "loss by a wrong name": (partial(Regression, loss="mae"), "no loss is named 'mae'. .*huber"),
+    "loss of a module": (
+        partial(Regression, loss="torch.nn:Nothing"),
+        "'torch.nn:Nothing' cannot be imported",
+    ),
+    "loss class": (partial(Regression, loss=nn.MSELoss), "must be a function, a module, or a name"),
+    "classes": (partial(Segmentation, 1), "classes=1 must be an integer of at least 2"),
+    "task by a wrong name": (
+        partial(get, "Multilabel"),
+        "No task is named 'Multilabel'. Did you mean 'MultiLabel'",
+    ),
+    "argument": (partial(get, "MultiLabel", metric="map"), "MultiLabel does not take"),
+    "not a task": (partial(get, "torch.nn:Linear"), "not a class derived from drivetrain.Task"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    make, words = REFUSED[case]
+    with pytest.raises(PlanError, match=words):
+        make()
+
+
+def test_a_metric_of_several_numbers_is_refused() -> None:
+    meters = Classification(metrics={"f1": MulticlassF1Score(3, average=None)}).meters(3)
+    meters["f1"].update(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(PlanError, match=r"'f1' returns tensor.* one number. Average it"):
+        compute(meters, 1)

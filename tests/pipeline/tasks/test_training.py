@@ -1,0 +1,247 @@
+"""Each task through the pipeline: trained, judged as by hand, the same under every strategy, resumed, and refused where
+its data, model or transforms do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from drivetrain import (
+    Classification,
+    MultiLabel,
+    Pipeline,
+    PlanError,
+    RecipeError,
+    Regression,
+    Segmentation,
+    Task,
+)
+from drivetrain.loaders import FFCVLoader, convert
+from drivetrain.pipeline.checkpoints.directory import CheckpointDir, best_of
+from drivetrain.pipeline.checkpoints.format import Checkpoint
+from drivetrain.strategies import launch
+from drivetrain.transforms import CutMix, LabelSmoothing, MixUp, TestTimeFlip
+from task_jobs import (
+    LABELS,
+    SIDE,
+    TASKS,
+    VAL,
+    Cosine,
+    Outputs,
+    images,
+    numbers_of,
+    pipeline_of,
+    vectors,
+    write,
+)
+from torch import nn
+
+Files = dict[str, tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    made = {}
+    for name, (_, targets, *_) in TASKS.items():
+        made[name] = write(tmp_path_factory.mktemp("task"), targets)
+    return made
+
+
+def history(result: Any) -> list[tuple[float, ...]]:
+    return [(e.loss, e.val_loss, *e.metrics.values()) for e in result.history.epochs]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_it_learns_and_is_judged_as_by_hand(name: str, files: Files, tmp_path: Path) -> None:
+    task: Task = TASKS[name][0]
+    result = pipeline_of(name, files[name]).fit(epochs=6, out=tmp_path, progress=False, logger="csv")
+    first, last = result.history.epochs[0], result.history.epochs[-1]
+    assert last.loss < first.loss
+    with FFCVLoader(files[name][1], batch_size=VAL, image_size=SIDE, train=False, workers=1) as loader:
+        ((batch, targets),) = loader
+    with torch.no_grad():
+        outputs = task.outputs(result.model(batch))
+        assert last.val_loss == pytest.approx(task.loss(outputs, targets).item(), abs=1e-5)
+        meters = task.meters(
+            outputs.shape[-1] if isinstance(outputs, torch.Tensor) and outputs.dim() > 1 else 1
+        )
+        for metric, meter in meters.items():
+            meter.update(outputs, task.metric_targets(targets))
+            assert last.metrics[metric] == pytest.approx(meter.compute().item(), abs=1e-5)
+    assert result.metrics == {"val_loss": last.val_loss, **last.metrics}
+    saved = json.loads((tmp_path / "history.json").read_text())
+    assert saved["epochs"][-1]["metrics"] == last.metrics
+    assert saved["monitor"] == {
+        "name": task.monitor,
+        "higher_is_better": task.monitor not in ("mae", "distance"),
+    }
+    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    row = dict(zip(header.split(","), rows[-1].split(","), strict=True))
+    assert {metric: float(row[metric]) for metric in last.metrics} == last.metrics
+    assert task.monitor in str(result)
+
+
+def on_ranks(files: Files, strategy: str, devices: int) -> dict[str, Any]:
+    """The history of each task, on ranks that exist already."""
+    return {
+        name: history(
+            pipeline_of(name, files[name], strategy=strategy, devices=devices).fit(epochs=2, progress=False)
+        )
+        for name in TASKS
+    }
+
+
+def all_on_ranks(files: Files) -> dict[str, Any]:
+    return {strategy: on_ranks(files, strategy, 2) for strategy in ("ddp", "fsdp", "zero_redundancy")}
+
+
+@pytest.mark.process
+@pytest.mark.timeout(150)
+@pytest.mark.usefixtures("one_thread")
+def test_each_is_the_same_under_every_strategy(files: Files) -> None:
+    """33 validation images leave one rank without a share of the last batch."""
+    found = launch(all_on_ranks, files, devices=2)[0]
+    for name in TASKS:
+        alone = history(pipeline_of(name, files[name]).fit(epochs=2, progress=False))
+        for strategy, histories in found.items():
+            for one, other in zip(alone, histories[name], strict=True):
+                assert other == pytest.approx(one, abs=2e-6), (strategy, name)
+
+
+def test_the_best_is_that_of_the_lowest_if_lower_is_better(files: Files, tmp_path: Path) -> None:
+    result = pipeline_of("Regression", files["Regression"]).fit(epochs=3, out=tmp_path, progress=False)
+    errors = [epoch.metrics["mae"] for epoch in result.history.epochs]
+    best = best_of([Checkpoint(path) for path in CheckpointDir(tmp_path / "checkpoints").checkpoints()])
+    assert best is not None
+    assert best.content.history.epochs[-1].metrics["mae"] == min(errors)
+
+
+def test_another_task_does_not_resume(files: Files, tmp_path: Path) -> None:
+    pipeline = pipeline_of("Regression", files["Regression"]).optimize("sgd", lr=0.05, schedule="constant")
+    pipeline.fit(epochs=1, out=tmp_path, progress=False)
+    assert len(pipeline.fit(epochs=2, out=tmp_path, progress=False, resume=True).history.epochs) == 2
+    with pytest.raises(Exception, match="is of a run with task = "):
+        pipeline.task(Regression(loss="l1")).fit(epochs=3, out=tmp_path, progress=False, resume=True)
+
+
+def test_mixing_and_flipping_labels(files: Files) -> None:
+    pipeline = pipeline_of("MultiLabel", files["MultiLabel"]).transform(MixUp(0.4), CutMix(), TestTimeFlip())
+    result = pipeline.fit(epochs=2, progress=False)
+    assert all(0 <= value <= 1 for value in result.history.epochs[-1].metrics.values())
+
+
+def test_a_loss_with_weights_trains_and_is_evaluated_with_them(files: Files) -> None:
+    weight = torch.tensor([1.0, 5.0, 0.5])
+    pipeline = pipeline_of("Classification", files["Classification"])
+    weighted = pipeline.task(Classification(loss=nn.CrossEntropyLoss(weight=weight))).transform(
+        LabelSmoothing(0.1)
+    )
+    result = weighted.fit(epochs=1, progress=False)
+    with FFCVLoader(
+        files["Classification"][1], batch_size=VAL, image_size=SIDE, train=False, workers=1
+    ) as loader:
+        ((batch, targets),) = loader
+    with torch.no_grad():
+        logits = result.model(batch)[0]
+    criterion = nn.CrossEntropyLoss(weight=weight)
+    parts = [criterion(logits[:32], targets[:32]), criterion(logits[32:], targets[32:])]
+    assert result.metrics["val_loss"] == pytest.approx(((parts[0] * 32 + parts[1]) / 33).item(), abs=1e-5)
+    assert "CrossEntropyLoss" in repr(weighted.plan())
+
+
+def test_a_recipe_names_its_task(files: Files, tmp_path: Path) -> None:
+    for name, (task, *_) in TASKS.items():
+        pipeline = pipeline_of(name, files[name]).replace(epochs=1)
+        recipe = pipeline.to_recipe()
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        again = Pipeline.from_recipe(path)
+        assert again.goal == task
+        assert again.to_recipe() == {**recipe, "name": again.recipe}
+    plain = Pipeline.from_recipe(recipe | {"task": "MultiLabel"})
+    assert plain.goal == MultiLabel()
+    for wrong, words in (
+        ({"task": "Multi"}, "No task is named 'Multi'"),
+        ({"task": {"metrics": ["map"]}}, "needs a name"),
+        ({"task": 3}, "task=3 must be"),
+        ({"task": {"name": "MultiLabel", "metrics": ["mAP"]}}, "no metric is named 'mAP'"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            Pipeline.from_recipe({**recipe, **wrong})
+
+
+def file_of(targets: Any, folder: Path) -> tuple[str, str]:
+    return write(folder, targets)
+
+
+REFUSED: dict[str, tuple[Callable[[Pipeline], Pipeline], Any, str]] = {
+    "numbers as classes": (
+        lambda p: p.task(Classification()), numbers_of, "float labels, but Classification trains .*Regression",
+    ),
+    "vectors as classes": (lambda p: p, vectors, "vectors of 3 numbers as labels"),
+    "numbers as labels": (
+        lambda p: p.task(MultiLabel()), numbers_of, "one number per image, but MultiLabel needs a vector",
+    ),
+    "values as labels": (
+        lambda p: p.task(MultiLabel()),
+        lambda images: images.mean((1, 2)).astype(np.float32),
+        r"has the value .* in the vector of sample 0, but MultiLabel needs 0 or 1",
+    ),
+    "another width": (lambda p: p.task(Regression()), numbers_of, r"returns \(2, 3\) for 2 images, but .* 1 number"),
+    "masks": (lambda p: p.task(Segmentation(3)), numbers_of, "needs a mask per image"),
+    "smoothing of labels": (
+        lambda p: p.task(MultiLabel()).transform(LabelSmoothing()),
+        vectors,
+        "LabelSmoothing needs targets that are class indices, but MultiLabel has labels",
+    ),
+    "mixing of numbers": (
+        lambda p: p.task(Regression()).transform(MixUp()),
+        numbers_of,
+        "MixUp needs targets that are class indices or labels, but Regression has values",
+    ),
+    "mixing of what a task of one's own has": (
+        lambda p: p.task(Cosine()).transform(CutMix()), numbers_of, "CutMix needs targets .* Cosine has any",
+    ),
+    "a loss of vectors": (
+        lambda p: p.task(MultiLabel(loss=lambda outputs, _: outputs)),
+        vectors,
+        r"The loss returns \(2, 3\) for 2 images",
+    ),
+    "a loss that raises": (
+        lambda p: p.task(MultiLabel(loss=nn.CTCLoss())), vectors, "The loss does not accept logits .* and targets",
+    ),
+    "a task without a loss": (lambda p: p.task(Task()), numbers_of, r"Task must define the method loss"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_training(case: str, tmp_path: Path) -> None:
+    change, targets, words = REFUSED[case]
+    start = Pipeline(Outputs, num_classes=LABELS).load(
+        *file_of(targets, tmp_path), batch_size=32, image_size=SIDE, workers=1
+    )
+    with pytest.raises(PlanError, match=words):
+        change(start).fit(epochs=1, progress=False)
+
+
+def test_other_data_in_validation_is_refused(files: Files, tmp_path: Path) -> None:
+    pictures = images(8, 3)
+    convert(
+        (pictures, pictures.mean((1, 2))[:, :2].astype(np.float32)), tmp_path / "two.beton", progress=False
+    )
+    pipeline = pipeline_of(
+        "Regression of vectors", (files["Regression of vectors"][0], str(tmp_path / "two.beton"))
+    )
+    with pytest.raises(PlanError, match=r"has 3 values per image, .*two.beton has 2"):
+        pipeline.fit(epochs=1, progress=False)
+
+
+def test_what_is_no_task_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"Did you mean MultiLabel\(\)\?"):
+        Pipeline(Outputs, num_classes=3).task(MultiLabel)  # type: ignore[arg-type]
