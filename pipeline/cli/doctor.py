@@ -16,7 +16,18 @@ from ...errors import MissingExtra
 from ...table import Table
 from ..telemetry.provenance import version
 
-CORE = ("torch", "torchvision", "numpy", "safetensors", "pillow", "tqdm", "cloudpickle", "psutil", "pyyaml")
+CORE = (
+    "torch",
+    "torchvision",
+    "torchmetrics",
+    "numpy",
+    "safetensors",
+    "pillow",
+    "tqdm",
+    "cloudpickle",
+    "psutil",
+    "pyyaml",
+)
 EXTRAS = {
     "ffcv": (("ffcv", "numba"), "load and convert .beton files"),
     "deepspeed": (("deepspeed",), "train with the strategies deepspeed_stage_1 to 3"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain import NonFiniteError, strategies
+from drivetrain import Classification, NonFiniteError, strategies
 from drivetrain.pipeline.telemetry import host_copy
 from drivetrain.pipeline.telemetry.host_copy import HostCopy
 from drivetrain.pipeline.telemetry.observer import Observer
@@ -89,7 +89,7 @@ def test_the_loop_runs_on_its_engines_device(monkeypatch: pytest.MonkeyPatch) ->
         engine.model.register_forward_hook(lambda *_: seen.append(stack[-1]))
         monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **k: torch.ones(*a, **k) * 0)  # noqa: ARG005
         train_epoch(engine, batches, nn.functional.cross_entropy)
-        evaluate(engine, batches)
+        evaluate(engine, batches, task=Classification(metrics=()))
         assert seen == [SECOND, SECOND]
         assert stack == [torch.device("cuda", 0)]
         with pytest.raises(ZeroDivisionError):

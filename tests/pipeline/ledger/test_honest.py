@@ -46,7 +46,7 @@ from drivetrain.pipeline.ledger.variants import Variant, possible, variants
 from drivetrain.pipeline.spec.config import DistributedConfig
 from drivetrain.pipeline.spec.cuda_settings import uses_gpu
 from drivetrain.pipeline.spec.resolve import resolve
-from drivetrain.pipeline.telemetry.history import Epoch
+from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
 from drivetrain.transforms import LabelSmoothing
@@ -278,7 +278,7 @@ def epoch(number: int, accuracy: float, seconds: float) -> Epoch:
 
 def test_time_to_an_accuracy() -> None:
     history = [epoch(1, 0.3, 2.0), epoch(2, 0.6, 3.0), epoch(3, 0.5, 4.0)]
-    found = [seconds_to(target, history) for target in (0.2, 0.3, 0.31, 0.6, 0.61)]
+    found = [seconds_to(target, history, Monitor()) for target in (0.2, 0.3, 0.31, 0.6, 0.61)]
     assert found == [2.0, 2.0, 5.0, 5.0, None]
 
 

@@ -452,7 +452,7 @@ def test_a_time_that_means_nothing(seconds: Any, toy: Toy) -> None:
         ({"within": 0}, "within=0 must be between 0 and 1"),
         ({"accuracy": True}, "Number of epochs not set"),
         ({"accuracy": True, "epochs": 0}, "epochs=0 must be"),
-        ({"accuracy": True, "epochs": 1, "target": 80}, "target=80 is a top-1 accuracy"),
+        ({"accuracy": True, "epochs": 1, "target": 80}, "target=80 is an accuracy"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(asked: dict[str, Any], message: str, toy: Toy) -> None:

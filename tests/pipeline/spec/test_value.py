@@ -155,6 +155,7 @@ def test_the_repr_is_the_calls_that_were_made() -> None:
     assert repr(one) == (
         "Pipeline(small, seed=3, classes=4)\n"
         "  .load('a.beton', 'b.beton', batch_size=8, image_size=16, workers=1, scale=(0.5, 1.0))\n"
+        "  .task(Classification(metrics=('top1', 'f1')))\n"
         "  .transform(BlurPool(replace_convs=True, replace_maxpools=True, blur_first=True, min_channels=8), "
         "EMA(half_life=10, smoothing=None, update_every=1))\n"
         "  .optimize('sgd', lr=0.1, momentum=0.9, schedule='linear', base_batch_size=16)\n"

@@ -4,6 +4,7 @@ its data, model or transforms do not fit."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from drivetrain.pipeline.checkpoints.directory import CheckpointDir, best_of
 from drivetrain.pipeline.checkpoints.format import Checkpoint
 from drivetrain.strategies import launch
 from drivetrain.transforms import CutMix, LabelSmoothing, MixUp, TestTimeFlip
+from places import ROOT
 from task_jobs import (
     LABELS,
     SIDE,
@@ -245,3 +247,17 @@ def test_other_data_in_validation_is_refused(files: Files, tmp_path: Path) -> No
 def test_what_is_no_task_is_refused() -> None:
     with pytest.raises(PlanError, match=r"Did you mean MultiLabel\(\)\?"):
         Pipeline(Outputs, num_classes=3).task(MultiLabel)  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines one after another, on small data; then the task of one's own that it defines."""
+    monkeypatch.chdir(tmp_path)
+    pictures = images(32, 1)
+    names: dict[str, Any] = {"images": pictures, "labels": vectors(pictures)}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/tasks.md").read_text(), re.DOTALL):
+        exec(block, names)
+    assert set(names["result"].metrics) == {"val_loss", "map", "f1"}
+    train = write(tmp_path, numbers_of)
+    own = Pipeline(Outputs, num_classes=1).load(*train, batch_size=32, image_size=SIDE, workers=1)
+    assert set(own.task(names["Angle"]()).fit(epochs=1, progress=False).metrics) == {"val_loss", "error"}
