@@ -133,8 +133,8 @@ def _best(place: Path) -> Checkpoint:
     best = best_of(list(store.of_run(store.run)))
     if best is None:
         raise CheckpointError(
-            f"{store.folder} has no checkpoint of its run with a monitored metric. Remove best=True (--best), or pass the "
-            f"path of a checkpoint."
+            f"{store.folder} has no checkpoint of its run with a monitored metric. Remove best=True (--best), or pass "
+            f"the path of a checkpoint."
         )
     best.verify()
     return best
