@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .recipes.presets import RECIPES as RECIPES
     from .runs.result import FitResult as FitResult
     from .runs.result import TrainingInterrupted as TrainingInterrupted
+    from .runs.saved import load_run as load_run
     from .spec.plan import Plan as Plan
     from .spec.plan import Step as Step
     from .tasks.classification import Classification as Classification

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..settings import Settings
 from . import draws
+from .centers import central_squares
 
 if TYPE_CHECKING:
     from .policy_draws import Drawn
@@ -52,7 +53,10 @@ def choose(
     `flips` come from `alternating`; None draws them like everything else.
     """
     if not settings.train:
-        boxes, flips = _centers(heights, widths, settings.eval_ratio), np.zeros(len(heights), dtype=np.bool_)
+        boxes, flips = (
+            central_squares(heights, widths, settings.eval_ratio),
+            np.zeros(len(heights), dtype=np.bool_),
+        )
         return Choices(boxes, flips, np.empty((0, 4)), np.empty((0, 2), dtype=np.int64), None)
     if settings.crop == "padded":
         boxes = _shifts(keys, settings.padding, heights, widths)
@@ -69,12 +73,6 @@ def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
     keys = draws.sample_keys(np.uint64(seed), np.uint64(0), indices)
     flips: NDArray[np.bool_] = draws.uniforms(keys, FLIP, 1)[:, 0] < 0.5
     return ~flips if epoch % 2 else flips
-
-
-def _centers(heights: NDArray[np.int64], widths: NDArray[np.int64], ratio: float) -> NDArray[np.int64]:
-    """Return the central squares with a side of `ratio` times the shorter side."""
-    side = np.maximum(np.rint(np.minimum(heights, widths) * ratio).astype(np.int64), 1)
-    return np.stack([(heights - side) // 2, (widths - side) // 2, side, side], axis=1)
 
 
 def _shifts(

@@ -46,8 +46,16 @@ _NAMES = {
 """The names of dtypes in a safetensors file."""
 
 
-def save_weights(state: Mapping[str, torch.Tensor], path: str | Path, *, epochs: int | None = None) -> None:
+def save_weights(
+    state: Mapping[str, torch.Tensor],
+    path: str | Path,
+    *,
+    epochs: int | None = None,
+    about: Mapping[str, str] | None = None,
+) -> None:
     """Write a state dict of CPU tensors as safetensors, atomically.
+
+    `about` are further metadata, such as the preprocessing.
 
     `epochs`, stored in the file's metadata, is the epoch in the history that the weights belong to: a process that
     is killed between writing the two files leaves weights that are one epoch ahead.
@@ -58,7 +66,8 @@ def save_weights(state: Mapping[str, torch.Tensor], path: str | Path, *, epochs:
     Raises:
         DrivetrainError: for a dtype that safetensors does not have, or if the file cannot be written.
     """
-    header: dict[str, Any] = {} if epochs is None else {"__metadata__": {"epochs": str(epochs)}}
+    metadata = {**(about or {}), **({} if epochs is None else {"epochs": str(epochs)})}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     # Larger elements first, so that each tensor is aligned.
     ordered = sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0]))

@@ -1,4 +1,4 @@
-"""The command line: `drivetrain convert | inspect | verify | train | export | ledger | recipes | doctor`."""
+"""The command line: `drivetrain convert | inspect | verify | train | predict | export | ledger | recipes | doctor`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 from ...errors import DrivetrainError, suggest
 from ...version import __version__
-from . import data, training
+from . import data, predict, training
 from .parser import Parser, listed, say
 
 
@@ -42,8 +42,8 @@ def doctor() -> int:
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     function.__name__: function
-    for function in (data.convert, data.inspect, data.verify, training.train, training.export, training.ledger,
-                     recipes, doctor)
+    for function in (data.convert, data.inspect, data.verify, training.train, predict.predict, training.export,
+                     training.ledger, recipes, doctor)
 }  # fmt: skip
 """The commands by name. Each returns its exit status, or None for 0."""
 

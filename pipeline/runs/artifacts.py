@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +92,12 @@ class RunArtifacts(Observer):
             self._outcome.state = {}  # release the old weights before gathering: one copy at a time
             state = weights()
             if self._folder is not None and history.epochs:
-                save_weights(state, self._folder / MODEL, epochs=len(history.epochs))
+                about: dict[str, str] = {
+                    name: json.dumps(history.facts[name])
+                    for name in ("inputs", "task")
+                    if name in history.facts
+                }
+                save_weights(state, self._folder / MODEL, epochs=len(history.epochs), about=about)
                 history.save(self._folder / HISTORY)
             self.history = self._outcome.history = history
             self._outcome.state = state

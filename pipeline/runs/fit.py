@@ -146,4 +146,4 @@ def _finish(plan: ResolvedPlan, outcome: RankResult) -> FitResult:
         model, reports = build_model(plan.spec, plan.transforms)
     if outcome.state:
         model.load_state_dict(outcome.state)
-    return FitResult(model.eval(), outcome.history, reports, Plan(plan.steps), plan.transforms)
+    return FitResult(model.eval(), outcome.history, reports, Plan(plan.steps), plan.transforms, plan.task)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ...errors import DataError
 from ...transforms import Report, Transform
 from ..checkpoints.weights import plain_state
 from ..spec.plan import Plan
+from ..tasks.classification import Classification
+from ..tasks.task import Task
 from ..telemetry.history import History
+from .prediction import BATCH, Inputs, predict
+
+if TYPE_CHECKING:
+    from torchvision.transforms import v2
 
 
 @dataclass
@@ -24,6 +31,7 @@ class FitResult:
         reports: what each transform changed.
         plan: the steps of the run.
         transforms: the pipeline's transforms, in the plan's order.
+        task: what it was trained for.
     """
 
     model: nn.Module
@@ -31,6 +39,42 @@ class FitResult:
     reports: tuple[Report, ...]
     plan: Plan
     transforms: tuple[Transform, ...] = ()
+    task: Task = field(default_factory=Classification)
+
+    @property
+    def inputs(self) -> Inputs:
+        """What an image must become before the model sees it, and the names of the classes.
+
+        Raises:
+            DataError: if the run ended before its data was opened.
+        """
+        saved = self.history.facts.get("inputs")
+        if saved is None:
+            raise DataError(
+                "This result does not know its preprocessing: its run was not trained by this version."
+            )
+        return Inputs.from_dict(saved)
+
+    @property
+    def preprocess(self) -> v2.Compose:
+        """The torchvision transform of a PIL image that gives the pixels `(3, H, W)` of evaluation: the central crop of
+        `eval_ratio`, resized to `eval_image_size`, and normalized."""
+        return self.inputs.transform()
+
+    def predict(self, images: Any, *, batch_size: int = BATCH) -> list[dict[str, Any]]:
+        """Return one dict per image: `image` (its path or number) and the prediction by name.
+
+        For `Classification`: `class`, `probability` and all `probabilities`; for `MultiLabel`: `labels` and
+        `probabilities`; for `Regression`: `value`; for other tasks: `prediction`. All are JSON values.
+
+        Args:
+            images: a path, a PIL image, an array `(H, W, 3)` of uint8, or several of these.
+            batch_size: images at once.
+
+        Raises:
+            DataError: for a file that is not an image.
+        """
+        return predict(self.model, self.task, self.inputs, images, batch_size=batch_size)
 
     def plain_state(self) -> dict[str, torch.Tensor]:
         """Return the weights by the names of the model before surgery, for use without Drivetrain.

@@ -36,6 +36,7 @@ from ..training.guard import NonFiniteGuard
 from ..training.loop import EpochStats, evaluate, train_epoch
 from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
+from .prediction import Inputs
 from .saving import SaveCheckpoints
 
 
@@ -61,6 +62,7 @@ class Run:
         self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice)
         facts: dict[str, Any] = {
             "recipe": plan.recipe, "seed": plan.seed, "provenance": provenance(), "monitor": asdict(built.monitor),
+            "inputs": Inputs.of(built.train, built.val, plan.data.eval_size).to_dict(), "task": repr(plan.task),
         }  # fmt: skip
         if built.engine.note:
             facts["strategy"] = built.engine.note

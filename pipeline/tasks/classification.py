@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import PlanError
-from .task import Kind, LossFunction, StandardTask, Targets, check_names
+from .task import Kind, LossFunction, StandardTask, Targets, check_names, names_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -62,6 +62,17 @@ class Classification(StandardTask):
     def predict(self, outputs: Any) -> torch.Tensor:
         """Return probabilities `(B, C)`."""
         return torch.softmax(outputs, dim=1)
+
+    def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
+        """Return `class`, `probability` and, from the most probable on, all `probabilities` by name."""
+        names = names_of(len(prediction), classes)
+        order = prediction.argsort(descending=True).tolist()
+        probabilities = {names[i]: prediction[i].item() for i in order}
+        return {
+            "class": names[order[0]],
+            "probability": probabilities[names[order[0]]],
+            "probabilities": probabilities,
+        }
 
     def check(self, train: Targets, val: Targets | None) -> int:
         """Return the number of classes: that of the class names if a source has any, else the largest training label

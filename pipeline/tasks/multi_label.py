@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ...errors import PlanError
 from .classification import logits_error
-from .task import Kind, LossFunction, StandardTask, Targets, check_names, vectors
+from .task import Kind, LossFunction, StandardTask, Targets, check_names, names_of, vectors
 
 
 def _metric(kind: str, **options: Any) -> Callable[[int], Any]:
@@ -55,6 +55,14 @@ class MultiLabel(StandardTask):
     def predict(self, outputs: Any) -> torch.Tensor:
         """Return the probability of each label, `(B, K)`."""
         return torch.sigmoid(outputs)
+
+    def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
+        """Return the `labels` with a probability of at least 0.5, and all `probabilities` by name."""
+        probabilities = dict(zip(names_of(len(prediction), classes), prediction.tolist(), strict=True))
+        return {
+            "labels": [name for name, p in probabilities.items() if p >= 0.5],
+            "probabilities": probabilities,
+        }
 
     def check(self, train: Targets, val: Targets | None) -> int:
         """Return the number of labels.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -68,6 +68,10 @@ class Regression(StandardTask):
         """Return the loss, with its tensors on `device`."""
         criterion = super().move(device)
         return lambda outputs, targets: criterion(outputs, flat(targets).to(outputs.dtype))
+
+    def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002
+        """Return the `value`: a number, or a list of numbers."""
+        return {"value": prediction.tolist()}
 
     def check(self, train: Targets, val: Targets | None) -> int:
         """Return how many numbers each target has.

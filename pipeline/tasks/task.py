@@ -100,6 +100,15 @@ class Task:
         """Return the prediction for what `outputs` returned. The base class returns it unchanged."""
         return outputs
 
+    def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002
+        """Return the prediction for one image as JSON values by name.
+
+        Args:
+            prediction: that image's part of what `predict` returned.
+            classes: names of the classes or labels; empty if there are none.
+        """
+        return {"prediction": listed(prediction)}
+
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the targets as the metrics take them. The base class returns them unchanged."""
         return targets
@@ -281,6 +290,20 @@ def to_float(outputs: Any) -> Any:
     if isinstance(outputs, list | tuple):
         return type(outputs)(map(to_float, outputs))
     return outputs
+
+
+def listed(values: Any) -> Any:
+    """Return a nest with each tensor as a number or nested lists of numbers."""
+    if isinstance(values, torch.Tensor):
+        return values.tolist()
+    if isinstance(values, Mapping):
+        return {name: listed(value) for name, value in values.items()}
+    return [*map(listed, values)] if isinstance(values, list | tuple) else values
+
+
+def names_of(count: int, classes: Sequence[str]) -> list[str]:
+    """Return the names of `count` outputs: those of the data, or their numbers."""
+    return list(classes) if len(classes) == count else [*map(str, range(count))]
 
 
 def check_names(train: Targets, val: Targets | None, what: str) -> None:

@@ -1,0 +1,58 @@
+"""Load the result of a finished run from its folder."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...transforms import NothingChanged
+from ..checkpoints.weights import load_weights
+from ..recipes.build import build_pipeline
+from ..spec.kinds import sort_transforms
+from ..spec.pipeline_spec import PipelineSpec
+from ..spec.plan import Plan
+from ..training.build import build_model
+from .folder import HISTORY, MODEL, RECIPE, read_history
+from .result import FitResult
+
+
+def load_run(folder: str | Path) -> FitResult:
+    """Return the result of a run, from `recipe.yaml`, `model.safetensors` and `history.json` in its folder.
+
+    The recipe may name a model in a module, which is imported: load only runs that you trust.
+
+    Raises:
+        CheckpointError: if one of these files is missing or damaged, or they are not of one run.
+        RecipeError: if the recipe cannot be built.
+    """
+    folder = Path(folder)
+    history = read_history(folder)
+    if history is None or not history.epochs:
+        raise CheckpointError(
+            f"{folder} has no finished epoch of a run: {folder / HISTORY} is missing or damaged. Pass the folder of a "
+            "run (fit(out=…), --out)."
+        )
+    if not (folder / RECIPE).exists():
+        raise CheckpointError(
+            f"{folder} has no {RECIPE}, because its pipeline could not be written as one. Build the pipeline again, "
+            "and load model.safetensors into its model."
+        )
+    spec = build_pipeline(folder / RECIPE, {}, PipelineSpec)
+    transforms = sort_transforms(spec.transforms)
+    state = load_weights(folder / MODEL, epochs=len(history.epochs))
+    if not state:
+        raise CheckpointError(
+            f"{folder / MODEL} does not have the weights after epoch {len(history.epochs)}, the last in {HISTORY}. "
+            "Resume the run (--resume), which writes them again."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingChanged)
+        model, reports = build_model(spec, transforms)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}"
+        ) from error
+    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec.target)

@@ -1,0 +1,215 @@
+"""Single images through a trained model: the loader's own pixels, answers with names, and a run's folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import call
+from drivetrain import DataError, DrivetrainError, MultiLabel, Pipeline, Regression
+from drivetrain.errors import CheckpointError
+from drivetrain.loaders import FFCVLoader, convert, open_beton
+from drivetrain.loaders.preprocess import evaluation_transform
+from drivetrain.pipeline import FitResult, load_run
+from drivetrain.transforms import EMA, BlurPool
+from loader_pictures import jpeg_bytes, picture
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import safe_open
+from task_jobs import Outputs
+
+SIZES = [(60, 80), (80, 60), (64, 64), (47, 90), (33, 33), (51, 70)]
+CLASSES = ("bird", "cat")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of two classes, 24 JPEG files."""
+    root = tmp_path_factory.mktemp("pictures")
+    for number in range(24):
+        name = CLASSES[number % 2]
+        (root / name).mkdir(exist_ok=True)
+        pixels = picture(number, *SIZES[number % len(SIZES)])
+        pixels = pixels // 2 + (100 if number % 2 else 0)  # cats are bright
+        (root / name / f"{number:02}.jpg").write_bytes(jpeg_bytes(pixels.astype(np.uint8)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[FitResult, Path, str]:
+    """A run on the pictures: its result, its folder, and its data."""
+    out = tmp_path_factory.mktemp("run")
+    convert(folder, out / "data.beton", progress=False)
+    data = str(out / "data.beton")
+    pipeline = Pipeline("task_jobs:Outputs", num_classes=2).load(
+        data,
+        data,
+        batch_size=12,
+        image_size=24,
+        eval_image_size=32,
+        workers=1,
+        mean=(0.5, 0.4, 0.3),
+        eval_ratio=0.8,
+    )
+    pipeline = pipeline.transform(BlurPool(min_channels=1), EMA(half_life=2)).optimize(
+        "sgd", lr=0.3, momentum=0.9
+    )
+    return pipeline.fit(epochs=12, out=out / "a run", progress=False), out / "a run", data
+
+
+def originals(path: str) -> list[Image.Image]:
+    """The decoded pictures of a file, in its order."""
+    beton = open_beton(path)
+    return [Image.open(io.BytesIO(data)) for data in beton.read("image", np.arange(len(beton)))]
+
+
+@pytest.mark.parametrize("ratio", [0.875, 1.0, 0.8])
+@pytest.mark.parametrize("interpolation", ["bilinear", "area"])
+def test_its_pixels_are_the_loaders(
+    run: tuple[FitResult, Path, str], ratio: float, interpolation: str
+) -> None:
+    data = run[2]
+    settings: dict[str, Any] = {
+        "eval_ratio": ratio,
+        "interpolation": interpolation,
+        "mean": (0, 0, 0),
+        "std": (1, 1, 1),
+    }
+    with FFCVLoader(data, batch_size=24, image_size=32, train=False, workers=1, **settings) as loader:
+        ((pixels, _),) = loader
+    transform = evaluation_transform(32, ratio, (0, 0, 0), (1, 1, 1), interpolation)
+    own = torch.stack([transform(image) for image in originals(data)])
+    levels = (pixels - own).abs() * 255
+    worst = levels.flatten(1).max(1).values
+    # Bilinear is Pillow's within three levels; a JPEG that is decoded at half its size, or the loader's "area", which
+    # enlarges otherwise, within more.
+    halved = torch.tensor([round(min(image.size) * ratio) >= 64 for image in originals(data)])
+    assert worst[~halved].max() <= (3.01 if interpolation == "bilinear" else 17.01)
+    assert worst.max() <= (7.01 if interpolation == "bilinear" else 17.01)
+    assert levels.mean() < (0.6 if interpolation == "bilinear" else 1.7)
+
+
+def test_predictions_are_those_of_the_evaluation(run: tuple[FitResult, Path, str], folder: Path) -> None:
+    result, _, data = run
+    with (
+        FFCVLoader(
+            data, batch_size=24, image_size=32, train=False, workers=1, mean=(0.5, 0.4, 0.3), eval_ratio=0.8
+        ) as loader,
+        torch.no_grad(),
+    ):
+        ((images, labels),) = loader
+        expected = result.model(images).softmax(1)
+    rows = result.predict(originals(data))
+    found = torch.tensor([[row["probabilities"][name] for name in CLASSES] for row in rows])
+    assert (found - expected).abs().max() < 0.02
+    right = sum(row["class"] == CLASSES[label] for row, label in zip(rows, labels.tolist(), strict=True))
+    assert right == round((result.accuracy or 0) * 24)
+    assert right > 20
+    assert [row["image"] for row in rows] == list(range(24))
+    for row in rows:
+        assert (
+            row["probability"]
+            == max(row["probabilities"].values())
+            == next(iter(row["probabilities"].values()))
+        )
+        assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+    path = sorted(folder.glob("*/*.jpg"))[0]
+    (one,) = result.predict(path)
+    (again,) = result.predict(np.asarray(Image.open(path)))
+    assert one["image"] == str(path)
+    assert one["probabilities"] == again["probabilities"]
+    fewer = result.predict(originals(data), batch_size=5)
+    assert [row["class"] for row in fewer] == [row["class"] for row in rows]
+    assert result.predict([]) == []
+    assert not result.model.training
+
+
+def test_a_run_is_loaded_from_its_folder(
+    run: tuple[FitResult, Path, str], folder: Path, tmp_path: Path
+) -> None:
+    result, out, _ = run
+    loaded = load_run(out)
+    images = sorted(folder.glob("*/*.jpg"))[:5]
+    assert loaded.predict(images) == result.predict(images)
+    assert loaded.history.epochs == result.history.epochs
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        about = file.metadata()
+    inputs = json.loads(about["inputs"])
+    assert inputs == {
+        "image_size": 32, "eval_ratio": 0.8, "mean": [0.5, 0.4, 0.3], "std": [0.229, 0.224, 0.225],
+        "interpolation": "bilinear", "classes": list(CLASSES),
+    }  # fmt: skip
+    assert json.loads(about["task"]) == "Classification()"
+    for name, words in (
+        ("history.json", "no finished epoch"),
+        ("recipe.yaml", "no recipe.yaml, because"),
+        ("model.safetensors", "does not have the weights after epoch 12"),
+    ):
+        shutil.copytree(out, tmp_path / name, ignore=shutil.ignore_patterns("checkpoints"))
+        (tmp_path / name / name).unlink()
+        with pytest.raises(CheckpointError, match=words):
+            load_run(tmp_path / name)
+    with pytest.raises(DrivetrainError, match="no finished epoch"):
+        load_run(tmp_path / "nowhere")
+
+
+def test_the_command(run: tuple[FitResult, Path, str], folder: Path) -> None:
+    result, out, _ = run
+    images = [str(path) for path in sorted(folder.glob("*/*.jpg"))[:3]]
+    shown = call("predict", str(out), *images)
+    assert shown.code == 0, shown.err
+    for row in result.predict(images):
+        assert f"{row['class']} {row['probability']:.1%}" in shown.out
+    lines = call("predict", str(out), *images, "--json").out.splitlines()
+    assert [json.loads(line) for line in lines] == result.predict(images)
+    assert "needs at least one image" in call("predict", str(out)).line
+    assert "is not a file" in call("predict", str(out), "nothing.jpg").line
+    assert "cannot be read as an image" in call("predict", str(out), str(out / "history.json")).line
+    assert "no finished epoch" in call("predict", str(folder), images[0]).line
+
+
+def test_bad_images_are_named(run: tuple[FitResult, Path, str], tmp_path: Path) -> None:
+    result = run[0]
+    half = tmp_path / "half.jpg"
+    half.write_bytes(jpeg_bytes(picture(0, 40, 40))[:300])
+    for images, words in (
+        (half, "half.jpg cannot be read as an image"),
+        (torch.zeros(3, 8, 8), "not a Tensor"),
+        (3, "not a int"),
+        ([None], "not a NoneType"),
+        (tmp_path, "cannot be read"),
+    ):
+        with pytest.raises(DataError, match=words):
+            result.predict(images)
+
+
+def labels_of(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = (pixels.mean((1, 2)) > 127).astype(np.float32)
+    return found
+
+
+def test_rows_of_other_tasks(tmp_path: Path) -> None:
+    pixels = np.stack([picture(seed, 16, 16) for seed in range(16)])
+    for task, targets, width in (
+        (MultiLabel(), labels_of(pixels), 3),
+        (Regression(), pixels.mean((1, 2, 3)).astype(np.float32), 1),
+    ):
+        path = tmp_path / f"{task}.beton"
+        convert((pixels, targets), path, progress=False)
+        pipeline = (
+            Pipeline(Outputs, num_classes=width).load(path, batch_size=8, image_size=16, workers=1).task(task)
+        )
+        (row,) = pipeline.fit(epochs=1, progress=False).predict(pixels[0])
+        if width == 3:
+            chosen = [name for name, p in row["probabilities"].items() if p >= 0.5]
+            assert row == {"image": 0, "labels": chosen, "probabilities": row["probabilities"]}
+            assert list(row["probabilities"]) == ["0", "1", "2"]
+        else:
+            assert isinstance(row["value"], float)
+        json.dumps(row)
