@@ -35,6 +35,7 @@ EXTRAS = {
     "plot": (("matplotlib",), "draw the ledger, and the curves of a training"),
     "tensorboard": (("tensorboard",), "write files for TensorBoard"),
     "lightning": (("lightning",), "hand a pipeline over to Lightning"),
+    "timm": (("timm",), "build timm's models by name"),
     "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
 }
 NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}

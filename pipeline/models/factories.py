@@ -13,13 +13,14 @@ from torch import nn
 
 from ...errors import DataError, RecipeError, suggest
 from .cifar import airbench_net, cifar_resnet
+from .timm_models import TimmModel, timm_model
 
 Factory = Callable[..., nn.Module]
 
 
 def model_factory(name: str) -> Factory:
-    """Return a model's factory by name: a name in `MODELS`, one of `torchvision.models.list_models()`, or
-    `"package.module:attribute"`, which imports a function or an `nn.Module` class.
+    """Return a model's factory by name: a name in `MODELS`, one of `torchvision.models.list_models()`, `"timm:NAME"`,
+    or `"package.module:attribute"`, which imports a function or an `nn.Module` class.
 
     Importing a module runs its code: read a recipe from others before you use it.
 
@@ -28,6 +29,8 @@ def model_factory(name: str) -> Factory:
     """
     if name in MODELS:
         return MODELS[name]
+    if name.startswith("timm:"):
+        return timm_model(name.removeprefix("timm:"))
     if ":" in name:
         return _imported(name)
     known = _torchvision().list_models(module=_torchvision())
@@ -45,6 +48,8 @@ def name_of_factory(factory: Factory) -> str | None:
     for name, own in MODELS.items():
         if own is factory:
             return name
+    if isinstance(factory, TimmModel):
+        return factory.__name__
     name = getattr(factory, "__name__", "")
     module = getattr(factory, "__module__", None) or ""
     if module.startswith("torchvision.models.") and name in _torchvision().list_models(module=_torchvision()):

@@ -36,7 +36,9 @@ _BEFORE = {
         (NOTES,),
         default={},
     ),
-    "model": Option("name of a model of Drivetrain or torchvision, or package.module:factory", (TEXT,)),
+    "model": Option(
+        "name of a model of Drivetrain or torchvision, timm:NAME, or package.module:factory", (TEXT,)
+    ),
     "model_options": Option(
         "arguments of the model's factory; for another model, replace all of them: model_options={…}",
         (MAPPING,),

@@ -1,0 +1,84 @@
+"""timm's models by name: `"timm:resnet18"`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import DataError, PlanError, RecipeError, require, suggest
+
+
+@dataclass(frozen=True)
+class TimmModel:
+    """The factory of one of timm's models.
+
+    Called with timm's arguments of `create_model`: `num_classes`, `drop_rate`, … With `pretrained=True`, timm's weights
+    from its cache, downloaded if necessary; with `pretrained="file.safetensors"` (or .pth), those of a file. A
+    classifier for another number of classes than the model's is left out, and initialized anew.
+    """
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return f"timm:{self.name}"
+
+    def __call__(self, *, pretrained: bool | str | Path = False, **options: Any) -> nn.Module:
+        """Build the model.
+
+        Raises:
+            PlanError: for an argument that the model does not have.
+            DataError: if the weights are not there, or do not fit.
+        """
+        file = None if isinstance(pretrained, bool) else Path(pretrained)
+        try:
+            model: nn.Module = _timm().create_model(self.name, pretrained=pretrained is True, **options)
+            if file is not None:
+                self._load(model, file)
+        except TypeError as error:
+            raise PlanError(f"{self.__name__} does not take {options}: {error}.") from error
+        except (OSError, RuntimeError) as error:
+            raise DataError(
+                f"The weights {file or 'of the cache or the network'} cannot be loaded into "
+                f"{self.__name__}: {error}. Pass pretrained='FILE' with weights of this model, or pretrained=False."
+            ) from error
+        return model
+
+    def _load(self, model: Any, path: Path) -> None:
+        if not path.is_file():
+            raise DataError(f"The weights {path} of {self.__name__} are not a file.")
+        state: dict[str, torch.Tensor] = _timm().models.load_state_dict(str(path), use_ema=False)
+        heads = model.pretrained_cfg.get("classifier", ())
+        heads = (heads,) if isinstance(heads, str) else tuple(heads)
+        shapes = {name: value.shape for name, value in model.state_dict().items()}
+        left = {
+            name
+            for name, value in state.items()
+            if name.startswith(tuple(f"{head}." for head in heads)) and shapes.get(name) != value.shape
+        }
+        result = model.load_state_dict({k: v for k, v in state.items() if k not in left}, strict=False)
+        missing = sorted({*result.missing_keys} - left)
+        if missing or result.unexpected_keys:
+            wrong = (missing or result.unexpected_keys)[0]
+            raise RuntimeError(f"{wrong!r} is {'missing' if missing else 'not a weight of it'}")
+
+
+def timm_model(name: str) -> TimmModel:
+    """Return the factory of timm's model `name`, without the prefix.
+
+    Raises:
+        RecipeError: for an unknown name, with the closest one.
+        MissingExtra: without timm.
+    """
+    known = _timm().list_models(include_tags=False)
+    if name.partition(".")[0] not in known:
+        raise RecipeError(f"timm has no model {name!r}.{suggest(name, known)}")
+    return TimmModel(name)
+
+
+def _timm() -> Any:
+    return require("timm", "timm", "build one of its models")
