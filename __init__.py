@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from .errors import RecipeError as RecipeError
     from .errors import StrategyError as StrategyError
     from .pipeline import RECIPES as RECIPES
+    from .pipeline import Callback as Callback
     from .pipeline import Checkpoints as Checkpoints
+    from .pipeline import EarlyStopping as EarlyStopping
+    from .pipeline import GradientNorms as GradientNorms
     from .pipeline import Pipeline as Pipeline
+    from .pipeline import Profile as Profile
+    from .pipeline import RunView as RunView
 
 __getattr__, __dir__, __all__ = exports(__name__, __file__)

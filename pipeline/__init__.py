@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING
 from ..lazy import exports
 
 if TYPE_CHECKING:
+    from .callbacks.callback import Callback as Callback
+    from .callbacks.callback import RunOptions as RunOptions
+    from .callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from .callbacks.gradient_norms import GradientNorms as GradientNorms
+    from .callbacks.profile import Profile as Profile
+    from .callbacks.view import RunView as RunView
     from .checkpoints.directory import Checkpoints as Checkpoints
     from .checkpoints.directory import CheckpointWarning as CheckpointWarning
     from .checkpoints.export import export as export
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from .spec.plan import Plan as Plan
     from .spec.plan import Step as Step
     from .telemetry.history import Epoch as Epoch
+    from .telemetry.history import Evaluation as Evaluation
     from .telemetry.history import History as History
     from .telemetry.loggers import Logger as Logger
     from .telemetry.loggers import LoggerWarning as LoggerWarning

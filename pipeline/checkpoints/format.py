@@ -196,8 +196,12 @@ class Checkpoint:
 
     @property
     def accuracy(self) -> float | None:
-        """Top-1 accuracy of the epoch that it ends; None in the middle of an epoch, or without validation."""
-        return None if self.content.step_in_epoch else self.content.history.accuracy
+        """Top-1 accuracy of its weights; None if they were not evaluated."""
+        history = self.content.history
+        if not self.content.step_in_epoch and history.epochs and history.epochs[-1].accuracy is not None:
+            return history.epochs[-1].accuracy
+        here = [each.accuracy for each in history.evaluations if each.step == self.content.step]
+        return here[-1] if here else None
 
     def _names(self, kind: str) -> list[str]:
         """Return the names of a kind's files: one, or one for each rank."""

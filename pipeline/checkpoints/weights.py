@@ -46,11 +46,14 @@ _NAMES = {
 """The names of dtypes in a safetensors file."""
 
 
-def save_weights(state: Mapping[str, torch.Tensor], path: str | Path, *, epochs: int | None = None) -> None:
+def save_weights(
+    state: Mapping[str, torch.Tensor], path: str | Path, *, epochs: int | str | None = None
+) -> None:
     """Write a state dict of CPU tensors as safetensors, atomically.
 
     `epochs`, stored in the file's metadata, is the epoch in the history that the weights belong to: a process that
-    is killed between writing the two files leaves weights that are one epoch ahead.
+    is killed between writing the two files leaves weights that are one epoch ahead. Weights from within an
+    epoch, where a callback stopped the run, have a text that is not a number.
 
     Tensors are written one by one: safetensors' own `save` needs memory for a copy of all of them, and its
     `save_file` replaces the temporary file that `atomic_file` has open.

@@ -12,6 +12,7 @@ from ... import strategies
 from ...errors import DrivetrainError, PlanError, StrategyError
 from ...strategies.launching.group import is_main_process, is_rank, under_torchrun
 from ...transforms import NothingChanged
+from ..callbacks.callback import RunOptions
 from ..checkpoints.state import global_randomness_kept
 from ..spec.cuda_settings import cuda_settings
 from ..spec.pipeline_spec import PipelineSpec
@@ -21,6 +22,7 @@ from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo, in_cell
 from ..training.build import build, build_model, fork_rng, source_file
 from .artifacts import FitJob, RankResult
+from .callbacks import check_callbacks
 from .config import FitConfig
 from .folder import descriptions, draw_curves, lock_run_dir, replaced
 from .result import FitResult, TrainingInterrupted
@@ -35,6 +37,10 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
     plan = resolve(spec.replace(epochs=epochs))
     folder, progress = config.folder, config.progress
     loggers = check_loggers(config.logger, config.log_every, folder, pickled=not _is_rank(plan))
+    check_callbacks(
+        config.callbacks, RunOptions(_metric_names(plan), bool(loggers)), pickled=not _is_rank(plan)
+    )
+    _check_evaluation(plan, config)
     if folder is not None:  # last, so that invalid options do not create a folder
         make_folder(folder)
     texts, note = descriptions(plan) if folder is not None else ({}, "")
@@ -49,6 +55,21 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
         return _fit(plan, job)
 
 
+def _metric_names(plan: ResolvedPlan) -> tuple[str, ...]:
+    """Return the names of the metrics of an evaluation; none without validation data."""
+    return () if plan.data.val is None else ("val_loss", "accuracy")
+
+
+def _check_evaluation(plan: ResolvedPlan, config: FitConfig) -> None:
+    """Raise PlanError if evaluations are set without validation data."""
+    for name in ("eval_every", "eval_every_steps"):
+        if name in config.changed() and plan.data.val is None:
+            raise PlanError(
+                f"fit({name}={getattr(config, name)}) needs validation data. Pass a second file to load() (--val), or "
+                "leave it out."
+            )
+
+
 def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
     """Train, and draw the curves."""
     folder, progress = job.folder, job.progress
@@ -60,6 +81,10 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
         result = _finish(plan, outcome) if outcome.state else None
         interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs))
     else:
+        if not _is_rank(plan):  # the ranks had copies
+            for one in job.callbacks:
+                if state := outcome.callbacks.get(type(one).__name__):
+                    one.load_state_dict(state)
         return _finish(plan, outcome)
     finally:
         if folder is not None and (interrupted is None or "matplotlib.figure" in sys.modules):

@@ -42,8 +42,13 @@ class FitResult:
 
     @property
     def accuracy(self) -> float | None:
-        """Top-1 accuracy (0 to 1) on the validation data after the last epoch; None without."""
+        """Top-1 accuracy (0 to 1) of the last evaluation; None without validation data."""
         return self.history.accuracy
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a callback stopped the run before its last epoch ended; None if none did."""
+        return self.history.stopped
 
     def __repr__(self) -> str:
         return f"FitResult(accuracy={self.accuracy}, epochs={len(self.history.epochs)})"

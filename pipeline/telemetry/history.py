@@ -18,7 +18,8 @@ class Epoch:
     Attributes:
         epoch: counted from 1.
         loss: mean of the training loss function.
-        val_loss, accuracy: mean cross entropy and top-1 accuracy (0 to 1) on the validation data; None without.
+        val_loss, accuracy: mean cross entropy and top-1 accuracy (0 to 1) on the validation data; None without, or if
+            the epoch was not evaluated (`fit(eval_every=…)`).
         images_per_s: training throughput over all ranks, without evaluation.
         data_wait_fraction: fraction of the training time spent waiting for data, 0 to 1.
         seconds: duration of the full epoch, including evaluation.
@@ -51,6 +52,30 @@ class Epoch:
         return "  ".join(parts)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation within an epoch (`fit(eval_every_steps=…)`, or because the run was stopped there).
+
+    Attributes:
+        epoch: number of the epoch, counted from 1.
+        step: completed optimizer steps of the full run.
+        val_loss, accuracy: mean cross entropy and top-1 accuracy (0 to 1) on the validation data.
+    """
+
+    epoch: int
+    step: int
+    val_loss: float
+    accuracy: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The results by name, without the position."""
+        return {"val_loss": self.val_loss, "accuracy": self.accuracy}
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, step {self.step:,}  val loss {self.val_loss:.4f}  accuracy {self.accuracy:.2%}"
+
+
 COLUMNS = {
     "epoch": ("epoch", "d"),
     "loss": ("loss", ".4f"),
@@ -67,20 +92,23 @@ COLUMNS = {
 
 @dataclass(repr=False)
 class History:
-    """The finished epochs, and facts about the run that produced them."""
+    """The finished epochs, facts about the run that produced them, and its evaluations within epochs."""
 
     epochs: list[Epoch] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the history as plain JSON types."""
-        return {"epochs": [asdict(epoch) for epoch in self.epochs], **self.facts}
+        within = {"evaluations": [asdict(each) for each in self.evaluations]} if self.evaluations else {}
+        return {"epochs": [asdict(epoch) for epoch in self.epochs], **within, **self.facts}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> History:
         """Return the history that `to_dict` gave as plain JSON types."""
-        facts = {key: value for key, value in saved.items() if key != "epochs"}
-        return cls([Epoch(**epoch) for epoch in saved["epochs"]], facts)
+        facts = {key: value for key, value in saved.items() if key not in ("epochs", "evaluations")}
+        within = [Evaluation(**each) for each in saved.get("evaluations", [])]
+        return cls([Epoch(**epoch) for epoch in saved["epochs"]], facts, within)
 
     def save(self, path: str | Path) -> None:
         """Write the history as JSON, atomically."""
@@ -89,8 +117,18 @@ class History:
 
     @property
     def accuracy(self) -> float | None:
-        """Top-1 accuracy (0 to 1) on the validation data after the last epoch; None without."""
-        return self.epochs[-1].accuracy if self.epochs else None
+        """Top-1 accuracy (0 to 1) of the last evaluation; None without validation data."""
+        known = [(epoch.epoch, 1, epoch.accuracy) for epoch in self.epochs if epoch.accuracy is not None]
+        known += [
+            (each.epoch, 0, each.accuracy) for each in self.evaluations
+        ]  # before the one at the epoch's end
+        return max(known, key=lambda entry: entry[:2])[2] if known else None
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a callback stopped the run before its last epoch ended; None if none did."""
+        stopped: dict[str, Any] | None = self.facts.get("stopped")
+        return None if stopped is None else str(stopped["reason"])
 
     def __repr__(self) -> str:
         return "\n".join(map(str, self.epochs)) or "no finished epoch"

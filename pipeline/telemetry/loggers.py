@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -147,7 +148,8 @@ class Loggers:
 
 
 class CSVLogger:
-    """Write `metrics.csv`: one line per entry, without buffering; missing values are empty.
+    """Write `metrics.csv`: one line per entry, without buffering; missing values are empty. A name that is new adds a
+    column, for which the file is written again.
 
     Args:
         folder: folder of the file. An existing file keeps its lines up to `step`.
@@ -156,15 +158,24 @@ class CSVLogger:
 
     def __init__(self, folder: Path, step: int) -> None:
         self._path = folder / METRICS
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self.COLUMNS)
-        writer.writeheader()
-        with suppress(OSError, csv.Error):  # a foreign file has no lines to keep
-            writer.writerows(row for row in self._earlier() if int(row["step"]) <= step)
-        with atomic_file(self._path) as file:
-            file.write(text.getvalue().encode())
+        self._columns = self.COLUMNS
+        self._rewrite(step)
 
     COLUMNS = ("step", *EPOCH, *STEP)
+
+    def _rewrite(self, step: float = math.inf, new: tuple[str, ...] = ()) -> None:
+        """Write the file again with `new` columns and its lines up to `step`."""
+        rows: list[dict[str, str]] = []
+        with suppress(OSError, csv.Error):  # a foreign file has no lines to keep
+            rows = [row for row in self._earlier() if int(row["step"]) <= step]
+        own = tuple(key for row in rows[:1] for key in row if key not in self._columns)
+        self._columns = (*self._columns, *own, *new)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        with atomic_file(self._path) as file:
+            file.write(text.getvalue().encode())
 
     def _earlier(self) -> Iterator[dict[str, str]]:
         if not self._path.exists():
@@ -172,13 +183,15 @@ class CSVLogger:
         with self._path.open(newline="", errors="replace") as file:
             for row in csv.DictReader(file):
                 # The last line is incomplete if its process was killed.
-                if set(row) == set(self.COLUMNS) and None not in row.values() and _is_step(row["step"]):
+                if {*row} >= {*self.COLUMNS} and None not in {*row, *row.values()} and _is_step(row["step"]):
                     yield row
 
     def log(self, values: Values, step: int) -> None:
-        """Append a line."""
+        """Append a line; values of new names, such as a callback's, get a column each."""
+        if new := tuple(name for name in values if name not in self._columns):
+            self._rewrite(new=new)
         with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self.COLUMNS).writerow({"step": step, **values})
+            csv.DictWriter(file, self._columns).writerow({"step": step, **values})
 
 
 def _is_step(text: str) -> bool:

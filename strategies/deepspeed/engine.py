@@ -107,6 +107,17 @@ class DeepSpeedEngine(RanksEngine):
             self._zero.micro_step_id = -1
         self._microbatches = 0
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients before clipping, gathered from DeepSpeed's partitions; see `base.Engine`."""
+        named = [(name, p) for name, p in self.plain_model.named_parameters() if p.requires_grad]
+        whole = {name: self._deepspeed.utils.safe_get_full_grad(p) for name, p in named}
+        return {name: value.detach().clone() for name, value in whole.items() if value is not None}
+
+    def group_names(self) -> list[list[str]]:
+        """Return the plain names of the parameters in each of the optimizer's groups."""
+        with self._plain_groups():
+            return super().group_names()
+
     def _wait_for_reduction(self) -> None:
         """Make this device's next work wait for DeepSpeed's reduction of the gradients, without blocking the host.
 

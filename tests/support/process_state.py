@@ -14,10 +14,11 @@ from places import SUPPORT
 
 def start_server(script: str) -> subprocess.Popen[str]:
     """A script of `support`, in a session of its own, that answers on stdout what it is asked on stdin."""
+    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, str(SUPPORT / script)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import own_schedules
 import pytest
 import torch
-from drivetrain import DrivetrainError, Pipeline, PlanError
+from drivetrain import DrivetrainError, EarlyStopping, Pipeline, PlanError
 from drivetrain.pipeline.spec.config import DistributedConfig
 from drivetrain.transforms import (
     EMA,
@@ -158,6 +158,10 @@ def test_what_the_trainer_is_told(toy: Toy) -> None:
         pipeline.to_lightning(epochs=1, strategy="ddp_spwan")
     with pytest.raises(PlanError, match=r"max_epochs=5\): set it in to_lightning\(epochs=…\)"):
         pipeline.to_lightning(epochs=1, max_epochs=5)
+    with pytest.raises(
+        PlanError, match=r"EarlyStopping is a callback of Drivetrain.*lightning.*EarlyStopping\("
+    ):
+        pipeline.to_lightning(epochs=1, callbacks=[EarlyStopping()])
 
 
 def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:
