@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .recipes.presets import RECIPES as RECIPES
     from .runs.result import FitResult as FitResult
     from .runs.result import TrainingInterrupted as TrainingInterrupted
+    from .spec.layerwise import layerwise_decay as layerwise_decay
     from .spec.plan import Plan as Plan
     from .spec.plan import Step as Step
     from .telemetry.history import Epoch as Epoch

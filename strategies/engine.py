@@ -328,7 +328,10 @@ class LocalEngine:
         if key == "step" and value.dim() == 0:  # on the CPU, as torch keeps it, unless a kernel reads it
             on_device = group.get("capturable") or group.get("fused")
             return value.to(parameter.device if on_device else "cpu", copy=True)
-        return self._part(value, parameter).to(parameter.device, copy=True)
+        whole_or_part = (
+            self._part(value, parameter) if value.dim() else value
+        )  # NAdam keeps another single number
+        return whole_or_part.to(parameter.device, copy=True)
 
 
 class RanksEngine(LocalEngine):

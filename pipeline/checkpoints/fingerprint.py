@@ -33,7 +33,6 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
     """
     data, train, distribution = plan.data, built.train, plan.distribution
     optimization = plan.optimization
-    by_name = isinstance(optimization.optimizer, str)
     facts = {
         "seed": plan.seed,
         "training samples": len(train.indices),
@@ -43,7 +42,9 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "loader": data.loader,
         "load settings": dict(data.settings),
         "transforms": [identity(transform) for transform in plan.transforms],
-        "optimizer": optimization.optimizer if by_name else "a factory",
+        "optimizer": "a factory"
+        if optimization.is_factory
+        else optimization.optimizer,  # a class by its identity
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
         "schedule": optimization.schedule,  # a function by its identity
         "schedule_options": dict(optimization.schedule_options),

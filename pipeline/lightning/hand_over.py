@@ -231,7 +231,7 @@ class LitModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer of the wrapped parameters, and the learning rate schedule, per step."""
-        optimizer = optimizer_factory(self._plan)(self.parameters())
+        optimizer = optimizer_factory(self._plan, self.model)(self.parameters())
         schedule = torch_scheduler(self._plan.optimization, optimizer, self._steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -65,6 +65,8 @@ class Run:
         facts: dict[str, Any] = {"recipe": plan.recipe, "seed": plan.seed, "provenance": provenance()}
         if built.engine.note:
             facts["strategy"] = built.engine.note
+        if built.note:
+            facts["parameter groups"] = built.note
         self._artifacts = RunArtifacts(job, outcome, self._lead, facts)
         self._metrics = Metrics(job.logger if self._lead else (), job.folder, job.log_every)
         view = RunView(
@@ -86,8 +88,8 @@ class Run:
 
     def train(self) -> None:
         """Train the remaining epochs of the run."""
-        if self._engine.note:
-            self._artifacts.echo(self._engine.note)
+        for note in filter(None, (self._engine.note, self._built.note)):
+            self._artifacts.echo(note)
         options = self._job.checkpoints
         choice = resuming.choose(self._engine, self._job.resume, self._store)
         self._name = choice.run

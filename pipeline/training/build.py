@@ -27,6 +27,7 @@ from ..spec.config import DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from .checks import check_loss, check_output, count_classes
+from .groups import GroupedFactory
 from .hooks import TrainingHooks
 
 
@@ -40,6 +41,7 @@ class Built:
         loss: the training loss; evaluation uses plain cross entropy.
         hooks: what transforms do in the loop (mixing batches, averaging weights, …), with the run's position.
         reports: what each transform changed.
+        note: a sentence for the user about the parameter groups; "" without.
     """
 
     engine: Engine
@@ -48,6 +50,7 @@ class Built:
     loss: Loss
     hooks: TrainingHooks
     reports: tuple[Report, ...]
+    note: str = ""
 
     def close(self) -> None:
         """End the loaders' threads and processes."""
@@ -72,18 +75,16 @@ def build(plan: ResolvedPlan) -> Built:
     device = expected_device(how)
     train, val = make_loaders(plan, device)
     parts = make_parts(plan, train, val)
-    engine = plan.strategy.prepare(
-        parts.model,
-        optimizer_factory(plan),
-        **how.step_options,
-    )
+    factory = optimizer_factory(plan, parts.model)
+    engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
+    note = factory.note if isinstance(factory, GroupedFactory) else ""
     if engine.device != device:
         for loader in (train, val):
             if loader is not None:
                 loader.close()
         train, val = make_loaders(plan, engine.device)
     hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
-    return Built(engine, train, val, parts.loss(engine.device), hooks, parts.reports)
+    return Built(engine, train, val, parts.loss(engine.device), hooks, parts.reports, note)
 
 
 @dataclass(frozen=True)
@@ -241,12 +242,20 @@ def _not_compiled(model: nn.Module) -> nn.Module:
     return model
 
 
-def optimizer_factory(plan: ResolvedPlan) -> OptimizerFactory:
-    """Return the optimizer factory, wrapped by the optimizer transforms in the plan's order."""
+def optimizer_factory(plan: ResolvedPlan, model: nn.Module | None = None) -> OptimizerFactory:
+    """Return the optimizer factory, wrapped by the optimizer transforms in the plan's order.
+
+    Args:
+        plan: the resolved pipeline.
+        model: the model after surgery, required if the plan has parameter groups by name.
+    """
     factory: OptimizerFactory = plan.optimization.factory
     for transform in plan.transforms:
         factory = transform.optimizer(factory)
-    return factory
+    if not plan.optimization.groups:
+        return factory
+    assert model is not None
+    return GroupedFactory(factory, plan.optimization.groups, model)
 
 
 def training_loss(plan: ResolvedPlan) -> Loss:

@@ -79,7 +79,10 @@ def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
 
 @pytest.mark.parametrize("schedule", [own_schedules.dip, own_schedules.one_cycle])
 def test_any_schedule(toy: Toy, schedule: Any) -> None:
-    pipeline = toy.pipeline(plain_model).optimize("sgd", lr=0.1, momentum=0.9, schedule=schedule)
+    groups = {"4.*": {"lr": 0.05}}
+    pipeline = toy.pipeline(plain_model).optimize(
+        "sgd", lr=0.1, momentum=0.9, schedule=schedule, groups=groups
+    )
     _, found = trained(pipeline, 2)
     own = [epoch.loss for epoch in pipeline.fit(epochs=2, progress=False).history.epochs]
     assert [values["loss"] for values in found] == pytest.approx(own, abs=1e-5)
