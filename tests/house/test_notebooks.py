@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, without a network; and what training is like in a notebook's cells."""
+"""Every notebook runs from top to bottom without a network; training behaves well in notebook cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's example and the quickstart do what they say."""
+"""The README's example and the quickstart work as described."""
 
 from __future__ import annotations
 

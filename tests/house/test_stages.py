@@ -1,4 +1,4 @@
-"""The runner of a GPU machine's stages, with real processes and without a GPU."""
+"""The runner of GPU stages, with real processes and without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FFCVLoader's values: shapes, normalisation, and each crop held to a reference."""
+"""The output of FFCVLoader: shapes, normalisation, and each crop compared with a reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FFCVLoader gives back what it takes: threads, descriptors and memory; and it leaves the process as it was."""
+"""FFCVLoader releases threads, descriptors and memory, and restores the state of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The image size that changes between epochs, and settings that memory does not hold."""
+"""An image size that changes between epochs, and settings that exceed the memory."""
 
 from __future__ import annotations
 

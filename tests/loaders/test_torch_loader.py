@@ -1,4 +1,4 @@
-"""TorchLoader is the same loader by PyTorch's means: same samples and batches, near the same values."""
+"""TorchLoader, implemented with PyTorch, yields the samples and batches of FFCVLoader, with nearly the same values."""
 
 from __future__ import annotations
 

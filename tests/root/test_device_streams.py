@@ -1,4 +1,4 @@
-"""Work on a GPU that is not the current one: which streams and devices are used, and who waits. Without a GPU."""
+"""Work on a GPU that is not the current one: which streams and devices are used, and what waits. Without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU is whose, without one: torch's answers about GPUs are replaced, for they are not what is tested."""
+"""Assignment of GPUs to ranks, without a GPU: torch's answers about GPUs are replaced, and are not under test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one engine exports, any other takes over: the next losses are those of an uninterrupted training."""
+"""State exported by one engine can be imported by any other: the next losses are those of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is the FSDP2 family's alone, on real CPU ranks; that it trains like one device is test_parity.py."""
+"""What is specific to the FSDP2 family, on real CPU ranks; test_parity.py compares training with one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of checkpoints; a module, because they import it."""
+"""What ranks do in the tests of checkpoints. A module, because ranks import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composer as the reference of tests. Importing it takes seconds, warns, and replaces two signal handlers."""
+"""Composer as a test reference. Importing it takes seconds, warns, and replaces two signal handlers."""
 
 from __future__ import annotations
 

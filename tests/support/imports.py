@@ -1,4 +1,4 @@
-"""Code that is shown to readers imports what there is."""
+"""Check that code shown to readers imports existing names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training on ranks that watches its memory: how much the weights take at the ends of epochs, on each rank."""
+"""Training on ranks that measures the memory of the weights at the end of each epoch, on each rank."""
 
 from __future__ import annotations
 

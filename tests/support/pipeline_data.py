@@ -1,4 +1,4 @@
-"""A toy data set that a tiny model learns in seconds, and such models. A module, because ranks import it."""
+"""A toy data set, and tiny models that learn it in seconds. A module, because ranks import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of tests: servers they ask, and whether those that a test has seen start have ended."""
+"""Processes of tests: communication with servers, and whether all started processes have ended."""
 
 from __future__ import annotations
 

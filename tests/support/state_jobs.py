@@ -1,4 +1,4 @@
-"""What the tests of exported state run inside ranks, and on one device beside them."""
+"""What the tests of exported state run inside ranks, and on one device for comparison."""
 
 from __future__ import annotations
 

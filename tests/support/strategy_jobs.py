@@ -1,4 +1,4 @@
-"""What the tests of `strategies` run inside ranks. A module, because ranks import what they can."""
+"""What the tests of `strategies` run inside ranks. A module, because ranks import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EMA and SWA: the numbers, what is averaged and what copied, evaluating, checkpoints, and a training."""
+"""EMA and SWA: the numbers, what is averaged and what copied, evaluation, checkpoints, and training."""
 
 from __future__ import annotations
 

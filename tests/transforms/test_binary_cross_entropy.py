@@ -1,4 +1,4 @@
-"""BinaryCrossEntropy: the formula, its targets, its place among the others, and a training by it."""
+"""BinaryCrossEntropy: the formula, its targets, its place among the other methods, and training."""
 
 from __future__ import annotations
 

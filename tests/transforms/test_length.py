@@ -1,4 +1,4 @@
-"""Which transforms act otherwise in a longer training: each declares it, and is held to what its hooks do."""
+"""Transforms that depend on the length of the training: each declares it, and its hooks are checked against that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MixUp and CutMix: their formulas, their randomness, composition, and what they refuse."""
+"""MixUp and CutMix: formulas, randomness, composition, and rejected inputs."""
 
 from __future__ import annotations
 

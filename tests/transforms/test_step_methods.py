@@ -1,4 +1,4 @@
-"""SAM, GradientClipping, NoWeightDecay and TestTimeFlip: their mathematics, and short trainings."""
+"""SAM, GradientClipping, NoWeightDecay and TestTimeFlip: their mathematics, and short training runs."""
 
 from __future__ import annotations
 

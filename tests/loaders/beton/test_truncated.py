@@ -1,4 +1,4 @@
-"""A `.beton` that another program truncates or replaces while it is open: an error, never the process's end."""
+"""A `.beton` that another program truncates or replaces while it is open raises an error; the process survives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`convert`: what becomes of each kind of source and image, and what the file and its manifest say."""
+"""`convert`: the result for each kind of source and image, and the content of the file and its manifest."""
 
 from __future__ import annotations
 

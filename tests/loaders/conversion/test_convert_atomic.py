@@ -1,4 +1,4 @@
-"""A conversion that fails, is interrupted, is killed or fills the disk leaves nothing that looks finished."""
+"""A conversion that fails, is interrupted, is killed or fills the disk leaves no file that looks complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JPEG files out of the ordinary: damaged EXIF data, arithmetic codes, several pictures in one file."""
+"""Unusual JPEG files: damaged EXIF data, arithmetic coding, several pictures in one file."""
 
 from __future__ import annotations
 

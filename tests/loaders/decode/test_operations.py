@@ -1,4 +1,4 @@
-"""FFCV's own operations in the loader's pipeline: deterministic, and refused where they cannot work."""
+"""FFCV's own operations in the loader: deterministic, and rejected where they cannot work."""
 
 from __future__ import annotations
 

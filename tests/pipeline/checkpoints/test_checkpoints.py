@@ -1,4 +1,4 @@
-"""Checkpoints of one process: a resumed run is the uninterrupted one bit for bit, and another run is refused."""
+"""Checkpoints in one process: resuming is bit-for-bit identical to no interruption; a different run is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kill -9` of any rank, or of all, at any moment: `resume="auto"` ends with the weights of an uninterrupted run."""
+"""After `kill -9` of any rank at any moment, `resume="auto"` reaches the weights of an uninterrupted run."""
 
 from __future__ import annotations
 

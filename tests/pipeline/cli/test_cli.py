@@ -1,4 +1,4 @@
-"""The command line, as processes: help, results, files, and errors of one line."""
+"""The command line, in processes: help, results, files, and one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger as a value: its arithmetic on made-up rounds, its table, files, picture and comparison."""
+"""The ledger as a value: its arithmetic on synthetic rounds, its table, files, picture and comparison."""
 
 from __future__ import annotations
 

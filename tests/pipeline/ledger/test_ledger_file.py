@@ -1,4 +1,4 @@
-"""A ledger's file: what could not have been measured, or can no longer be shown, is not a ledger."""
+"""The ledger's file: impossible or unreadable figures are rejected."""
 
 from __future__ import annotations
 

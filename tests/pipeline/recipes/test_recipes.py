@@ -1,4 +1,4 @@
-"""Recipes: plain dicts that complete, plan and train, that nothing changes, and whose errors help."""
+"""Recipes: plain, unmodified dicts that are completed, planned and trained, with helpful errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Pipeline.fit` on one device: it learns, agrees with plain PyTorch, repeats, and leaves no trace."""
+"""`Pipeline.fit` on one device: it learns, agrees with plain PyTorch, is reproducible, and restores global state."""
 
 from __future__ import annotations
 

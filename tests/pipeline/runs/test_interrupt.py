@@ -1,4 +1,4 @@
-"""Ctrl-C: training ends at once, leaves nothing running, and keeps the epochs that were finished."""
+"""Ctrl-C: training stops at once, leaves no process running, and keeps the finished epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cudnn_benchmark= and matmul_precision=: chosen, in the plan, set for the run, and put back. Without a GPU."""
+"""cudnn_benchmark= and matmul_precision=: chosen, shown in the plan, set for the run, and restored. Without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan's order, the builder as a value, and what is refused: typed, with value and remedy, before work."""
+"""The plan's order, the builder as a value, and what is rejected before any work, with value and remedy."""
 
 from __future__ import annotations
 

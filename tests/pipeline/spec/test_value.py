@@ -1,4 +1,4 @@
-"""`Pipeline` is a value: comparable, hashable, picklable, subclassable, unchangeable, and its repr shows all of it."""
+"""`Pipeline` is a value: comparable, hashable, picklable, subclassable, immutable, with a complete repr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop adds to a step, counted in operations: a time would depend on the machine and on who else uses it."""
+"""The overhead of the loop per step, counted in operations, because times depend on the machine and its load."""
 
 from __future__ import annotations
 

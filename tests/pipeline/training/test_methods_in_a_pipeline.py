@@ -1,4 +1,4 @@
-"""Training methods in a pipeline: each is called at its place, and does what it does in anybody's loop."""
+"""Training methods in a pipeline: each is called at its place, and has the same effect as in a custom loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that are not finite: noticed at their step by all ranks, or skipped by all."""
+"""Non-finite losses: detected at their step by all ranks, or skipped by all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO on real CPU ranks, held to `Single` on the same global batches."""
+"""DeepSpeed's ZeRO on real CPU ranks, compared with `Single` on the same global batches."""
 
 from __future__ import annotations
 

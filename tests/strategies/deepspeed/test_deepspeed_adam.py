@@ -1,4 +1,4 @@
-"""DeepSpeed's Adam for the CPU: where it takes the place of torch's, and what happens where it cannot."""
+"""DeepSpeed's Adam for the CPU: where it replaces torch's, and the fallback where it cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch` as users meet it: scripts without a main guard, Ctrl-C, a parent that is killed, torchrun."""
+"""`launch` in scripts: no main guard, Ctrl-C, a killed parent, torchrun."""
 
 from __future__ import annotations
 
