@@ -17,7 +17,7 @@ LOADERS = [FFCVLoader, TorchLoader]
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its images stand beside it, in `photos-images`."""
+    """Its images are next to it, in `photos-images`."""
     return jpeg_beton(tmp_path_factory.mktemp("sizes") / "photos.beton")
 
 

@@ -111,7 +111,7 @@ class Queued:
 
 
 class OnGpu:
-    """A number that says it is on a GPU."""
+    """A number that pretends to be on a GPU."""
 
     device = SECOND
 

@@ -22,7 +22,7 @@ VARIABLES = (
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretends that this process sees so many GPUs; gives the calls of `set_device`."""
+    """Pretend that this process sees `count` GPUs; return the calls of `set_device`."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     calls: list[Any] = []

@@ -54,7 +54,7 @@ def same_state(found: Exported, expected: Exported, tolerance: float = 0.0) -> N
 
 
 def goes_on(found: Exported, given: Exported, alone: Exported) -> None:
-    """It is given back as it came, bit for bit, and trains on as one device that was never interrupted."""
+    """The state is exported again bit for bit, and training continues as on one device without interruption."""
     same_state(found, given)
     assert found.losses == pytest.approx(alone.losses, abs=1e-5)
 

@@ -23,9 +23,9 @@ def start_server(script: str) -> subprocess.Popen[str]:
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Waits for at most so long, and gives those that still run.
+    """Wait for at most so long, and return those that still run.
 
-    A zombie has ended: in a container whose first process reaps no orphans, a grandchild stays one for ever.
+    A zombie counts as ended: in a container whose init process does not reap orphans, a grandchild stays one forever.
     """
     deadline, left = time.monotonic() + seconds, list(processes)
     while (left := [process for process in left if _runs(process)]) and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """With all that is no plain weight: BatchNorm, a tied weight, a mask, a buffer that is not saved."""
+    """With everything that is not a plain weight: BatchNorm, a tied weight, a mask, a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ class Everything(nn.Module):
 
 
 def run(transform: Transform, epochs: int, train: str) -> list[Any]:
-    """What the first `EPOCHS` epochs of a training of so many epochs see and leave behind."""
+    """Return what the first `EPOCHS` epochs of a longer run see and produce."""
     torch.manual_seed(0)
     model = Everything()
     if transform.kind in CHANGES_MODEL:

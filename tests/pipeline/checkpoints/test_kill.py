@@ -106,7 +106,7 @@ def newest(out: Path) -> int:
 
 
 def wait_for_step(step: int, out: Path, pid: int) -> None:
-    """Returns when a checkpoint of that step is there, or the process has ended."""
+    """Return when a checkpoint of that step is there, or the process has ended."""
     deadline = time.monotonic() + PATIENCE
     while newest(out) < step and psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -140,7 +140,7 @@ def ends_the_same(
     seed: int,
     callbacks: bool = False,
 ) -> None:
-    """Kills trainings until there were so many, each resumed from the last; every one that ends is compared."""
+    """Kill runs until their number is reached, resuming each from the last; compare every run that ends."""
     dice = random.Random(seed)
     weights = uninterrupted(server, folder / "whole", strategy, ranks, callbacks)
     done, runs, attempt, while_saving, steps = 0, 0, 0, 0, set[int]()
@@ -213,7 +213,7 @@ pipeline_of(train, val).distribute(strategy, devices=2).fit(
 
 @pytest.fixture
 def launched(toy: Toy, tmp_path: Path) -> Iterator[Callable[[str, Path], subprocess.Popen[str]]]:
-    """Starts a script whose `fit` starts two ranks."""
+    """Start a script whose `fit` starts two ranks."""
     started: list[subprocess.Popen[str]] = []
 
     def launch(strategy: str, out: Path) -> subprocess.Popen[str]:
@@ -234,7 +234,7 @@ def launched(toy: Toy, tmp_path: Path) -> Iterator[Callable[[str, Path], subproc
 def test_the_process_that_started_the_ranks(
     strategy: str, launched: Callable[[str, Path], subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """Killed itself, its ranks end by themselves; a rank killed, it says so. The next start goes on."""
+    """If the program is killed, its ranks exit; if a rank is killed, it reports that. The next start resumes."""
     dice, whole, out = random.Random(4), tmp_path / "whole", tmp_path / "out"
     assert launched(strategy, whole).wait(PATIENCE) == 0
     for victim in ("parent", "rank", "parent"):

@@ -99,7 +99,7 @@ class Mine(Pipeline):
 
 
 class Fixed(Pipeline):
-    """With another constructor, and an attribute that is no field."""
+    """With another constructor, and an attribute that is not a field."""
 
     def __init__(self, name: str) -> None:
         super().__init__(recipe_factories.small, classes=4)

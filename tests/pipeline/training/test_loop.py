@@ -37,7 +37,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def by_hand() -> Callable[[int], object]:
-    """An epoch of so many steps, as anybody would write it."""
+    """An epoch of a typical hand-written loop."""
     model = batch_norm_model()
     optimizer = sgd(model.parameters())
 

@@ -126,7 +126,7 @@ def one_rank() -> Iterator[None]:
 
 
 def fallen_back(words: str) -> None:
-    """Asserts that torch's optimizer stays, and that the note gives the reason in one sentence."""
+    """Assert that torch's optimizer stays, and that the note gives the reason in one sentence."""
     own = AdamW(weights())
     with working(CPU) as deepspeed:
         optimizer, note = deepspeed_adam.faster(own, deepspeed, CPU)
