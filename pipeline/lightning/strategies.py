@@ -19,6 +19,7 @@ from ... import strategies
 from ...errors import PlanError, suggest
 from ..callbacks.callback import Callback
 from ..spec.config import DistributedConfig
+from ..spec.optimizers import label, needs_whole_matrices
 from ..spec.resolve import ResolvedPlan
 from ..spec.rules import check_rules
 
@@ -156,6 +157,12 @@ def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
                 f"Trainer({name}={actual[name]}), but the pipeline was handed over with {expected[name]}. Set it in "
                 f"{place}."
             )
+    optimizer = plan.optimization.optimizer
+    if isinstance(trainer.strategy, FSDPStrategy) and needs_whole_matrices(optimizer):
+        raise PlanError(
+            f"The optimizer {label(optimizer)!r} needs whole matrices, but Lightning's FSDPStrategy flattens "
+            "parameters. Use Lightning's DDP, or fit() with 'fsdp'."
+        )
     check_rules(
         plan.spec.replace(distribution=DistributedConfig(_kind(trainer.strategy), devices=trainer.world_size))
     )

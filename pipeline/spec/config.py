@@ -193,7 +193,7 @@ class OptimizerConfig(Config):
     optimizer: str | type[torch.optim.Optimizer] | OptimizerFactory = field(
         default="sgd",
         metadata=option(
-            "sgd, sgdw, adam, adamw, or package.module:Class, such as torch.optim:NAdam",
+            "sgd, sgdw, adam, adamw, muon, or package.module:Class, such as torch.optim:NAdam",
             key="",
             more="Or a class, with its options. Or a factory: a function `parameters -> Optimizer`, never an "
             "optimizer. It is called on the final parameters, after surgery and wrapping.",

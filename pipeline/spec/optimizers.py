@@ -12,12 +12,13 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from ...checks import is_number
 from ...errors import PlanError, suggest
+from .muon import Muon
 from .names import imported
 from .sgdw import SGDW
 
 OptimizerClass = Callable[..., Optimizer]
 
-OPTIMIZERS: dict[str, OptimizerClass] = {"sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW}
+OPTIMIZERS: dict[str, OptimizerClass] = {"sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW, "muon": Muon}
 
 LINEAR, SQUARE_ROOT = "linear", "square root"
 
@@ -27,6 +28,9 @@ SCALING: dict[Any, str] = dict.fromkeys((SGD, SGDW), LINEAR) | dict.fromkeys(
 """How the learning rate scales with the batch size, by class: linearly with a step proportional to the gradient (Goyal
 et al. 2017, arXiv:1706.02677), by the square root if the step is divided by the root of the mean squared gradient
 (Malladi et al. 2022, arXiv:2205.10287). For other optimizers no rule is known."""
+
+WHOLE_MATRICES = (Muon, torch.optim.Adafactor)
+"""Classes whose update of an element depends on the others of its matrix: a flat shard of it is not enough."""
 
 _ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay"}
 """Names of options in other libraries."""
@@ -84,6 +88,18 @@ def class_of(optimizer: Any) -> OptimizerClass | None:
     if isinstance(optimizer, str):
         return OPTIMIZERS[optimizer]
     return optimizer if isinstance(optimizer, type) else None
+
+
+def needs_whole_matrices(optimizer: Any) -> bool:
+    """Return whether an optimizer given by name or as a class is one of `WHOLE_MATRICES`."""
+    kind = class_of(optimizer)
+    return isinstance(kind, type) and issubclass(kind, WHOLE_MATRICES)
+
+
+def gathers(optimizer: Any) -> bool:
+    """Return whether it needs whole matrices, but gathers them itself if FSDP2 has sharded them."""
+    kind = class_of(optimizer)
+    return isinstance(kind, type) and issubclass(kind, Muon)
 
 
 def label(optimizer: Any) -> str:

@@ -180,7 +180,7 @@ PAIRS = [
 @pytest.mark.long
 def test_under_every_strategy(one_thread: None) -> None:  # noqa: ARG001
     """Groups, torch schedulers and optimizers by class: one device's numbers, and its groups, also after a resume."""
-    alone = group_jobs.all_of([("single", config) for config in group_jobs.CONFIGS])
+    alone = group_jobs.all_of([("single", config) for config in ("adamw", "nadam")])
     (first, _) = launch(group_jobs.all_of, PAIRS, devices=2, timeout=250)
     for (strategy, config), found in first.items():
         expected = alone["single", config]
