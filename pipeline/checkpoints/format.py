@@ -189,9 +189,7 @@ class Checkpoint:
         readers: dict[str, Callable[[], torch.Tensor]] = {}
         names = self._names(kind)
         for name in names if rank is None else [names[rank]]:
-            with _safetensors_errors(path := self.path / name):
-                file: Any = safe_open(path, framework="pt")
-                readers |= {key: partial(_tensor, path, file, key) for key in file.keys()}  # noqa: SIM118 — no dict
+            readers |= open_tensors(self.path / name).readers
         return Tensors(readers)
 
     @property
@@ -246,6 +244,17 @@ def grouped(*several: Tensors) -> dict[str, Tensors]:
             owner, name = split_key(key)
             groups.setdefault(owner, {})[name] = reader
     return {owner: Tensors(readers) for owner, readers in groups.items()}
+
+
+def open_tensors(path: Path) -> Tensors:
+    """Return the tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: if it is not a valid safetensors file.
+    """
+    with _safetensors_errors(path):
+        file: Any = safe_open(path, framework="pt")
+        return Tensors({key: partial(_tensor, path, file, key) for key in file.keys()})  # noqa: SIM118 — no dict
 
 
 def _tensor(path: Path, file: Any, key: str) -> torch.Tensor:

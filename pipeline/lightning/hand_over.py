@@ -23,7 +23,6 @@ from ...loaders.epochs import EpochLoader
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
 from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
 from ...transforms.no_weight_decay import note_shape
-from ..runs.fit import resolve_data
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
 from ..training.build import (
@@ -33,6 +32,7 @@ from ..training.build import (
     make_loaders,
     make_parts,
     optimizer_factory,
+    resolve_data,
     training_loss,
 )
 from ..training.hooks import TrainingHooks, split_microbatches

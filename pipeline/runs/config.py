@@ -80,6 +80,20 @@ class FitConfig(Config):
             check=_kind(str | Path | bool | None, "be 'auto', the path of a checkpoint or of a run, or None"),
         ),
     )
+    init_from: str | Path | None = field(
+        default=None,
+        metadata=option(
+            "weights to begin with: the folder of a run or of a checkpoint, or a `.safetensors` file; None: the "
+            "model's own",
+            more="Of a run or a checkpoint, they are the evaluated ones: averages with EMA or SWA. Names may be those "
+            "before or after the transforms. What does not match, such as a last layer for other classes, keeps the "
+            "model's own values and is reported (`History.facts['init_from']`). Optimizer, schedule and position begin "
+            "from scratch, unlike with `resume`.",
+            check=_kind(
+                str | Path | None, "be the path of a run, a checkpoint or a .safetensors file, or None"
+            ),
+        ),
+    )
     checkpoints: Checkpoints | None = field(
         default_factory=Checkpoints,
         metadata=option(
@@ -163,6 +177,16 @@ class FitConfig(Config):
             raise PlanError(
                 "resume='auto' searches out for checkpoints. Pass fit(out=…) (--out), or the checkpoint's path."
             )
+        if self.init_from is not None and self.resume is not None:
+            raise PlanError(
+                f"init_from={str(self.init_from)!r} begins a new run, and resume={str(self.resume)!r} continues one. "
+                "Pass only one of them."
+            )
+        if self.init_from is not None and self.folder is not None and _is_inside(self.init_from, self.folder):
+            raise PlanError(
+                f"init_from={str(self.init_from)!r} is in out={str(self.out)!r}, which the new run would overwrite. "
+                "Pass another out, or resume='auto' to continue the run."
+            )
         if self.out == "":
             raise PlanError(
                 "out='' is not a folder. Pass the path of a folder ('.' for this one), or None for no files."
@@ -172,3 +196,7 @@ class FitConfig(Config):
     def folder(self) -> Path | None:
         """`out` as a path."""
         return None if self.out is None else Path(self.out)
+
+
+def _is_inside(path: str | Path, folder: Path) -> bool:
+    return Path(path).resolve().is_relative_to(folder.resolve())

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...errors import PlanError
 from ...transforms import Report, Transform
 from ..checkpoints.weights import plain_state
+from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..telemetry.history import History
+from .evaluation import evaluate_weights
 
 
 @dataclass
@@ -24,6 +28,7 @@ class FitResult:
         reports: what each transform changed.
         plan: the steps of the run.
         transforms: the pipeline's transforms, in the plan's order.
+        spec: the pipeline's description.
     """
 
     model: nn.Module
@@ -31,6 +36,22 @@ class FitResult:
     reports: tuple[Report, ...]
     plan: Plan
     transforms: tuple[Transform, ...] = ()
+    spec: PipelineSpec | None = None
+
+    def evaluate(self, data: str | Path | None = None) -> dict[str, float]:
+        """Return the metrics of the model on data that `Pipeline.load` takes as `val`, by name; see
+        `Pipeline.evaluate`.
+
+        Args:
+            data: a `.beton` file or a data set by name, with the classes of the training data. Default None: the
+                pipeline's validation data.
+
+        Raises:
+            PlanError, DataError: without data, or if it does not match the model.
+        """
+        if self.spec is None:
+            raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
+        return evaluate_weights(self.spec, self.model.state_dict(), data)
 
     def plain_state(self) -> dict[str, torch.Tensor]:
         """Return the weights by the names of the model before surgery, for use without Drivetrain.

@@ -39,6 +39,7 @@ from ..training.loop import EpochStats, evaluate, train_epoch
 from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks
+from .initial import Matched
 from .saving import SaveCheckpoints
 
 
@@ -50,10 +51,19 @@ class Run:
         built: what `build` built from it.
         job: the options of the run.
         outcome: the rank's result, updated after each epoch.
+        initial: the weights that were loaded into the model, if any.
     """
 
-    def __init__(self, plan: ResolvedPlan, built: Built, job: FitJob, outcome: RankResult) -> None:
+    def __init__(
+        self,
+        plan: ResolvedPlan,
+        built: Built,
+        job: FitJob,
+        outcome: RankResult,
+        initial: Matched | None = None,
+    ) -> None:
         self._plan, self._built, self._job, self._outcome = plan, built, job, outcome
+        self._initial = initial
         self._engine, self._hooks = built.engine, built.hooks
         self._lead = built.engine.rank == 0
         self._image_size = built.train.settings.image_size
@@ -67,6 +77,8 @@ class Run:
             facts["strategy"] = built.engine.note
         if built.note:
             facts["parameter groups"] = built.note
+        if initial is not None:
+            facts["init_from"] = initial.to_dict()
         self._artifacts = RunArtifacts(job, outcome, self._lead, facts)
         self._metrics = Metrics(job.logger if self._lead else (), job.folder, job.log_every)
         view = RunView(
@@ -88,7 +100,8 @@ class Run:
 
     def train(self) -> None:
         """Train the remaining epochs of the run."""
-        for note in filter(None, (self._engine.note, self._built.note)):
+        notes = [self._engine.note, self._built.note, "" if self._initial is None else str(self._initial)]
+        for note in filter(None, notes):
             self._artifacts.echo(note)
         options = self._job.checkpoints
         choice = resuming.choose(self._engine, self._job.resume, self._store)

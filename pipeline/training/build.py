@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +65,12 @@ class Built:
         self.close()
 
 
-def build(plan: ResolvedPlan) -> Built:
+def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None) -> Built:
     """Build everything for this process, which is a rank if there is a process group.
+
+    Args:
+        plan: the resolved pipeline.
+        initial: called with the model after surgery, before the strategy wraps it, e.g. to load weights.
 
     Raises:
         PlanError, DataError, StrategyError: before any training.
@@ -75,6 +79,8 @@ def build(plan: ResolvedPlan) -> Built:
     device = expected_device(how)
     train, val = make_loaders(plan, device)
     parts = make_parts(plan, train, val)
+    if initial is not None:
+        initial(parts.model)
     factory = optimizer_factory(plan, parts.model)
     engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
     note = factory.note if isinstance(factory, GroupedFactory) else ""
@@ -184,6 +190,14 @@ def source_file(data: DataConfig, source: str, *, progress: bool = True) -> Path
     if data.loader == "torch" and Path(source).is_dir():
         return Path(source)
     return loaders.resolve(source, progress=progress)
+
+
+def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
+    """Return the plan with named data sets replaced by their files, downloaded and converted if necessary."""
+    data = plan.data
+    train = str(source_file(data, data.train, progress=progress))
+    val = None if data.val is None else str(source_file(data, data.val, progress=progress))
+    return plan.with_sources(train, val)
 
 
 def build_model(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn.Module, tuple[Report, ...]]:
