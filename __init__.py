@@ -23,11 +23,16 @@ if TYPE_CHECKING:
     from .errors import RecipeError as RecipeError
     from .errors import StrategyError as StrategyError
     from .pipeline import RECIPES as RECIPES
+    from .pipeline import Callback as Callback
     from .pipeline import Checkpoints as Checkpoints
     from .pipeline import Classification as Classification
+    from .pipeline import EarlyStopping as EarlyStopping
+    from .pipeline import GradientNorms as GradientNorms
     from .pipeline import MultiLabel as MultiLabel
     from .pipeline import Pipeline as Pipeline
+    from .pipeline import Profile as Profile
     from .pipeline import Regression as Regression
+    from .pipeline import RunView as RunView
     from .pipeline import Segmentation as Segmentation
     from .pipeline import Task as Task
 

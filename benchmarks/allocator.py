@@ -1,9 +1,9 @@
-"""What it brings on a CPU that glibc keeps the memory of one step for the next, as `drivetrain doctor` advises.
+"""Measure the effect of glibc keeping a step's memory for the next step on a CPU, as `drivetrain doctor` recommends.
 
     python benchmarks/allocator.py [--rounds 5] [--recipe cifar10-quickstart]
 
-Each contender is a process of its own, which trains one epoch of the recipe, with the variables of the environment or
-without. They take turns, every second round backwards. Losses must be the same: memory changes no number.
+Each contender is a separate process that trains one epoch of the recipe, with the environment variables or without.
+They are interleaved, every second round in reverse order. The losses must be the same: memory does not change results.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ KEPT, PLAIN = "memory kept", "glibc's default"
 
 
 def images_per_s(recipe: str, variables: dict[str, str], losses: set[float]) -> float:
-    """Of one epoch, in a process with these variables and none of the others; its loss is added to `losses`."""
-    around = {name: value for name, value in os.environ.items() if name not in KEEPS_MEMORY}
+    """Return the throughput of one epoch in a process with only these variables set, and add its loss to `losses`."""
+    environment = {name: value for name, value in os.environ.items() if name not in KEEPS_MEMORY}
     command = [sys.executable, "-m", "drivetrain", "train", recipe, "epochs=1", "val=null", "--out"]
     with tempfile.TemporaryDirectory() as out:
-        subprocess.run([*command, out], env=around | variables, check=True, capture_output=True)
+        subprocess.run([*command, out], env=environment | variables, check=True, capture_output=True)
         (epoch,) = json.loads((Path(out) / "history.json").read_text())["epochs"]
     losses.add(epoch["loss"])
     return float(epoch["images_per_s"])

@@ -1,11 +1,11 @@
-"""Time to 94 % on CIFAR-10: the recipe cifar10-fast beside the same training as a plain PyTorch loop, for one seed.
+"""Measure the time to 94 % on CIFAR-10 for one seed: the recipe cifar10-fast against a plain PyTorch loop.
 
     python benchmarks/fast.py [--seed 0] [--target 0.94] [--small FOLDER] [--out benchmarks/results]
 
-Both train in this process, in turn; an even seed begins with Drivetrain, an odd one with the plain loop. One epoch of
-each comes before, and does not count: it starts the device, picks the convolutions and converts the images. Seconds
-are of training; evaluations are left out on both sides. The plain loop has all images on the device and augments
-them there, as airbench does; Drivetrain's loader augments on the CPU's cores, and its batches travel.
+Both train in this process, one after the other; an even seed starts with Drivetrain, an odd one with the plain loop.
+One epoch of each runs first as warm-up: it initialises the device, selects the convolution algorithms and converts the
+images. Times are of training only, without evaluation. The plain loop keeps all images on the device and augments them
+there, as airbench does; Drivetrain's loader augments on the CPU, and copies each batch to the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Run = list[dict[str, float]]
 
 
 def ours(seed: int, epochs: int, overrides: dict[str, Any], images: int) -> Run:
-    """Train the recipe; return of each epoch, of so many images, its training seconds, its accuracy and its loss."""
+    """Train the recipe; return training seconds, accuracy and loss of each epoch, which has `images` images."""
     result = Pipeline.from_recipe("cifar10-fast", seed=seed, **overrides).fit(epochs=epochs, progress=False)
     return [
         {"seconds": images / one.images_per_s, "accuracy": one.accuracy or 0.0, "loss": one.loss}
@@ -46,7 +46,7 @@ def split_of(path: Path) -> tuple[Any, Any]:
 
 
 def summary(epochs: Run, target: float) -> dict[str, Any]:
-    """The whole run, its training time, its last accuracy, and the time to the target."""
+    """Return all epochs, the training time, the last accuracy, and the time to the target."""
     return {
         "epochs": epochs, "training_s": sum(epoch["seconds"] for epoch in epochs),
         "accuracy": epochs[-1]["accuracy"], "seconds_to_target": seconds_to(target, epochs),

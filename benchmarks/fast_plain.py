@@ -1,7 +1,7 @@
-"""cifar10-fast as a plain PyTorch loop: what `fast.py` compares with. Everything is on the device from the start.
+"""cifar10-fast as a plain PyTorch loop, the baseline of `fast.py`. All data is on the device from the start.
 
-The same network, batch size, augmentation, loss, optimizer, schedule, precision, averages and epochs as the recipe's.
-Nothing of Drivetrain but the network and the views of an evaluation, which both must share for accuracies to compare.
+Network, batch size, augmentation, loss, optimizer, schedule, precision, weight averaging and epochs are the recipe's.
+It uses nothing of Drivetrain but the network and the views in evaluation, which both must share to compare accuracies.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 
 
 class Images:
-    """A split on the device, normalised.
+    """A normalised split on the device.
 
     Args:
         images: uint8 (N, 32, 32, 3).
         labels: int64 (N,).
-        device: where they are kept.
+        device: the device that keeps them.
     """
 
     def __init__(self, images: Any, labels: Any, device: str) -> None:
@@ -43,7 +43,7 @@ class Images:
 def train(
     seed: int, epochs: int, batch: int, data: Images, val: Images, small: bool = False
 ) -> list[dict[str, float]]:
-    """Train, and return of each epoch its training seconds, its accuracy and its loss; `small` rehearses in fp32."""
+    """Train, and return training seconds, accuracy and loss of each epoch; `small` rehearses in fp32."""
     torch.manual_seed(seed)
     device = data.images.device
     model = airbench_net(widths=SMALL if small else (64, 256, 256)).to(
@@ -86,13 +86,13 @@ def train(
 
 
 def factor(step: int, steps: int) -> float:
-    """Return the learning rate's factor: up for the warm-up, down to nothing, both linear."""
+    """Return the learning rate's factor: linear warm-up, then linear decay to 0."""
     warm = WARM_UP * steps
     return (step + 1) / (warm + 1) if step < warm else 1 - (step - warm) / max(steps - warm, 1)
 
 
 def augmented(padded: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
-    """Return each image shifted at random, and mirrored where `mirrored` is true: the whole epoch at once."""
+    """Return each image shifted at random, and mirrored where `mirrored` is true, for a full epoch at once."""
     count, side = len(padded), padded.shape[-1] - 2 * PADDING
     result = torch.empty_like(padded[..., :side, :side])
     rows, columns = torch.randint(2 * PADDING + 1, (2, count), device=padded.device)
@@ -110,7 +110,7 @@ def floats(model: nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def look_ahead(model: nn.Module, slow: list[torch.Tensor], stays: float) -> None:
-    """Move the slow weights to the model's, and the model to them."""
+    """Move the slow weights towards the model's, and set the model's to them."""
     fast = floats(model)
     torch._foreach_lerp_(slow, fast, 1 - stays)
     torch._foreach_copy_(fast, slow)

@@ -1,12 +1,12 @@
-"""Stage one's speed: loading, starting, converting and opening, against plain PyTorch and stock FFCV.
+"""Measure the speed of stage one: loading, starting, converting and opening, against plain PyTorch and stock FFCV.
 
     python benchmarks/loaders.py FOLDER [--rounds 7] [--workers 2] [--only loading …] [--out benchmarks/results]
 
-FOLDER is an ImageFolder tree of JPEGs. All loaders do RandomResizedCrop (0.25, 1) to 224, flip and
-normalisation, with the same number of workers; PyTorch reads the files, the others the `.beton` made of them.
-Prints tables of medians and quartiles and ratios taken round by round; writes JSON. The floor is what no
-loader that decodes whole JPEGs can beat: the entropy decoding of each on every core, and nothing else. Where there is
-a GPU, our loaders' batches are also timed on it.
+FOLDER is an ImageFolder tree of JPEGs. All loaders do RandomResizedCrop (0.25, 1) to 224, flip and normalisation, with
+the same number of workers; PyTorch reads the files, the others the `.beton` converted from them. The script prints
+medians, quartiles and ratios taken round by round, and writes JSON. The floor is the time that no loader of full JPEGs
+can beat: their entropy decoding on all cores, and nothing else. With a GPU, our loaders are also timed with batches on
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARTS = ("starting", "converting", "opening", "loading")
 
 
 def epochs_of(loader: Any) -> Contender:
-    """images/s of one epoch; on a device, until its last batch is there."""
+    """Return a contender that measures images/s of one epoch, on a GPU until the last batch has arrived."""
 
     def epoch() -> float:
         start = perf_counter()
@@ -50,7 +50,10 @@ def epochs_of(loader: Any) -> Contender:
 
 
 def decoding(path: Path, workers: int, share: int) -> Contender:
-    """images/s of decoding each JPEG at 1/`share` of its size, in as many threads; 1/8 is entropy decoding alone."""
+    """Return a contender that measures images/s of decoding each JPEG at 1/`share` of its size, in `workers` threads.
+
+    1/8 is entropy decoding alone.
+    """
     beton, pool, library = open_beton(path), ThreadPoolExecutor(workers), libffcv.library()
 
     def decode(i: int) -> bool:
@@ -72,7 +75,7 @@ def decoding(path: Path, workers: int, share: int) -> Contender:
 
 
 def loading(folder: Path, path: Path, workers: int, rounds: int) -> tuple[Table, dict[str, Any]]:
-    """images/s of the loaders and of the floors below them."""
+    """Measure images/s of the loaders, and of decoding alone, their limit."""
     threads = torch.get_num_threads()
     options: dict[str, Any] = {"batch_size": BATCH, "image_size": SIDE, "workers": workers}
     contenders = {
@@ -92,12 +95,12 @@ def loading(folder: Path, path: Path, workers: int, rounds: int) -> tuple[Table,
             TorchLoader(folder, device="cuda", **options)
         )
     figures = measure(contenders, rounds)
-    torch.set_num_threads(threads)  # stock FFCV sets it
+    torch.set_num_threads(threads)  # stock FFCV changes it
     return compare("loading", "images/s", figures, "FFCVLoader")
 
 
 def one_shot(task: str, kind: str, *arguments: Any) -> Callable[[], Any]:
-    """A task of `one_shot.py`, in a fresh process."""
+    """Return a function that runs a task of `one_shot.py` in a fresh process."""
     script = Path(__file__).with_name("one_shot.py")
 
     def run() -> Any:
@@ -109,7 +112,7 @@ def one_shot(task: str, kind: str, *arguments: Any) -> Callable[[], Any]:
 
 
 def starting(path: Path, workers: int, rounds: int) -> tuple[Table, dict[str, Any]]:
-    """Seconds to the first batch in a fresh process, and to that of a second loader of the same pipeline."""
+    """Measure the seconds to the first batch in a fresh process, and to that of a second loader."""
     figures: dict[str, list[float]] = {}
     for _ in range(rounds):
         for kind, name in (("ours", "FFCVLoader"), ("stock", "stock FFCV")):
@@ -120,7 +123,7 @@ def starting(path: Path, workers: int, rounds: int) -> tuple[Table, dict[str, An
 
 
 def linked(folder: Path, out: Path, copies: int) -> Path:
-    """The folder so many times over, by links: a small one shows the workers' start more than their work."""
+    """Return a folder with `copies` links to each image: for a small one, the start of the workers would dominate."""
     for file in sorted(folder.rglob("*.*")):
         for copy in range(copies):
             link = out / file.parent.name / f"{copy}-{file.name}"
@@ -130,7 +133,7 @@ def linked(folder: Path, out: Path, copies: int) -> Path:
 
 
 def converting(folder: Path, scratch: Path, workers: int, rounds: int) -> tuple[Table, dict[str, Any]]:
-    """Seconds to convert the folder five times over, each time in a fresh process."""
+    """Measure the seconds to convert five copies of the folder, each time in a fresh process."""
     folder = linked(folder, scratch / "images", 5)
     contenders = {
         "drivetrain convert": one_shot("convert", "ours", folder, scratch / "ours.beton", workers),
@@ -143,7 +146,7 @@ def converting(folder: Path, scratch: Path, workers: int, rounds: int) -> tuple[
 
 
 def million_samples(path: Path) -> None:
-    """A file of a million raw images of 16 × 16 pixels, of which only the tables are written, with its manifest."""
+    """Write a file of a million raw images of 16 × 16 pixels, with only its tables written, and its manifest."""
     fields = [Field("image", "rgb_image"), Field("label", "int")]
     rows = np.zeros(MILLION, dtype=metadata_dtype(fields))
     page, size, places = 1 << 23, 16 * 16 * 3, np.arange(MILLION)
@@ -170,7 +173,7 @@ def million_samples(path: Path) -> None:
 
 
 def opening(scratch: Path, rounds: int) -> tuple[Table, dict[str, Any]]:
-    """Seconds to open and validate a file of a million samples, with its manifest and without."""
+    """Measure the seconds to open and validate a file of a million samples, with and without its manifest."""
     path = scratch / "million.beton"
     million_samples(path)
 

@@ -1,16 +1,16 @@
-"""Our loop beside a hand-written PyTorch loop, Lightning's Trainer and Composer's Trainer: time of a step.
+"""Measure the step time of our loop against a hand-written PyTorch loop, Lightning's Trainer and Composer's Trainer.
 
     python benchmarks/loop.py [--rounds 31] [--steps 200] [--batch 8] [--width 4] [--only "by hand" Drivetrain …]
 
-All train the same model, from the same weights, on the same batches, which are in memory, with SGD at a constant
-rate, in fp32 on one device: a GPU where there is one. Of every Trainer the extras are off, but for "Drivetrain, all
-extras": that is `fit` itself, with its bar, the CSV log and the schedule. The guard against losses that are not
-finite, which `fit` always has, is in "Drivetrain", too; "no guard" shows what it costs.
+All train the same model, from the same weights, on the same batches in memory, with SGD at a constant learning rate, in
+fp32 on one device: a GPU if there is one. The extras of every Trainer are off, except for "Drivetrain, all extras",
+which is `fit` itself with progress bar, CSV log and schedule. "Drivetrain" includes the guard against non-finite
+losses, which `fit` always has; "no guard" shows its cost.
 
-A turn is one epoch of `--steps` steps; contenders take turns within a round, every second round backwards, and
-ratios are taken round by round. All are timed from the first batch of a turn to the last one's end, so that the start
-of a Trainer does not count. Model and batches are small on purpose, a step of 5 ms on one core: what a loop adds to
-each step shows best beside a short one.
+A trial is one epoch of `--steps` steps. Contenders are interleaved, every second round in reverse order, and ratios are
+taken round by round. Times run from the first batch of a trial to the end of the last step, so that starting a Trainer
+does not count. Model and batches are small on purpose, with a step of 5 ms on one core: a short step shows best what a
+loop adds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from measuring import Contender, measure, save, summarise
 def contenders(
     names: list[str], batch: int, steps: int, width: int
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """A turn of each contender that can be made, and why the others cannot."""
+    """Return the contenders that work here, and why the others do not."""
     torch.manual_seed(0)
     model = cifar_resnet(width=width)
     made, missing = {}, {}
@@ -46,7 +46,7 @@ def contenders(
         try:
             made[name] = MAKERS[name](copy.deepcopy(model), batches)
             made[name]()
-        except Exception as error:  # whatever a foreign Trainer raises on this torch
+        except Exception as error:  # anything that another library's Trainer raises with this torch
             made.pop(name, None)
             missing[name] = f"{type(error).__name__}: {error}"
             print(f"{name} is left out: {missing[name]:.300}")
@@ -54,7 +54,7 @@ def contenders(
 
 
 def results(figures: dict[str, list[float]], steps: int) -> tuple[Table, dict[str, Any]]:
-    """Table and JSON: milliseconds of a step, and the time over the hand-written loop's and over our bare one's."""
+    """Return table and JSON of milliseconds per step, and the ratios to the hand-written loop and to our bare loop."""
     rows: dict[str, Any] = {}
     cells = []
     for name, seconds in figures.items():
@@ -69,12 +69,12 @@ def results(figures: dict[str, list[float]], steps: int) -> tuple[Table, dict[st
             name, f"{own['median']:.3f}  ({own['low']:.3f} to {own['high']:.3f})",
             *(shown(over.get(base)) for base in (HAND, UNGUARDED)),
         ))  # fmt: skip
-    heads = ("", "ms a step (median, quartiles)", f"time over {HAND}", f"time over {UNGUARDED}")
-    return Table(heads, cells, caption="ratios of one round each: trimmed mean and 95 % interval"), rows
+    heads = ("", "ms per step (median, quartiles)", f"time over {HAND}", f"time over {UNGUARDED}")
+    return Table(heads, cells, caption="ratios within rounds: trimmed mean and 95 % interval"), rows
 
 
 def shown(one: Ratio | None) -> str:
-    """To a tenth of a percent, which is what this is about."""
+    """Format to a tenth of a percent, the size of the differences."""
     return "" if one is None else f"{one.value:.3f}  ({one.low:.3f} to {one.high:.3f})"
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # of the foreign Trainers
+    warnings.simplefilter("ignore")  # from the other Trainers
     made, missing = contenders(options.only, options.batch, options.steps, options.width)
     table, rows = results(measure(made, options.rounds), options.steps)
     settings = {name: getattr(options, name) for name in ("rounds", "steps", "batch", "width")}

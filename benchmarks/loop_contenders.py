@@ -1,4 +1,4 @@
-"""The loops that `loop.py` compares: one by hand, ours, Lightning's Trainer and Composer's."""
+"""The loops that `loop.py` compares: a hand-written one, ours, Lightning's Trainer and Composer's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Batches:
-    """The same batches in every epoch; notes when the first was taken and when all were done.
+    """The same batches in every epoch, with a timer from the first batch to the end of the last step.
 
     Args:
         batches: `(images (B, 3, H, W), labels (B,))`, on the device.
@@ -59,20 +59,20 @@ class Batches:
         yield from self._batches
 
     def stop(self) -> None:
-        """The last step is done. Called by each contender: a Trainer asks for no batch after the last."""
+        """Stop the timer. Each contender calls it after the last step: a Trainer requests no further batch then."""
         synchronise()
         self._seconds = perf_counter() - self._start
 
     def take(self) -> float:
-        """Seconds from the first batch to `stop`, once."""
+        """Return the seconds from the first batch to `stop`, and reset them."""
         seconds, self._seconds = self._seconds, 0.0
         if not seconds:
-            raise RuntimeError("the turn was not stopped")
+            raise RuntimeError("the timer was not stopped")
         return seconds
 
 
 class AsLoader(Batches):
-    """The batches as the loader of a run, which asks for one more when the last step is done."""
+    """The batches as the loader of a run, which requests one more batch after the last step."""
 
     def __init__(self, batches: Batches) -> None:
         super().__init__(batches._batches)
@@ -86,22 +86,22 @@ class AsLoader(Batches):
 
 
 def synchronise() -> None:
-    """Waits for the device."""
+    """Wait for the device."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of all."""
+    """Return the optimizer that all contenders use."""
     return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
 
 
 def by_hand(model: nn.Module, batches: Batches) -> Contender:
-    """Seconds of a turn of a loop as anybody would write it, with a running loss."""
+    """Time a typical hand-written loop with a running loss."""
     model = model.to(DEVICE)
     optimizer = sgd(model.parameters())
 
-    def turn() -> float:
+    def trial() -> float:
         model.train()
         total = torch.zeros((), device=DEVICE)
         for images, labels in batches:
@@ -114,38 +114,39 @@ def by_hand(model: nn.Module, batches: Batches) -> Contender:
         batches.stop()
         return batches.take()
 
-    return turn
+    return trial
 
 
 def prepared(model: nn.Module) -> Engine:
-    """The engine of our contenders."""
+    """Return the engine of our contenders."""
     return strategies.get("single", device=DEVICE).prepare(model, sgd)
 
 
 def ours(model: nn.Module, batches: Batches, *, guarded: bool = True) -> Contender:
-    """Seconds of a turn of `train_epoch`, with the guard that `fit` has."""
+    """Time `train_epoch`, with the guard that `fit` has."""
     engine = prepared(model)
     guard = NonFiniteGuard(engine, "raise", lambda: "") if guarded else None
 
-    def turn() -> float:
+    def trial() -> float:
         train_epoch(engine, batches, functional.cross_entropy, observer=guard)
         batches.stop()
         return batches.take()
 
-    return turn
+    return trial
 
 
 def with_extras(model: nn.Module, batches: Batches) -> Contender:
-    """Seconds of a turn of what `fit` runs: bar (drawn to nowhere), CSV log every 50 steps, guard, schedule.
+    """Time what `fit` runs: progress bar (to /dev/null), CSV log every 50 steps, guard, schedule.
 
-    Its checkpoint, history and weights are written after an epoch, and do not count.
+    History and weights are written after an epoch, and do not count.
     """
     loader: Any = AsLoader(batches)
     built = Built(prepared(model), loader, None, functional.cross_entropy, TrainingHooks(()), ())
     pipeline = Pipeline(cifar_resnet).load("in memory", batch_size=len(batches.first), image_size=SIDE)
     pipeline = pipeline.optimize("sgd", lr=RATE, momentum=MOMENTUM, schedule="constant")
+    plan = resolve(pipeline, files=False)
 
-    def turn() -> float:
+    def trial() -> float:
         with (
             tempfile.TemporaryDirectory() as folder,
             Path(os.devnull).open("w") as nowhere,
@@ -153,17 +154,18 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
             contextlib.redirect_stdout(nowhere),
         ):
             job = FitJob(epochs=1, out=Path(folder), checkpoints=None, logger=("csv",))
-            Run(resolve(pipeline), built, job, RankResult()).train()
-            entries = len((Path(folder) / "metrics.csv").read_text().splitlines()) - 2  # head, and the epoch
+            Run(plan, built, job, RankResult()).train()
+            lines = (Path(folder) / "metrics.csv").read_text().splitlines()
+            entries = len(lines) - 2  # without the header and the epoch
         if entries != len(batches) // job.log_every:
             raise RuntimeError(f"{entries} steps were logged")
         return float(loader.take())
 
-    return turn
+    return trial
 
 
 def with_lightning(model: nn.Module, batches: Batches) -> Contender:
-    """Seconds of a turn of Lightning's Trainer in its mode for such measurements, without any extra."""
+    """Time Lightning's Trainer in its barebones mode, which is meant for such measurements."""
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -185,7 +187,7 @@ def with_lightning(model: nn.Module, batches: Batches) -> Contender:
         logging.getLogger(name).setLevel(logging.ERROR)
     module = Module()
 
-    def turn() -> float:
+    def trial() -> float:
         trainer = pl.Trainer(
             accelerator=DEVICE if DEVICE == "cpu" else "gpu", devices=1, max_epochs=1, barebones=True,
             use_distributed_sampler=False,
@@ -193,11 +195,11 @@ def with_lightning(model: nn.Module, batches: Batches) -> Contender:
         trainer.fit(module, batches)
         return batches.take()
 
-    return turn
+    return trial
 
 
 def with_composer(model: nn.Module, batches: Batches) -> Contender:
-    """Seconds of a turn of Composer's Trainer; None of its extras. Its signal handlers are taken back."""
+    """Time Composer's Trainer without extras. Its signal handlers are removed."""
     with handlers_kept():
         from composer import Callback, ComposerModel, DataSpec, Trainer
 
@@ -227,11 +229,11 @@ def with_composer(model: nn.Module, batches: Batches) -> Contender:
             device_train_microbatch_size=len(batches.first),
         )  # fmt: skip
 
-    def turn() -> float:
+    def trial() -> float:
         trainer.fit(duration="1ep", reset_time=False)
         return batches.take()
 
-    return turn
+    return trial
 
 
 MAKERS = {

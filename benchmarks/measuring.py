@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders measured in turn in one run, ratios round by round, tables and JSON."""
+"""Shared by the benchmarks: interleaved measurements of contenders, ratios round by round, tables and JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.table import Table
 
 Contender = Callable[[], float]
-"""Does its work once, and gives the figure: images/s, or seconds."""
+"""Does its work once, and returns the result: images/s, or seconds."""
 
 
 def measure(contenders: dict[str, Contender], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Each contender's figure of each round; every round runs them all. The first ones do not count.
+    """Run all contenders in each round, and return their results by round. The first `warm_up` rounds do not count.
 
-    Every second round goes backwards, so that none always follows the same neighbour.
+    Every second round runs in reverse order, so that no contender always follows the same one.
     """
     figures: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(warm_up + rounds):
@@ -33,7 +33,7 @@ def measure(contenders: dict[str, Contender], rounds: int, warm_up: int = 1) -> 
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Takes back the signal handlers that Composer sets when it is imported, and when its Trainer is made."""
+    """Remove the signal handlers that Composer installs when it is imported, and when its Trainer is created."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -43,7 +43,7 @@ def handlers_kept() -> Iterator[None]:
 
 
 def summarise(values: list[float]) -> dict[str, Any]:
-    """Median, quartiles, number, and the values themselves."""
+    """Return median, quartiles, number, and the values themselves."""
     low, median, high = np.percentile(values, [25, 50, 75]).tolist()
     return {"median": median, "low": low, "high": high, "n": len(values), "values": values}
 
@@ -51,9 +51,9 @@ def summarise(values: list[float]) -> dict[str, Any]:
 def compare(
     title: str, unit: str, figures: dict[str, list[float]], ours: str
 ) -> tuple[Table, dict[str, Any]]:
-    """The table and the JSON of the same figures; `ours` over each other one, paired by round.
+    """Return table and JSON of the figures, and of the ratios of `ours` to each contender, paired by round.
 
-    A ratio above 1 is in our favour: of images/s ours over theirs, of seconds theirs over ours.
+    A ratio above 1 is in our favour: for images/s it is ours over theirs, for seconds theirs over ours.
     """
     rows: dict[str, Any] = {}
     cells = []
@@ -71,7 +71,7 @@ def compare(
 
 
 def save(tables: list[Table], results: dict[str, Any], path: Path) -> None:
-    """Prints the tables, and writes the results with their provenance."""
+    """Print the tables, and write the results with their provenance."""
     for table in tables:
         print(table)
     path.parent.mkdir(parents=True, exist_ok=True)

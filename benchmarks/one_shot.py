@@ -1,9 +1,9 @@
-"""What must be measured in a fresh process: starting a loader, and converting a folder. Prints JSON.
+"""Measure what needs a fresh process: starting a loader, and converting a folder. Prints JSON.
 
     python benchmarks/one_shot.py start ours|stock FILE.beton WORKERS     seconds to a first batch, twice
     python benchmarks/one_shot.py convert ours|quick|stock FOLDER OUT WORKERS   seconds
 
-Importing is not counted: both sides import torch, numba and FFCV. Converting counts the start of FFCV's workers.
+Imports are not timed: both sides import torch, numba and FFCV. The time to convert includes starting FFCV's workers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SIDE, BATCH = 224, 64
 
 
 def our_loader(path: Path, workers: int) -> Any:
-    """`FFCVLoader`: RandomResizedCrop (0.25, 1) to 224, flip, float32 normalised."""
+    """Return an `FFCVLoader`: RandomResizedCrop (0.25, 1) to 224, flip, normalised float32."""
     from drivetrain.loaders import FFCVLoader
 
     return FFCVLoader(path, batch_size=BATCH, image_size=SIDE, workers=workers)
 
 
 def stock_loader(path: Path, workers: int) -> Any:
-    """FFCV's own loader with the same operations."""
+    """Return FFCV's own loader with the same operations."""
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader, OrderOption
     from ffcv.transforms import NormalizeImage, RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
@@ -51,7 +51,7 @@ LOADERS: dict[str, Callable[[Path, int], Any]] = {"ours": our_loader, "stock": s
 
 
 def start(kind: str, path: Path, workers: int) -> list[float]:
-    """Seconds from nothing to the first batch, of a loader and of a second one with the same pipeline."""
+    """Return the seconds until the first batch, of a loader and of a second one with the same pipeline."""
     import ffcv.fields.decoders
     import ffcv.loader
     import ffcv.transforms  # noqa: F401
@@ -66,8 +66,10 @@ def start(kind: str, path: Path, workers: int) -> list[float]:
 
 
 def convert(kind: str, folder: Path, out: Path, workers: int) -> float:
-    """Seconds to convert a folder: by `drivetrain.loaders.convert` ("quick": checking each JPEG's ends only), or by
-    FFCV's DatasetWriter as its documentation says.
+    """Return the seconds to convert a folder.
+
+    "ours" and "quick" (which checks only each JPEG's ends) use `drivetrain.loaders.convert`, "stock" uses FFCV's
+    DatasetWriter as in its documentation.
     """
     if kind != "stock":
         from drivetrain.loaders import convert as ours

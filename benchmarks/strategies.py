@@ -1,10 +1,10 @@
-"""What each strategy keeps per parameter, beside ZeRO's formulas, and its step time beside the backend's alone.
+"""Compare each strategy's memory per parameter with ZeRO's formulas, and its step time with the backend's alone.
 
     python benchmarks/strategies.py [--rounds 9] [--steps 5] [--ranks 1 2 4] [--out benchmarks/results]
 
-Bytes are counted on every rank between backward and step, with AdamW in fp32; the largest rank counts. Step times
-are those of two ranks, in which Drivetrain's engine and the backend called by hand take turns on models with the
-same weights; a ratio above 1 is in Drivetrain's favour. CPU and gloo, one thread per rank.
+Bytes are counted on every rank between backward and step, with AdamW in fp32; the table shows the largest rank. Step
+times are measured on two ranks, interleaving Drivetrain's engine and the backend called by hand on models with the same
+weights; a ratio above 1 is in Drivetrain's favour. CPU and gloo, one thread per rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OURS, BY_HAND = "Drivetrain", "by hand"
 
 
 def model() -> nn.Module:
-    """4.2 million parameters in layers of one size."""
+    """Return a model of 4.2 million parameters in layers of equal size."""
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(DEPTH))
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 8))
@@ -60,7 +60,7 @@ def loss_of(wrapped: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 def held(names: list[str]) -> dict[str, tuple[int, int, int, int]]:
-    """Bytes of parameters, gradients and optimizer on this rank, and the number of parameters."""
+    """Return the bytes of parameters, gradients and optimizer state on this rank, and the number of parameters."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found = {}
@@ -135,10 +135,10 @@ HAND: dict[str, Callable[[], Step]] = {
 
 
 def ours(name: str, steps: int, images: torch.Tensor) -> Contender:
-    """Seconds per step of our engine."""
+    """Time a step of our engine."""
     engine = strategies.get(name, device="cpu").prepare(model(), adamw)
 
-    def turn() -> float:
+    def trial() -> float:
         engine.barrier()
         start = perf_counter()
         for _ in range(steps):
@@ -149,14 +149,14 @@ def ours(name: str, steps: int, images: torch.Tensor) -> Contender:
         engine.barrier()
         return (perf_counter() - start) / steps
 
-    return turn
+    return trial
 
 
 def theirs(name: str, steps: int, images: torch.Tensor) -> Contender:
-    """Seconds per step of the backend."""
+    """Time a step of the backend."""
     step = HAND[name]()
 
-    def turn() -> float:
+    def trial() -> float:
         torch.distributed.barrier()
         start = perf_counter()
         for _ in range(steps):
@@ -164,11 +164,11 @@ def theirs(name: str, steps: int, images: torch.Tensor) -> Contender:
         torch.distributed.barrier()
         return (perf_counter() - start) / steps
 
-    return turn
+    return trial
 
 
 def times(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds per step, by strategy and contender."""
+    """Return the seconds per step, by strategy and contender."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     images = torch.randn(BATCH, WIDTH)
@@ -179,7 +179,7 @@ def times(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def bytes_table(ranks: list[int]) -> tuple[Table, dict[str, Any]]:
-    """The largest rank's bytes per parameter, and its ratio to the formula."""
+    """Measure the largest rank's bytes per parameter, and their ratio to the formula."""
     rows: dict[str, Any] = {}
     lines = []
     for number in ranks:
@@ -211,7 +211,7 @@ def main() -> None:
     table, rows = bytes_table(options.ranks)
     tables, results = [table], {"bytes_per_parameter": rows, "step": {}}
     for name, figures in strategies.launch(times, options.steps, options.rounds, devices=2)[0].items():
-        compared, results["step"][name] = compare(f"a step, {name}, 2 ranks", "s", figures, OURS)
+        compared, results["step"][name] = compare(f"step, {name}, 2 ranks", "s", figures, OURS)
         tables.append(compared)
     save(tables, results, options.out / "strategies.json")
 

@@ -1,12 +1,12 @@
-"""Step time of each surgery, relative to the unmodified model and to Composer's version of it.
+"""Measure the step time of each surgery, relative to the unmodified model and to Composer's version of it.
 
     python benchmarks/transforms.py [--rounds 9] [--seconds 0.4] [--only BlurPool …] [--mode eager compiled]
 
-A step is forward, backward and SGD on one batch of 16 images of 64 pixels (on a GPU: 256), under bf16 autocast for the
-norms in low precision. All contenders of one surgery take turns in one run; ratios are taken round by round.
-Composer's versions are left out where it is not installed. Compiled is by torch.compile (inductor), whose compile time
-is shown separately; from the second run on that is what inductor's cache on disk leaves of it. All of it takes about 15
-minutes on two cores.
+A step is forward, backward and SGD on one batch of 16 images (on a GPU: 256) of 64 × 64 pixels, under bf16 autocast for
+the low-precision norms. All contenders of a surgery are interleaved in one run; ratios are taken round by round.
+Without Composer, its versions are left out. "compiled" uses torch.compile (inductor); the compile time is reported
+separately, and is shorter from the second run on, because inductor caches on disk. Everything takes about 15 minutes on
+two cores.
 """
 
 from __future__ import annotations
@@ -43,31 +43,29 @@ from measuring import Contender, handlers_kept, measure, save, summarise
 from torch import nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BATCH, SIDE = (
-    256 if DEVICE == "cuda" else 16,
-    64,
-)  # 16 images are too few to show anything of a GPU but its launches
+# On a GPU, the kernel launches would dominate a step of 16 images.
+BATCH, SIDE = (256 if DEVICE == "cuda" else 16), 64
 MODES = ("eager", "compiled")
 PLAIN, OURS, COMPOSER = "unmodified", "Drivetrain", "Composer"
 
 
 def resnet() -> nn.Module:
-    """torchvision's ResNet-18."""
+    """Return torchvision's ResNet-18."""
     return torchvision.models.resnet18(num_classes=10)
 
 
 def resnet50() -> nn.Module:
-    """torchvision's ResNet-50, whose Bottlenecks Composer's stochastic depth needs."""
+    """Return torchvision's ResNet-50: Composer's stochastic depth requires Bottleneck blocks."""
     return torchvision.models.resnet50(num_classes=10)
 
 
 def vit() -> nn.Module:
-    """A small vision transformer."""
+    """Return a small vision transformer."""
     return torchvision.models.VisionTransformer(SIDE, 8, 4, 4, 128, 512, num_classes=10)
 
 
 def composer() -> Any:
-    """Composer's functional interface; its signal handlers are taken back."""
+    """Return Composer's functional interface, with its signal handlers removed."""
     with handlers_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import composer.functional as functional
@@ -75,12 +73,12 @@ def composer() -> Any:
 
 
 def group_norm_resnet() -> nn.Module:
-    """ResNet-18 with group norm in the place of batch norm."""
+    """Return a ResNet-18 with group norm instead of batch norm."""
     return torchvision.models.resnet18(num_classes=10, norm_layer=partial(nn.GroupNorm, 32))
 
 
 def perceptron() -> nn.Module:
-    """Two hidden layers with dropout over features, the only shape that Composer's gyro dropout takes."""
+    """Return a network with two hidden layers and dropout over features, which Composer's gyro dropout requires."""
     hidden = [
         nn.Linear(3 * SIDE**2, 512),
         nn.ReLU(),
@@ -117,13 +115,15 @@ CASES: dict[str, Case] = {
     "LowPrecisionGroupNorm": Case(
         group_norm_resnet, LowPrecisionGroupNorm(), "apply_low_precision_groupnorm", {}, True
     ),
-    "ALiBi": Case(vit, ALiBi()),  # Composer's and the next are for language models of `transformers`
+    "ALiBi": Case(
+        vit, ALiBi()
+    ),  # Composer has this and the next one only for language models of `transformers`
     "GatedLinearUnits": Case(vit, GatedLinearUnits()),
 }
 
 
 def contenders(name: str) -> dict[str, nn.Module]:
-    """The same weights: as they are, with our surgery, and with Composer's where it has one."""
+    """Return models with the same weights: unmodified, with our surgery, and with Composer's if it has one."""
     case = CASES[name]
     torch.manual_seed(0)
     model = case.build()
@@ -144,11 +144,11 @@ def contenders(name: str) -> dict[str, nn.Module]:
 
 
 def steps_of(model: nn.Module, images: torch.Tensor, seconds: float, autocast: bool) -> Contender:
-    """Steps/s over about so many seconds."""
+    """Return a contender that measures steps/s over about `seconds`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     labels = torch.arange(len(images), device=DEVICE) % 10
 
-    def turn() -> float:
+    def trial() -> float:
         count, start = 0, perf_counter()
         while perf_counter() - start < seconds:
             with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
@@ -157,30 +157,30 @@ def steps_of(model: nn.Module, images: torch.Tensor, seconds: float, autocast: b
             optimizer.step()
             optimizer.zero_grad()
             count += 1
-            if DEVICE == "cuda" and count % 8 == 0:  # or the host would queue steps without end
+            if DEVICE == "cuda" and count % 8 == 0:  # bounds the queue of steps
                 torch.cuda.synchronize()
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         return count / (perf_counter() - start)
 
-    return turn
+    return trial
 
 
 def run(name: str, seconds: float, rounds: int, compiled: bool) -> dict[str, Any]:
-    """Steps/s of each contender, its ratio to the unmodified model, and ours to Composer's."""
+    """Measure steps/s of each contender, its ratio to the unmodified model, and ours to Composer's."""
     images = torch.randn(BATCH, 3, SIDE, SIDE, device=DEVICE)
     models, rows = contenders(name), {}
-    turns: dict[str, Contender] = {}
+    trials: dict[str, Contender] = {}
     for who, model in models.items():
         began = perf_counter()
         if compiled:
             torch._dynamo.reset()
             model.compile()
-        turns[who] = steps_of(model, images, seconds, CASES[name].autocast)
-        for _ in range(2):  # the second step of a compiled model may compile once more
+        trials[who] = steps_of(model, images, seconds, CASES[name].autocast)
+        for _ in range(2):  # the second step of a compiled model may compile again
             steps_of(model, images, 0.001, CASES[name].autocast)()
         rows[who] = {"compile_s": perf_counter() - began if compiled else 0.0}
-    speeds = measure(turns, rounds)
+    speeds = measure(trials, rounds)
     for who, values in speeds.items():
         pairs = list(zip(values, speeds[PLAIN], speeds[OURS], strict=True))
         rows[who] |= {
@@ -220,7 +220,7 @@ def main() -> None:
     for mode in options.mode:
         compiled = mode == "compiled"
         results[mode] = {name: run(name, options.seconds, options.rounds, compiled) for name in options.only}
-        tables.append(table_of(f"a training step, {mode}", results[mode]))
+        tables.append(table_of(f"training step, {mode}", results[mode]))
     save(tables, {**results, "device": DEVICE, "batch": BATCH, "side": SIDE}, options.out / "transforms.json")
 
 

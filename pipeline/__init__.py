@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING
 from ..lazy import exports
 
 if TYPE_CHECKING:
+    from .callbacks.callback import Callback as Callback
+    from .callbacks.callback import RunOptions as RunOptions
+    from .callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from .callbacks.gradient_norms import GradientNorms as GradientNorms
+    from .callbacks.profile import Profile as Profile
+    from .callbacks.view import RunView as RunView
     from .checkpoints.directory import Checkpoints as Checkpoints
     from .checkpoints.directory import CheckpointWarning as CheckpointWarning
     from .checkpoints.export import export as export
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
     from .runs.result import FitResult as FitResult
     from .runs.result import TrainingInterrupted as TrainingInterrupted
     from .runs.saved import load_run as load_run
+    from .spec.layerwise import layerwise_decay as layerwise_decay
     from .spec.plan import Plan as Plan
     from .spec.plan import Step as Step
     from .tasks.classification import Classification as Classification
@@ -29,6 +36,7 @@ if TYPE_CHECKING:
     from .tasks.segmentation import Segmentation as Segmentation
     from .tasks.task import Task as Task
     from .telemetry.history import Epoch as Epoch
+    from .telemetry.history import Evaluation as Evaluation
     from .telemetry.history import History as History
     from .telemetry.loggers import Logger as Logger
     from .telemetry.loggers import LoggerWarning as LoggerWarning

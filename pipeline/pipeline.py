@@ -18,6 +18,7 @@ from .spec.resolve import resolve
 if TYPE_CHECKING:
     from .ledger.ledger import Ledger
     from .lightning.hand_over import HandOver
+    from .runs.initial import WeightsArg
     from .runs.result import FitResult
     from .training.build import Built
 
@@ -116,6 +117,25 @@ class Pipeline(PipelineSpec):
         from .runs.fit import fit
 
         return fit(self, config)
+
+    def evaluate(self, weights: WeightsArg) -> dict[str, float]:
+        """Return the metrics of weights of this pipeline's model on the validation data, by name.
+
+        It runs in this process, or on the ranks that the strategy requires, and computes what `fit` computes after an
+        epoch. The training data is opened, too, because it defines the classes.
+
+        Args:
+            weights: the folder of a run or of a checkpoint (the evaluated weights: averages with EMA or SWA), a
+                `.safetensors` file, or a state dict; under the names before or after the transforms.
+
+        Raises:
+            PlanError, DataError, StrategyError: if the pipeline cannot work, has no validation data, or the weights are
+                not those of its model.
+            CheckpointError: if a file or checkpoint is damaged.
+        """
+        from .runs.evaluation import evaluate_weights
+
+        return evaluate_weights(self, weights)
 
     def to_lightning(self, *, epochs: int | None = None, **trainer: Any) -> HandOver:
         """Return this pipeline for Lightning: `module, data, trainer, reports`; `Trainer(**trainer).fit(module, data)`.

@@ -94,6 +94,25 @@ class Engine(Protocol):
         """Discard the gradients accumulated since the last step, for methods with a second backward pass (SAM)."""
         ...
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return copies of the gradients that the next `step` will use, before its clipping, by plain parameter names.
+
+        Every rank must call it, between the last `backward` and `step`. Gradients are full, except those of sharded
+        parameters that are DTensors, which `gather` makes full. Parameters without a gradient are left out.
+        """
+        ...
+
+    def group_names(self) -> list[list[str]]:
+        """Return the plain names of the parameters in each of the optimizer's groups, the same on every rank."""
+        ...
+
+    def reshard(self) -> None:
+        """Free the gathered copies of sharded parameters; the next forward gathers them again.
+
+        Call it if the weights were changed in place between two forwards without a `step`, e.g. to evaluate averages.
+        """
+        ...
+
     def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
         """Return `value` reduced over all ranks, the same on each; a new tensor."""
         ...

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import StrategyError
 from .common.memory import Held, tensors_in
-from .common.optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups
+from .common.optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups, name_of
 from .common.statistics import pool_buffers
 from .options import HALF, Options
 
@@ -112,6 +112,20 @@ class LocalEngine:
         if self._microbatches == self.accumulate:
             self._scaler.update()
         self._microbatches = 0
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return copies of the gradients before clipping, by plain parameter names; see `base.Engine`."""
+        named = self.plain_model.named_parameters()
+        return {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+
+    def group_names(self) -> list[list[str]]:
+        """Return the plain names of the parameters in each of the optimizer's groups."""
+        names = self._names()
+        return [[name_of(p, names) for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def reshard(self) -> None:
+        """Free the gathered copies of sharded parameters: there are none here."""
 
     def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
         """Return `value` reduced over all ranks, the same on each; a new tensor on the device of `value`."""
@@ -314,7 +328,10 @@ class LocalEngine:
         if key == "step" and value.dim() == 0:  # on the CPU, as torch keeps it, unless a kernel reads it
             on_device = group.get("capturable") or group.get("fused")
             return value.to(parameter.device if on_device else "cpu", copy=True)
-        return self._part(value, parameter).to(parameter.device, copy=True)
+        whole_or_part = (
+            self._part(value, parameter) if value.dim() else value
+        )  # NAdam keeps another single number
+        return whole_or_part.to(parameter.device, copy=True)
 
 
 class RanksEngine(LocalEngine):

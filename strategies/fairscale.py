@@ -51,6 +51,14 @@ class ShardedDDPEngine(OwnedEngine):
         finally:  # after an exception no_sync would stay active, and nothing would be reduced
             self._wrapper._should_accumulate_grads = False
 
+    @torch.no_grad()
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return copies of the gradients before clipping, which only their owners have, on every rank."""
+        own, named = super().gradients(), dict(self.plain_model.named_parameters())
+        owners = self._sum(torch.tensor([float(name in own) for name in named], device=self.device)).tolist()
+        trained = [name for name, number in zip(named, owners, strict=True) if number]
+        return {name: self._sum(own.get(name, torch.zeros_like(named[name]))) for name in trained}
+
     def _clip(self, clip_norm: float) -> torch.Tensor:
         # Not OSS.clip_grad_norm: it remembers from its first call which parameters have a gradient.
         norm = nn.utils.get_total_norm([p.grad for p in self._own if p.grad is not None]).to(self.device)

@@ -68,10 +68,11 @@ class FSDPEngine(RanksEngine):
         """Clip, step and zero the gradients; see `LocalEngine.step`."""
         # An evaluation after the backward may have left parameters gathered; the next forward would use these copies
         # from before the step.
-        self._shard_again()
+        self.reshard()
         return super().step()
 
-    def _shard_again(self) -> None:
+    def reshard(self) -> None:
+        """Free the gathered copies of sharded parameters; see `base.Engine`."""
         for module in self._sharded:
             module.reshard()
 
@@ -100,7 +101,7 @@ class FSDPEngine(RanksEngine):
         return part.to(like.device)
 
     def _tensors(self, caller: str) -> dict[str, torch.Tensor]:
-        self._shard_again()
+        self.reshard()
         return super()._tensors(caller)
 
 

@@ -139,7 +139,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision's URL leads nowhere and no program is on the PATH, unless a test says otherwise."""
+    """torchvision's URL is unreachable, and the PATH is empty, unless a test changes that."""
     monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{closed_port()}/cifar-10-python.tar.gz")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("PATH", "")

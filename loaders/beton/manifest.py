@@ -64,12 +64,12 @@ def read_manifest(
     Raises:
         BetonError: if it is not a manifest, or does not belong to this file in its current state.
     """
-    beside = manifest_path(path)
-    if not beside.exists():
+    file = manifest_path(path)
+    if not file.exists():
         return {}, None
     kinds = {field.name: field.kind for field in fields}
     try:
-        manifest = dict(json.loads(beside.read_text()))
+        manifest = dict(json.loads(file.read_text()))
         own = manifest["samples"] == header["num_samples"] and dict(manifest["fields"]) == kinds
         classes, tables = list(manifest["classes"]), int(manifest["tables_crc32"])
         checksums = np.array(manifest["crc32"], dtype=np.uint32)
@@ -77,10 +77,10 @@ def read_manifest(
         sealed = bytes.fromhex(manifest.get("seal", ""))
         expected = seal(tables, checksums)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise BetonError(f"{beside} is not a manifest ({error!r}). Delete it, or convert again.") from None
+        raise BetonError(f"{file} is not a manifest ({error!r}). Delete it, or convert again.") from None
     if not sealed:
         raise BetonError(
-            f"{beside} was written by an earlier version of Drivetrain and has no seal that ties it to {path.name}. "
+            f"{file} was written by an earlier version of Drivetrain and has no seal that ties it to {path.name}. "
             "Convert the data again; or delete it to read the file without class names and checksums."
         )
     count = int(header["num_samples"])
@@ -95,7 +95,7 @@ def read_manifest(
     for reason, right in reasons.items():
         if not right:
             raise BetonError(
-                f"{beside} does not belong to {path.name}, or one of them is damaged: {reason}. Convert the data "
+                f"{file} does not belong to {path.name}, or one of them is damaged: {reason}. Convert the data "
                 "again; or, if the .beton is known to be good, delete the manifest to read it without class names "
                 "and checksums."
             )

@@ -214,12 +214,14 @@ def _check_sizes(path: Path, field: Field, values: Any, sizes: NDArray[np.uint64
         wrong = sizes != (np.uint64(field.nbytes) if field.kind == "ndarray" else values["size"])
     if wrong.any():
         sample = int(np.argmax(wrong))
-        says = (
+        content = (
             f"mode {values['mode'][sample]}, {values['width'][sample]} × {values['height'][sample]} pixels"
             if field.type_id == IMAGE_FIELD
             else f"{field.name!r} is {field} of {field.nbytes if field.kind == 'ndarray' else values['size'][sample]}"
         )
-        raise BetonError(f"{path}: sample {sample} has {says} in {sizes[sample]} bytes, which is impossible.")
+        raise BetonError(
+            f"{path}: sample {sample} has {content} in {sizes[sample]} bytes, which is impossible."
+        )
 
 
 def check_numbers(path: Path, column: Column, classes: int) -> None:

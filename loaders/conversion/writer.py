@@ -84,7 +84,7 @@ def write_beton(
     """
     written, columns = Written(), Columns(fields)
     pages = Pages(tables_start(len(fields)) + most * metadata_dtype(fields).itemsize + SEAL_BYTES)
-    with atomic_files(manifest_path(out), out) as (beside, file):
+    with atomic_files(manifest_path(out), out) as (manifest_file, file):
         _write_samples(file, samples, most, pages, columns, written)
         _check_classes(columns, len(about["classes"]))
         tables, digest = _write_tables(file, columns, pages)
@@ -98,7 +98,7 @@ def write_beton(
             "tables_crc32": tables,
             "seal": digest.hex(),
         }
-        write_manifest(beside, written.manifest, columns.checksums)
+        write_manifest(manifest_file, written.manifest, columns.checksums)
         written.size = file.seek(0, os.SEEK_END)
     return written
 

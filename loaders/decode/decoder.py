@@ -171,8 +171,10 @@ class Decoder:
         if status == kernels.WRONG_SIZE:
             return "its JPEG header and the file's metadata disagree on the size"
         width, height = int(self._widths[index]), int(self._heights[index])
-        said = turbojpeg.complaint(self._beton.stored(index), width, height)
-        return f"its JPEG data cannot be decoded ({said})" if said else "its JPEG data cannot be decoded"
+        message = turbojpeg.complaint(self._beton.stored(index), width, height)
+        return (
+            f"its JPEG data cannot be decoded ({message})" if message else "its JPEG data cannot be decoded"
+        )
 
     def _make_workspace(self) -> _Workspace:
         side, widest = self._settings.image_size, self._widest

@@ -152,6 +152,10 @@ _EPOCH = _record(
         "lr": _SPAN, "skipped": _COUNT,
     }
 )  # fmt: skip
+_EVALUATION = _record(
+    {"epoch": _integer(1), "step": _COUNT, "val_loss": _number(), "metrics": _dict_of(_number_or_nan)}
+)
+_STOPPED = _record({"reason": _text, "epoch": _COUNT, "step": _COUNT})
 
 
 _MONITOR = _record(
@@ -161,6 +165,9 @@ _MONITOR = _record(
 
 def _history(place: str, value: Any) -> None:
     _record({"epochs": _list_of(_EPOCH)}, more=True)(place, value)
+    _list_of(_EVALUATION)(f"{place}.evaluations", value.get("evaluations", []))
+    if "stopped" in value:
+        _STOPPED(f"{place}.stopped", value["stopped"])
     _list_of(_dict_of(_anything))(f"{place}.resumed", value.get("resumed", []))
     _dict_of(_anything)(f"{place}.provenance", value.get("provenance", {}))
     if "monitor" in value:
@@ -184,7 +191,7 @@ _LOADER = _record(
 _METER = _record(
     {
         "total": _number("(-3e38, 3e38)"), "counted": _COUNT, "skipped": _COUNT, "overflowed": _COUNT,
-        "images": _COUNT, "seconds": _SPAN, "data_wait_s": _SPAN,
+        "images": _COUNT, "seconds": _SPAN, "data_wait_s": _SPAN, "evaluation_s": _SPAN,
     }
 )  # fmt: skip
 _FILE = _record({"bytes": _COUNT, "sha256": _anything})  # `verify` compares the digest, whatever its type
@@ -203,10 +210,12 @@ class OptimizerContent:
 
 @dataclass(frozen=True)
 class RankContent:
-    """One rank's random states of Python and NumPy, and the non-tensor optimizer state that it saves."""
+    """One rank's random states of Python and NumPy, the non-tensor optimizer state that it saves, and the states of its
+    callbacks by class name."""
 
     random: Annotated[_Values, _RANDOM]
     numbers: Annotated[dict[str, dict[str, float]], _dict_of(_dict_of(_state_number))]
+    callbacks: Annotated[dict[str, _Values], _dict_of(_dict_of(_anything))] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +297,8 @@ def _check_position(content: CheckpointContent) -> None:
         ("number of history.epochs", len(history), epoch),
         ("meter.counted and skipped", meter["counted"] + meter["skipped"], within),
         *((f"history.epochs[{n}].epoch", each.epoch, n + 1) for n, each in enumerate(history)),
+        *((f"history.evaluations[{n}].step", each.step, min(each.step, step))
+          for n, each in enumerate(content.history.evaluations)),
     ):  # fmt: skip
         if value != expected:
             raise _fault(name, value, f"{expected}, as after {epoch} epochs and {within} steps")

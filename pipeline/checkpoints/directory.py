@@ -26,10 +26,11 @@ class Checkpoints:
     """When to save checkpoints, and which to keep.
 
     Attributes:
-        every_steps: save after every this many optimizer steps, in addition to the end of each epoch, which always
-            saves because only there are metrics known. None, the default: only at the end of each epoch.
+        every_steps: save after every this many optimizer steps, in addition to the end of each epoch. None, the
+            default: only at the end of each epoch.
         keep: number of newest checkpoints to keep. Integer ≥ 1. Default 2: if one is damaged, the other remains.
-        keep_best: also keep the checkpoint with the best monitored metric; of equal ones the first. Default True.
+        keep_best: also keep the checkpoint with the best monitored metric, of those whose weights were evaluated;
+            of equal ones the first. Default True.
         background: write the files in a thread while training continues. The values are copied to the CPU first,
             which takes the memory of one checkpoint there. Default True.
 

@@ -33,7 +33,6 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
     """
     data, train, distribution = plan.data, built.train, plan.distribution
     optimization = plan.optimization
-    by_name = isinstance(optimization.optimizer, str)
     facts = {
         "seed": plan.seed,
         "training samples": len(train.indices),
@@ -44,7 +43,9 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "load settings": dict(data.settings),
         "transforms": [identity(transform) for transform in plan.transforms],
         "task": identity(plan.spec.goal) if plan.spec.goal is not None else "Classification()",
-        "optimizer": optimization.optimizer if by_name else "a factory",
+        "optimizer": "a factory"
+        if optimization.is_factory
+        else optimization.optimizer,  # a class by its identity
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
         "schedule": optimization.schedule,  # a function by its identity
         "schedule_options": dict(optimization.schedule_options),

@@ -189,19 +189,17 @@ class Checkpoint:
         readers: dict[str, Callable[[], torch.Tensor]] = {}
         names = self._names(kind)
         for name in names if rank is None else [names[rank]]:
-            with _safetensors_errors(path := self.path / name):
-                file: Any = safe_open(path, framework="pt")
-                readers |= {key: partial(_tensor, path, file, key) for key in file.keys()}  # noqa: SIM118 — no dict
+            readers |= open_tensors(self.path / name).readers
         return Tensors(readers)
 
     @property
     def score(self) -> float | None:
-        """The monitored metric after the epoch at whose end it was saved, negated if lower is better; None within an
-        epoch, or without validation."""
-        content = self.content
-        if content.step_in_epoch or not content.history.epochs:
-            return None
-        return content.history.monitor.score(content.history.epochs[-1])
+        """The monitored metric of its weights, negated if lower is better; None if they were not evaluated."""
+        content, history = self.content, self.content.history
+        if not content.step_in_epoch and history.epochs and history.epochs[-1].val_loss is not None:
+            return history.monitor.score(history.epochs[-1])
+        here = [each for each in history.evaluations if each.step == content.step]
+        return history.monitor.score(here[-1]) if here else None
 
     def _names(self, kind: str) -> list[str]:
         """Return the names of a kind's files: one, or one for each rank."""
@@ -246,6 +244,17 @@ def grouped(*several: Tensors) -> dict[str, Tensors]:
             owner, name = split_key(key)
             groups.setdefault(owner, {})[name] = reader
     return {owner: Tensors(readers) for owner, readers in groups.items()}
+
+
+def open_tensors(path: Path) -> Tensors:
+    """Return the tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: if it is not a valid safetensors file.
+    """
+    with _safetensors_errors(path):
+        file: Any = safe_open(path, framework="pt")
+        return Tensors({key: partial(_tensor, path, file, key) for key in file.keys()})  # noqa: SIM118 — no dict
 
 
 def _tensor(path: Path, file: Any, key: str) -> torch.Tensor:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...errors import CheckpointError, DrivetrainError
 from ...strategies import Engine
+from ..training.agreement import broadcast_text
 from .directory import CheckpointDir, find
 from .format import Checkpoint
 
@@ -84,7 +83,7 @@ def _on_rank_0(engine: Engine, work: Callable[[], dict[str, Any]]) -> dict[str, 
             answer = work()
         except DrivetrainError as error:
             answer = {"error": str(error)}
-    answer = json.loads(_broadcast_text(engine, json.dumps(answer)))
+    answer = json.loads(broadcast_text(engine, json.dumps(answer)))
     if "error" in answer:
         raise CheckpointError(answer["error"])
     return answer
@@ -119,11 +118,3 @@ def _check_newest(store: CheckpointDir, checkpoint: Checkpoint) -> None:
         f"after {newest.epoch} epochs and {newest.step_in_epoch} steps{other}). Resume from the newest with "
         f"resume='auto' (--resume), pass another folder for this run (out=…, --out), or move {names} away first."
     )
-
-
-def _broadcast_text(engine: Engine, text: str) -> str:
-    """Return rank 0's text on every rank."""
-    data = list(text.encode()) if engine.rank == 0 else []
-    length = int(engine.reduce(torch.tensor(len(data)), "sum").item())
-    values = torch.tensor(data or [0] * length)
-    return bytes(engine.reduce(values, "sum").tolist()).decode()

@@ -24,7 +24,9 @@ from .content import REMEDY, TENSORS, CheckpointContent, OptimizerContent, RankC
 from .format import OWN, Checkpoint, Part, Tensors, grouped, key_of
 
 
-def capture_state(built: Built, **about: Any) -> tuple[Part, CheckpointContent]:
+def capture_state(
+    built: Built, callbacks: dict[str, dict[str, Any]] | None = None, **about: Any
+) -> tuple[Part, CheckpointContent]:
     """Return this rank's part of a checkpoint, and the content that all ranks share. Every rank must call it.
 
     Buffers that differ between ranks (BatchNorm's running statistics, and averages of them) are saved twice: pooled
@@ -33,6 +35,7 @@ def capture_state(built: Built, **about: Any) -> tuple[Part, CheckpointContent]:
 
     Args:
         built: the model, its engine, loaders and hooks.
+        callbacks: the states of this rank's callbacks, by class name.
         about: the remaining fields of the content.
     """
     engine, hooks, position = built.engine, built.hooks, built.hooks.state
@@ -54,7 +57,7 @@ def capture_state(built: Built, **about: Any) -> tuple[Part, CheckpointContent]:
     shared = {"model": model, "optimizer": moments, "methods": averages}
     part = Part(
         {**(shared if engine.rank < writers else {}), OWN: own | own_averages},
-        RankContent(_python_randomness(), numbers),
+        RankContent(_python_randomness(), numbers, callbacks or {}),
         writers,
     )
     return part, CheckpointContent(

@@ -50,15 +50,16 @@ def save_weights(
     state: Mapping[str, torch.Tensor],
     path: str | Path,
     *,
-    epochs: int | None = None,
+    epochs: int | str | None = None,
     about: Mapping[str, str] | None = None,
 ) -> None:
     """Write a state dict of CPU tensors as safetensors, atomically.
 
-    `about` are further metadata, such as the preprocessing.
+    `about` is additional metadata, such as the preprocessing.
 
     `epochs`, stored in the file's metadata, is the epoch in the history that the weights belong to: a process that
-    is killed between writing the two files leaves weights that are one epoch ahead.
+    is killed between writing the two files leaves weights that are one epoch ahead. Weights from within an
+    epoch, where a callback stopped the run, have a text that is not a number.
 
     Tensors are written one by one: safetensors' own `save` needs memory for a copy of all of them, and its
     `save_file` replaces the temporary file that `atomic_file` has open.

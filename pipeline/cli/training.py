@@ -35,6 +35,11 @@ def train(
     train: Train = None,
     val: Val = None,
     out: Out = None,
+    init_from: Annotated[
+        Path | None,
+        "Begin with these weights: the folder of a run or of a checkpoint, or a .safetensors file.",
+        "RUN_OR_FILE",
+    ] = None,
     resume: Annotated[bool, "Resume from the newest checkpoint in --out, if there is one."] = False,
     logger: Annotated[
         Sequence[str], "Log the metrics of steps and epochs to --out: csv or tensorboard. May be repeated."
@@ -69,7 +74,7 @@ def train(
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
         try:
-            config = FitConfig(out=out, resume=resume, logger=list(logger) or None)
+            config = FitConfig(out=out, init_from=init_from, resume=resume, logger=list(logger) or None)
             result = fit(pipeline, config, show_plan=True)
         except TrainingInterrupted as interrupt:
             interrupt.add_note(what_is_left(interrupt, out))

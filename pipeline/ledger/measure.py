@@ -27,13 +27,12 @@ import torch
 from ...checks import is_number
 from ...errors import DrivetrainError, LedgerError, PlanError
 from ...strategies.launching.group import is_rank
-from ..runs.fit import resolve_data
 from ..spec.cuda_settings import uses_gpu
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
 from ..telemetry.provenance import provenance
-from ..training.build import fork_rng
+from ..training.build import fork_rng, resolve_data
 from .accuracy import check_accuracy, train_each
 from .budget import Budget, OutOfTime, alarm, rounded_up
 from .data import PLAIN, Accuracies, LedgerData, Trained, Trial, VariantId

@@ -22,7 +22,6 @@ from ...loaders.epochs import EpochLoader
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
 from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
 from ...transforms.no_weight_decay import note_shape
-from ..runs.fit import resolve_data
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
 from ..tasks.metrics import compute
@@ -34,6 +33,7 @@ from ..training.build import (
     make_loaders,
     make_parts,
     optimizer_factory,
+    resolve_data,
     training_loss,
 )
 from ..training.hooks import TrainingHooks, split_microbatches
@@ -241,7 +241,7 @@ class LitModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer of the wrapped parameters, and the learning rate schedule, per step."""
-        optimizer = optimizer_factory(self._plan)(self.parameters())
+        optimizer = optimizer_factory(self._plan, self.model)(self.parameters())
         schedule = torch_scheduler(self._plan.optimization, optimizer, self._steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

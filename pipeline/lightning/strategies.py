@@ -17,7 +17,9 @@ from lightning.pytorch.strategies import (
 
 from ... import strategies
 from ...errors import PlanError, suggest
+from ..callbacks.callback import Callback
 from ..spec.config import DistributedConfig
+from ..spec.optimizers import label, needs_whole_matrices
 from ..spec.resolve import ResolvedPlan
 from ..spec.rules import check_rules
 
@@ -40,6 +42,7 @@ def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict
     for name, place in OWN.items():
         if name in given:
             raise PlanError(f"to_lightning({name}={given[name]!r}): set it in {place}.")
+    _check_callbacks(given.get("callbacks"))
     arguments: dict[str, Any] = {"devices": options.devices}
     if "strategy" in given:
         _check_name(given["strategy"])
@@ -51,6 +54,19 @@ def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict
         if index:
             arguments["devices"] = [int(index)]
     return {**arguments, **given}
+
+
+def _check_callbacks(callbacks: object) -> None:
+    """Raise PlanError for a callback of Drivetrain, which needs Drivetrain's loop."""
+    for one in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
+        if isinstance(one, Callback):
+            name = type(one).__name__
+            same = {"EarlyStopping": "EarlyStopping(monitor='val_loss', patience=3)"}.get(name)
+            remedy = f"lightning.pytorch.callbacks.{same}" if same else "a callback of Lightning's"
+            raise PlanError(
+                f"to_lightning(callbacks=…): {name} is a callback of Drivetrain, which only runs in fit(). Pass "
+                f"{remedy}; the module logs 'loss', 'val_loss' and 'accuracy'."
+            )
 
 
 def _check_name(strategy: object) -> None:
@@ -141,6 +157,12 @@ def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
                 f"Trainer({name}={actual[name]}), but the pipeline was handed over with {expected[name]}. Set it in "
                 f"{place}."
             )
+    optimizer = plan.optimization.optimizer
+    if isinstance(trainer.strategy, FSDPStrategy) and needs_whole_matrices(optimizer):
+        raise PlanError(
+            f"The optimizer {label(optimizer)!r} needs whole matrices, but Lightning's FSDPStrategy flattens "
+            "parameters. Use Lightning's DDP, or fit() with 'fsdp'."
+        )
     check_rules(
         plan.spec.replace(distribution=DistributedConfig(_kind(trainer.strategy), devices=trainer.world_size))
     )

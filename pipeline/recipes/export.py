@@ -89,12 +89,14 @@ def _transforms(pipeline: PipelineSpec) -> list[dict[str, Any]]:
 
 
 def _optimizer(optimization: OptimizerConfig) -> str:
-    if not isinstance(optimization.optimizer, str):
+    optimizer = optimization.optimizer
+    name = optimizer if isinstance(optimizer, str) else name_of("optimizer", optimizer)
+    if name is None:
         raise RecipeError(
-            f"The optimizer is built by {optimization.optimizer!r:.80}, which a recipe cannot name. Pass "
-            ".optimize() the name of an optimizer, such as 'sgd', and its options."
+            f"The optimizer is built by {optimizer!r:.80}, which a recipe cannot name. Pass .optimize() the name of an "
+            "optimizer, such as 'sgd', and its options; or define a function or class at the top level of a module."
         )
-    return optimization.optimizer
+    return name
 
 
 def _schedule(optimization: OptimizerConfig) -> str:

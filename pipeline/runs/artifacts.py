@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.weights import load_weights, save_weights
-from ..telemetry.history import Epoch, History
+from ..telemetry.history import Epoch, Evaluation, History
 from ..telemetry.observer import Observer
 from ..telemetry.progress import echo
 from ..telemetry.state import TrainState
@@ -49,10 +49,11 @@ class FitJob(FitConfig):
 class RankResult:
     """The result of a rank: the history of the finished epochs, and the weights after the last of them, on the CPU, by
     plain names. Only ranks that return weights to a caller have them: rank 0; with `FitJob.each_rank`, all ranks at the
-    end of training."""
+    end of training. `callbacks` has the states of this rank's callbacks at the end, by class name."""
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     history: History = field(default_factory=History)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class RunArtifacts(Observer):
@@ -86,25 +87,40 @@ class RunArtifacts(Observer):
         if self._folder is not None:
             write(self._folder, self._job.texts)
 
-    def keep(self, history: History, weights: Weights) -> None:
-        """Store weights and history of the same epoch, in memory and on disk. Every rank must call it."""
+    def keep(self, history: History, weights: Weights, within: int = 0) -> None:
+        """Store weights and history of the same moment, in memory and on disk. Every rank must call it.
+
+        Args:
+            history: of the finished epochs.
+            weights: gathers the weights.
+            within: steps since the last finished epoch, if the run was stopped there.
+        """
+        epochs = len(history.epochs)
         with interrupts_held():
             self._outcome.state = {}  # release the old weights before gathering: one copy at a time
             state = weights()
-            if self._folder is not None and history.epochs:
+            if self._folder is not None and (epochs or within):
+                moment = f"{epochs} and {within} steps" if within else epochs
                 about: dict[str, str] = {
                     name: json.dumps(history.facts[name])
                     for name in ("inputs", "task")
                     if name in history.facts
                 }
-                save_weights(state, self._folder / MODEL, epochs=len(history.epochs), about=about)
+                save_weights(state, self._folder / MODEL, epochs=moment, about=about)
                 history.save(self._folder / HISTORY)
             self.history = self._outcome.history = history
             self._outcome.state = state
 
     def add(self, epoch: Epoch, weights: Weights) -> None:
         """Add an epoch and its weights."""
-        self.keep(History([*self.history.epochs, epoch], self.history.facts), weights)
+        self.keep(replace(self.history, epochs=[*self.history.epochs, epoch]), weights)
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Add an evaluation within an epoch."""
+        evaluations = [*self.history.evaluations, evaluation]
+        self.history = self._outcome.history = replace(self.history, evaluations=evaluations)
+        if self._folder is not None:
+            self.history.save(self._folder / HISTORY)
 
     def resume(self, history: History) -> None:
         """Restore the finished epochs when resuming in the middle of the next one.

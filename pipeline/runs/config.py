@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...checks import check_flag
 from ...errors import PlanError
+from ..callbacks.callback import Callback
 from ..checkpoints.directory import Checkpoints
-from ..spec.options import Config, option
+from ..spec.options import Config, option, whole
 from ..telemetry.loggers import LOG_EVERY, LoggerArg
 from ..training.guard import OnNonFinite, check_choice
 
@@ -22,6 +24,27 @@ def _kind(kinds: Any, allowed: str) -> Callable[[str, Any], None]:
             raise PlanError(f"{name}={value!r:.80} must {allowed}.")
 
     return check
+
+
+def check_callbacks(name: str, value: Any) -> None:
+    """Raise PlanError unless the value is a list of callbacks of different classes."""
+    if not isinstance(value, list | tuple):
+        raise PlanError(
+            f"{name}={value!r:.80} must be a list of callbacks, such as [EarlyStopping('val_loss')]."
+        )
+    classes: set[str] = set()
+    for one in value:
+        if not isinstance(one, Callback):
+            hint = f" Did you mean {one.__name__}()?" if isinstance(one, type) else ""
+            raise PlanError(
+                f"{name}: {one!r:.80} is not a callback, an object of a subclass of drivetrain.Callback.{hint}"
+            )
+        if type(one).__name__ in classes:
+            raise PlanError(
+                f"{name} has two callbacks of the class {type(one).__name__}, by whose name checkpoints keep their "
+                f"states. Leave one out, or give the second a class of its own: class Second({type(one).__name__}): …"
+            )
+        classes.add(type(one).__name__)
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,20 @@ class FitConfig(Config):
             "Without `resume`, a new run in `out` starts from scratch and prints that it overwrites the old results: "
             "they are removed when it begins, their checkpoints once its first one is complete.",
             check=_kind(str | Path | bool | None, "be 'auto', the path of a checkpoint or of a run, or None"),
+        ),
+    )
+    init_from: str | Path | None = field(
+        default=None,
+        metadata=option(
+            "weights to begin with: the folder of a run or of a checkpoint, or a `.safetensors` file; None: the "
+            "model's own",
+            more="Of a run or a checkpoint, they are the evaluated ones: averages with EMA or SWA. Names may be those "
+            "before or after the transforms. What does not match, such as a last layer for other classes, keeps the "
+            "model's own values and is reported (`History.facts['init_from']`). Optimizer, schedule and position begin "
+            "from scratch, unlike with `resume`.",
+            check=_kind(
+                str | Path | None, "be the path of a run, a checkpoint or a .safetensors file, or None"
+            ),
         ),
     )
     checkpoints: Checkpoints | None = field(
@@ -97,13 +134,58 @@ class FitConfig(Config):
         ),
     )
 
+    callbacks: Sequence[Callback] = field(
+        default=(),
+        metadata=option(
+            "what to run at steps, evaluations and epochs: objects of subclasses of `drivetrain.Callback`, such as "
+            '`EarlyStopping("val_loss")`, each class at most once',
+            more="They see a read-only view of the run and can stop it. Checkpoints contain their state.",
+            check=check_callbacks,
+        ),
+    )
+    eval_every: int = field(
+        default=1,
+        metadata=option(
+            "epochs between two evaluations on the validation data",
+            more="The last epoch is always evaluated. In the history, epochs without an evaluation have None.",
+            check=whole(1),
+        ),
+    )
+    eval_every_steps: int | None = field(
+        default=None,
+        metadata=option(
+            "also evaluate after every so many optimizer steps of the run; None: only at the end of epochs",
+            more="Such evaluations are logged, are in `History.evaluations`, and do not change the training.",
+            check=whole(1, none="only at the end of epochs"),
+        ),
+    )
+    continue_stopped: bool = field(
+        default=False,
+        metadata=option(
+            "whether resuming a run that a callback stopped continues it; False: it returns the run's result, like "
+            "resuming a finished run",
+            check=lambda name, value: check_flag(name, value, PlanError),
+        ),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "callbacks", tuple(self.callbacks))
         if isinstance(self.resume, bool):
             object.__setattr__(self, "resume", "auto" if self.resume else None)
         if self.resume == "auto" and self.out is None:
             raise PlanError(
                 "resume='auto' searches out for checkpoints. Pass fit(out=…) (--out), or the checkpoint's path."
+            )
+        if self.init_from is not None and self.resume is not None:
+            raise PlanError(
+                f"init_from={str(self.init_from)!r} begins a new run, and resume={str(self.resume)!r} continues one. "
+                "Pass only one of them."
+            )
+        if self.init_from is not None and self.folder is not None and _is_inside(self.init_from, self.folder):
+            raise PlanError(
+                f"init_from={str(self.init_from)!r} is in out={str(self.out)!r}, which the new run would overwrite. "
+                "Pass another out, or resume='auto' to continue the run."
             )
         if self.out == "":
             raise PlanError(
@@ -114,3 +196,7 @@ class FitConfig(Config):
     def folder(self) -> Path | None:
         """`out` as a path."""
         return None if self.out is None else Path(self.out)
+
+
+def _is_inside(path: str | Path, folder: Path) -> bool:
+    return Path(path).resolve().is_relative_to(folder.resolve())

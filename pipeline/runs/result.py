@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ...errors import DataError
+from ...errors import DataError, PlanError
 from ...transforms import Report, Transform
 from ..checkpoints.weights import plain_state
+from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..tasks.classification import Classification
 from ..tasks.task import Task
 from ..telemetry.history import History
+from .evaluation import evaluate_weights
 from .prediction import BATCH, Inputs, predict
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ class FitResult:
         reports: what each transform changed.
         plan: the steps of the run.
         transforms: the pipeline's transforms, in the plan's order.
-        task: what it was trained for.
+        spec: the pipeline's description.
     """
 
     model: nn.Module
@@ -39,7 +42,27 @@ class FitResult:
     reports: tuple[Report, ...]
     plan: Plan
     transforms: tuple[Transform, ...] = ()
-    task: Task = field(default_factory=Classification)
+    spec: PipelineSpec | None = None
+
+    def evaluate(self, data: str | Path | None = None) -> dict[str, float]:
+        """Return the metrics of the model on data that `Pipeline.load` takes as `val`, by name; see
+        `Pipeline.evaluate`.
+
+        Args:
+            data: a `.beton` file or a data set by name, with the classes of the training data. Default None: the
+                pipeline's validation data.
+
+        Raises:
+            PlanError, DataError: without data, or if it does not match the model.
+        """
+        if self.spec is None:
+            raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
+        return evaluate_weights(self.spec, self.model.state_dict(), data)
+
+    @property
+    def task(self) -> Task:
+        """What the model was trained for."""
+        return Classification() if self.spec is None else self.spec.target
 
     @property
     def inputs(self) -> Inputs:
@@ -86,16 +109,19 @@ class FitResult:
 
     @property
     def accuracy(self) -> float | None:
-        """Top-1 accuracy (0 to 1) on the validation data after the last epoch; None without."""
+        """Top-1 accuracy (0 to 1) of the last evaluation; None without validation data."""
         return self.history.accuracy
 
     @property
+    def stopped(self) -> str | None:
+        """Why a callback stopped the run before its last epoch ended; None if none did."""
+        return self.history.stopped
+
+    @property
     def metrics(self) -> dict[str, float]:
-        """`val_loss` and the task's metrics on the validation data after the last epoch; empty without."""
-        if not self.history.epochs or self.history.epochs[-1].val_loss is None:
-            return {}
-        last = self.history.epochs[-1]
-        return {"val_loss": last.val_loss, **last.metrics}  # type: ignore[dict-item]
+        """`val_loss` and the task's metrics of the last evaluation; empty without validation data."""
+        last = self.history.last
+        return {} if last is None or last.val_loss is None else {"val_loss": last.val_loss, **last.metrics}
 
     def __repr__(self) -> str:
         monitor, value = self.history.monitor, self.history.monitored

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any
 
 from ...errors import CheckpointError, NonFiniteError
+from ...transforms.common.tensors import buffers_kept
+from ..callbacks.view import RunView
 from ..checkpoints import resume as resuming
 from ..checkpoints import state as states
 from ..checkpoints.content import CheckpointContent
@@ -25,7 +27,7 @@ from ..checkpoints.fingerprint import (
 from ..checkpoints.format import Checkpoint, Part
 from ..checkpoints.writer import CheckpointWriter
 from ..spec.resolve import ResolvedPlan
-from ..telemetry.history import Epoch, History, format_metric
+from ..telemetry.history import Epoch, Evaluation, History, format_metric
 from ..telemetry.metrics import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress, progress_file
@@ -36,6 +38,8 @@ from ..training.guard import NonFiniteGuard
 from ..training.loop import EpochStats, evaluate, train_epoch
 from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
+from .callbacks import RunCallbacks
+from .initial import Matched
 from .prediction import Inputs
 from .saving import SaveCheckpoints
 
@@ -48,10 +52,19 @@ class Run:
         built: what `build` built from it.
         job: the options of the run.
         outcome: the rank's result, updated after each epoch.
+        initial: the weights that were loaded into the model, if any.
     """
 
-    def __init__(self, plan: ResolvedPlan, built: Built, job: FitJob, outcome: RankResult) -> None:
-        self._plan, self._built, self._job = plan, built, job
+    def __init__(
+        self,
+        plan: ResolvedPlan,
+        built: Built,
+        job: FitJob,
+        outcome: RankResult,
+        initial: Matched | None = None,
+    ) -> None:
+        self._plan, self._built, self._job, self._outcome = plan, built, job, outcome
+        self._initial = initial
         self._engine, self._hooks = built.engine, built.hooks
         self._lead = built.engine.rank == 0
         self._image_size = built.train.settings.image_size
@@ -66,10 +79,23 @@ class Run:
         }  # fmt: skip
         if built.engine.note:
             facts["strategy"] = built.engine.note
+        if built.note:
+            facts["parameter groups"] = built.note
+        if initial is not None:
+            facts["init_from"] = initial.to_dict()
         self._artifacts = RunArtifacts(job, outcome, self._lead, facts)
+        self._metrics = Metrics(job.logger if self._lead else (), job.folder, job.log_every)
+        view = RunView(
+            self._engine, lambda: self.state, job.epochs, job.folder, self._metrics.log, self._artifacts.echo
+        )
+        every = None if built.val is None else job.eval_every_steps
+        self._callbacks = RunCallbacks(
+            job.callbacks, self._engine, view, self._length, every, self._evaluate_within, self._stop
+        )
         self._name = ""
         self._writer: CheckpointWriter | None = None
         self._observer: Observer = self._guard
+        self._bar: Observer = Observer()
 
     @property
     def state(self) -> TrainState:
@@ -78,27 +104,27 @@ class Run:
 
     def train(self) -> None:
         """Train the remaining epochs of the run."""
-        if self._engine.note:
-            self._artifacts.echo(self._engine.note)
+        notes = [self._engine.note, self._built.note, "" if self._initial is None else str(self._initial)]
+        for note in filter(None, notes):
+            self._artifacts.echo(note)
         options = self._job.checkpoints
         choice = resuming.choose(self._engine, self._job.resume, self._store)
         self._name = choice.run
-        loggers = self._job.logger if self._lead else ()
-        metrics = Metrics(loggers, self._job.folder, self._job.log_every)
         saving = Observer()
         if self._store is not None and options is not None:
             self._writer = CheckpointWriter(self._engine, self._store, options, choice.run)
             saving = SaveCheckpoints(
                 self._built, self._writer, options.every_steps, self._capture, self._guard, self._advice
             )
-        self._observer = Observers(self._guard, metrics, self._artifacts, saving)
+        self._observer = Observers(self._guard, self._metrics, self._artifacts, self._callbacks, saving)
         failed = True
         try:
             self._begin(choice)
             self._observer.on_start(self.state)
-            while self.state.epoch < self._job.epochs:
+            while self.state.epoch < self._job.epochs and self.state.stop is None:
                 self._epoch()
             self._hooks.finish()
+            self._outcome.callbacks = self._callbacks.finish()
             failed = False
         finally:
             self._observer.on_end(failed=failed)
@@ -133,6 +159,7 @@ class Run:
         history = self._history(checkpoint)
         self._take_folder(choice)
         self._restore_results(checkpoint, history)
+        self._restore_callbacks(checkpoint)
         states.load_randomness(checkpoint, self._engine, self._plan.seed)
 
     def _take_folder(self, choice: resuming.ResumePoint) -> None:
@@ -141,17 +168,28 @@ class Run:
         if not choice.goes_on:
             self._artifacts.clear()
 
-    @staticmethod
-    def _history(checkpoint: Checkpoint) -> History:
+    def _history(self, checkpoint: Checkpoint) -> History:
         """Return the checkpoint's history, with a note on where the run resumed."""
-        content, before = checkpoint.content, checkpoint.content.history
+        content, facts = checkpoint.content, dict(checkpoint.content.history.facts)
         here = {"step": content.step, "strategy": content.strategy, "ranks": len(content.ranks)}
-        since = [*before.facts.get("resumed", []), {**here, "provenance": provenance()}]
-        return History(before.epochs, {**before.facts, "resumed": since})
+        if self._job.continue_stopped and "stopped" in facts:
+            here["stopped"] = facts.pop("stopped")
+        since = [*facts.get("resumed", []), {**here, "provenance": provenance()}]
+        return replace(content.history, facts={**facts, "resumed": since})
 
     def _restore_results(self, checkpoint: Checkpoint, history: History) -> None:
         """Restore the history and the weights of the finished epochs."""
         content = checkpoint.content
+        self.state.stop = history.stopped
+        if history.stopped is not None:
+            self._artifacts.echo(
+                f"{checkpoint.path} is of a run that was stopped: {history.stopped}. This is its result; "
+                "fit(continue_stopped=True) would continue it."
+            )
+            keeps = self._lead or self._job.each_rank
+            within = content.step_in_epoch
+            self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else {}, within)
+            return
         self._artifacts.echo(
             f"Resumed from {checkpoint.path}: step {content.step_in_epoch} of epoch {content.epoch + 1}."
             if content.epoch < self._job.epochs
@@ -163,26 +201,40 @@ class Run:
         else:
             self._artifacts.resume(history)
 
+    def _restore_callbacks(self, checkpoint: Checkpoint) -> None:
+        """Restore the states of this rank's callbacks; with another number of ranks, those of rank 0."""
+        ranks = checkpoint.content.ranks
+        own = self._engine.rank if len(ranks) == self._engine.world_size else 0
+        unknown = self._callbacks.restore(ranks[own].callbacks)
+        if unknown and self.state.stop is None:
+            self._artifacts.echo(
+                f"{checkpoint.path} has the state of {', '.join(unknown)}, which is not among callbacks=[…]; it is "
+                "ignored."
+            )
+        self._callbacks.history(self._artifacts.history.epochs)
+
     def _epoch(self) -> None:
         built, hooks, state, artifacts, job = self._built, self._hooks, self.state, self._artifacts, self._job
-        start, earlier, number = perf_counter(), state.meter.seconds, state.epoch + 1
+        start, number = perf_counter(), state.epoch + 1
+        earlier = state.meter.seconds + state.meter.evaluation_s
         if not state.meter.steps:
             hooks.begin_epoch(self._engine, built.train, self._image_size)
         total, show = self._length * built.train.settings.batch_size, job.progress and self._lead
         file = progress_file(job.in_cell)
         with Progress(number, job.epochs, total, _latest(artifacts.history), show=show, file=file) as bar:
             observer = Observers(bar, self._observer)
+            self._bar = bar
             stats = train_epoch(self._engine, built.train, built.loss, hooks, self._schedule, observer)
+            if state.epoch < number:  # stopped within the epoch
+                return
             with self._evaluating():
-                task = self._plan.task
-                metrics = evaluate(self._engine, built.val, hooks, task) if built.val else {}
-                val_loss = metrics.pop("val_loss", None)
-                self._check(number, stats, val_loss)
+                evaluation = self._evaluate(number) if self._evaluates(number) else None
+                self._check(number, stats, evaluation)
                 epoch = Epoch(
                     epoch=number,
                     loss=stats.loss,
-                    val_loss=val_loss,
-                    metrics=metrics,
+                    val_loss=None if evaluation is None else evaluation.val_loss,
+                    metrics={} if evaluation is None else evaluation.metrics,
                     images_per_s=stats.images / stats.seconds,
                     data_wait_fraction=stats.data_wait_s / stats.seconds,
                     seconds=earlier + perf_counter() - start,
@@ -190,8 +242,54 @@ class Run:
                     skipped=stats.skipped + stats.overflowed,
                 )
                 keeps = self._keeps(number)
+                if evaluation is not None:
+                    self._callbacks.on_evaluation_end(state, evaluation)
                 artifacts.add(epoch, lambda: self._engine.export_state(lambda _: keeps))
             observer.on_epoch_end(state, epoch)
+
+    def _evaluates(self, number: int) -> bool:
+        """Return whether the end of an epoch is evaluated."""
+        job = self._job
+        due = job.eval_every_steps is not None and self.state.step % job.eval_every_steps == 0
+        last = number == job.epochs
+        return self._built.val is not None and (last or due or number % job.eval_every == 0)
+
+    def _evaluate(self, number: int) -> Evaluation:
+        """Evaluate the current weights of the model, in epoch `number`."""
+        assert self._built.val is not None
+        metrics = evaluate(self._engine, self._built.val, self._hooks, self._plan.task)
+        return Evaluation(number, self.state.step, metrics.pop("val_loss"), metrics)
+
+    def _evaluate_within(self) -> None:
+        """Evaluate between two steps, without an influence on the following ones."""
+        start, state, engine = perf_counter(), self.state, self._engine
+        self._guard.flush()
+        with buffers_kept(engine.plain_model), self._evaluating():
+            evaluation = self._evaluate(state.epoch + (state.meter.steps > 0))
+            if not math.isfinite(evaluation.val_loss):
+                raise NonFiniteError(
+                    f"After step {state.step} the loss in validation is {evaluation.val_loss}. {self._advice()}"
+                )
+            self._artifacts.add_evaluation(evaluation)
+            Observers(self._bar, self._observer).on_evaluation_end(state, evaluation)
+        engine.reshard()
+        engine.model.train()
+        state.meter.evaluation_s += perf_counter() - start
+
+    def _stop(self, reason: str) -> None:
+        """Keep results, weights and the reason of a run that is stopped after this step or epoch."""
+        state, within, artifacts = self.state, self.state.meter.steps, self._artifacts
+        history = artifacts.history
+        rated = bool(history.epochs) and history.epochs[-1].val_loss is not None and not within
+        rated = rated or (bool(history.evaluations) and history.evaluations[-1].step == state.step)
+        if self._built.val is not None and not rated:
+            self._evaluate_within()
+        stopped = {"reason": reason, "epoch": state.epoch, "step": state.step}
+        history = replace(artifacts.history, facts={**artifacts.history.facts, "stopped": stopped})
+        keeps = self._lead or self._job.each_rank
+        with buffers_kept(self._engine.plain_model), self._evaluating():
+            artifacts.keep(history, lambda: self._engine.export_state(lambda _: keeps), within)
+        artifacts.echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -206,7 +304,8 @@ class Run:
         returns the result to its caller, all ranks after the last epoch."""
         return self._lead or (self._job.each_rank and epoch >= self._job.epochs)
 
-    def _check(self, number: int, stats: EpochStats, val_loss: float | None) -> None:
+    def _check(self, number: int, stats: EpochStats, evaluation: Evaluation | None) -> None:
+        val_loss = None if evaluation is None else evaluation.val_loss
         if stats.skipped >= self._length:
             raise NonFiniteError(f"In epoch {number} no step had a finite loss. {self._advice()}")
         if not math.isfinite(stats.loss) or not math.isfinite(val_loss or 0.0):
@@ -223,6 +322,7 @@ class Run:
             facts=self._facts,
             description=description(self._plan),
             history=self._artifacts.history,
+            callbacks=self._callbacks.states(),
         )
 
     def _advice(self) -> str:
@@ -238,6 +338,6 @@ class Run:
 
 
 def _latest(history: History) -> str:
-    """Return the monitored metric after the last epoch as text; "" if there is none."""
+    """Return the monitored metric of the last evaluation as text; "" if there is none."""
     value, monitor = history.monitored, history.monitor
     return "" if value is None else f"{monitor} {format_metric(monitor.name, value)}"

@@ -55,4 +55,4 @@ def load_run(folder: str | Path) -> FitResult:
         raise CheckpointError(
             f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}"
         ) from error
-    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec.target)
+    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec)

@@ -43,10 +43,10 @@ class SaveCheckpoints(Observer):
         self._capture, self._guard, self._advice = capture, guard, advice
 
     def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
-        """Save within the epoch when due; `on_epoch_end` saves at its end."""
-        if self._every is None or state.meter.steps >= len(self._built.train):
+        """Save within the epoch when due, or if the run is stopped there; `on_epoch_end` saves at its end."""
+        if state.meter.steps >= len(self._built.train):
             return
-        if state.step % self._every == 0:
+        if state.stop is not None or (self._every is not None and state.step % self._every == 0):
             self._guard.flush()
             self._save(state)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ... import strategies
-from ...checks import check_whole, is_number, plain
+from ...checks import check_whole, is_number
 from ...errors import PlanError, suggest
 from .frozen import FrozenDict
 from .options import (
@@ -28,7 +28,9 @@ from .options import (
     TEXT,
     TEXTS,
     Config,
+    Source,
     known,
+    named_options,
     option,
     whole,
 )
@@ -188,13 +190,13 @@ class OptimizerConfig(Config):
 
     EXTRA: ClassVar[str] = "options"
 
-    optimizer: str | OptimizerFactory = field(
+    optimizer: str | type[torch.optim.Optimizer] | OptimizerFactory = field(
         default="sgd",
         metadata=option(
-            "sgd, sgdw or adamw",
+            "sgd, sgdw, adam, adamw, muon, or package.module:Class, such as torch.optim:NAdam",
             key="",
-            more="Or a factory: a function `parameters -> Optimizer`, never an optimizer. It is called on the final "
-            "parameters, after surgery and wrapping.",
+            more="Or a class, with its options. Or a factory: a function `parameters -> Optimizer`, never an "
+            "optimizer. It is called on the final parameters, after surgery and wrapping.",
             in_plan=False,
         ),
     )
@@ -245,6 +247,18 @@ class OptimizerConfig(Config):
             in_plan=False,
         ),
     )
+    groups: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=FrozenDict,
+        metadata=option(
+            "options of the optimizer for some parameters, by patterns over their names: {'head.*': {'lr': 1.0}}",
+            MAPPING,
+            more="Names are those of `model.named_parameters()` after surgery, and patterns those of `fnmatch`, in "
+            "which `*` matches dots, too. A parameter takes the options of the first pattern that matches it, and "
+            "`optimize`'s for all others. A pattern that matches nothing is an error, raised before training. The "
+            "schedule scales every group by the same factor. `drivetrain.pipeline.layerwise_decay` returns groups.",
+            in_plan=False,
+        ),
+    )
     base_batch_size: int | None = field(
         default=None,
         metadata=option(
@@ -261,9 +275,10 @@ class OptimizerConfig(Config):
         default=False,
         metadata=option(
             "whether to scale the learning rate from base_batch_size to the batch size: linearly for sgd and sgdw, by "
-            "the square root for adamw",
+            "the square root for adam and adamw",
             FLAG,
-            more="See Goyal et al. 2017, arXiv:1706.02677, and Malladi et al. 2022, arXiv:2205.10287. In a pipeline "
+            more="Also by the square root for torch's NAdam, RAdam and RMSprop; for other optimizers no rule is known. "
+            "See Goyal et al. 2017, arXiv:1706.02677, and Malladi et al. 2022, arXiv:2205.10287. In a pipeline "
             "from a recipe, base_batch_size defaults to the recipe's batch size.",
             check=_check_scaled,
             in_plan=False,
@@ -271,23 +286,56 @@ class OptimizerConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        from .optimizers import check_optimizer, check_options
+        from .optimizers import check_no_options, check_options, find_optimizer
 
-        check_optimizer(self.optimizer, self.options)
+        object.__setattr__(self, "optimizer", find_optimizer(self.optimizer))
         object.__setattr__(self, "schedule", find_schedule(self.schedule))
-        object.__setattr__(self, "schedule_options", _options("schedule_options", self.schedule_options))
+        object.__setattr__(self, "schedule_options", named_options("schedule_options", self.schedule_options))
+        object.__setattr__(self, "groups", named_options("groups", self.groups))
+        if self.is_factory:
+            check_no_options(self.options)
         super().__post_init__()
         check_schedule(self.schedule, self.schedule_options, self.warmup)
-        if self.scale_lr and self.base_batch_size is None:
+        if not self.is_factory:
+            check_options(self.optimizer, self.options)
+        self._check_groups()
+        if self.scale_lr:
+            self._check_scaling()
+
+    def _check_groups(self) -> None:
+        from .optimizers import check_options
+
+        for pattern, options in self.groups.items():
+            if not isinstance(options, Mapping) or not options or "params" in options:
+                raise PlanError(
+                    f"groups[{pattern!r}]={options!r:.80} must be a dict of the optimizer's options, such as "
+                    "{'lr': 1.0}."
+                )
+            if not self.is_factory:
+                check_options(self.optimizer, {**self.options, **options}, f"groups[{pattern!r}]")
+
+    def _check_scaling(self) -> None:
+        from .optimizers import SCALING, label
+
+        if self.base_batch_size is None:
             raise PlanError(
                 "scale_lr=True needs the batch size that the learning rate was tuned for. Pass base_batch_size=…."
             )
-        if self.scale_lr and not isinstance(self.optimizer, str):
+        if self.is_factory:
             raise PlanError(
                 "scale_lr=True needs an optimizer by name, such as 'sgd'. Scale lr in your factory."
             )
-        if isinstance(self.optimizer, str):
-            check_options(self.optimizer, self.options)
+        if not self.scaling:
+            known = ", ".join(sorted(getattr(kind, "__name__", str(kind)) for kind in SCALING))
+            raise PlanError(
+                f"scale_lr=True: no rule is known for how the learning rate of {label(self.optimizer)} depends on the "
+                f"batch size, only for {known}. Set lr for this batch size yourself."
+            )
+
+    @property
+    def is_factory(self) -> bool:
+        """Whether the optimizer is a user's function, neither a name nor a class."""
+        return not isinstance(self.optimizer, str | type)
 
     def arguments(self) -> Arguments:
         """Return the arguments of `optimize()` that create this config."""
@@ -295,7 +343,7 @@ class OptimizerConfig(Config):
         name = getattr(factory, "__qualname__", type(factory).__qualname__)
         named = {name: value for name, value in self.changed().items() if name != "optimizer"}
         if "schedule" in named and not isinstance(self.schedule, str):
-            named["schedule"] = _Source(label(self.schedule))
+            named["schedule"] = Source(label(self.schedule))
         return [repr(factory) if isinstance(factory, str) else name], dict(self.options) | named
 
     @property
@@ -303,36 +351,44 @@ class OptimizerConfig(Config):
         """The peak learning rate as given, or the optimizer's default."""
         from .optimizers import default_lr
 
-        return float(self.options["lr"] if "lr" in self.options else default_lr(str(self.optimizer)))
-
-    @property
-    def _adaptive(self) -> bool:
-        """Whether the step size does not grow with the gradient, so that lr scales with the root of the batch size."""
-        return self.optimizer == "adamw"
+        return float(self.options["lr"] if "lr" in self.options else default_lr(self.optimizer))
 
     @property
     def scaling(self) -> str:
-        """How the learning rate scales with the batch size: `"linear"` (SGD: Goyal et al. 2017, arXiv:1706.02677) or
-        `"square root"` (Adam and variants: Malladi et al. 2022, arXiv:2205.10287)."""
-        return "square root" if self._adaptive else "linear"
+        """How the learning rate scales with the batch size: `"linear"` or `"square root"`, see `optimizers.SCALING`; ""
+        if no rule is known."""
+        from .optimizers import SCALING, class_of
+
+        kind = class_of(self.optimizer)
+        return "" if kind is None else SCALING.get(kind, "")
+
+    def _scale(self, batch_size: int) -> float:
+        """Return the factor of the learning rate from the base batch size to `batch_size`."""
+        ratio = batch_size / (self.base_batch_size or batch_size)
+        return math.sqrt(ratio) if self.scaling == "square root" else ratio
 
     def lr_for(self, batch_size: int) -> float:
         """Return the learning rate scaled from the base batch size to `batch_size`."""
-        ratio = batch_size / (self.base_batch_size or batch_size)
-        return self.lr * (math.sqrt(ratio) if self._adaptive else ratio)
+        return self.lr * self._scale(batch_size)
 
     def at(self, batch_size: int) -> OptimizerConfig:
         """Return the config for batches of this size: with `scale_lr`, the learning rate is scaled."""
         if not self.scale_lr:
             return self
         options = {**self.options, "lr": self.lr_for(batch_size)}
-        return dataclasses.replace(self, options=options, base_batch_size=batch_size)
+        groups = {
+            pattern: {**own, "lr": own["lr"] * self._scale(batch_size)} if "lr" in own else own
+            for pattern, own in self.groups.items()
+        }
+        return dataclasses.replace(self, options=options, groups=groups, base_batch_size=batch_size)
 
     def note(self, batch_size: int) -> str:
         """Return the plan's note on learning rate and batch size; "" if they were tuned together."""
         base = self.base_batch_size
-        if base is None or not isinstance(self.optimizer, str) or (base == batch_size and not self.scale_lr):
+        if base is None or self.is_factory or (base == batch_size and not self.scale_lr):
             return ""
+        if not self.scaling:
+            return f"caution: the learning rate is for batches of {base:,} images, not {batch_size:,}"
         given = f"lr={self.lr:g} is for batches of {base:,} images"
         scaled = f"{self.lr_for(batch_size):.4g}"
         if self.scale_lr:
@@ -345,12 +401,28 @@ class OptimizerConfig(Config):
         )
 
     def factory(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Build the optimizer. Strategies call this with the final parameters."""
-        from .optimizers import OPTIMIZERS
+        """Build the optimizer. Strategies call this with the final parameters, or groups of them.
 
-        if isinstance(self.optimizer, str):
-            return OPTIMIZERS[self.optimizer](parameters, **self.options)
-        return self.optimizer(parameters)
+        Raises:
+            PlanError: if the optimizer rejects the parameters, or does not have an option of a group.
+        """
+        from .optimizers import class_of, label
+
+        given = list(parameters)
+        build = class_of(self.optimizer) or self.optimizer
+        try:
+            optimizer: torch.optim.Optimizer = build(given, **self.options)  # type: ignore[operator]
+        except ValueError as error:
+            if self.is_factory or isinstance(error, PlanError):
+                raise
+            raise PlanError(f"{label(self.optimizer)} cannot train this model: {error}.") from error
+        for pattern, options in self.groups.items():
+            for name in options.keys() - optimizer.defaults.keys():
+                raise PlanError(
+                    f"groups[{pattern!r}]: {type(optimizer).__name__} has no option {name!r} for single parameters."
+                    f"{suggest(name, optimizer.defaults)}"
+                )
+        return optimizer
 
     @property
     def uses_torch_scheduler(self) -> bool:
@@ -386,36 +458,15 @@ class OptimizerConfig(Config):
 
     def describe(self) -> str:
         """Return the optimizer and its options as one line."""
+        from .optimizers import label as label_of_optimizer
+
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        name = self.optimizer if isinstance(self.optimizer, str) else "your factory"
+        name = label_of_optimizer(self.optimizer)
         warm = f", warm-up {self.warmup:.0%} of all steps" if self.warmup else ""
         schedule = describe_schedule(self.schedule, self.schedule_options)
         if not options:
             return f"{name}, {schedule}{warm}"
         return f"{name} ({options}), {schedule} schedule{warm}"
-
-
-class _Source(str):
-    """Text whose `repr` is itself: the name of a function in a pipeline's `repr`."""
-
-    __repr__ = str.__str__
-
-
-def _options(name: str, given: object) -> FrozenDict:
-    """Return a mapping of options with tuples in place of lists, which JSON and YAML have instead.
-
-    Raises:
-        PlanError: if it is not a mapping of names.
-    """
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise PlanError(f"{name}={given!r:.80} must be a dict of names and values.")
-    return FrozenDict({key: _with_tuples(value) for key, value in given.items()})
-
-
-def _with_tuples(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _with_tuples(each) for key, each in value.items()}
-    return tuple(_with_tuples(each) for each in value) if isinstance(value, list | tuple) else plain(value)
 
 
 def _check_benchmark(name: str, value: Any) -> None:

@@ -14,7 +14,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeGuard, TypeVar, cast
 
-from ...checks import check_whole, is_flag, is_number, is_whole, make_plain
+from ...checks import check_whole, is_flag, is_number, is_whole, make_plain, plain
 from ...errors import PlanError, suggest
 from .frozen import FrozenDict
 
@@ -213,6 +213,29 @@ def _described(one: Option) -> str:
     return textwrap.fill(
         text, 110, initial_indent="    ", subsequent_indent="        ", break_long_words=False
     )
+
+
+def named_options(name: str, given: object) -> FrozenDict:
+    """Return a mapping of options with tuples in place of lists, which JSON and YAML have instead.
+
+    Raises:
+        PlanError: if it is not a mapping of names.
+    """
+    if not _is_mapping(given):
+        raise PlanError(f"{name}={given!r:.80} must be a dict of names and values.")
+    return FrozenDict({key: _with_tuples(value) for key, value in given.items()})
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_tuples(each) for key, each in value.items()}
+    return tuple(_with_tuples(each) for each in value) if isinstance(value, list | tuple) else plain(value)
+
+
+class Source(str):
+    """Text whose `repr` is itself: the name of a function in a pipeline's `repr`."""
+
+    __repr__ = str.__str__
 
 
 def whole(low: int, *, none: str = "") -> Check:

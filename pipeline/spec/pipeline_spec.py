@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from ... import strategies
@@ -168,11 +169,12 @@ class PipelineSpec:
     @documented(OptimizerConfig)
     def optimize(
         self,
-        optimizer: str | OptimizerFactory,
+        optimizer: str | type[torch.optim.Optimizer] | OptimizerFactory,
         *,
         schedule: str | ScheduleFunction = "cosine",
         schedule_options: Mapping[str, Any] = FrozenDict(),
         warmup: float = 0.0,
+        groups: Mapping[str, Mapping[str, Any]] = FrozenDict(),
         base_batch_size: int | None = None,
         scale_lr: bool = False,
         **options: Any,

@@ -82,6 +82,11 @@ def lay_out(
              "; ".join(filter(None, [f"built from the final parameters{optimization.for_plan()}",
                                      optimization.note(data.batch_size)]))),
     ]  # fmt: skip
+    steps += [
+        Step(f"parameter group {pattern}: {', '.join(f'{name}={value}' for name, value in options.items())}",
+             ".optimize()", "parameters whose names match, and no earlier pattern; all follow the schedule")
+        for pattern, options in optimization.at(data.batch_size).groups.items()
+    ]  # fmt: skip
     later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
     steps += [

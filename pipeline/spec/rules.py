@@ -9,6 +9,7 @@ from ...checks import check_whole
 from ...errors import PlanError
 from ...transforms import GradientClipping, GyroDropout, ProgressiveResizing, SeqLengthWarmup, Transform
 from .kinds import find
+from .optimizers import gathers, label, needs_whole_matrices
 from .pipeline_spec import PipelineSpec
 
 FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
@@ -154,6 +155,23 @@ def _counted_forwards(spec: PipelineSpec) -> None:
         )
 
 
+def _flat_shards_of_matrices(spec: PipelineSpec) -> None:
+    optimizer, strategy = spec.optimized.optimizer, spec.distributed.name
+    sharded = family(strategy) == "deepspeed" or (
+        family(strategy) in ("fsdp", "auto") and not gathers(optimizer)
+    )
+    if not sharded or not needs_whole_matrices(optimizer):
+        return
+    raise PlanError(
+        f"The optimizer {label(optimizer)!r} needs whole matrices, but {strategy!r} "
+        f"{'might shard' if family(strategy) == 'auto' else 'shards'} them. Distribute with 'ddp' or 'zero_redundancy'"
+        f"{', or with' if gathers(optimizer) else '; or use'} {_REMEDIES[gathers(optimizer)]}."
+    )
+
+
+_REMEDIES = {True: "'fsdp', where it gathers them", False: "'adamw'"}
+
+
 def _targets(spec: PipelineSpec) -> None:
     task = spec.target
     for transform in spec.transforms:
@@ -175,6 +193,7 @@ RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _sequences_of_images,
     _compiled,
     _counted_forwards,
+    _flat_shards_of_matrices,
     _targets,
 )
 """Every rule, one function each."""

@@ -68,6 +68,11 @@ class Task:
     lower is better."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the metrics."""
+        return tuple(self.metrics())
+
+    @property
     def loss_name(self) -> str:
         """The loss in plans."""
         return f"{type(self).__name__}.loss"
@@ -217,6 +222,11 @@ class StandardTask(Task):
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch, a scalar."""
         return self._criterion(outputs, targets)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the metrics; `top5` of the default is left out for up to five classes."""
+        return tuple(self._metrics)
 
     @property
     def loss_name(self) -> str:

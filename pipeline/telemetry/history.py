@@ -19,7 +19,8 @@ class Epoch:
     Attributes:
         epoch: counted from 1.
         loss: mean of the training loss function.
-        val_loss: mean of the task's own loss on the validation data; None without.
+        val_loss: mean of the task's own loss on the validation data; None without, or if the epoch was not evaluated
+            (`fit(eval_every=…)`).
         metrics: the task's metrics on the validation data, by name; empty without.
         images_per_s: training throughput over all ranks, without evaluation.
         data_wait_fraction: fraction of the training time spent waiting for data, 0 to 1.
@@ -65,6 +66,41 @@ class Epoch:
         return "  ".join(parts)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation within an epoch (`fit(eval_every_steps=…)`, or because the run was stopped there).
+
+    Attributes:
+        epoch: number of the epoch, counted from 1.
+        step: completed optimizer steps of the full run.
+        val_loss: mean of the task's own loss on the validation data.
+        metrics: the task's metrics on the validation data, by name.
+    """
+
+    epoch: int
+    step: int
+    val_loss: float
+    metrics: Mapping[str, float]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Top-1 accuracy (0 to 1); None if the task has no metric `top1`."""
+        return self.metrics.get("top1")
+
+    @property
+    def results(self) -> dict[str, float]:
+        """`val_loss` and the metrics by name, without the position."""
+        return {"val_loss": self.val_loss, **self.metrics}
+
+    def __str__(self) -> str:
+        parts = [
+            f"epoch {self.epoch}, step {self.step:,}",
+            f"val loss {self.val_loss:.4f}",
+            *shown(self.metrics),
+        ]
+        return "  ".join(parts)
+
+
 def shown(metrics: Mapping[str, float]) -> list[str]:
     """Return each metric as text, fractions in percent."""
     return [f"{name} {format_metric(name, value)}" for name, value in metrics.items()]
@@ -107,14 +143,14 @@ class Monitor:
     name: str = "top1"
     higher_is_better: bool = True
 
-    def of(self, epoch: Epoch) -> float | None:
-        """Return the value after an epoch; None if it is unknown or NaN."""
-        value = epoch.val_loss if self.name == "val_loss" else epoch.metrics.get(self.name)
+    def of(self, results: Epoch | Evaluation) -> float | None:
+        """Return the value of an evaluation; None if it is unknown or NaN."""
+        value = results.val_loss if self.name == "val_loss" else results.metrics.get(self.name)
         return None if value is None or value != value else value
 
-    def score(self, epoch: Epoch) -> float | None:
-        """Return the value after an epoch, negated if lower is better."""
-        value = self.of(epoch)
+    def score(self, results: Epoch | Evaluation) -> float | None:
+        """Return the value of an evaluation, negated if lower is better."""
+        value = self.of(results)
         return None if value is None else value if self.higher_is_better else -value
 
     def __str__(self) -> str:
@@ -123,20 +159,23 @@ class Monitor:
 
 @dataclass(repr=False)
 class History:
-    """The finished epochs, and facts about the run that produced them."""
+    """The finished epochs, facts about the run that produced them, and its evaluations within epochs."""
 
     epochs: list[Epoch] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the history as plain JSON types."""
-        return {"epochs": [asdict(epoch) for epoch in self.epochs], **self.facts}
+        within = {"evaluations": [asdict(each) for each in self.evaluations]} if self.evaluations else {}
+        return {"epochs": [asdict(epoch) for epoch in self.epochs], **within, **self.facts}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> History:
         """Return the history that `to_dict` gave as plain JSON types."""
-        facts = {key: value for key, value in saved.items() if key != "epochs"}
-        return cls([Epoch(**epoch) for epoch in saved["epochs"]], facts)
+        facts = {key: value for key, value in saved.items() if key not in ("epochs", "evaluations")}
+        within = [Evaluation(**each) for each in saved.get("evaluations", [])]
+        return cls([Epoch(**epoch) for epoch in saved["epochs"]], facts, within)
 
     def save(self, path: str | Path) -> None:
         """Write the history as JSON, atomically."""
@@ -144,9 +183,18 @@ class History:
             file.write(json.dumps(self.to_dict(), indent=1).encode())
 
     @property
+    def last(self) -> Epoch | Evaluation | None:
+        """The last epoch or moment within one that was evaluated; None if none was."""
+        known: list[tuple[int, int, Epoch | Evaluation]] = [
+            (epoch.epoch, 1, epoch) for epoch in self.epochs if epoch.val_loss is not None
+        ]
+        known += [(each.epoch, 0, each) for each in self.evaluations]  # before the one at the epoch's end
+        return max(known, key=lambda entry: entry[:2])[2] if known else None
+
+    @property
     def accuracy(self) -> float | None:
-        """Top-1 accuracy (0 to 1) on the validation data after the last epoch; None without."""
-        return self.epochs[-1].accuracy if self.epochs else None
+        """Top-1 accuracy (0 to 1) of the last evaluation; None without validation data."""
+        return None if self.last is None else self.last.accuracy
 
     @property
     def monitor(self) -> Monitor:
@@ -155,8 +203,14 @@ class History:
 
     @property
     def monitored(self) -> float | None:
-        """The monitored value after the last epoch; None if it is unknown."""
-        return self.monitor.of(self.epochs[-1]) if self.epochs else None
+        """The monitored value of the last evaluation; None if it is unknown."""
+        return None if self.last is None else self.monitor.of(self.last)
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a callback stopped the run before its last epoch ended; None if none did."""
+        stopped: dict[str, Any] | None = self.facts.get("stopped")
+        return None if stopped is None else str(stopped["reason"])
 
     def __repr__(self) -> str:
         return "\n".join(map(str, self.epochs)) or "no finished epoch"

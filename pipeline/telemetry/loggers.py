@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,8 +29,6 @@ LOG_EVERY = 50
 NAMES, METRICS = ("csv", "tensorboard"), "metrics.csv"
 EPOCH = tuple(COLUMNS)
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
-COLUMNS_OF_ALL = ("step", *EPOCH, *STEP)
-"""The columns that every `metrics.csv` has, first."""
 
 
 class Logger(Protocol):
@@ -149,8 +148,8 @@ class Loggers:
 
 
 class CSVLogger:
-    """Write `metrics.csv`: one line per entry, without buffering; missing values are empty. A new name, such as a
-    task's metric, becomes a further column.
+    """Write `metrics.csv`: one line per entry, without buffering; missing values are empty. A name that is new adds a
+    column, for which the file is written again.
 
     Args:
         folder: folder of the file. An existing file keeps its lines up to `step`.
@@ -159,40 +158,38 @@ class CSVLogger:
 
     def __init__(self, folder: Path, step: int) -> None:
         self._path = folder / METRICS
-        self._columns = [*COLUMNS_OF_ALL]
-        earlier: list[dict[str, str]] = []
-        with suppress(OSError, csv.Error):  # a foreign file has no lines to keep
-            earlier = [row for row in self._lines() if int(row["step"]) <= step]
-        self._write(earlier)
+        self._columns = self.COLUMNS
+        self._rewrite(step)
 
-    def _write(self, rows: list[dict[str, str]]) -> None:
+    COLUMNS = ("step", *EPOCH, *STEP)
+
+    def _rewrite(self, step: float = math.inf, new: tuple[str, ...] = ()) -> None:
+        """Write the file again with `new` columns and its lines up to `step`."""
+        rows: list[dict[str, str]] = []
+        with suppress(OSError, csv.Error):  # a foreign file has no lines to keep
+            rows = [row for row in self._earlier() if int(row["step"]) <= step]
+        own = tuple(key for row in rows[:1] for key in row if key not in self._columns)
+        self._columns = (*self._columns, *own, *new)
         text = io.StringIO()
-        self._columns += [name for row in rows[:1] for name in row if name not in self._columns]
         writer = csv.DictWriter(text, self._columns)
         writer.writeheader()
         writer.writerows(rows)
         with atomic_file(self._path) as file:
             file.write(text.getvalue().encode())
 
-    def _lines(self) -> Iterator[dict[str, str]]:
+    def _earlier(self) -> Iterator[dict[str, str]]:
         if not self._path.exists():
             return
         with self._path.open(newline="", errors="replace") as file:
             for row in csv.DictReader(file):
                 # The last line is incomplete if its process was killed.
-                if (
-                    set(row) >= {*COLUMNS_OF_ALL}
-                    and None not in {*row, *row.values()}
-                    and _is_step(row["step"])
-                ):
+                if {*row} >= {*self.COLUMNS} and None not in {*row, *row.values()} and _is_step(row["step"]):
                     yield row
 
     def log(self, values: Values, step: int) -> None:
-        """Append a line."""
-        if new := [name for name in values if name not in self._columns]:
-            lines = [*self._lines()]
-            self._columns += new
-            self._write(lines)
+        """Append a line; values of new names, such as a callback's, get a column each."""
+        if new := tuple(name for name in values if name not in self._columns):
+            self._rewrite(new=new)
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns).writerow({"step": step, **values})
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from .history import Epoch
+from .history import Epoch, Evaluation
 from .state import TrainState
 
 Phase = Literal["forward", "backward", "step", "other"]
@@ -46,8 +46,12 @@ class Observer:
     def flush(self) -> None:
         """Called before a checkpoint and after an epoch's last step, to process what is pending."""
 
+    def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
+        """Called after each evaluation, within an epoch (`state.meter.steps` is above 0) or at its end; the model has
+        the weights that were evaluated."""
+
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
-        """Called after an epoch's evaluation; `state` already counts the epoch."""
+        """Called after an epoch and its evaluation, if any; `state` already counts the epoch."""
 
     def on_end(self, *, failed: bool) -> None:
         """Called once when the run ends, even if it never started; `failed` if by an exception."""
@@ -90,6 +94,10 @@ class Observers(Observer):
     def flush(self) -> None:
         for observer in self._all:
             observer.flush()
+
+    def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
+        for observer in self._all:
+            observer.on_evaluation_end(state, evaluation)
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
         for observer in self._all:

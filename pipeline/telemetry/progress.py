@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm as text_bar
 from tqdm.auto import tqdm
 
-from .history import Epoch
+from .history import Epoch, Evaluation, shown
 from .host_copy import HostCopy
 from .observer import Observer
 from .state import TrainState
@@ -68,6 +68,12 @@ class Progress(Observer):
             self._bar.set_postfix_str(text, refresh=False)
             self._loss = None
         self._bar.update(images)
+
+    def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
+        """Print an evaluation within the epoch, and show its first metric."""
+        if self._show and state.meter.steps:
+            echo(f"{evaluation}")
+            self._metric = "".join(f", {text}" for text in shown(evaluation.metrics)[:1])
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
         """Print the epoch, and the time left if the remaining epochs take as long."""

@@ -22,6 +22,7 @@ class EpochMeter:
         images: images over all ranks.
         seconds: training time.
         data_wait_s: part of `seconds` in which the loop waited for data.
+        evaluation_s: time of evaluations within the epoch, which is not part of `seconds`.
     """
 
     total: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -31,6 +32,7 @@ class EpochMeter:
     images: int = 0
     seconds: float = 0.0
     data_wait_s: float = 0.0
+    evaluation_s: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -52,6 +54,7 @@ class TrainState:
         step: completed optimizer steps, including skipped ones.
         lr: learning rate of the first parameter group in the last step.
         meter: sums of the current epoch; its `steps` are the position within it.
+        stop: why training ends after the current step or epoch, agreed among all ranks; None to continue.
     """
 
     total_steps: int = 1
@@ -59,6 +62,7 @@ class TrainState:
     step: int = 0
     lr: float = 0.0
     meter: EpochMeter = field(default_factory=EpochMeter)
+    stop: str | None = None
 
     @property
     def progress(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from ..tasks.metrics import higher_is_better
 from ..tasks.task import LossFunction, TaskLoss
 from ..telemetry.history import Monitor
 from .checks import check_loss, check_metrics, check_output, targets_of
+from .groups import GroupedFactory
 from .hooks import TrainingHooks
 
 
@@ -45,6 +46,7 @@ class Built:
         hooks: what transforms do in the loop (mixing batches, averaging weights, …), with the run's position.
         reports: what each transform changed.
         monitor: the metric that decides which epoch is best.
+        note: a sentence for the user about the parameter groups; "" without.
     """
 
     engine: Engine
@@ -54,6 +56,7 @@ class Built:
     hooks: TrainingHooks
     reports: tuple[Report, ...]
     monitor: Monitor
+    note: str = ""
 
     def close(self) -> None:
         """End the loaders' threads and processes."""
@@ -68,8 +71,12 @@ class Built:
         self.close()
 
 
-def build(plan: ResolvedPlan) -> Built:
+def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None) -> Built:
     """Build everything for this process, which is a rank if there is a process group.
+
+    Args:
+        plan: the resolved pipeline.
+        initial: called with the model after surgery, before the strategy wraps it, e.g. to load weights.
 
     Raises:
         PlanError, DataError, StrategyError: before any training.
@@ -78,18 +85,18 @@ def build(plan: ResolvedPlan) -> Built:
     device = expected_device(how)
     train, val = make_loaders(plan, device)
     parts = make_parts(plan, train, val)
-    engine = plan.strategy.prepare(
-        parts.model,
-        optimizer_factory(plan),
-        **how.step_options,
-    )
+    if initial is not None:
+        initial(parts.model)
+    factory = optimizer_factory(plan, parts.model)
+    engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
+    note = factory.note if isinstance(factory, GroupedFactory) else ""
     if engine.device != device:
         for loader in (train, val):
             if loader is not None:
                 loader.close()
         train, val = make_loaders(plan, engine.device)
     hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
-    return Built(engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor)
+    return Built(engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor, note)
 
 
 @dataclass(frozen=True)
@@ -211,6 +218,14 @@ def source_file(data: DataConfig, source: str, *, progress: bool = True) -> Path
     return loaders.resolve(source, progress=progress)
 
 
+def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
+    """Return the plan with named data sets replaced by their files, downloaded and converted if necessary."""
+    data = plan.data
+    train = str(source_file(data, data.train, progress=progress))
+    val = None if data.val is None else str(source_file(data, data.val, progress=progress))
+    return plan.with_sources(train, val)
+
+
 def build_model(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn.Module, tuple[Report, ...]]:
     """Return the model after surgery, on the CPU, and what each surgery changed. The global RNG is restored.
 
@@ -267,12 +282,20 @@ def _not_compiled(model: nn.Module) -> nn.Module:
     return model
 
 
-def optimizer_factory(plan: ResolvedPlan) -> OptimizerFactory:
-    """Return the optimizer factory, wrapped by the optimizer transforms in the plan's order."""
+def optimizer_factory(plan: ResolvedPlan, model: nn.Module | None = None) -> OptimizerFactory:
+    """Return the optimizer factory, wrapped by the optimizer transforms in the plan's order.
+
+    Args:
+        plan: the resolved pipeline.
+        model: the model after surgery, required if the plan has parameter groups by name.
+    """
     factory: OptimizerFactory = plan.optimization.factory
     for transform in plan.transforms:
         factory = transform.optimizer(factory)
-    return factory
+    if not plan.optimization.groups:
+        return factory
+    assert model is not None
+    return GroupedFactory(factory, plan.optimization.groups, model)
 
 
 def training_loss(plan: ResolvedPlan, device: torch.device) -> LossFunction:

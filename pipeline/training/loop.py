@@ -50,7 +50,7 @@ def train_epoch(
     schedule: Schedule | None = None,
     observer: Observer | None = None,
 ) -> EpochStats:
-    """Train on each batch once.
+    """Train on each batch once, or until an observer sets `TrainState.stop`.
 
     Args:
         engine: the model and its optimizer, from a strategy.
@@ -64,6 +64,7 @@ def train_epoch(
     state, meter = hooks.state, hooks.state.begin_epoch(engine.device)
     engine.model.train()
     waiting, start, before = Stopwatch(), perf_counter(), (meter.seconds, meter.data_wait_s)
+    evaluated = meter.evaluation_s
     observer.on_epoch_start(state)
     with current_device(engine.device):
         for images, labels in waiting.around(batches):
@@ -89,12 +90,16 @@ def train_epoch(
                 meter.skipped += 1
             hooks.after_step(taken=admitted and not engine.skipped)
             meter.images += len(images) * engine.world_size
-            meter.seconds, meter.data_wait_s = before[0] + perf_counter() - start, before[1] + waiting.seconds
+            meter.seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
+            meter.data_wait_s = before[1] + waiting.seconds
             observer.on_step_end(state, step_loss, len(images) * engine.world_size)
+            if state.stop is not None:
+                break
         observer.flush()
     mean = engine.reduce(meter.total / max(meter.counted, 1)).item()
-    seconds = before[0] + perf_counter() - start
-    state.end_epoch()
+    seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
+    if state.stop is None:
+        state.end_epoch()
     return EpochStats(mean, meter.images, seconds, meter.data_wait_s, meter.skipped, meter.overflowed)
 
 

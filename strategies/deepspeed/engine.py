@@ -107,6 +107,17 @@ class DeepSpeedEngine(RanksEngine):
             self._zero.micro_step_id = -1
         self._microbatches = 0
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients before clipping, gathered from DeepSpeed's partitions; see `base.Engine`."""
+        named = [(name, p) for name, p in self.plain_model.named_parameters() if p.requires_grad]
+        whole = {name: self._deepspeed.utils.safe_get_full_grad(p) for name, p in named}
+        return {name: value.detach().clone() for name, value in whole.items() if value is not None}
+
+    def group_names(self) -> list[list[str]]:
+        """Return the plain names of the parameters in each of the optimizer's groups."""
+        with self._plain_groups():
+            return super().group_names()
+
     def _wait_for_reduction(self) -> None:
         """Make this device's next work wait for DeepSpeed's reduction of the gradients, without blocking the host.
 
@@ -127,6 +138,7 @@ class DeepSpeedEngine(RanksEngine):
 
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
         """Return the optimizer's state by plain parameter names; see `LocalEngine.export_optimizer`."""
+        self._link_states()
         with self._plain_groups():
             state = super().export_optimizer(keep)
         if not self._deepspeeds:
@@ -157,13 +169,20 @@ class DeepSpeedEngine(RanksEngine):
                 if self._deepspeeds:
                     blank = {key: like_deepspeed(key, value) for key, value in blank.items()}
                 self.optimizer.state[flat] = blank
-        if self._stage < 3 and self.optimizer.state:
-            self._zero._hp_optimizer_states_linked = False
-            self._zero._lazy_init_hp_params_optimizer_state()
+        self._link_states()
         for parameter in (p for group in self._groups for p in group):
             for key, value in state.entries.get(names[parameter], {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     self._set_state(parameter, key, value)
+
+    def _link_states(self) -> None:
+        """Give each parameter its part of the flat state.
+
+        DeepSpeed does so only once, after the first step of the first group, when the other groups have no state yet.
+        """
+        if self._stage < 3 and self.optimizer.state:
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     def gather(self, value: torch.Tensor) -> torch.Tensor:
         """Return the full `value`; all ranks must call it for a parameter that stage 3 has partitioned."""

@@ -159,6 +159,7 @@ class DeepSpeed:
         recompute_activations(model, options.activation_checkpointing)
         before = dict(model.named_parameters())
         optimizer = build_optimizer(model, optimizer_factory)
+        _refuse_optimizer(self.name, optimizer)
         with working(device) as deepspeed:
             _place(
                 model, device, deepspeed.zero.Init(config_dict_or_path=config) if zero.stage == 3 else None
@@ -194,6 +195,16 @@ def _refuse_options(strategy: str, options: Options, zero: Zero) -> None:
         raise StrategyError(
             f"strategy {strategy!r}: compile={options.compile!r} does not support the hooks with which stage 3 gathers "
             f"parameters. Remove it, or use 'deepspeed_stage_2' or 'fsdp'."
+        )
+
+
+def _refuse_optimizer(strategy: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `StrategyError` for an optimizer whose update of an element depends on others of its matrix."""
+    known = type(optimizer) in (torch.optim.Adafactor, getattr(torch.optim, "Muon", None))
+    if known or getattr(optimizer, "needs_whole_matrices", False):
+        raise StrategyError(
+            f"strategy {strategy!r}: {type(optimizer).__name__} needs whole matrices, but DeepSpeed flattens the "
+            f"parameters of a group. Use 'ddp', 'zero_redundancy' or 'fsdp'."
         )
 
 

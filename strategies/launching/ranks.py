@@ -58,7 +58,7 @@ class Rank:
             self.unsent[0] = self.unsent[0][os.write(self.orders, self.unsent[0]) :]
         except BlockingIOError:
             return True
-        except BrokenPipeError:  # it died; its report says so
+        except BrokenPipeError:  # it died, and its report has the reason
             self.unsent.clear()
             return False
         if not self.unsent[0]:

@@ -1,4 +1,4 @@
-"""Checkpoints of a GPU: resumed bit for bit there, and from and to the CPU."""
+"""GPU checkpoints: bit-for-bit resuming on the GPU, and resuming to and from the CPU."""
 
 from __future__ import annotations
 

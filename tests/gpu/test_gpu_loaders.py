@@ -1,4 +1,4 @@
-"""Loaders that deliver to a GPU: the CPU's batches, on the device, whatever its streams are doing."""
+"""Loaders that deliver to a GPU: the same batches as on the CPU, whatever its streams are doing."""
 
 from __future__ import annotations
 

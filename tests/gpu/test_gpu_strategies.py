@@ -1,4 +1,4 @@
-"""Strategies on GPUs: NCCL on one rank, and on two where there are two devices; all against one device."""
+"""Strategies on GPUs: NCCL on one rank, and on two ranks with two devices, compared with one device."""
 
 from __future__ import annotations
 

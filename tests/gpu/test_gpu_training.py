@@ -1,4 +1,4 @@
-"""A whole training on the GPU: it agrees with the CPU, never waits for the host, and leaves nothing changed."""
+"""Full training runs on the GPU: they agree with the CPU, never wait for the host, and restore global state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every transform of the catalogue on the GPU, against the CPU. A new one is found by itself."""
+"""Every transform of the catalogue on the GPU, compared with the CPU. New ones are included automatically."""
 
 from __future__ import annotations
 

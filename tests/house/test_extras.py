@@ -1,4 +1,4 @@
-"""Each optional package that is missing is one MissingExtra that names the extra, wherever it is needed."""
+"""A missing optional package raises MissingExtra, which names the extra, wherever it is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That the instruments of `host_syncs` see what they are there to see."""
+"""The instruments of `host_syncs` detect what they should."""
 
 from __future__ import annotations
 

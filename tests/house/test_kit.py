@@ -1,4 +1,4 @@
-"""The parts of a GPU kit: under their limit, checked, and put together over several calls."""
+"""The parts of a GPU kit: size limit, checks, and assembly over several calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house: no import circles, imports in one direction, and no folder that the layers forget."""
+"""The package structure: no import cycles, imports follow the layers, and the layers list every folder."""
 
 from __future__ import annotations
 

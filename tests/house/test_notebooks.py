@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, without a network; and what training is like in a notebook's cells."""
+"""Every notebook runs from top to bottom without a network; training behaves well in notebook cells."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Kernel:
         self._process = psutil.Process(self._manager.provisioner.pid)
 
     def run(self, code: str, meanwhile: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-        """Runs a cell and gives its outputs, each as Jupyter's message has it, with the `kind`."""
+        """Run a cell and return its outputs, each as Jupyter's message has it, with the `kind`."""
         sent = self._client.execute(code, allow_stdin=False)
         meanwhile()
         outputs: list[dict[str, Any]] = []
@@ -140,7 +140,7 @@ class Kernel:
         self._manager.interrupt_kernel()
 
     def end(self) -> list[psutil.Process]:
-        """Ends it, and gives those of its processes that do not end with it."""
+        """End it, and return those of its processes that do not end with it."""
         family = [self._process, *self._process.children(recursive=True)]
         self._client.stop_channels()
         self._manager.shutdown_kernel(now=True)

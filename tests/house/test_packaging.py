@@ -1,4 +1,4 @@
-"""The package as its users get it: the wheel's content, and the promises of the repository's own files."""
+"""The package as users install it: the content of the wheel, and the files of the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's example and the quickstart do what they say."""
+"""The README's example and the quickstart work as described."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_libraries_beside_which_it_stands() -> None:
 
 @pytest.fixture
 def cifar() -> None:
-    """Skips where CIFAR-10 is neither cached nor to be had."""
+    """Skip where CIFAR-10 is neither cached nor to be had."""
     try:
         cifar10.fetch_cifar10()
     except DataError as error:

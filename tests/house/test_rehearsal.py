@@ -1,4 +1,4 @@
-"""The tests that need a GPU, where there is none: skipped with a reason, and rehearsed on the CPU."""
+"""GPU tests without a GPU: skipped with a reason, or rehearsed on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner of a GPU machine's stages, with real processes and without a GPU."""
+"""The runner of GPU stages, with real processes and without a GPU."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_failed_unit_is_repeated_and_nothing_else(tmp_path: Path) -> None:
 def test_units_that_fail_and_do_not_fit_into_one_call_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`make gpu` calls again for as long as it is told that there is more; each unit gets its turn."""
+    """`make gpu` calls a stage again as long as units are left; each unit gets its turn."""
     monkeypatch.setattr(run, "MARGIN", 1e6)  # of those whose time is known, no second one fits
     bad = [unit(tmp_path, number, 0.2, work=f"{WORK}\nraise SystemExit(3)") for number in (0, 1)]
     assert [go(stage(*bad), tmp_path) for _ in range(3)] == ["failed"] * 3

@@ -1,4 +1,4 @@
-"""Further fields of a `.beton`, and vector labels: the same from both loaders, in any order and on any rank."""
+"""Additional fields of a `.beton`, and vector labels: the same from both loaders, in any order and on any rank."""
 
 from __future__ import annotations
 

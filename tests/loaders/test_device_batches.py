@@ -69,7 +69,7 @@ def streams_of(loader: Any) -> LateStreams:
 
 
 def trained_on(loader: Any, *, copies_first: bool = False) -> list[list[Any]]:
-    """What a training computes with that is queued, its batches given back, before anything of it is done.
+    """Training queues its work and releases its batches before any of the work is done.
 
     Then the copies are done as late as they may be, or as early.
     """

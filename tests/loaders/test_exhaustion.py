@@ -1,4 +1,4 @@
-"""Memory, threads and processes that the system refuses while data is loaded: one DataError that names the remedy."""
+"""If the system refuses memory, threads or processes during loading, a DataError names the remedy."""
 
 from __future__ import annotations
 

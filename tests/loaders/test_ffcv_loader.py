@@ -1,4 +1,4 @@
-"""FFCVLoader's values: shapes, normalisation, and each crop held to a reference."""
+"""The output of FFCVLoader: shapes, normalisation, and each crop compared with a reference."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def settings_of(**options: Any) -> Settings:
 
 
 def crops(height: int, width: int, scale: Any, ratio: Any, count: int) -> np.ndarray:
-    """`(count, 4)`: top, left, height, width, as the kernel draws them for so many samples."""
+    """`(count, 4)`: top, left, height, width, as the kernel draws them for `count` samples."""
     limits = np.array(scale), np.array(ratio)
     keys = (sample_key(np.uint64(1), np.uint64(2), np.uint64(index)) for index in range(count))
     return np.array([random_resized_crop(key, height, width, *limits) for key in keys])

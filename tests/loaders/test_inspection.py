@@ -26,7 +26,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def damage(path: Path, sample: int, *, offset: float) -> None:
-    """Overwrites four bytes of a sample's image, `offset` of its length into it."""
+    """Overwrite four bytes of a sample's image, `offset` of its length into it."""
     beton = open_beton(path)
     at = int(beton.pointers[sample] + int(offset * beton.sizes[sample]))
     with path.open("r+b") as file:
@@ -136,7 +136,7 @@ def test_an_unsound_structure_is_an_error(photos: Path) -> None:
 
 @pytest.mark.process
 def test_command_line_with_shards_fields_and_modes(tmp_path: Path) -> None:
-    """All that `convert` takes, then what `inspect` says of it."""
+    """Every kind of input of `convert`, then the result of `inspect`."""
     for number in range(2):
         with tarfile.open(tmp_path / f"s-{number}.tar", "w") as tar:
             for key in range(3):

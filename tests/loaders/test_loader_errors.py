@@ -1,4 +1,4 @@
-"""What the loaders and `resolve` refuse: one typed error each, naming the value and what is allowed."""
+"""Settings that the loaders and `resolve` reject: one typed error each, with the value and what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real ranks: together they load what one process loads, in any order, and resume as one."""
+"""Two real ranks together load what one process loads, in any order, and resume like one process."""
 
 from __future__ import annotations
 

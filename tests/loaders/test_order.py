@@ -1,4 +1,4 @@
-"""Which sample comes when: keyed by (seed, epoch), the same for any workers and ranks, and resumable exactly."""
+"""The order of samples: determined by (seed, epoch), independent of workers and ranks, and exactly resumable."""
 
 from __future__ import annotations
 

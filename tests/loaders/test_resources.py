@@ -1,4 +1,4 @@
-"""FFCVLoader gives back what it takes: threads, descriptors and memory; and it leaves the process as it was."""
+"""FFCVLoader releases threads, descriptors and memory, and restores the state of the process."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ assert numba.get_num_threads() == numba_threads
 
 @pytest.mark.slow
 def test_numba_cache_that_cannot_be_written(photos: Path) -> None:
-    """Installed read-only, without a home: compiled anew, but it works."""
+    """Installed read-only, without a home folder, it compiles again, but works."""
     code = """
 import sys
 from numba.core import caching

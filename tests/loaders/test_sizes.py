@@ -1,4 +1,4 @@
-"""The image size that changes between epochs, and settings that memory does not hold."""
+"""An image size that changes between epochs, and settings that exceed the memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOADERS = [FFCVLoader, TorchLoader]
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its images stand beside it, in `photos-images`."""
+    """Its images are next to it, in `photos-images`."""
     return jpeg_beton(tmp_path_factory.mktemp("sizes") / "photos.beton")
 
 

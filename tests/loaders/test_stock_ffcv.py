@@ -1,4 +1,4 @@
-"""Held to stock FFCV: it reads what we write and gives the same pixels, and we read what it writes."""
+"""Compatibility with stock FFCV: it reads our files with the same pixels, and we read its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TorchLoader is the same loader by PyTorch's means: same samples and batches, near the same values."""
+"""TorchLoader, implemented with PyTorch, yields the samples and batches of FFCVLoader, with nearly the same values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its images stand beside it, in `photos-images`."""
+    """Its images are next to it, in `photos-images`."""
     return jpeg_beton(tmp_path_factory.mktemp("torch") / "photos.beton")
 
 
@@ -223,7 +223,7 @@ def test_errors_of_samples_are_told_without_torchs_words(tmp_path: Path, workers
         Image.new("RGB", size).save(tmp_path / "images" / "a" / f"{name}.png")
     options = {"batch_size": 1, "image_size": 16, "workers": workers, "crop": "padded", "order": "sequential"}
     with TorchLoader(tmp_path / "images", **options) as loader:
-        for _ in range(2):  # the loader goes on after an error
+        for _ in range(2):  # the loader continues after an error
             loader.set_epoch(0)
             batches = iter(loader)
             assert next(batches)[0].shape == (1, 3, 16, 16)

@@ -1,4 +1,4 @@
-"""One place decides what a number, a boolean and a sequence of numbers is; loaders and stages go by it."""
+"""Checks of numbers, booleans and sequences of numbers, shared by loaders and stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work on a GPU that is not the current one: which streams and devices are used, and who waits. Without a GPU."""
+"""Work on a GPU that is not the current one: which streams and devices are used, and what waits. Without a GPU."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Queued:
 
 
 class OnGpu:
-    """A number that says it is on a GPU."""
+    """A number that pretends to be on a GPU."""
 
     device = SECOND
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, for any number of writers, dead ones among them."""
+"""Atomic files, with any number of concurrent writers, including killed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU quotas and memory limits of control groups: folders as the kernel shows them, version 1 and 2, nested."""
+"""CPU quotas and memory limits of cgroups: folders as the kernel presents them, versions 1 and 2, nested."""
 
 from __future__ import annotations
 

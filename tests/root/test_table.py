@@ -1,4 +1,4 @@
-"""Tables: as wide as they may be, with what was put in."""
+"""Tables: within their maximum width, with all of their content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`auto`: what it chooses, and why. That it trains on ranks is in test_parity.py."""
+"""`auto`: what it chooses, and why. test_parity.py covers training on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules are sharded as units of their own, on the models that people train. Nothing is computed."""
+"""Which modules are sharded as units, for common models. Nothing is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP on two real CPU ranks, held to `Single` on the same global batches."""
+"""DDP on two real CPU ranks, compared with `Single` on the same global batches."""
 
 from __future__ import annotations
 

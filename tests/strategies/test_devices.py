@@ -1,4 +1,4 @@
-"""Which GPU is whose, without one: torch's answers about GPUs are replaced, for they are not what is tested."""
+"""Assignment of GPUs to ranks, without a GPU: torch's answers about GPUs are replaced, and are not under test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLES = (
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretends that this process sees so many GPUs; gives the calls of `set_device`."""
+    """Pretend that this process sees `count` GPUs; return the calls of `set_device`."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     calls: list[Any] = []

@@ -1,4 +1,4 @@
-"""What one engine exports, any other takes over: the next losses are those of an uninterrupted training."""
+"""State exported by one engine can be imported by any other: the next losses are those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def same_state(found: Exported, expected: Exported, tolerance: float = 0.0) -> N
 
 
 def goes_on(found: Exported, given: Exported, alone: Exported) -> None:
-    """It is given back as it came, bit for bit, and trains on as one device that was never interrupted."""
+    """The state is exported again bit for bit, and training continues as on one device without interruption."""
     same_state(found, given)
     assert found.losses == pytest.approx(alone.losses, abs=1e-5)
 

@@ -1,4 +1,4 @@
-"""What is the FSDP2 family's alone, on real CPU ranks; that it trains like one device is test_parity.py."""
+"""What is specific to the FSDP2 family, on real CPU ranks; test_parity.py compares training with one device."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_the_family_checks_its_devices(name: str) -> None:
 
 
 def test_the_models_are_built_of_several_units() -> None:
-    """Else the cases above would not see a block gathered by itself."""
+    """Otherwise the cases above would not see a block that is gathered separately."""
     from drivetrain.strategies.common.blocks import find_blocks
 
     assert [len(find_blocks(make())) for make in (models.resnet, models.Transformer)] == [2, 2]

@@ -1,4 +1,4 @@
-"""Every strategy on real CPU ranks, held to `Single` on the same global batches."""
+"""Every strategy on real CPU ranks, compared with `Single` on the same global batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names: what `available` tells, Lightning's names, and strategies of third parties."""
+"""Names: the table of `available`, Lightning's names, and third-party strategies."""
 
 from __future__ import annotations
 

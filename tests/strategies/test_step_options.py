@@ -1,4 +1,4 @@
-"""Options of a step that every strategy takes: activation checkpointing, compiling in place, half precision."""
+"""Step options that every strategy supports: activation checkpointing, in-place compilation, half precision."""
 
 from __future__ import annotations
 

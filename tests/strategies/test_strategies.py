@@ -1,4 +1,4 @@
-"""The registry, `Single`, and what an engine refuses: all in this process."""
+"""The registry, `Single`, and what an engine rejects, in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models, layers and images for BlurPool's tests, and its filter written another way."""
+"""Models, layers and images for the tests of BlurPool, and an independent implementation of its filter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of checkpoints; a module, because they import it."""
+"""What ranks do in the tests of checkpoints. A module, because ranks import it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def outcome(pipeline: Pipeline, **arguments: Any) -> Any:
     except DrivetrainError as error:
         return f"{type(error).__name__}: {error}"
     if arguments.get("resume") is not None:
-        assert result.history.facts["resumed"]  # not begun anew, which would give the same numbers
+        assert result.history.facts["resumed"]  # not started from scratch, which would give the same numbers
     return numbers(result), result.model.state_dict()
 
 

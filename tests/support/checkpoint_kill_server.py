@@ -1,7 +1,8 @@
 """Trains on ranks that it forks, so that tests can kill them at any moment without paying for imports.
 
-One line of stdin, JSON `{"out", "strategy", "ranks", "train", "val", "every_steps"}`, starts a training that resumes
-from `out`. Answers: that it is ready; the ranks' process ids at once, their exit statuses when all have ended.
+One line of stdin, JSON `{"out", "strategy", "ranks", "train", "val", "every_steps", "callbacks"}`, starts a training
+that resumes from `out`. Answers: that it is ready; the ranks' process ids at once, their exit statuses when all have
+ended.
 
 This process only imports; it computes nothing before it forks. stdout is for answers: the ranks have none.
 """
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import matplotlib.figure  # noqa: F401
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from drivetrain import Callback, EarlyStopping, RunView
 from drivetrain.pipeline import Checkpoints, Pipeline
 from drivetrain.pipeline.runs.config import FitConfig
 from drivetrain.pipeline.runs.fit import fit
@@ -29,6 +32,29 @@ from pipeline_data import BATCH, CLASSES, SIDE
 from torch import nn
 
 EPOCHS = 4
+STOPS_AT = 9
+"""The step after which early stopping ends a run with `callbacks`: the fourth evaluation after the first."""
+
+
+class Losses(Callback):
+    """Keeps every loss of this rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[float | None] = []
+
+    def on_step_end(self, view: RunView) -> None:
+        self.losses.append(view.loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+def callbacks() -> dict[str, Any]:
+    """Options of `fit`: evaluations at steps 3, 4, 6, 8 and 9, none of which improves enough."""
+    return {"callbacks": [Losses(), EarlyStopping(patience=4, min_delta=100.0)], "eval_every_steps": 3}
 
 
 class Large(nn.Sequential):
@@ -66,6 +92,7 @@ def train(order: dict[str, Any], rank: int) -> None:
             progress=False,
             resume="auto",
             checkpoints=Checkpoints(every_steps=order["every_steps"]),
+            **(callbacks() if order["callbacks"] else {}),
         ),
     )
     if ranks > 1:

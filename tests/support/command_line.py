@@ -1,4 +1,4 @@
-"""`drivetrain` in processes of its own."""
+"""Run `drivetrain` in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composer as the reference of tests. Importing it takes seconds, warns, and replaces two signal handlers."""
+"""Composer as a test reference. Importing it takes seconds, warns, and replaces two signal handlers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def load(module: str) -> ModuleType:
-    """Imports a module of Composer quietly, and puts the signal handlers back; skips where it is missing."""
+    """Import a module of Composer quietly, and restore the signal handlers; skip if it is missing."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""What the training methods do under DeepSpeed, inside ranks; and the strategies' names for all of its tests."""
+"""Training methods under DeepSpeed, inside ranks; and the names of its strategies for all of its tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the FSDP tests run inside ranks, and on one device beside them."""
+"""What the FSDP tests run inside ranks, and on one device for comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the GPU tests of strategies; a module, because they import it."""
+"""What ranks do in the GPU tests of strategies. A module, because ranks import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of `.ci/gpu`, which are no package, as modules."""
+"""Load the scripts of `.ci/gpu`, which are not a package, as modules."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class HostSyncs(TorchDispatchMode):
 
 
 class _Lists(TorchFunctionMode):
-    """Notes `.tolist()` and `.numpy()`, which on the CPU are no operation."""
+    """Records `.tolist()` and `.numpy()`, which dispatch no operation on the CPU."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Code that is shown to readers imports what there is."""
+"""Check that code shown to readers imports existing names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def import_ours(nodes: Iterable[ast.AST]) -> int:
-    """Imports each name that these nodes import `from drivetrain`, and gives their number."""
+    """Import each name that these nodes import `from drivetrain`, and return their number."""
     count = 0
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("drivetrain"):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 WRONG = 77
-"""What memory holds before its operation has run, and after it was given back."""
+"""The content of memory before its operation has run, and after it was freed."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Stream:
     done: int = 0
 
     def run(self, until: int | None = None) -> None:
-        """Runs what is queued, or the first `until` operations of it."""
+        """Run what is queued, or the first `until` operations of it."""
         until = len(self.queue) if until is None else until
         while self.done < until:
             self.done += 1

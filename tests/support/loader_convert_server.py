@@ -34,7 +34,7 @@ class Slow:
 
 
 def die_after(renames: int) -> None:
-    """Kills this process when a conversion has renamed so many of its files, and is about to rename the next."""
+    """Kill this process when a conversion has renamed that many of its files, and is about to rename the next."""
     rename, done = Path.replace, 0
 
     def replace(path: Path, target: Path) -> Path:

@@ -21,7 +21,7 @@ SIDE = 48
 
 
 def read(path: str, verified: bool) -> dict[str, object]:
-    """Opens the file and reads all of it, uncropped, as FFCVLoader does in evaluation, with every further field."""
+    """Open the file and read all of it, uncropped, as FFCVLoader does in evaluation, with every further field."""
     try:
         beton = open_beton(path)
         names = [name for name, kind in beton.fields.items() if kind != "rgb_image"]

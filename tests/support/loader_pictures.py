@@ -31,7 +31,7 @@ def picture(seed: int, height: int, width: int) -> NDArray[np.uint8]:
 
 
 def jpeg_bytes(pixels: NDArray[np.uint8], **options: Any) -> bytes:
-    """A JPEG file of them; `options` as Pillow's, quality 92 unless told."""
+    """Return a JPEG file of them; `options` are Pillow's, with a default quality of 92."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", **{"quality": 92, **options})
     return buffer.getvalue()
@@ -70,7 +70,7 @@ def jpeg_beton(path: Path, per_class: int = 6) -> Path:
 def run_python(
     code: str, *arguments: Any, timeout: float = 100, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a fresh interpreter, in the tests' folder."""
+    """Run a script in a fresh interpreter, in the tests' folder."""
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,

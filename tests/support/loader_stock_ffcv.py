@@ -1,7 +1,7 @@
 """Stock FFCV at work, in a process of its own: importing it changes thread counts and prints noise.
 
 Called with a folder, it makes `theirs.beton` there with its DatasetWriter, then reads every `.beton` of the
-folder with its Loader, and saves what that gives as `.npz` beside it.
+folder with its Loader, and saves the result as `.npz` next to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loader_pictures import picture
 
 
 class Pictures:
-    """Ten pictures, the first four small; DatasetWriter stores what is no JPEG as its mode says."""
+    """Ten pictures, the first four small; DatasetWriter stores images other than JPEGs according to its mode."""
 
     def __len__(self) -> int:
         return 10
@@ -31,7 +31,7 @@ class Pictures:
 
 
 def read(path: Path) -> None:
-    """Saves `crop`, the central squares of 32 pixels, and `labels`; `whole` images if all are of one size."""
+    """Save `crop`, the central squares of 32 pixels, and `labels`; `whole` images if all are of one size."""
     found: dict[str, Any] = {}
     decoders = {"crop": CenterCropRGBImageDecoder((32, 32), ratio=1.0)}
     if path.stem == "raw":
@@ -52,7 +52,7 @@ def read(path: Path) -> None:
 
 
 def write(path: Path) -> None:
-    """Stores the small pictures raw and the others as JPEG."""
+    """Store the small pictures raw and the others as JPEG."""
     fields = {
         "image": RGBImageField(write_mode="smart", smart_threshold=20 * 28 * 3, jpeg_quality=90),
         "label": IntField(),

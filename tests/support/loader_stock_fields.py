@@ -34,7 +34,7 @@ DECODERS: dict[type, Any] = {
 
 
 def values(index: int) -> dict[str, Any]:
-    """The fields of a sample beside its image, each of another kind."""
+    """The fields of a sample other than its image, each of a different kind."""
     index = int(index)  # FFCV gives numpy's, which would widen the array
     return {
         "label": np.arange(index, index + 3, dtype=np.float32) / 4,
@@ -73,7 +73,7 @@ def write(path: Path) -> None:
 
 
 def read(path: Path, os_cache: bool) -> None:
-    """Saves each field of all samples under its name; JSON as text."""
+    """Save each field of all samples under its name; JSON as text."""
     reader = Reader(str(path))
     loader = Loader(
         str(path), batch_size=3, num_workers=1, order=OrderOption.SEQUENTIAL, drop_last=False, os_cache=os_cache,

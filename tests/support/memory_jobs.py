@@ -1,4 +1,4 @@
-"""A training on ranks that watches its memory: how much the weights take at the ends of epochs, on each rank."""
+"""Training on ranks that measures the memory of the weights at the end of each epoch, on each rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def digests(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 @contextmanager
 def growth(into: list[int]) -> Iterator[None]:
-    """Adds the bytes by which the process was larger inside the block, at its largest, than at its beginning."""
+    """Add the bytes by which the process was larger inside the block, at its largest, than at its beginning."""
     ctypes.CDLL(None).malloc_trim(0)  # else what was freed before hides what comes
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = _status("VmRSS")
@@ -64,7 +64,7 @@ def _status(name: str) -> int:
 
 
 def watched(pipeline: Pipeline, epochs: int, torchrun: bool, **arguments: Any) -> dict[str, Any]:
-    """Trains on this rank. Of each export of the weights: its bytes, and those of earlier ones that are still held."""
+    """Train on this rank. Of each export of the weights: its bytes, and those of earlier ones that are still held."""
     exports: list[tuple[int, int]] = []
     given: list[Any] = []
     grown: list[int] = []

@@ -1,4 +1,4 @@
-"""A loss of one's own, as a transform."""
+"""A custom loss, as a transform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parity suite runs inside ranks, and on one device beside them."""
+"""What the parity tests run inside ranks, and on one device for comparison."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def train(
     given: dict[str, Any] | None = None,
     **options: object,
 ) -> Run:
-    """Trains on the same global batches on any number of ranks.
+    """Train on the same global batches on any number of ranks.
 
     Args:
         seed: of the first weights; rank 0's must win.
@@ -133,7 +133,7 @@ def batch(step: int, pixels: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_step(engine, step: int, images, labels, run: Run) -> float:
-    """Trains on this rank's part of a global batch; gives the loss of all of it."""
+    """Train on this rank's part of a global batch; gives the loss of all of it."""
     total = torch.zeros(())
     part = BATCH // engine.accumulate // engine.world_size
     for i in range(engine.accumulate):

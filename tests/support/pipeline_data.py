@@ -1,4 +1,4 @@
-"""A toy data set that a tiny model learns in seconds, and such models. A module, because ranks import it."""
+"""A toy data set, and tiny models that learn it in seconds. A module, because ranks import it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAIN, VAL, BATCH = 128, 50, 32  # the last validation batch is partial
 
 
 def toy_arrays(samples: int, seed: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray]:
-    """Noise in which one quarter of the image is brighter: the class says which quarter."""
+    """Noise in which one quarter of the image is brighter: the class is its index."""
     noise = np.random.default_rng(seed)
     labels = np.arange(samples) % CLASSES
     images = noise.integers(0, 120, (samples, side, side, 3), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Where things are: the tests start processes that import from here, and read the repository's own files."""
+"""Paths: the tests start processes that import from here, and read the repository's files."""
 
 from __future__ import annotations
 

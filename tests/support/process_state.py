@@ -1,4 +1,4 @@
-"""Processes of tests: servers they ask, and whether those that a test has seen start have ended."""
+"""Processes of tests: communication with servers, and whether all started processes have ended."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from places import SUPPORT
 
 def start_server(script: str) -> subprocess.Popen[str]:
     """A script of `support`, in a session of its own, that answers on stdout what it is asked on stdin."""
+    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, str(SUPPORT / script)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Waits for at most so long, and gives those that still run.
+    """Wait for at most so long, and return those that still run.
 
-    A zombie has ended: in a container whose first process reaps no orphans, a grandchild stays one for ever.
+    A zombie counts as ended: in a container whose init process does not reap orphans, a grandchild stays one forever.
     """
     deadline, left = time.monotonic() + seconds, list(processes)
     while (left := [process for process in left if _runs(process)]) and time.monotonic() < deadline:

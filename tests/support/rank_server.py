@@ -20,7 +20,7 @@ FREE = 200  # descriptors from here on are nobody's
 
 
 def serve(control: socket.socket) -> None:
-    """Answers orders until the one that gives them has ended; returns in each rank, to run it."""
+    """Answer orders until the one that gives them has ended; return in each rank, to run it."""
     while True:
         text, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
         if not text:
@@ -42,7 +42,7 @@ def serve(control: socket.socket) -> None:
 
 
 def become(order: dict[str, Any], descriptors: list[int]) -> None:
-    """Makes this process what `subprocess.Popen` would have started."""
+    """Make this process what `subprocess.Popen` would have started."""
     os.setsid()
     for place, descriptor in enumerate(descriptors):
         os.dup2(descriptor, FREE + place)

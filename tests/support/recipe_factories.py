@@ -1,4 +1,4 @@
-"""Factories of models for recipes that name them as module:attribute. A module, because it is imported by name."""
+"""Model factories for recipes that name them as module:attribute. A module, because it is imported by name."""
 
 from __future__ import annotations
 

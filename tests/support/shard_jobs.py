@@ -1,4 +1,4 @@
-"""What the tests of sharded models run inside ranks. A module, because ranks import what they can."""
+"""What the tests of sharded models run inside ranks. A module, because ranks import it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def share(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]
 def train(
     model: nn.Module, method: Transform, rank: int = 0, ranks: int = 1
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Trains with a loop method or SAM; gives the values seen in an evaluation, after it, and at the end."""
+    """Train with a loop method or SAM; gives the values seen in an evaluation, after it, and at the end."""
     factory = NoWeightDecay().optimizer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
     optimizer, session, seen = factory(model.parameters()), method.session(model), {}
 
@@ -95,7 +95,7 @@ def sharded() -> nn.Module:
 
 
 def clip(model: nn.Module, rank: int = 0, ranks: int = 1) -> dict[str, object]:
-    """Clips by norm, then by value: the norm and the gradients, gathered."""
+    """Clip by norm, then by value: the norm and the gradients, gathered."""
     images, labels = share(0, rank, ranks)
     F.cross_entropy(model(images), labels).backward()
     norm = GradientClipping("norm", 0.1).clip(model.parameters())

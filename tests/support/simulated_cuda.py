@@ -58,11 +58,11 @@ class OnCuda(torch.Tensor):
 
 
 class SimulatedCuda(TorchDispatchMode):
-    """Inside it `device="cuda"` works, and `found` lists what a GPU's host would have waited for.
+    """Inside it, `device="cuda"` works, and `found` lists where the host would have waited for a GPU.
 
     Attributes:
         found: descriptions, in order.
-        copies: copies from pinned memory that nobody waits for.
+        copies: copies from pinned memory, which are asynchronous.
     """
 
     # With this key torch starts no CUDA for `device="cuda"`.

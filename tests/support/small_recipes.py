@@ -1,4 +1,4 @@
-"""Recipes made small enough for a test."""
+"""Recipes reduced to test size."""
 
 from __future__ import annotations
 

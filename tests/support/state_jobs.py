@@ -1,4 +1,4 @@
-"""What the tests of exported state run inside ranks, and on one device beside them."""
+"""What the tests of exported state run inside ranks, and on one device for comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIMIZERS = [*STATEFUL, "plain sgd"]
 
 
 class Stateful(nn.Module):
-    """Tied weights, frozen ones, and buffers in float64 and integers; a batch may be divided at will."""
+    """Tied and frozen weights, and buffers in float64 and integers; results do not depend on how a batch is sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Stateful(nn.Module):
 
 @dataclass
 class Exported:
-    """A training after so many steps, and what happens if it goes on: the losses of the next ones."""
+    """The state of a training run after some steps, and the losses of the next steps if it continues."""
 
     state: dict[str, torch.Tensor]
     optimizer: OptimizerState
@@ -71,7 +71,7 @@ def losses(engine, first: int, steps: int) -> list[float]:
 
 
 def exported(strategy: str, optimizer: str, steps: int = BEFORE) -> Exported:
-    """Trains so many steps, exports, and trains on without a break."""
+    """Train, export the state, and continue training."""
     engine = prepare(strategy, optimizer, seed=0, lr=0.01)
     losses(engine, 0, steps)
     engine.sync_buffers()

@@ -47,13 +47,13 @@ def run_all() -> dict[str, Any]:
 
 @dataclass
 class Overflow:
-    """What came of a step that overflowed on the last rank only, and of the next, which did not.
+    """The result of a step that overflowed on the last rank only, and of the next one, which did not.
 
     Attributes:
-        same: of either step, whether the weights stayed as they were.
-        skipped: of either, what the engine said.
-        norms: of either.
-        scale: after both.
+        same: for both steps, whether the weights are unchanged.
+        skipped: for both steps, the engine's `skipped`.
+        norms: for both steps.
+        scale: after both steps.
     """
 
     same: list[bool] = field(default_factory=list)

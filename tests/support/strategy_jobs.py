@@ -1,4 +1,4 @@
-"""What the tests of `strategies` run inside ranks. A module, because ranks import what they can."""
+"""What the tests of `strategies` run inside ranks. A module, because ranks import it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def make_optimizer(name: str):
 
 
 def train(strategy: str, case: Case, seed: int = 0) -> Run:
-    """Trains on the same global batches on any number of ranks; losses are those of the global batch."""
+    """Train on the same global batches on any number of ranks; losses are those of the global batch."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, threads that wait for each other cost seconds here
     try:

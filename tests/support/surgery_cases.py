@@ -1,4 +1,4 @@
-"""Each surgery with the models that it is tested on, and how many modules it changes there."""
+"""Each surgery with its test models, and the number of modules that it changes in each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An object that no process can unpickle. A module of its own: a rank that fails to, has not imported torch."""
+"""An object that no process can unpickle. A separate module, so that a rank that fails to does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EMA and SWA: the numbers, what is averaged and what copied, evaluating, checkpoints, and a training."""
+"""EMA and SWA: the numbers, what is averaged and what copied, evaluation, checkpoints, and training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """With all that is no plain weight: BatchNorm, a tied weight, a mask, a buffer that is not saved."""
+    """With everything that is not a plain weight: BatchNorm, a tied weight, a mask, a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Averages move by a few kernels for all tensors, to the numbers of one operation per tensor."""
+"""Averages use a few kernels for all tensors, with the same numbers as one operation per tensor."""
 
 from __future__ import annotations
 

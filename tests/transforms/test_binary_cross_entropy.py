@@ -1,4 +1,4 @@
-"""BinaryCrossEntropy: the formula, its targets, its place among the others, and a training by it."""
+"""BinaryCrossEntropy: the formula, its targets, its place among the other methods, and training."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_selective_backprop_takes_it() -> None:
 
 
 def test_a_training_by_it(toy: Toy) -> None:
-    """It learns, and its validation is told in plain cross entropy, as any other's."""
+    """It learns, and validation reports plain cross entropy, as for any other loss."""
     pipeline: Pipeline = toy.pipeline(loader="torch", workers=0).transform(
         BinaryCrossEntropy(), LabelSmoothing(0.1)
     )

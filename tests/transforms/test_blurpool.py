@@ -1,4 +1,4 @@
-"""BlurPool alone: what it changes in whole models, what it leaves alone, and what it says of both."""
+"""BlurPool alone: what it changes in full models, what it skips, and its reports."""
 
 from __future__ import annotations
 

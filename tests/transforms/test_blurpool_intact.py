@@ -1,4 +1,4 @@
-"""BlurPool alone: all that it must not disturb."""
+"""BlurPool alone: what it must preserve."""
 
 from __future__ import annotations
 

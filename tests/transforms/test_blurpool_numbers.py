@@ -1,4 +1,4 @@
-"""BlurPool alone: what it computes, of each kind of convolution and pool."""
+"""BlurPool alone: its results for each kind of convolution and pool."""
 
 from __future__ import annotations
 

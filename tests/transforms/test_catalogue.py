@@ -1,4 +1,4 @@
-"""The table of transforms: names, options, and the way to a recipe and back."""
+"""The table of transforms: names, options, and conversion to recipes and back."""
 
 from __future__ import annotations
 

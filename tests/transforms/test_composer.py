@@ -1,4 +1,4 @@
-"""Held to Composer's numbers. Composer is a test reference only; nothing in Drivetrain imports it."""
+"""Comparison with Composer's numbers. Composer is a test reference only; Drivetrain does not import it."""
 
 from __future__ import annotations
 

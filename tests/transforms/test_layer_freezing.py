@@ -1,4 +1,4 @@
-"""LayerFreezing alone: the schedule, what it freezes, and that optimizers and wrappers go along."""
+"""LayerFreezing alone: the schedule, what it freezes, and its effect on optimizers and wrappers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transforms act otherwise in a longer training: each declares it, and is held to what its hooks do."""
+"""Transforms that depend on the length of the training: each declares it, and its hooks are checked against that."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Everything(nn.Module):
 
 
 def run(transform: Transform, epochs: int, train: str) -> list[Any]:
-    """What the first `EPOCHS` epochs of a training of so many epochs see and leave behind."""
+    """Return what the first `EPOCHS` epochs of a longer run see and produce."""
     torch.manual_seed(0)
     model = Everything()
     if transform.kind in CHANGES_MODEL:

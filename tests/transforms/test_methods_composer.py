@@ -1,4 +1,4 @@
-"""Batch, optimizer and loop methods held to Composer's numbers, where Composer is right."""
+"""Batch, optimizer and loop methods, compared with Composer where Composer is correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MixUp and CutMix: their formulas, their randomness, composition, and what they refuse."""
+"""MixUp and CutMix: formulas, randomness, composition, and rejected inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_beta_has_the_moments_and_quantiles_of_torchs(alpha: float) -> None:
 
 
 def test_mixup_by_hand() -> None:
-    """Every image is a mixture of itself and one other; the targets tell the same share."""
+    """Every image is a mixture of itself and one other; the targets have the same weights."""
     mixed, targets = MixUp(alpha=1.0).batch(IMAGES, LABELS, context())
     generator = torch.Generator().manual_seed(0)
     z = draw_beta(1.0, generator)

@@ -1,4 +1,4 @@
-"""RandAugment, TrivialAugment and AugMix as transforms: alone, in the plan, and trained with by either loader."""
+"""RandAugment, TrivialAugment and AugMix as transforms: alone, in the plan, and in training with either loader."""
 
 from __future__ import annotations
 

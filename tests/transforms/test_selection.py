@@ -1,4 +1,4 @@
-"""SelectiveBackprop and SeqLengthWarmup: when, what is kept, and what they refuse."""
+"""SelectiveBackprop and SeqLengthWarmup: the schedule, what is kept, and rejected inputs."""
 
 from __future__ import annotations
 

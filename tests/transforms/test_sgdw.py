@@ -1,4 +1,4 @@
-"""SGD with decoupled weight decay, held to Composer's, and in a pipeline."""
+"""SGD with decoupled weight decay, compared with Composer's, and in a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loop and optimizer methods under FSDP2 and DDP on two real ranks, held to one device and the same batches."""
+"""Loop and optimizer methods under FSDP2 and DDP on two real ranks, compared with one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SAM, GradientClipping, NoWeightDecay and TestTimeFlip: their mathematics, and short trainings."""
+"""SAM, GradientClipping, NoWeightDecay and TestTimeFlip: their mathematics, and short training runs."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_adaptive_clipping_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bias_that_starts_at_zero_still_moves(dtype: torch.dtype) -> None:
-    """In Composer its largest gradient is 0, for ever."""
+    """In Composer, its maximum gradient norm stays 0 forever."""
     for shape in ((), (3,), (4, 3, 2, 2), (4, 3, 2)):
         parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
         parameter.grad = torch.ones_like(parameter)
@@ -211,7 +211,7 @@ def test_named_parameters_and_other_optimizers() -> None:
 
 
 def test_flattened_and_emptied_parameters() -> None:
-    """FSDP1's one for all says nothing; DeepSpeed's stage 3 keeps the true shape beside an empty tensor."""
+    """FSDP1's flat parameter has no shape of its own; DeepSpeed's stage 3 stores the shape next to an empty tensor."""
     parameter = nn.Parameter(torch.zeros(0))
     parameter.ds_shape = torch.Size([4, 3])  # type: ignore[attr-defined]
     assert NoWeightDecay().optimizer(sgd)([parameter]).param_groups[0]["weight_decay"] == 0.5

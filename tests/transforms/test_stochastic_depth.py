@@ -1,4 +1,4 @@
-"""StochasticDepth: rates, draws, and that a branch which is skipped is one that is multiplied by zero."""
+"""StochasticDepth: rates, draws, and that skipping a branch equals multiplying it by zero."""
 
 from __future__ import annotations
 

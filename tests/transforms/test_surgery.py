@@ -1,4 +1,4 @@
-"""What holds for every surgery of names, weights, copies and a second application."""
+"""Properties of every surgery: names, weights, copies, and a second application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The surgeries held to Composer's numbers, wherever Composer has a defined result."""
+"""The surgeries compared with Composer's numbers, wherever Composer has a defined result."""
 
 from __future__ import annotations
 

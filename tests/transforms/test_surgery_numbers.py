@@ -1,4 +1,4 @@
-"""The mathematics of each surgery, and the edges at which the published versions fail."""
+"""The mathematics of each surgery, and the edge cases in which the published versions fail."""
 
 from __future__ import annotations
 

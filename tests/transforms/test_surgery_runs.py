@@ -1,4 +1,4 @@
-"""Every surgery in use: compiled, trained, with hooks, in half precision, from meta weights, and all together."""
+"""Every surgery in use: compiled, trained, with hooks, in half precision, from meta weights, and all combined."""
 
 from __future__ import annotations
 

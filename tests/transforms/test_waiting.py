@@ -1,4 +1,4 @@
-"""No transform makes the host wait for a CUDA device in a step, and there its numbers are those of the CPU."""
+"""No transform synchronises with a CUDA device in a step, and its numbers there equal those of the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `open_beton` refuses: files that are missing, cut, foreign, unfinished or inconsistent, each by name."""
+"""`open_beton` rejects files that are missing, truncated, of another format, unfinished or inconsistent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Damaged files, each opened and read whole in a process of its own: an error, or the very same data.
+"""Damaged files, each opened and fully read in a separate process: an error, or exactly the same data.
 
-Without a manifest the one thing that cannot be noticed is a change inside a value, which shows in that sample's
-image, label or further fields only; or of an ndarray's type of the same width. With one, and verified, nothing
-changes unnoticed.
+Without a manifest, only a change inside a value is undetectable, which affects that sample's image, label or additional
+fields only, and a change of an ndarray's dtype to another of the same width. With a verified manifest, every change is
+detected.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def regions(beton: Beton) -> dict[str, tuple[int, int]]:
 
 
 def may_alter(mutant: Mutant, beton: Beton) -> Mutant:
-    """Fills in whose values the mutant really changes, without a manifest to notice."""
+    """Fill in whose values the mutant really changes, without a manifest to notice."""
     before = beton.data[mutant.position : mutant.position + len(mutant.data)]
     changed = mutant.position + np.flatnonzero(before != np.frombuffer(mutant.data, np.uint8))
     row, fields = row_of(beton), list(beton.columns.values())
@@ -178,7 +178,7 @@ def make_mutants(beton: Beton, count: int, seed: int) -> list[Mutant]:
 
 
 def judge(mutant: Mutant, answer: dict[str, Any], sound: list[Any], verified: bool) -> str:
-    """What became of a mutant; raises AssertionError if that is not allowed."""
+    """Return the outcome of a mutant; raise AssertionError if it is not allowed."""
     if "error" in answer:
         assert answer["error"].startswith("BetonError: "), (mutant.what, answer)
         assert "mutant.beton" in answer["error"], (mutant.what, answer)

@@ -1,4 +1,4 @@
-"""A `.beton` that another program truncates or replaces while it is open: an error, never the process's end."""
+"""A `.beton` that another program truncates or replaces while it is open raises an error; the process survives."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_worker_process_does_not_take_another_file(photos: Path, tmp_path: Pat
 
 
 def test_a_file_that_was_refused_is_not_read_later(photos: Path, tmp_path: Path) -> None:
-    """A worker process returns the error of a sample, and goes on with the next one."""
+    """A worker process returns the error of a sample, and continues with the next one."""
     path = Path(shutil.copy(photos, tmp_path / "copy.beton"))
     dataset = pickle.loads(pickle.dumps(BetonDataset(path)))
     shutil.copy(photos, tmp_path / "other.beton").replace(path)

@@ -1,4 +1,4 @@
-"""`convert`: what becomes of each kind of source and image, and what the file and its manifest say."""
+"""`convert`: the result for each kind of source and image, and the content of the file and its manifest."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_report_reads_well(tmp_path: Path) -> None:
 
 
 def test_hidden_folders_and_files_are_left_out(tmp_path: Path) -> None:
-    """What notebooks and macOS leave behind is no class and no sample, for either reader of folders."""
+    """Leftovers of notebooks and macOS are neither classes nor samples, for both readers of folders."""
     root = jpeg_folder(tmp_path / "images", per_class=2)
     picture = (root / "cat" / "000.jpg").read_bytes()
     for hidden in (".ipynb_checkpoints", "__MACOSX", "cat/.thumbnails", "bee/__MACOSX"):

@@ -1,4 +1,4 @@
-"""A conversion that fails, is interrupted, is killed or fills the disk leaves nothing that looks finished."""
+"""A conversion that fails, is interrupted, is killed or fills the disk leaves no file that looks complete."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Server:
         return pid
 
     def status(self) -> int:
-        """Waits until it ends."""
+        """Wait until it ends."""
         (status,) = self._numbers()
         return status
 
     def convert_at_once(self, out: Path, count: int) -> list[int]:
-        """The exit statuses of so many conversions."""
+        """Return the exit statuses of `count` conversions."""
         self._begin(out, 0, -1, count)
         return self._numbers()
 
@@ -186,7 +186,7 @@ def test_conversions_to_one_name_at_a_time_in_several_processes(server: Server, 
 
 
 def test_conversions_to_one_name_at_a_time_in_several_threads(tmp_path: Path) -> None:
-    """Each replaces both files; whoever opens them meanwhile, and at the end, finds two that belong together."""
+    """Each replaces both files; a reader that opens them at any time finds two that belong together."""
     out, opened = raw_beton(tmp_path / "out.beton", 5), set()
 
     def write(shade: int) -> None:
@@ -234,7 +234,7 @@ def test_ctrl_c_stops_and_leaves_nothing(server: Server, tmp_path: Path) -> None
 
 
 def test_full_disk_is_one_error_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the disk: writing fails in the middle in the same way."""
+    """A limit on file sizes simulates a full disk: writing fails in the middle in the same way."""
     server.start(tmp_path / "out.beton", limit=8_500_000)
     assert server.status() == 1
     stderr = (tmp_path / "out.beton.stderr").read_text()
@@ -243,7 +243,7 @@ def test_full_disk_is_one_error_and_leaves_nothing(server: Server, tmp_path: Pat
 
 
 def test_left_alone_it_ends_well_and_says_nothing(server: Server, tmp_path: Path) -> None:
-    """Also no progress bar, for stderr is no terminal there."""
+    """It shows no progress bar either, because stderr is not a terminal."""
     server.start(tmp_path / "out.beton")
     assert server.status() == 0
     assert (tmp_path / "out.beton.stderr").read_text() == ""

@@ -1,4 +1,4 @@
-"""`convert` refuses: sources, images, labels and arguments that cannot be used, by name, leaving no file."""
+"""`convert` rejects unusable sources, images, labels and arguments by name, and leaves no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of every kind by name: what is stored, what stock FFCV makes of it, and what cannot be stored."""
+"""Fields of every kind: what is stored, how stock FFCV reads it, and what cannot be stored."""
 
 from __future__ import annotations
 

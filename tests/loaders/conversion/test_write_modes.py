@@ -1,4 +1,4 @@
-"""`write_mode` and the two resolutions: what becomes of each image, held to FFCV's RGBImageField where it has them."""
+"""`write_mode`, `max_resolution` and `min_resolution`, compared with FFCV's RGBImageField."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 on disk: reading it, a cache that is damaged or incomplete, a full disk, several at once."""
+"""CIFAR-10 on disk: reading, a damaged or incomplete cache, a full disk, concurrent processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face data sets as a source, made here and read offline."""
+"""Hugging Face data sets as a source, created here and read offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WebDataset tar shards as a source: what is read from them, and what is wrong with them, by shard and key."""
+"""WebDataset tar shards as a source: their content, and errors that name shard and key."""
 
 from __future__ import annotations
 

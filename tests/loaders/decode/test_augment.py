@@ -1,4 +1,4 @@
-"""Colours, the cut-out square and bfloat16: held to Pillow and torchvision, in both loaders."""
+"""Color jitter, CutOut and bfloat16 in both loaders, compared with Pillow and torchvision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turbojpeg.decodes`, which decodes at an eighth of the size, refuses what the loader's full decode refuses."""
+"""`turbojpeg.decodes`, which decodes at an eighth of the size, rejects the same files as the loader's full decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JPEG files out of the ordinary: damaged EXIF data, arithmetic codes, several pictures in one file."""
+"""Unusual JPEG files: damaged EXIF data, arithmetic coding, several pictures in one file."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_exif_data_that_means_nothing_leaves_the_picture_as_it_is(exif: bytes) -
 
 
 def test_huge_exif_data_is_read() -> None:
-    """It fills a segment, and goes on in the next."""
+    """It fills a segment, and continues in the next."""
     jpeg = with_segment(jpeg_bytes(PICTURE), 0xE1, b"Exif\0\0" + bytes(65_000))
     jpeg = with_segment(jpeg, 0xE1, orientation(b"\6") + bytes(65_000))
     encoded = encode_image(jpeg, Encoding())

@@ -1,4 +1,4 @@
-"""FFCV's own operations in the loader's pipeline: deterministic, and refused where they cannot work."""
+"""FFCV's own operations in the loader: deterministic, and rejected where they cannot work."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_users_own_operation(raws: Path) -> None:
 def test_random_operations_depend_on_seed_epoch_and_sample_alone(raws: Path) -> None:
     """Stock FFCV gives others at every run."""
     options = {"batch_size": 8, "image_size": SIDE, "crop": "padded", "padding": 0, "flip": False}
-    # Each loader compiles its operations anew, for seconds: the fewest that show it.
+    # Each loader compiles its operations again, for seconds, so the number of loaders is minimal.
     with FFCVLoader(
         raws,
         operations=[RandomHorizontalFlip(0.5)],
@@ -155,7 +155,7 @@ def test_operations_that_cannot_be(raws: Path, operation: Any, words: str) -> No
 
 @pytest.mark.long
 def test_an_exception_reaches_the_caller_at_once(tmp_path: Path) -> None:
-    """Stock FFCV waits for ever: its worker thread is dead, and the loop does not know."""
+    """Stock FFCV waits forever: its worker thread is dead, and the loop does not notice."""
     images = raw_pictures(20, SIDE)[0] | 8
     images[13, 0, 0, 0] = 7
     convert((images, np.arange(20)), tmp_path / "dark.beton", progress=False)

@@ -1,4 +1,4 @@
-"""What the policies draw: held to the distribution of torchvision's classes."""
+"""The random draws of the augmentation policies, compared with the distribution of torchvision's classes."""
 
 from __future__ import annotations
 

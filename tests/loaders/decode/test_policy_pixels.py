@@ -1,4 +1,4 @@
-"""RandAugment, TrivialAugment and AugMix: each operation held to torchvision's, and in both loaders."""
+"""RandAugment, TrivialAugment and AugMix in both loaders: each operation compared with torchvision's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint whose `state.json` somebody has edited, with right digests: a typed error, or the same training."""
+"""An edited `state.json` with valid digests either raises a typed error or does not change the training."""
 
 from __future__ import annotations
 

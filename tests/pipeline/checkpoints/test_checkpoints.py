@@ -1,4 +1,4 @@
-"""Checkpoints of one process: a resumed run is the uninterrupted one bit for bit, and another run is refused."""
+"""Checkpoints in one process: resuming is bit-for-bit identical to no interruption; a different run is rejected."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_damaged_one_is_passed_over(toy: Toy, tmp_path: Path) -> None:
         resumed = fit(pipeline, out=tmp_path, resume="auto")
     assert resumed.history.facts["resumed"][0]["step"] == 2 * STEPS
     assert_same(resumed, whole)
-    assert_same(fit(pipeline, resume=newest), whole)  # it was written anew
+    assert_same(fit(pipeline, resume=newest), whole)  # it was rewritten
 
 
 def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_an_earlier_run_is_replaced_with_a_word_and_as_a_whole(toy: Toy, tmp_pat
     assert "held" not in capsys.readouterr().out
     with pytest.raises(ZeroDivisionError):
         fit(toy.pipeline(Failing), out=tmp_path)
-    # What the run that failed asked for, and nothing of the other but its checkpoint.
+    # The files of the run that failed, and nothing of the other run but its checkpoint.
     assert left_in(tmp_path) == ["checkpoints", "plan.txt"]
     (old,) = checkpoints_in(tmp_path)
     with pytest.raises(CheckpointError, match=f"of an earlier run.*Pass {re.escape(str(old))} to use it"):
@@ -384,7 +384,7 @@ def test_an_earlier_run_is_replaced_with_a_word_and_as_a_whole(toy: Toy, tmp_pat
     fit(pipeline, epochs=1, out=tmp_path, checkpoints=None)
     assert checkpoints_in(tmp_path) == []
     fit(pipeline, epochs=1, out=tmp_path / "off", checkpoints=None)
-    pipeline.fit(epochs=1, out=tmp_path / "off", resume="auto")  # of which there is nothing to go on from
+    pipeline.fit(epochs=1, out=tmp_path / "off", resume="auto")  # it has nothing to resume from
     assert "off held a run of 1 epoch; it is replaced.\n" in capsys.readouterr().out
 
 
@@ -400,7 +400,7 @@ def test_a_run_from_another_folder_without_checkpoints_clears_those_of_an_earlie
     assert checkpoints_in(tmp_path / "here") == []
     assert checkpoints_in(tmp_path / "from")
     fit(pipeline, epochs=1, out=tmp_path / "from", resume="auto", checkpoints=None)
-    assert checkpoints_in(tmp_path / "from")  # it goes on in this folder
+    assert checkpoints_in(tmp_path / "from")  # it continues in this folder
 
 
 def test_a_rank_that_is_left_over_disables_neither_lock_nor_curves(

@@ -1,4 +1,4 @@
-"""`drivetrain export` and `--resume`: plain state dicts that load where there is no Drivetrain."""
+"""`drivetrain export` and `--resume`: plain state dicts that load without Drivetrain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values as text that is the same in every process: functions and objects without their addresses."""
+"""Values as text that is the same in every process: functions and objects without addresses."""
 
 from __future__ import annotations
 

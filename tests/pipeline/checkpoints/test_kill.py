@@ -1,4 +1,4 @@
-"""`kill -9` of any rank, or of all, at any moment: `resume="auto"` ends with the weights of an uninterrupted run."""
+"""After `kill -9` of any rank at any moment, `resume="auto"` reaches the weights of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from checkpoint_kill_server import STOPS_AT
 from pipeline_data import Toy
 from places import SUPPORT
 from process_state import start_server, wait_until_ended
@@ -37,7 +38,7 @@ class Server:
         self.process = start_server("checkpoint_kill_server.py")
         assert self._answer() == "ready"
 
-    def start(self, out: Path, strategy: str, ranks: int, attempt: int) -> list[int]:
+    def start(self, out: Path, strategy: str, ranks: int, attempt: int, callbacks: bool = False) -> list[int]:
         rendezvous = out.with_name(f"{out.name}-{attempt}.rendezvous")
         order = {
             "out": str(out),
@@ -46,6 +47,7 @@ class Server:
             "train": self._toy.train,
             "val": self._toy.val,
             "every_steps": 1,
+            "callbacks": callbacks,
         }
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({**order, "rendezvous": str(rendezvous)}) + "\n")
@@ -87,8 +89,10 @@ def kill(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def uninterrupted(server: Server, out: Path, strategy: str, ranks: int) -> dict[str, torch.Tensor]:
-    server.start(out, strategy, ranks, 0)
+def uninterrupted(
+    server: Server, out: Path, strategy: str, ranks: int, callbacks: bool = False
+) -> dict[str, torch.Tensor]:
+    server.start(out, strategy, ranks, 0, callbacks)
     assert server.statuses() == [0] * ranks, Path(f"{out}.stderr").read_text()
     return load_file(out / "model.safetensors")
 
@@ -102,7 +106,7 @@ def newest(out: Path) -> int:
 
 
 def wait_for_step(step: int, out: Path, pid: int) -> None:
-    """Returns when a checkpoint of that step is there, or the process has ended."""
+    """Return when a checkpoint of that step is there, or the process has ended."""
     deadline = time.monotonic() + PATIENCE
     while newest(out) < step and psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -119,15 +123,31 @@ def numbers(out: Path) -> list[tuple[float, float, float]]:
     return [(epoch["loss"], epoch["val_loss"], epoch["metrics"]) for epoch in epochs]
 
 
-def ends_the_same(server: Server, folder: Path, strategy: str, ranks: int, kills: int, seed: int) -> None:
-    """Kills trainings until there were so many, each resumed from the last; every one that ends is compared."""
+def of_callbacks(out: Path) -> tuple[Any, ...]:
+    """Why the run stopped, its evaluations within epochs, and what its callbacks keep, of every rank."""
+    history = json.loads((out / "history.json").read_text())
+    content = json.loads((out / f"checkpoints/step-{newest(out):08d}/state.json").read_text())
+    kept = [rank["callbacks"] for rank in content["ranks"]]
+    return history.get("stopped"), history.get("evaluations"), kept
+
+
+def ends_the_same(
+    server: Server,
+    folder: Path,
+    strategy: str,
+    ranks: int,
+    kills: int,
+    seed: int,
+    callbacks: bool = False,
+) -> None:
+    """Kill runs until their number is reached, resuming each from the last; compare every run that ends."""
     dice = random.Random(seed)
-    weights = uninterrupted(server, folder / "whole", strategy, ranks)
+    weights = uninterrupted(server, folder / "whole", strategy, ranks, callbacks)
     done, runs, attempt, while_saving, steps = 0, 0, 0, 0, set[int]()
     out = folder / "run 0"
     while True:
         attempt += 1
-        pids = server.start(out, strategy, ranks, attempt)
+        pids = server.start(out, strategy, ranks, attempt, callbacks)
         victims = pids if dice.random() < 0.5 else [dice.choice(pids)]
         if done < kills:
             wait_for_a_moment(dice, out, pids)
@@ -142,6 +162,7 @@ def ends_the_same(server: Server, folder: Path, strategy: str, ranks: int, kills
             found = load_file(out / "model.safetensors")
             torch.testing.assert_close(found, weights, rtol=0, atol=0)
             assert numbers(out) == numbers(folder / "whole")
+            assert of_callbacks(out) == of_callbacks(folder / "whole")
             runs += 1
             if done >= kills:
                 break
@@ -156,6 +177,20 @@ def test_a_few_on_one_device(server: Server, tmp_path: Path) -> None:
 
 def test_a_few_on_two_ranks(server: Server, tmp_path: Path) -> None:
     ends_the_same(server, tmp_path, "ddp", ranks=2, kills=3, seed=2)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "kills"), [("single", 1, 3), ("ddp", 2, 2)])
+def test_a_few_with_callbacks_and_early_stopping(
+    strategy: str, ranks: int, kills: int, server: Server, tmp_path: Path
+) -> None:
+    """They keep their states, and the run stops after the same step of an epoch, for the same reason."""
+    ends_the_same(server, tmp_path, strategy, ranks, kills, seed=5, callbacks=True)
+    stopped, evaluations, kept = of_callbacks(tmp_path / "whole")
+    assert stopped["step"] == STOPS_AT
+    assert stopped["reason"].startswith("EarlyStopping: val_loss has not improved")
+    assert [each["step"] for each in evaluations] == [3, 6, 9]
+    assert [len(states["Losses"]["losses"]) for states in kept] == [STOPS_AT] * ranks
+    assert len({str(states) for states in kept}) == ranks  # each rank's own losses
 
 
 @pytest.mark.slow
@@ -178,7 +213,7 @@ pipeline_of(train, val).distribute(strategy, devices=2).fit(
 
 @pytest.fixture
 def launched(toy: Toy, tmp_path: Path) -> Iterator[Callable[[str, Path], subprocess.Popen[str]]]:
-    """Starts a script whose `fit` starts two ranks."""
+    """Start a script whose `fit` starts two ranks."""
     started: list[subprocess.Popen[str]] = []
 
     def launch(strategy: str, out: Path) -> subprocess.Popen[str]:
@@ -199,7 +234,7 @@ def launched(toy: Toy, tmp_path: Path) -> Iterator[Callable[[str, Path], subproc
 def test_the_process_that_started_the_ranks(
     strategy: str, launched: Callable[[str, Path], subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """Killed itself, its ranks end by themselves; a rank killed, it says so. The next start goes on."""
+    """If the program is killed, its ranks exit; if a rank is killed, it reports that. The next start resumes."""
     dice, whole, out = random.Random(4), tmp_path / "whole", tmp_path / "out"
     assert launched(strategy, whole).wait(PATIENCE) == 0
     for victim in ("parent", "rank", "parent"):

@@ -1,4 +1,4 @@
-"""Checkpoints from every strategy and number of ranks to every other: the rest of the training is the same."""
+"""Checkpoints from every strategy and world size to every other: the remaining training is the same."""
 
 from __future__ import annotations
 

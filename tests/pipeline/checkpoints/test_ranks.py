@@ -1,4 +1,4 @@
-"""Checkpoints saved under any strategy and number of ranks, resumed under any other."""
+"""Checkpoints saved under any strategy and world size, resumed under any other."""
 
 from __future__ import annotations
 

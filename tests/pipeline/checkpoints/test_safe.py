@@ -1,4 +1,4 @@
-"""Checkpoints that are crafted, truncated or tampered with: a typed error, and nothing is ever unpickled."""
+"""Checkpoints that are crafted, truncated or modified raise a typed error; nothing is ever unpickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and what becomes of one that cannot be written."""
+"""Which checkpoints are kept, and failures to write one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, as processes: help, results, files, and errors of one line."""
+"""The command line, in processes: help, results, files, and one-line errors."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
 @pytest.mark.slow  # torchrun, and two interpreters of its ranks
 @pytest.mark.timeout(200)
 def test_torchrun_runs_the_command_on_its_ranks(toy: Toy, tmp_path: Path) -> None:
-    """They train together, rank 0 alone tells of it, and the folder is as after any run."""
+    """They train together, only rank 0 prints, and the folder is as after any run."""
     out = tmp_path / "run"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",

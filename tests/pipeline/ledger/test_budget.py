@@ -1,4 +1,4 @@
-"""The ledger's time is kept: fewer batches, rounds and variants; and Ctrl-C gives what was measured by then."""
+"""The ledger keeps its time budget by taking fewer batches, rounds and variants; Ctrl-C returns the results so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a ledger's figures honest: order, warm-up, waiting for the device, every interval, costs apart."""
+"""What makes the ledger's figures honest: interleaving, warm-up, synchronisation, intervals, separate costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger as a value: its arithmetic on made-up rounds, its table, files, picture and comparison."""
+"""The ledger as a value: its arithmetic on synthetic rounds, its table, files, picture and comparison."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_what_the_extras_cost() -> None:
     whole = [trials[WHOLE].seconds for trials in plain]
     ledger = with_extras(*(Trial(1200, seconds * 4, 0, parts={"extras": seconds}) for seconds in whole))
     assert "non-finite losses) take at most 25.00% of the time.\n" in str(ledger)
-    # Rows are as asked for, and the last of them is the full pipeline; that of the extras is beside them.
+    # The rows are the requested ones, the last one the full pipeline; the extras are a separate row.
     assert [row.id for row in ledger.rows] == [PLAIN, WHOLE]
     (row,) = (line for line in str(ledger).splitlines() if str(EXTRAS) in line)
     assert "0.62  (0.37 to 1.02)" in row

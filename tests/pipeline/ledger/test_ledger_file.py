@@ -1,4 +1,4 @@
-"""A ledger's file: what could not have been measured, or can no longer be shown, is not a ledger."""
+"""The ledger's file: impossible or unreadable figures are rejected."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_nobody_measured_is_no_ledger(
 
 
 def test_a_file_whose_names_were_sorted_is_refused(good: dict[str, Any], tmp_path: Path) -> None:
-    """The order says which variant is the full pipeline, and which stage came first."""
+    """The order determines the full pipeline and the first stage."""
     (tmp_path / "sorted.json").write_text(json.dumps(good, sort_keys=True))
     with pytest.raises(DrivetrainError, match="the order of the variants is lost"):
         Ledger.load(tmp_path / "sorted.json")

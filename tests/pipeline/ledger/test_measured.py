@@ -1,4 +1,4 @@
-"""The ledger measured: real trainings on tiny data, with a bottleneck that is known because something sleeps."""
+"""Measured ledgers: real training runs on tiny data, with a known bottleneck that sleeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger's picture: what is drawn where, read from matplotlib's own axes."""
+"""The ledger's picture: its elements, read from matplotlib's axes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 import own_schedules
 import pytest
 import torch
-from drivetrain import DrivetrainError, Pipeline, PlanError
+from drivetrain import DrivetrainError, EarlyStopping, Pipeline, PlanError
 from drivetrain.pipeline.spec.config import DistributedConfig
 from drivetrain.transforms import (
     EMA,
@@ -79,7 +79,10 @@ def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
 
 @pytest.mark.parametrize("schedule", [own_schedules.dip, own_schedules.one_cycle])
 def test_any_schedule(toy: Toy, schedule: Any) -> None:
-    pipeline = toy.pipeline(plain_model).optimize("sgd", lr=0.1, momentum=0.9, schedule=schedule)
+    groups = {"4.*": {"lr": 0.05}}
+    pipeline = toy.pipeline(plain_model).optimize(
+        "sgd", lr=0.1, momentum=0.9, schedule=schedule, groups=groups
+    )
     _, found = trained(pipeline, 2)
     own = [epoch.loss for epoch in pipeline.fit(epochs=2, progress=False).history.epochs]
     assert [values["loss"] for values in found] == pytest.approx(own, abs=1e-5)
@@ -158,6 +161,10 @@ def test_what_the_trainer_is_told(toy: Toy) -> None:
         pipeline.to_lightning(epochs=1, strategy="ddp_spwan")
     with pytest.raises(PlanError, match=r"max_epochs=5\): set it in to_lightning\(epochs=…\)"):
         pipeline.to_lightning(epochs=1, max_epochs=5)
+    with pytest.raises(
+        PlanError, match=r"EarlyStopping is a callback of Drivetrain.*lightning.*EarlyStopping\("
+    ):
+        pipeline.to_lightning(epochs=1, callbacks=[EarlyStopping()])
 
 
 def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:

@@ -135,7 +135,7 @@ def test_airbenchs_convolutions_begin_as_the_identity() -> None:
 
 @pytest.mark.slow
 def test_the_first_layer_whitens_cifar10() -> None:
-    """Held to the images themselves, where they are in the cache or can be fetched."""
+    """Compared with the images themselves, if they are cached or can be downloaded."""
     try:
         images, _ = cifar10.load_cifar10(cifar10.fetch_cifar10(), "train")
     except DataError as error:

@@ -1,5 +1,4 @@
-"""A model in a module of the user's: found beside the recipe's file, exported by its name; and transforms of one's own
-that lack their method."""
+"""Custom models, imported from the recipe's folder and exported by name; and custom transforms without their method."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Net(nn.Sequential):
 
 @pytest.fixture
 def recipe(toy: Toy, tmp_path: Path) -> Path:
-    """A recipe's file beside a model."""
+    """Write a recipe file next to a model."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "beside_net.py").write_text(NET)

@@ -1,4 +1,4 @@
-"""Pipelines as recipes and back: equal ones, or an error that says what a recipe cannot hold."""
+"""Pipelines as recipes and back: the result is equal, or an error names what a recipe cannot express."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes in YAML and JSON files: read as data, by the rules of YAML 1.2, with errors that name the line."""
+"""Recipes in YAML and JSON files: read as data by the rules of YAML 1.2, with errors that name the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overrides that meet: a dict and a value in it are both there in any order; the same value twice is an error."""
+"""Overlapping overrides: a dict and a value in it are both applied, in any order; setting a value twice is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: plain dicts that complete, plan and train, that nothing changes, and whose errors help."""
+"""Recipes: plain, unmodified dicts that are completed, planned and trained, with helpful errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tiny(toy: Toy, **overrides: Any) -> dict[str, Any]:
 
 
 def test_the_recipes_that_people_ask_for_are_there() -> None:
-    """By these names. docs/recipes.md says how many there are."""
+    """The recipes have these names, and docs/recipes.md states their number."""
     lengths = (16, 24, 32, 40, 56, 88)
     wanted = {
         "baseline", "cifar10-quickstart", "cifar10-fast", "resnet50-mild", "resnet50-medium", "resnet50-hot", "vit-s16",

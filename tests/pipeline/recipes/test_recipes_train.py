@@ -1,4 +1,4 @@
-"""Every recipe builds, plans and takes steps, on a stand-in for its data that is a few pictures."""
+"""Every recipe builds, plans and takes steps, with a few images instead of its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Pipeline.fit` on one device: it learns, agrees with plain PyTorch, repeats, and leaves no trace."""
+"""`Pipeline.fit` on one device: it learns, agrees with plain PyTorch, is reproducible, and restores global state."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def batches(path: str, train: bool, epochs: int) -> Iterator[list[tuple[torch.Te
 def plain_training(
     toy: Toy, epochs: int, accumulate: int = 1, clip_norm: float | None = None, warmup: float = 0.0
 ) -> tuple[nn.Module, list[float], list[tuple[float, float]]]:
-    """Training as anybody would write it by hand, with a triangular learning rate."""
+    """A typical hand-written training loop, with a triangular learning rate."""
     torch.manual_seed(0)
     model = batch_norm_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)

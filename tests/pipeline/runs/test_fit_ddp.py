@@ -122,7 +122,7 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
 
 @pytest.fixture(scope="module")
 def on_one_device(cases: Any) -> Callable[[str], FitResult]:
-    """A case's result on one device, trained when it is first asked for."""
+    """Return a case's result on one device, trained on first use."""
 
     @cache
     def result(name: str) -> FitResult:

@@ -1,4 +1,4 @@
-"""Ctrl-C: training ends at once, leaves nothing running, and keeps the epochs that were finished."""
+"""Ctrl-C: training stops at once, leaves no process running, and keeps the finished epochs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60
 
 
 def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Sends SIGINT as a terminal does, to the full pipeline group; returns the output when all of it has ended."""
+    """Send SIGINT as a terminal does, to the whole process group; return the output when all of it has ended."""
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     os.killpg(process.pid, signal.SIGINT)
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Whole weights at the ends of epochs: on the ranks that keep them, and there once."""
+"""The full weights at the end of an epoch: held once, and only on the ranks that keep them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foreign or damaged files in the folder of a run never hide an error, and never end a training."""
+"""Foreign or damaged files in a run's folder never hide an error, and never stop a training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cudnn_benchmark= and matmul_precision=: chosen, in the plan, set for the run, and put back. Without a GPU."""
+"""cudnn_benchmark= and matmul_precision=: chosen, shown in the plan, set for the run, and restored. Without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline_data import Toy, plain_model
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says that there is one; nothing here computes on it."""
+    """torch reports a GPU; nothing here computes on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 

@@ -1,4 +1,4 @@
-"""One owner per option: each is one field of a config, and everything that names options derives from these."""
+"""One owner per option: each is one field of a config, from which everything else derives."""
 
 from __future__ import annotations
 

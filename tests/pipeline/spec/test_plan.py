@@ -1,4 +1,4 @@
-"""The plan's order, the builder as a value, and what is refused: typed, with value and remedy, before work."""
+"""The plan's order, the builder as a value, and what is rejected before any work, with value and remedy."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def test_names_of_the_validation_data_count_the_classes_of_nameless_training_dat
 
 
 class Moody(nn.Module):
-    """Draws random numbers in evaluation, too, counts its forwards in a buffer, and finds its width by itself."""
+    """Draws random numbers in evaluation, too, counts its forward passes in a buffer, and infers its width."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is known before any work is checked before the plan: files by `plan()`; epochs, folder and model by `train`."""
+"""Everything known in advance is checked before the plan: files by `plan()`; epochs, folder and model by `train`."""
 
 from __future__ import annotations
 

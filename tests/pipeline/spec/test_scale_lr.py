@@ -1,4 +1,4 @@
-"""The learning rate and the batch size: what the plan states, and `scale_lr`."""
+"""Learning rate and batch size: what the plan states, and `scale_lr`."""
 
 from __future__ import annotations
 

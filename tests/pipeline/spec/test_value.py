@@ -1,4 +1,4 @@
-"""`Pipeline` is a value: comparable, hashable, picklable, subclassable, unchangeable, and its repr shows all of it."""
+"""`Pipeline` is a value: comparable, hashable, picklable, subclassable, immutable, with a complete repr."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Mine(Pipeline):
 
 
 class Fixed(Pipeline):
-    """With another constructor, and an attribute that is no field."""
+    """With another constructor, and an attribute that is not a field."""
 
     def __init__(self, name: str) -> None:
         super().__init__(recipe_factories.small, classes=4)

@@ -1,4 +1,4 @@
-"""`fit(logger=…)`: what each logger gets, what is refused, and what a failure costs; the curves of a run."""
+"""`fit(logger=…)`: what each logger receives, what is rejected, and the effect of a failure; the curves of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that fp16's loss scale skips: no error, no norm, no part of an average, and counted in the history."""
+"""Steps that the fp16 loss scale skips: no error, no norm, no effect on averages, and counted in the history."""
 
 from __future__ import annotations
 

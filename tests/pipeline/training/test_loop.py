@@ -1,4 +1,4 @@
-"""What the loop adds to a step, counted in operations: a time would depend on the machine and on who else uses it."""
+"""The overhead of the loop per step, counted in operations, because times depend on the machine and its load."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def by_hand() -> Callable[[int], object]:
-    """An epoch of so many steps, as anybody would write it."""
+    """An epoch of a typical hand-written loop."""
     model = batch_norm_model()
     optimizer = sgd(model.parameters())
 

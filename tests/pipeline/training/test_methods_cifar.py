@@ -47,7 +47,7 @@ IMAGES, EPOCHS, BATCH = 2500, 24, 100
 POINTS = 0.02
 """How far below plain training a method may end."""
 SEEDS = 3
-"""Plain trainings, whose mean accuracy is what a method is held to: one differs from the next by a point."""
+"""Number of plain runs; methods are compared with their mean accuracy, because runs differ by a point."""
 
 METHODS: list[Transform] = [
     LabelSmoothing(), BinaryCrossEntropy(), MixUp(), CutMix(), CutOut(), ColOut(0.05, 0.05), ProgressiveResizing(),
@@ -116,7 +116,7 @@ def network() -> nn.Module:
 
 
 def train(files: tuple[str, str], *transforms: Transform, seed: int = 0) -> Trained:
-    """Trains on one rank; the test images are looked at once, at the end, since ten thousand take a while."""
+    """Train on one rank; the test images are looked at once, at the end, since ten thousand take a while."""
     pipeline = (
         Pipeline(network, seed=seed)
         .transform(*transforms)

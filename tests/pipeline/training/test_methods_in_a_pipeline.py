@@ -1,4 +1,4 @@
-"""Training methods in a pipeline: each is called at its place, and does what it does in anybody's loop."""
+"""Training methods in a pipeline: each is called at its place, and has the same effect as in a custom loop."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_average_that_keeps_its_start_is_named(
 
 
 def test_the_average_is_evaluated_and_returned(toy: Toy) -> None:
-    """The weights that come back have the accuracy of the history; those trained on go on from where they were."""
+    """The returned weights have the accuracy of the history; training continues from the unaveraged weights."""
     result = fit(toy.pipeline().transform(EMA(half_life=3)), 3)
     assert evaluated(result.model, toy.val) == pytest.approx(
         (result.history.epochs[-1].val_loss, result.history.epochs[-1].accuracy), abs=1e-5

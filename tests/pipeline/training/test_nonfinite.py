@@ -1,4 +1,4 @@
-"""Losses that are not finite: noticed at their step by all ranks, or skipped by all."""
+"""Non-finite losses: detected at their step by all ranks, or skipped by all."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_raises_at_the_step_and_names_the_checkpoint(toy: Toy, tmp_path: Path) -
         NonFiniteError, match=r"At step 2 the loss is nan on rank 0. There is no earlier checkpoint"
     ):
         fit(toy.pipeline(Bad((2,))))
-    # What was saved before is whole, and trains on where the cause is mended.
+    # The checkpoint saved before is complete, and training continues from it once the cause is fixed.
     resumed = fit(toy.pipeline(Bad(())), out=tmp_path, resume="auto")
     assert resumed.history.facts["resumed"][0]["step"] == 6
     assert len(resumed.history.epochs) == 3
@@ -84,7 +84,7 @@ def test_an_infinite_gradient(toy: Toy) -> None:
 
 
 def test_weights_that_are_not_finite_are_not_saved(toy: Toy, tmp_path: Path) -> None:
-    """The last step of an epoch spoils them with a finite loss: there is no later loss to show it."""
+    """The last step of an epoch makes weights non-finite with a finite loss, and no later loss would show it."""
     pipeline = toy.pipeline(Bad((2 * STEPS,), gradient=True)).load(toy.train, batch_size=BATCH, image_size=16)
     with pytest.raises(
         NonFiniteError, match=r"After step 8 the weights are not finite; they were not saved.*00004\."

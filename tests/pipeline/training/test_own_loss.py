@@ -1,4 +1,4 @@
-"""A loss of one's own, as a transform: it trains, and what it cannot take is told before any training."""
+"""A custom loss, as a transform: it trains, and targets that it does not support are an error before training."""
 
 from __future__ import annotations
 

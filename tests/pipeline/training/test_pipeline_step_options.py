@@ -1,4 +1,4 @@
-"""activation_checkpointing=, compile= and fp16 as a pipeline's user meets them."""
+"""activation_checkpointing=, compile= and fp16 in a pipeline."""
 
 from __future__ import annotations
 

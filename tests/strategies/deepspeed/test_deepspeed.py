@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO on real CPU ranks, held to `Single` on the same global batches."""
+"""DeepSpeed's ZeRO on real CPU ranks, compared with `Single` on the same global batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FITTED = {"plain": STAGES[1], "clipped accumulated": STAGES[2], "methods": STAGE
 
 @pytest.fixture(scope="module")
 def pipelines(toy: Toy) -> dict[str, tuple[Pipeline, dict[str, Any]]]:
-    """Name: a pipeline, and how it is distributed beside the strategy."""
+    """Name: a pipeline, and its options of `distribute` other than the strategy."""
     return {
         "plain": (toy.pipeline(plain_model), {}),
         "clipped accumulated": (toy.pipeline(plain_model), {"clip_norm": 0.05, "accumulate": 2}),
@@ -117,7 +117,7 @@ def test_other_models_train_like_one_device(ranks: Ranks, case: Case) -> None:
 
 @pytest.mark.parametrize("case", surgeries(), ids=lambda case: case.name)
 def test_changed_models_train_like_one_device(ranks: Ranks, case: Case) -> None:
-    """Every surgery, as the catalogue says."""
+    """Every surgery, as declared in the catalogue."""
     check_cases(ranks, STAGES[1:], [case])
 
 
@@ -143,7 +143,7 @@ def test_statistics_and_evaluation_are_those_of_ddp(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(("first", "second"), MOVES[:6])
 def test_a_training_moves_between_strategies(ranks: Ranks, first: str, second: str) -> None:
-    """Weights and the optimizer's state, exported by one and imported by the other, go on as if nothing had been."""
+    """With weights and optimizer state exported by one and imported by the other, training continues unchanged."""
     single, state = moved("single", "single", replace(MOVED[0], accumulate=MOVED[0].accumulate * 2))
     for rank in ranks:
         run, optimizer = rank[f"{first} to {second}"]
@@ -195,7 +195,7 @@ def test_methods_work_or_are_declared_unsafe(ranks: Ranks, name: str) -> None:
             assert "has partitioned it across the ranks" in found[f"SWA {name}"]
         else:
             torch.testing.assert_close(found[f"EMA {name}"], expected, rtol=0, atol=1e-5)
-            assert found[f"SWA {name}"] > 1e-4  # the step went on from the weights before the mean
+            assert found[f"SWA {name}"] > 1e-4  # the step continued from the weights before the mean
         assert found[f"SAM {name}"].startswith("PlanError")
         assert found[f"GradientClipping {name}"].startswith("PlanError")
         moves = found[f"LayerFreezing {name}"]

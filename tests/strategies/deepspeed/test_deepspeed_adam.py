@@ -1,4 +1,4 @@
-"""DeepSpeed's Adam for the CPU: where it takes the place of torch's, and what happens where it cannot."""
+"""DeepSpeed's Adam for the CPU: where it replaces torch's, and the fallback where it cannot."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def one_rank() -> Iterator[None]:
 
 
 def fallen_back(words: str) -> None:
-    """Asserts that torch's optimizer stays, and that the note gives the reason in one sentence."""
+    """Assert that torch's optimizer stays, and that the note gives the reason in one sentence."""
     own = AdamW(weights())
     with working(CPU) as deepspeed:
         optimizer, note = deepspeed_adam.faster(own, deepspeed, CPU)

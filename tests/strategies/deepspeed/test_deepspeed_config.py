@@ -1,4 +1,4 @@
-"""The names of DeepSpeed's strategies, their options, a user's configuration, and what is missing: in this process."""
+"""DeepSpeed's strategies in this process: names, options, a user's configuration, and missing packages."""
 
 from __future__ import annotations
 

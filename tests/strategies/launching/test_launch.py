@@ -1,4 +1,4 @@
-"""`launch` in this process: results, and the first cause when a rank fails."""
+"""`launch` in this process: results, and the first cause if a rank fails."""
 
 from __future__ import annotations
 

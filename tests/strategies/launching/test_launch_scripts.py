@@ -1,4 +1,4 @@
-"""`launch` as users meet it: scripts without a main guard, Ctrl-C, a parent that is killed, torchrun."""
+"""`launch` in scripts: no main guard, Ctrl-C, a killed parent, torchrun."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Script:
         self.ranks: list[psutil.Process] = []
 
     def wait_until_said(self, line: str, times: int) -> None:
-        """Reads output until `line` has come `times` times, then notes the ranks."""
+        """Read output until `line` has come `times` times, then record the ranks."""
         assert self.process.stdout is not None
         seen: list[str] = []
         while seen.count(line) < times:

@@ -1,0 +1,1 @@
+"""Callbacks: what users run in the training loop, and those that Drivetrain ships."""

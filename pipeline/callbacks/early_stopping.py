@@ -1,0 +1,114 @@
+"""`EarlyStopping`: stop when a metric no longer improves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from ...checks import check_number, check_whole
+from ...errors import PlanError, suggest
+from .callback import Callback, RunOptions
+from .view import RunView
+
+Mode = Literal["auto", "min", "max"]
+LOWER = ("loss", "error", "mae", "mse", "perplexity")
+HIGHER = ("accuracy", "top", "f1", "map", "iou", "auroc", "precision", "recall", "r2")
+
+
+class EarlyStopping(Callback):
+    """Stop when a metric has not improved for `patience` evaluations in a row.
+
+    After it has stopped a run, its count begins again: a run that is continued (`fit(continue_stopped=True)`) has
+    `patience` further evaluations to improve on the best value.
+
+    Args:
+        monitor: a metric of the evaluation, `"val_loss"` (default), `"accuracy"`, …; or `"loss"`, the mean training
+            loss of an epoch, which needs no validation data.
+        patience: evaluations without an improvement before it stops. Positive integer. Default 3.
+        min_delta: smallest change that counts as an improvement, 0 or more. Default 0.
+        mode: `"min"`: lower is better; `"max"`: higher is better; `"auto"` (default): by the metric's name.
+
+    Attributes:
+        best: the best value so far; None before the first evaluation.
+        waited: evaluations since.
+
+    Raises:
+        PlanError: for an invalid value; from `fit`, for an unknown metric, or one from whose name the mode does not
+            follow.
+    """
+
+    def __init__(
+        self, monitor: str = "val_loss", patience: int = 3, min_delta: float = 0.0, mode: Mode = "auto"
+    ) -> None:
+        if not isinstance(monitor, str):
+            raise PlanError(f"EarlyStopping: monitor={monitor!r:.60} must be the name of a metric.")
+        check_whole("EarlyStopping: patience", patience, PlanError, 1)
+        check_number("EarlyStopping: min_delta", min_delta, PlanError, "[0, inf)")
+        if mode not in get_args(Mode):
+            raise PlanError(f"EarlyStopping: mode={mode!r} is not known.{suggest(str(mode), get_args(Mode))}")
+        self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
+        self.mode = mode
+        self.best: float | None = None
+        self.waited = 0
+
+    def check(self, run: RunOptions) -> None:
+        """Raise `PlanError` unless the run measures the metric, and it is known which values are better."""
+        if self.monitor in ("loss", *run.metrics):
+            self._lower_is_better()
+            return
+        if not run.metrics:
+            raise PlanError(
+                f"EarlyStopping monitors {self.monitor!r}, but the run has no validation data. Pass a second file to "
+                "load() (--val), or use EarlyStopping('loss')."
+            )
+        raise PlanError(
+            f"EarlyStopping: no metric is named {self.monitor!r}.{suggest(self.monitor, ('loss', *run.metrics))}"
+        )
+
+    def on_fit_start(self, view: RunView) -> None:  # noqa: ARG002
+        """Forget an earlier run."""
+        self.best, self.waited = None, 0
+
+    def on_evaluation_end(self, view: RunView) -> None:
+        """Look at a metric of the evaluation."""
+        if self.monitor != "loss":
+            self._look(view, view.metrics[self.monitor])
+
+    def on_epoch_end(self, view: RunView) -> None:
+        """Look at the training loss."""
+        if self.monitor == "loss":
+            self._look(view, view.history[-1].loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and the evaluations since."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore both."""
+        self.best, self.waited = state["best"], state["waited"]
+
+    def _look(self, view: RunView, value: float) -> None:
+        sign = 1.0 if self._lower_is_better() else -1.0
+        if self.best is None or sign * (self.best - value) > self.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            self.waited = 0
+            view.stop(
+                f"EarlyStopping: {self.monitor} has not improved on {self.best:.6g} for {self.patience} "
+                f"evaluation{'s' * (self.patience != 1)}"
+            )
+
+    def _lower_is_better(self) -> bool:
+        if self.mode != "auto":
+            return self.mode == "min"
+        name = self.monitor.lower()
+        if any(part in name for part in LOWER):
+            return True
+        if any(part in name for part in HIGHER):
+            return False
+        raise PlanError(
+            f"EarlyStopping: the name {self.monitor!r} does not tell whether lower or higher is better. Pass "
+            "mode='min' or mode='max'."
+        )

@@ -1,0 +1,252 @@
+"""Run the user's callbacks at a run's events, and let its ranks agree on errors and stops."""
+
+from __future__ import annotations
+
+import json
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+
+from ...errors import CheckpointError, DrivetrainError, PlanError
+from ...strategies import Engine
+from ..callbacks.callback import Callback, RunOptions
+from ..callbacks.view import RunView
+from ..telemetry.history import Epoch, Evaluation
+from ..telemetry.host_copy import HostCopy
+from ..telemetry.observer import Observer, Phase
+from ..telemetry.state import TrainState
+from ..training.agreement import broadcast_text
+
+STOP, FAILED = 1, 2
+States = dict[str, dict[str, Any]]
+
+
+def check_callbacks(callbacks: Sequence[Callback], options: RunOptions, *, pickled: bool) -> None:
+    """Check callbacks before any work.
+
+    Args:
+        callbacks: from `FitConfig`.
+        options: what the run will measure.
+        pickled: whether they are sent to other processes.
+
+    Raises:
+        PlanError: for one that cannot work in this run, cannot be pickled, or whose state is not JSON values.
+    """
+    for one in callbacks:
+        one.check(options)
+        if pickled:
+            _check_picklable(one)
+        try:
+            state_of(one)
+        except CheckpointError as error:
+            raise PlanError(str(error)) from None
+
+
+def _check_picklable(one: Callback) -> None:
+    try:
+        cloudpickle.dumps(one)
+    except Exception as error:  # the object's own code may raise anything
+        raise PlanError(
+            f"callbacks: {type(one).__name__} cannot be sent to the ranks ({type(error).__name__}: {error}). Create in "
+            "on_fit_start what cannot be pickled, or start the ranks with torchrun."
+        ) from error
+
+
+def state_of(callback: Callback) -> dict[str, Any]:
+    """Return a copy of a callback's state, which a thread may write while the callback continues.
+
+    Raises:
+        CheckpointError: if it is not a dict of JSON values.
+    """
+    state: Any = callback.state_dict()
+    try:
+        copied = json.loads(json.dumps(state))
+    except (TypeError, ValueError, RecursionError):
+        copied = None
+    if not isinstance(state, dict) or copied != state:
+        raise CheckpointError(
+            f"{type(callback).__name__}.state_dict() returned {state!r:.100}, which is not a dict of JSON values: "
+            "texts, finite numbers, booleans, None, lists, and dicts with texts as keys."
+        )
+    return dict(copied)
+
+
+class RunCallbacks(Observer):
+    """The callbacks of a run as one observer, on one rank.
+
+    After each step (if one of them overrides `on_step_end`), evaluation and epoch, the ranks exchange whether a
+    callback failed or asked for a stop: one reduction of as many numbers as there are ranks. On CUDA the numbers of a
+    step are read after the next one, so that the device does not wait for the host.
+
+    Args:
+        callbacks: of this rank.
+        engine: reduces the numbers.
+        view: what the callbacks see.
+        steps: steps in an epoch.
+        eval_every: steps between two evaluations within an epoch; None: none.
+        evaluate: evaluates within an epoch, and notifies the observers.
+        stop: stores weights and results of a run that is stopped, with the reason.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        engine: Engine,
+        view: RunView,
+        steps: int,
+        eval_every: int | None,
+        evaluate: Callable[[], object],
+        stop: Callable[[str], None],
+    ) -> None:
+        self._all, self._engine, self._view = tuple(callbacks), engine, view
+        self._steps, self._every = steps, eval_every
+        self._evaluate, self._stop = evaluate, stop
+        self._at_steps = any(type(one).on_step_end is not Callback.on_step_end for one in self._all)
+        self._saved: Mapping[str, Mapping[str, Any]] = {}
+        self._failure: tuple[str, Exception] | None = None
+        self._late: HostCopy | None = None
+        self._started, self._agreed = False, ""
+
+    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Use these states from a checkpoint, by class name. Return the names of those without a callback here."""
+        self._saved = states
+        return sorted(set(states) - {type(one).__name__ for one in self._all})
+
+    def states(self) -> States:
+        """Return the states of the callbacks that have one, by class name."""
+        states = {type(one).__name__: state_of(one) for one in self._all}
+        return {name: state for name, state in states.items() if state}
+
+    def history(self, epochs: Sequence[Epoch]) -> None:
+        """Show the finished epochs."""
+        self._view._history = tuple(epochs)
+
+    def on_start(self, state: TrainState) -> None:  # noqa: ARG002
+        """Call `on_fit_start` and load the states."""
+        self._started = True
+        self._call("on_fit_start")
+        for one in self._all:
+            if type(one).__name__ in self._saved and self._failure is None:
+                self._guarded(one, "load_state_dict", self._saved[type(one).__name__])
+        self._agree()
+
+    def on_phase(self, phase: Phase) -> None:
+        """Keep the gradients before the optimizer's step, if a callback needs them."""
+        if phase == "step" and self._at_steps and self._failure is None:
+            number = self._view.step + 1
+            answers = [self._guarded(one, "needs_gradients", number) for one in self._all]
+            if any(answers):
+                self._view._gradients = self._engine.gradients()
+
+    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
+        """Call `on_step_end`, evaluate if due, and agree."""
+        ends = state.meter.steps >= self._steps
+        if self._at_steps:
+            self._view._loss = loss
+            if self._view._gradients is None:
+                needed = self._failure is None and any(one.needs_gradients(state.step) for one in self._all)
+                self._view._gradients = {} if needed else None  # the step was skipped
+            self._call("on_step_end")
+            self._view._gradients = None
+        due = self._every is not None and state.step % self._every == 0 and not ends
+        if due:
+            self._evaluate()
+        if due or self._at_steps:
+            self._agree(late=not due and self._engine.device.type == "cuda")
+        if self._agreed and not ends:
+            self._end(state)
+
+    def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:  # noqa: ARG002
+        """Call `on_evaluation_end`; the caller agrees."""
+        self._view._metrics = dict(evaluation.results)
+        self._call("on_evaluation_end")
+
+    def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
+        """Call `on_epoch_end`, and agree."""
+        if not self._all:
+            return
+        self._view._history = (*self._view._history, epoch)
+        self._call("on_epoch_end")
+        self._agree()
+        if self._agreed and state.epoch < self._view.epochs:
+            self._end(state)
+
+    def finish(self) -> States:
+        """Call `on_fit_end` after training, and return the states of the callbacks."""
+        self._started = False
+        self._call("on_fit_end")
+        self._agree()
+        return self.states()
+
+    def on_end(self, *, failed: bool) -> None:
+        """Call `on_fit_end` after a failure, without the other ranks; the run's error matters more than theirs."""
+        if not failed or not self._started:
+            return
+        self._view._failed = True
+        for one in self._all:
+            try:
+                one.on_fit_end(self._view)
+            except Exception as error:
+                warnings.warn(
+                    f"{type(one).__name__}.on_fit_end failed after the run: {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
+
+    def _end(self, state: TrainState) -> None:
+        """End the run after this step or epoch."""
+        state.stop = self._agreed
+        self._stop(self._agreed)
+        self._agree()  # on errors in the evaluation of a run that is stopped
+
+    def _call(self, event: str) -> None:
+        self._view._may_stop = event not in ("on_fit_start", "on_fit_end")
+        for one in self._all:
+            if self._failure is None:  # other ranks learn of it in `_agree`
+                self._guarded(one, event, self._view)
+
+    def _guarded(self, one: Callback, event: str, argument: object) -> Any:
+        try:
+            return getattr(one, event)(argument)
+        except Exception as error:
+            self._failure = self._failure or (f"{type(one).__name__}.{event}", error)
+            return None
+
+    def _agree(self, *, late: bool = False) -> None:
+        """Raise on every rank if a callback failed on any; else note the reason if one asked for a stop."""
+        if not self._all:
+            return
+        mine = FAILED if self._failure else STOP if self._view._reason else 0
+        if self._engine.world_size == 1:
+            codes: list[float] = [mine]
+        else:
+            numbers = torch.zeros(self._engine.world_size, device=self._engine.device)
+            numbers[self._engine.rank] = mine
+            copy: HostCopy | None = HostCopy(self._engine.reduce(numbers, "sum"))
+            if late:
+                copy, self._late = self._late, copy
+            else:
+                self._late = None
+            if copy is None:
+                return
+            codes = copy.values()
+        if FAILED in codes:
+            self._raise(codes.index(FAILED))
+        if STOP in codes and not self._agreed:
+            first = codes.index(STOP)
+            self._agreed = broadcast_text(self._engine, self._view._reason or "", first)
+
+    def _raise(self, rank: int) -> None:
+        """Raise the failure of `rank`, the first that failed: in a single process unchanged, else with its traceback
+        in the message."""
+        if self._engine.world_size == 1 and self._failure is not None:
+            raise self._failure[1]
+        text, cause = "", None if self._failure is None else self._failure[1]
+        if self._failure is not None and self._engine.rank == rank:
+            event, error = self._failure
+            told = "".join(traceback.format_exception(error))
+            text = f"{event} failed on rank {rank}: {type(error).__name__}: {error}\n\n{told}"
+        raise DrivetrainError(broadcast_text(self._engine, text, rank)) from cause

@@ -1,0 +1,163 @@
+"""Weights for a model before training or evaluation: of a run, a checkpoint, a safetensors file, or a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import CheckpointError, PlanError
+from ...transforms import Transform
+from ..checkpoints.content import STATE
+from ..checkpoints.directory import find
+from ..checkpoints.export import evaluated_state
+from ..checkpoints.format import Checkpoint, open_tensors
+from .folder import MODEL
+
+State = Mapping[str, torch.Tensor]
+WeightsArg = str | Path | State
+"""The folder of a run or of a checkpoint, a `.safetensors` file, or a state dict."""
+SHOWN = 3  # names in a message
+
+
+@dataclass(frozen=True)
+class Matched:
+    """How weights match a model, after surgery.
+
+    Attributes:
+        source: where they are from.
+        loaded: names that were loaded.
+        missing: names of the model that the source does not have; they keep their values.
+        unexpected: names that the model does not have.
+        reshaped: names with another shape in the source, such as a last layer for other classes; they keep their
+            values.
+    """
+
+    source: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    reshaped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.missing) + len(self.reshaped)}"]
+        for names, what in (
+            (self.reshaped, "with another shape there"),
+            (self.missing, "not there"),
+            (self.unexpected, "there, but not in the model"),
+        ):
+            if names:
+                more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+                parts.append(f"{', '.join(names[:SHOWN])}{more} {what}")
+        return f"Weights from {self.source}: {'; '.join(parts)}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values, with the number of loaded names only."""
+        names = {name: list(getattr(self, name)) for name in ("missing", "unexpected", "reshaped")}
+        return {"source": self.source, "loaded": len(self.loaded), **names}
+
+
+class InitialWeights:
+    """Loads weights into a model after surgery and before it is wrapped; pass it to `build`.
+
+    Names and shapes may be those of the model after surgery, or those before, which `Transform.from_plain` translates.
+
+    Args:
+        weights: where they are from. Of a run or a checkpoint, those that it evaluated: averages with EMA or SWA.
+        transforms: the pipeline's, in the plan's order.
+        strict: whether all names and shapes must match.
+
+    Attributes:
+        matched: set by the call.
+    """
+
+    def __init__(self, weights: WeightsArg, transforms: Sequence[Transform], *, strict: bool = False) -> None:
+        self._weights, self._transforms, self._strict = weights, transforms, strict
+        self.matched: Matched | None = None
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> None:
+        """Load the weights.
+
+        Raises:
+            PlanError: if no weight matches, with `strict` if one does not, or if the model is on the meta device.
+            CheckpointError: if the source is missing or damaged.
+        """
+        source = str(self._weights) if isinstance(self._weights, str | Path) else "the state dict"
+        state = dict(read_weights(self._weights))
+        for transform in self._transforms:
+            state = transform.from_plain(state, model)
+        own = model.state_dict()
+        if any(value.is_meta for value in own.values()):
+            raise PlanError(
+                f"{source} cannot be loaded into a model on the meta device. Build the model on the CPU."
+            )
+        shared = [name for name in own if name in state]
+        same = tuple(name for name in shared if own[name].shape == state[name].shape)
+        matched = Matched(
+            source, same, tuple(name for name in own if name not in state),
+            tuple(name for name in state if name not in own),
+            tuple(name for name in shared if own[name].shape != state[name].shape),
+        )  # fmt: skip
+        if not same or (self._strict and len(same) < len(own.keys() | state.keys())):
+            raise PlanError(
+                f"{'These are not weights of this model' if self._strict else 'Nothing to begin with'}. {matched} Pass "
+                "weights of the same model, under its names before or after the transforms."
+            )
+        for name in same:
+            own[name].copy_(state[name])
+        self.matched = matched
+
+
+def check_source(weights: WeightsArg) -> None:
+    """Raise PlanError unless `weights` exist and can be what `read_weights` reads; no tensor is read."""
+    if isinstance(weights, Mapping):
+        odd = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
+        if odd or not weights:
+            what = f"{odd[0]!r} in the state dict is not a tensor" if odd else "The state dict is empty"
+            raise PlanError(f"{what}. Pass model.state_dict().")
+        return
+    if not isinstance(weights, str | Path) or weights == "":
+        raise PlanError(
+            f"{weights!r:.80} is not a source of weights. Pass the folder of a run or of a checkpoint, a .safetensors "
+            "file, or a state dict."
+        )
+    place = Path(weights)
+    if not place.exists():
+        raise PlanError(
+            f"{place} does not exist. Pass the folder of a run or of a checkpoint, or a .safetensors file."
+        )
+    if place.is_file() and place.suffix != ".safetensors":
+        raise PlanError(
+            f"{place} is not a .safetensors file, and other files of weights are not opened, because unpickling them "
+            "runs code. Convert it with safetensors.torch.save_file(state_dict, path)."
+        )
+
+
+def read_weights(weights: WeightsArg) -> State:
+    """Return the weights by name.
+
+    Raises:
+        PlanError: see `check_source`.
+        CheckpointError: if a file or checkpoint is damaged, or a folder has neither.
+    """
+    check_source(weights)
+    if isinstance(weights, Mapping):
+        return weights
+    place = Path(weights)
+    if place.is_file():
+        return open_tensors(place)
+    if (place / STATE).exists():
+        checkpoint = Checkpoint(place)
+        checkpoint.verify()
+        return evaluated_state(checkpoint)
+    if (place / MODEL).exists():
+        return open_tensors(place / MODEL)
+    try:
+        return evaluated_state(find(place))
+    except CheckpointError as error:
+        raise CheckpointError(f"{place} has no {MODEL}. {error}") from None

@@ -1,0 +1,37 @@
+"""Run a function in this process, or on the ranks that the strategy requires."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ... import strategies
+from ...errors import DrivetrainError, StrategyError
+from ...strategies.launching.group import is_rank, under_torchrun
+from ..spec.resolve import ResolvedPlan
+
+Result = TypeVar("Result")
+
+
+def on_ranks(plan: ResolvedPlan, function: Callable[..., Result], *args: Any) -> Result:
+    """Return the result of `function(plan, *args)` of rank 0. Raise a rank's Drivetrain errors as if they occurred
+    here."""
+    if is_alone(plan):
+        return function(plan, *args)
+    try:
+        how = plan.distribution
+        return strategies.launch(function, plan, *args, devices=how.devices, device=how.device)[0]
+    except StrategyError as error:
+        if isinstance(error.__cause__, DrivetrainError):
+            raise error.__cause__ from None
+        raise
+
+
+def is_alone(plan: ResolvedPlan) -> bool:
+    """Return whether only this process trains."""
+    return not plan.needs_ranks and not under_torchrun()
+
+
+def trains_here(plan: ResolvedPlan) -> bool:
+    """Return whether this process trains itself, alone or as a rank, instead of launching ranks."""
+    return is_alone(plan) or is_rank()

@@ -1,0 +1,226 @@
+"""Muon: momentum whose matrices are orthogonalised, and AdamW for all other parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic polynomial: its slope at 0 is steep, so that small singular values grow quickly. It does not converge
+to 1: singular values end between about 0.7 and 1.2, which trains as well."""
+EPSILON = 1e-7
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+"""Factors of the learning rate by shape: Jordan's; and that of Liu et al. 2025, arXiv:2502.16982, with which the update
+has the size of AdamW's, so that its learning rate and weight decay can be used."""
+MUON, ADAMW = "muon", "adamw"
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices and convolutions, AdamW for biases, norms and whatever `orthogonalize=False` excludes.
+
+    The gradient's (Nesterov) momentum of each matrix is replaced by the nearest semi-orthogonal matrix, approximated by
+    `ns_steps` Newton–Schulz iterations, batched over matrices of equal shape. A convolution's weight is the matrix
+    (output channels, rest). Parameters with fewer than two rows or columns (class tokens, layer scales) are AdamW's.
+
+    Every parameter group becomes up to two: its matrices, with `lr`, and its other parameters, with `adamw_lr`. A
+    schedule scales both. The method is meant for hidden layers; Jordan trains embeddings and the last layer with AdamW:
+    `groups={"fc.*": {"orthogonalize": False}}`.
+
+    Parameters sharded by FSDP2 are gathered for the iterations, which every rank computes for all matrices; the
+    momentum stays sharded. DeepSpeed, which flattens parameters, is rejected.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
+    https://kellerjordan.github.io/posts/muon/. Matrices get the updates of `torch.optim.Muon`, and other parameters
+    those of `torch.optim.AdamW`.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: of matrices. Default 0.02, Jordan's.
+        momentum: default 0.95, Jordan's.
+        nesterov: default True.
+        weight_decay: decoupled, as in AdamW: each step multiplies by 1 - lr · weight_decay. Default 0.
+        ns_steps: Newton–Schulz iterations. Default 5.
+        adjust_lr: a name in `ADJUSTMENTS`. Default `"original"`.
+        precision: of the iterations: `"fp32"`, `"bf16"`; default None: bf16 on CUDA, else fp32.
+        orthogonalize: False trains all parameters with AdamW; for parameter groups.
+        adamw_lr: of all other parameters. Default 3e-4, Jordan's.
+        betas, eps: of AdamW. Default (0.9, 0.95), Jordan's, and 1e-8.
+
+    Raises:
+        ValueError: for an invalid value.
+    """
+
+    needs_whole_matrices = True  # read by the strategies that flatten parameters
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
+        adjust_lr: str = "original",
+        precision: str | None = None,
+        orthogonalize: bool = True,
+        adamw_lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        for name, value in (("lr", lr), ("adamw_lr", adamw_lr), ("weight_decay", weight_decay), ("eps", eps)):
+            if not value >= 0:
+                raise ValueError(f"{name}={value!r} must be 0 or more")
+        for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}={value!r} must be in [0, 1)")
+        if not isinstance(ns_steps, int) or ns_steps < 1:
+            raise ValueError(f"ns_steps={ns_steps!r} must be a positive integer")
+        if adjust_lr not in ADJUSTMENTS:
+            raise ValueError(f"adjust_lr={adjust_lr!r} must be one of {', '.join(ADJUSTMENTS)}")
+        if precision is not None and precision not in PRECISIONS:
+            raise ValueError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}, or None")
+        defaults = {
+            "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "ns_steps": ns_steps,
+            "adjust_lr": adjust_lr, "precision": precision, "orthogonalize": orthogonalize, "adamw_lr": adamw_lr,
+            "betas": betas, "eps": eps,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group as up to two: its matrices, and its other parameters with `adamw_lr` as `lr`."""
+        members = param_group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        options = {**self.defaults, **param_group}
+        matrices = [member for member in members if options["orthogonalize"] and _is_matrix(member)]
+        chosen = set(map(id, matrices))
+        others = [member for member in members if id(member) not in chosen]
+        if matrices:
+            super().add_param_group({**param_group, "params": matrices, "algorithm": MUON})
+        if others:
+            rate = options["adamw_lr"]
+            super().add_param_group({**param_group, "params": others, "lr": rate, "algorithm": ADAMW})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Perform one step. `closure`, if given, first computes the loss and its gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                (self._step_matrices if group["algorithm"] == MUON else self._step_others)(group, parameters)
+        return loss
+
+    def _step_matrices(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        lr, momentum, gradients = group["lr"], group["momentum"], [_gradient(p) for p in parameters]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        updates = buffers
+        if group["nesterov"]:
+            updates = [g.lerp(buffer, momentum) for g, buffer in zip(gradients, buffers, strict=True)]
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        alike: dict[Any, list[int]] = {}
+        for number, parameter in enumerate(parameters):
+            alike.setdefault((_matrix_shape(parameter), parameter.dtype, parameter.device), []).append(number)
+        for (shape, _, device), numbers in alike.items():
+            precision = group["precision"] or ("bf16" if device.type == "cuda" else "fp32")
+            stacked = torch.stack([_whole(updates[number]).reshape(shape) for number in numbers])
+            directions = orthogonalized(stacked, group["ns_steps"], PRECISIONS[precision])
+            rate = lr * ADJUSTMENTS[group["adjust_lr"]](*shape)
+            for number, direction in zip(numbers, directions, strict=True):
+                parameter = parameters[number]
+                parameter.add_(_part(direction.reshape(parameter.shape), parameter), alpha=-rate)
+
+    def _step_others(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update(
+                    step=torch.zeros(()),
+                    exp_avg=torch.zeros_like(parameter),
+                    exp_avg_sq=torch.zeros_like(parameter),
+                )
+        states = [self.state[parameter] for parameter in parameters]
+        adamw(
+            parameters,
+            [_gradient(parameter) for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def orthogonalized(matrices: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return matrices with the same singular vectors, and singular values near 1.
+
+    Args:
+        matrices: `(B, rows, columns)`.
+        steps: Newton–Schulz iterations.
+        dtype: of the computation, and of the result.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrices.to(dtype)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    # At most 1 in the Frobenius norm, and thus in the spectral one.
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPSILON)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+def _is_matrix(member: Any) -> bool:
+    parameter = member[1] if isinstance(member, tuple) else member
+    return parameter.dim() >= 2 and min(_matrix_shape(parameter)) > 1
+
+
+def _matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
+    return parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _whole(value: Any) -> torch.Tensor:
+    """Return the full tensor of a shard, on the mesh's device; every rank calls it in the same order."""
+    if not hasattr(value, "full_tensor"):
+        return value  # type: ignore[no-any-return]
+    whole: torch.Tensor = value.to(value.device_mesh.device_type).full_tensor()
+    return whole
+
+
+def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return what this rank has of `whole`, if `like` is sharded."""
+    whole = whole.to(like.dtype)
+    if not hasattr(like, "full_tensor"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every rank has the same values: none are sent.
+    part = distribute_tensor(whole.contiguous(), like.device_mesh, like.placements, src_data_rank=None)
+    return part.to(like.device)

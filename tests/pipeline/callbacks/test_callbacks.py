@@ -1,0 +1,396 @@
+"""`fit(callbacks=[…])` in one process: what callbacks see, how they stop a run, and what a resumed run keeps."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import (
+    Callback,
+    CheckpointError,
+    Checkpoints,
+    DrivetrainError,
+    EarlyStopping,
+    GradientNorms,
+    PlanError,
+    Profile,
+    RunView,
+)
+from drivetrain.pipeline import FitResult, RunOptions
+from drivetrain.transforms import EMA
+from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, evaluated, numbers, plain_model
+from safetensors.torch import load_file
+
+STEPS = TRAIN // BATCH  # in an epoch
+
+
+class Diary(Callback):
+    """Writes down each event and what it saw."""
+
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+
+    def on_fit_start(self, view: RunView) -> None:
+        self.lines = [("start", view.step, view.total_steps, view.epochs)]
+
+    def on_step_end(self, view: RunView) -> None:
+        self.lines.append(("step", view.step, view.step_in_epoch, view.loss, view.learning_rates[0]))
+
+    def on_evaluation_end(self, view: RunView) -> None:
+        self.lines.append(("evaluation", view.step, dict(view.metrics)))
+
+    def on_epoch_end(self, view: RunView) -> None:
+        self.lines.append(("epoch", view.epoch, asdict(view.history[-1])))
+
+    def on_fit_end(self, view: RunView) -> None:
+        self.lines.append(("end", view.step, view.failed))
+
+
+class StopAt(Callback):
+    """Stops after one step, evaluation or epoch, and counts steps in its state."""
+
+    def __init__(self, step: int = 0, *, evaluation: int = 0, epoch: int = 0) -> None:
+        self.wanted = {"step": step, "evaluation": evaluation, "epoch": epoch}
+        self.seen: list[int] = []
+
+    def on_fit_start(self, view: RunView) -> None:  # noqa: ARG002
+        self.seen = []
+
+    def on_step_end(self, view: RunView) -> None:
+        self.seen.append(view.step)
+        self._stop(view, "step", view.step)
+
+    def on_evaluation_end(self, view: RunView) -> None:
+        self._stop(view, "evaluation", view.step)
+
+    def on_epoch_end(self, view: RunView) -> None:
+        self._stop(view, "epoch", view.epoch)
+
+    def _stop(self, view: RunView, event: str, number: int) -> None:
+        if number == self.wanted[event]:
+            view.stop(f"{event} {number}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def same_weights(left: FitResult, right: FitResult) -> None:
+    torch.testing.assert_close(left.model.state_dict(), right.model.state_dict(), rtol=0, atol=0)
+
+
+def test_each_event_is_called_with_the_position_and_the_results(toy: Toy) -> None:
+    diary = Diary()
+    result = toy.pipeline().fit(epochs=2, progress=False, callbacks=[diary])
+    events = [line[0] for line in diary.lines]
+    assert events == ["start", *(["step"] * STEPS + ["evaluation", "epoch"]) * 2, "end"]
+    assert diary.lines[0] == ("start", 0, 2 * STEPS, 2)
+    steps = [line for line in diary.lines if line[0] == "step"]
+    assert [(line[1], line[2]) for line in steps] == [(n + 1, n % STEPS + 1) for n in range(2 * STEPS)]
+    assert sum(line[3] for line in steps[:STEPS]) / STEPS == pytest.approx(result.history.epochs[0].loss)
+    assert all(line[4] == 0.1 for line in steps)
+    epochs = [line[2] for line in diary.lines if line[0] == "epoch"]
+    assert epochs == [asdict(epoch) for epoch in result.history.epochs]
+    last = result.history.epochs[-1]
+    assert diary.lines[-3][1:] == (2 * STEPS, {"val_loss": last.val_loss, "accuracy": last.accuracy})
+    assert diary.lines[-1] == ("end", 2 * STEPS, False)
+    assert result.stopped is None
+
+
+class SeesGradients(Callback):
+    """Steps the weights of SGD by hand from the gradients that it sees."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, torch.Tensor] = {}
+        self.compared = 0
+
+    def needs_gradients(self, step: int) -> bool:
+        return step % 2 == 0
+
+    def on_step_end(self, view: RunView) -> None:
+        now = {name: value.clone() for name, value in view.named_parameters()}
+        if self.needs_gradients(view.step):
+            for name, gradient in view.named_gradients():
+                torch.testing.assert_close(now[name], self.before[name] - 0.1 * gradient)
+                self.compared += 1
+        else:
+            with pytest.raises(DrivetrainError, match="needs_gradients"):
+                list(view.named_gradients())
+        self.before = now
+
+
+def test_gradients_of_the_step_are_seen_before_they_are_zeroed(toy: Toy) -> None:
+    sees = SeesGradients()
+    pipeline = toy.pipeline().optimize("sgd", lr=0.1, schedule="constant")
+    pipeline.fit(epochs=1, progress=False, callbacks=[sees])
+    assert sees.compared == STEPS // 2 * len(list(plain_model().parameters()))
+
+
+def test_callbacks_that_only_look_change_nothing(toy: Toy) -> None:
+    pipeline = toy.pipeline(batch_norm_model).transform(EMA(half_life=3))
+    alone = pipeline.fit(epochs=2, progress=False)
+    seen = pipeline.fit(epochs=2, progress=False, callbacks=[Diary()], eval_every=2, eval_every_steps=3)
+    same_weights(alone, seen)
+    assert [epoch.loss for epoch in seen.history.epochs] == [epoch.loss for epoch in alone.history.epochs]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("stop", "epochs", "steps"),
+    [
+        ({"step": 6}, 1, 6),
+        ({"step": STEPS}, 1, STEPS),
+        ({"evaluation": STEPS}, 1, STEPS),
+        ({"epoch": 2}, 2, 8),
+    ],
+    ids=str,
+)
+def test_a_stop_keeps_the_weights_and_the_reason_and_only_goes_on_when_told(
+    stop: dict[str, int], epochs: int, steps: int, toy: Toy, tmp_path: Path
+) -> None:
+    pipeline = toy.pipeline(batch_norm_model).transform(EMA(half_life=3))
+    (event, number), options = next(iter(stop.items())), {"epochs": 3, "progress": False, "eval_every": 3}
+    if event == "evaluation":
+        options["eval_every"] = 1
+    stopped = pipeline.fit(out=tmp_path / "run", callbacks=[StopAt(**stop)], **options)
+    assert stopped.stopped == f"{event} {number}"
+    assert [epoch.epoch for epoch in stopped.history.epochs] == [n + 1 for n in range(epochs)]
+    history = json.loads((tmp_path / "run/history.json").read_text())
+    assert history["stopped"] == {"reason": f"{event} {number}", "epoch": epochs, "step": steps}
+    # The weights are those of this moment, evaluated, on disk and in the result.
+    assert evaluated(stopped.model, toy.val)[1] == pytest.approx(stopped.accuracy)
+    saved = load_file(tmp_path / "run/model.safetensors")
+    torch.testing.assert_close(saved, dict(stopped.model.state_dict()), rtol=0, atol=0)
+    if event != "evaluation":
+        assert history["evaluations"][-1]["step"] == steps
+        assert history["evaluations"][-1]["accuracy"] == stopped.accuracy
+    assert (tmp_path / f"run/checkpoints/step-{steps:08d}").is_dir()
+
+    again = pipeline.fit(out=tmp_path / "run", resume="auto", callbacks=[StopAt()], **options)
+    assert (again.stopped, again.accuracy) == (stopped.stopped, stopped.accuracy)
+    same_weights(again, stopped)
+
+    goes_on = StopAt()
+    ended = pipeline.fit(
+        out=tmp_path / "run", resume="auto", continue_stopped=True, callbacks=[goes_on], **options
+    )
+    whole = pipeline.fit(**options)
+    assert ended.stopped is None
+    assert goes_on.seen == [n + 1 for n in range(3 * STEPS)]
+    assert ended.history.facts["resumed"][-1]["stopped"]["step"] == steps
+    assert numbers(ended) == numbers(whole)
+    same_weights(ended, whole)
+
+
+def test_early_stopping_stops_at_the_evaluation_that_its_patience_allows(toy: Toy) -> None:
+    pipeline = toy.pipeline().optimize("sgd", lr=1e-9, schedule="constant")  # which improves nothing
+    stopping = EarlyStopping("val_loss", patience=2, min_delta=0.01)
+    for _ in range(2):  # the same object again
+        result = pipeline.fit(epochs=9, progress=False, callbacks=[stopping])
+        assert len(result.history.epochs) == 3
+        assert result.stopped == (
+            f"EarlyStopping: val_loss has not improved on {stopping.best:.6g} for 2 evaluations"
+        )
+    by_loss = pipeline.fit(epochs=9, progress=False, callbacks=[EarlyStopping("loss", 1, min_delta=1.0)])
+    assert len(by_loss.history.epochs) == 2
+    improving = toy.pipeline().fit(epochs=3, progress=False, callbacks=[EarlyStopping(patience=1)])
+    assert improving.stopped is None
+
+
+def test_gradient_norms_are_logged(toy: Toy, tmp_path: Path) -> None:
+    class Norms(Callback):
+        def __init__(self) -> None:
+            self.norms: list[float] = []
+
+        def needs_gradients(self, step: int) -> bool:  # noqa: ARG002
+            return True
+
+        def on_step_end(self, view: RunView) -> None:
+            parts = [gradient.norm() for _, gradient in view.named_gradients()]
+            self.norms.append(torch.stack(parts).norm().item())
+
+    norms, options = Norms(), {"epochs": 1, "progress": False, "logger": "csv"}
+    toy.pipeline().fit(out=tmp_path / "a", callbacks=[norms, GradientNorms(every=2)], **options)
+    toy.pipeline().fit(out=tmp_path / "b", callbacks=[GradientNorms(every=2, by="group")], **options)
+    for folder, names in (("a", ["gradients/0", "gradients/4"]), ("b", ["gradients/group 0"])):
+        with (tmp_path / folder / "metrics.csv").open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["gradients/total"]]
+        assert [int(row["step"]) for row in rows] == [2, 4]
+        for row in rows:
+            total = float(row["gradients/total"])
+            assert total == pytest.approx(norms.norms[int(row["step"]) - 1], rel=1e-5)
+            assert sum(float(row[name]) ** 2 for name in names) == pytest.approx(total**2, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.profiler")
+def test_a_profile_names_the_steps(toy: Toy, tmp_path: Path) -> None:
+    trace = tmp_path / "deep" / "trace.json"
+    toy.pipeline().fit(epochs=2, progress=False, callbacks=[Profile(trace, start=2, steps=3)])
+    named = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {name for name in named if str(name).startswith("step ")} == {"step 3", "step 4", "step 5"}
+    assert any("convolution" in str(name) for name in named)
+
+
+def test_evaluations_within_epochs(toy: Toy, tmp_path: Path) -> None:
+    """Every third step and every second epoch; the last epoch always; the best checkpoint is an evaluated one."""
+    pipeline = toy.pipeline(batch_norm_model)
+    result = pipeline.fit(
+        epochs=3, out=tmp_path, progress=False, eval_every=2, eval_every_steps=3, logger="csv",
+        checkpoints=Checkpoints(every_steps=1, keep=1),
+    )  # fmt: skip
+    assert [each.step for each in result.history.evaluations] == [3, 6, 9]
+    assert [epoch.accuracy is None for epoch in result.history.epochs] == [True, False, False]
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert history["evaluations"] == [asdict(each) for each in result.history.evaluations]
+    assert history["epochs"][0]["val_loss"] is None
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        logged = [(int(row["step"]), row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
+    assert [step for step, _ in logged] == [3, 6, 8, 9, 12]
+    accuracies = {each.step: each.accuracy for each in result.history.evaluations}
+    accuracies |= {8: result.history.epochs[1].accuracy, 12: result.history.epochs[2].accuracy}
+    best = max(accuracies, key=lambda step: (accuracies[step], -step))
+    kept = {int(path.name[-8:]) for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert kept == {best, 12}
+
+
+class Fails(Callback):
+    """Raises in one of its methods."""
+
+    def __init__(self, event: str) -> None:
+        self.event = event
+
+    def on_fit_start(self, view: RunView) -> None:
+        self.fail("on_fit_start", view)
+
+    def on_step_end(self, view: RunView) -> None:
+        self.fail("on_step_end", view)
+
+    def on_epoch_end(self, view: RunView) -> None:
+        self.fail("on_epoch_end", view)
+
+    def on_fit_end(self, view: RunView) -> None:
+        self.fail("on_fit_end", view)
+
+    def fail(self, event: str, view: RunView) -> None:
+        if event == self.event:
+            assert not view.failed
+            raise ZeroDivisionError(event)
+
+
+@pytest.mark.parametrize("event", ["on_fit_start", "on_step_end", "on_epoch_end", "on_fit_end"])
+def test_an_error_of_a_callback_ends_the_run_with_it(event: str, toy: Toy) -> None:
+    diary = Diary()
+    with pytest.raises(ZeroDivisionError, match=event):
+        toy.pipeline().fit(epochs=1, progress=False, callbacks=[diary, Fails(event)])
+    assert diary.lines[-1][0] == "end"
+    if event != "on_fit_end":
+        assert diary.lines[-1][2]  # failed
+
+
+class KeepsTuple(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"pair": (1, 2)}
+
+
+class StopsAtStart(Callback):
+    def on_fit_start(self, view: RunView) -> None:
+        view.stop("now")
+
+
+class Locked(Callback):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"callbacks": EarlyStopping()}, "must be a list of callbacks"),
+        ({"callbacks": [EarlyStopping]}, r"is not a callback.*Did you mean EarlyStopping\(\)\?"),
+        (
+            {"callbacks": [EarlyStopping(), EarlyStopping("accuracy")]},
+            "two callbacks of the class EarlyStopping",
+        ),
+        ({"callbacks": [EarlyStopping("val_los")]}, "no metric is named 'val_los'. Did you mean 'val_loss'"),
+        ({"callbacks": [GradientNorms()]}, "logs to the run's loggers, and there are none"),
+        ({"callbacks": [KeepsTuple()]}, r"state_dict\(\) returned .*not a dict of JSON values"),
+        ({"callbacks": [StopsAtStart()]}, "nothing to stop in on_fit_start"),
+        ({"eval_every": 0}, "eval_every=0 must be a positive integer"),
+        ({"eval_every_steps": 0.5}, "eval_every_steps=0.5 must be a positive integer, or None"),
+        ({"continue_stopped": 1}, "continue_stopped=1 must be True or False"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], message: str, toy: Toy) -> None:
+    with pytest.raises(PlanError, match=message):
+        toy.pipeline().fit(epochs=1, progress=False, **options)
+
+
+def test_what_needs_validation_data_is_refused_without(toy: Toy) -> None:
+    pipeline = toy.pipeline().load(toy.train, batch_size=BATCH, image_size=16, workers=1)
+    with pytest.raises(PlanError, match=r"has no validation data.*EarlyStopping\('loss'\)"):
+        pipeline.fit(epochs=1, progress=False, callbacks=[EarlyStopping()])
+    with pytest.raises(PlanError, match=r"eval_every=2\) needs validation data"):
+        pipeline.fit(epochs=1, progress=False, eval_every=2)
+    with pytest.raises(PlanError, match="Locked cannot be sent to the ranks"):
+        toy.pipeline().distribute("ddp", devices=2).fit(epochs=1, progress=False, callbacks=[Locked()])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EarlyStopping(patience=0), "patience=0 must be a positive integer"),
+        (lambda: EarlyStopping(min_delta=-1.0), "min_delta=-1.0 must be"),
+        (
+            lambda: EarlyStopping("kappa").check(RunOptions(("kappa",), False)),
+            "Pass mode='min' or mode='max'",
+        ),
+        (lambda: EarlyStopping(3), "monitor=3 must be the name of a metric"),  # type: ignore[arg-type]
+        (lambda: EarlyStopping(mode="down"), "mode='down' is not known"),  # type: ignore[arg-type]
+        (lambda: GradientNorms(every=0), "every=0 must be a positive integer"),
+        (lambda: GradientNorms(by="layer"), "by='layer' is not known"),  # type: ignore[arg-type]
+        (lambda: Profile("trace.txt"), "does not end in .json"),
+        (lambda: Profile("trace.json", steps=0), "steps=0 must be a positive integer"),
+    ],
+)
+def test_invalid_settings_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+def test_a_checkpoint_with_the_state_of_other_callbacks(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A callback that is missing is named; one that is new begins with its own state."""
+    pipeline, counting = toy.pipeline(), StopAt()
+    pipeline.fit(epochs=1, out=tmp_path, progress=False, callbacks=[counting])
+    with_early = pipeline.fit(epochs=2, out=tmp_path, resume="auto", callbacks=[EarlyStopping()])
+    assert len(with_early.history.epochs) == 2
+    assert (
+        "has the state of StopAt, which is not among callbacks=[…]; it is ignored" in capsys.readouterr().out
+    )
+    content = json.loads((tmp_path / "checkpoints/step-00000008/state.json").read_text())
+    assert list(content["ranks"][0]["callbacks"]) == ["EarlyStopping"]
+
+
+def test_a_state_that_becomes_unusable_is_named(toy: Toy, tmp_path: Path) -> None:
+    class Spoils(Callback):
+        bad = False
+
+        def on_step_end(self, view: RunView) -> None:  # noqa: ARG002
+            self.bad = True
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"loss": float("nan")} if self.bad else {}
+
+    with pytest.raises(CheckpointError, match=r"Spoils.state_dict\(\) returned"):
+        toy.pipeline().fit(epochs=1, out=tmp_path, progress=False, callbacks=[Spoils()])

@@ -1,0 +1,194 @@
+"""`fit(init_from=…)`, `Pipeline.evaluate` and `FitResult.evaluate`: weights of runs, checkpoints and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import CheckpointError, Pipeline, PlanError
+from drivetrain.pipeline import FitResult
+from drivetrain.transforms import EMA, Factorize
+from pipeline_data import BATCH, SIDE, Toy, batch_norm_model, evaluated, plain_model
+from safetensors.torch import load_file, save_file
+
+FACTORIZED = Factorize(min_features=0, latent_features=2)
+OPTIONS: dict[str, Any] = {"progress": False}
+
+
+@pytest.fixture(scope="module")
+def run(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FitResult]:
+    """A run with averages, and its folder."""
+    out = tmp_path_factory.mktemp("runs") / "first"
+    return out, averaged(toy).fit(epochs=2, out=out, **OPTIONS)
+
+
+def averaged(toy: Toy) -> Pipeline:
+    return toy.pipeline(batch_norm_model).transform(EMA(half_life=3))
+
+
+def metrics_of(result: FitResult) -> dict[str, float]:
+    last = result.history.epochs[-1]
+    assert last.val_loss is not None
+    assert last.accuracy is not None
+    return {"val_loss": last.val_loss, "accuracy": last.accuracy}
+
+
+def started_from(pipeline: Pipeline, source: str | Path) -> FitResult:
+    """A training that changes nothing, so that its result shows where it began."""
+    return pipeline.optimize("sgd", lr=0.0, schedule="constant").fit(epochs=1, init_from=source, **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["a run", "a checkpoint", "a file"])
+def test_a_run_begins_with_weights(kind: str, toy: Toy, run: tuple[Path, FitResult]) -> None:
+    folder, first = run
+    places = {
+        "a run": folder, "a checkpoint": folder / "checkpoints/step-00000008", "a file": folder / "model.safetensors",
+    }  # fmt: skip
+    second = started_from(toy.pipeline(batch_norm_model), places[kind])
+    for name, value in first.model.named_parameters():
+        torch.testing.assert_close(second.model.get_parameter(name), value, rtol=0, atol=0)
+    report = second.history.facts["init_from"]
+    assert report == {
+        "source": str(places[kind]), "loaded": len(first.model.state_dict()), "missing": [], "unexpected": [],
+        "reshaped": [],
+    }  # fmt: skip
+
+
+def test_a_longer_run_from_a_finished_one(
+    toy: Toy, run: tuple[Path, FitResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, first = run
+    longer = averaged(toy).fit(epochs=1, out=tmp_path / "second", init_from=folder)
+    assert "Weights from" in capsys.readouterr().out
+    assert longer.history.epochs[0].loss < 0.7 * first.history.epochs[0].loss
+    resumed = averaged(toy).fit(epochs=1, out=tmp_path / "second", resume="auto", **OPTIONS)
+    assert resumed.history.facts["init_from"] == longer.history.facts["init_from"]
+
+
+def test_another_last_layer_keeps_its_own_values_and_is_named(
+    toy: Toy, run: tuple[Path, FitResult], tmp_path: Path
+) -> None:
+    state = dict(load_file(run[0] / "model.safetensors"))
+    state["5.weight"], state["5.bias"] = torch.zeros(7, 128), torch.zeros(7)
+    state["extra"] = state.pop("1.running_mean")
+    save_file(state, tmp_path / "other.safetensors")
+    pipeline = toy.pipeline(batch_norm_model)
+    result = started_from(pipeline, tmp_path / "other.safetensors")
+    report = result.history.facts["init_from"]
+    assert (report["reshaped"], report["missing"], report["unexpected"]) == (
+        ["5.weight", "5.bias"], ["1.running_mean"], ["extra"]
+    )  # fmt: skip
+    with pipeline.build() as built:
+        fresh = built.engine.plain_model.get_parameter("5.weight")
+        torch.testing.assert_close(result.model.get_parameter("5.weight"), fresh, rtol=0, atol=0)
+    torch.testing.assert_close(result.model.get_parameter("0.weight"), state["0.weight"], rtol=0, atol=0)
+
+
+def test_plain_names_and_those_after_surgery_both_load(toy: Toy, tmp_path: Path) -> None:
+    """Factorize renames weights: a plain file is translated, and a run's own names are taken as they are."""
+    plain, factorized = toy.pipeline(plain_model), toy.pipeline(plain_model).transform(FACTORIZED)
+    torch.manual_seed(5)
+    source = plain_model()
+    save_file(source.state_dict(), tmp_path / "plain.safetensors")
+    result = started_from(factorized, tmp_path / "plain.safetensors")
+    names = result.history.facts["init_from"]
+    assert (names["missing"], names["unexpected"]) == ([], [])
+    torch.testing.assert_close(
+        result.model(torch.ones(1, 3, SIDE, SIDE)),
+        factorized_like(source, result)(torch.ones(1, 3, SIDE, SIDE)),
+    )
+    save_file(result.model.state_dict(), tmp_path / "trained.safetensors")
+    again = started_from(factorized, tmp_path / "trained.safetensors")
+    torch.testing.assert_close(again.model.state_dict(), result.model.state_dict(), rtol=0, atol=0)
+    assert plain.evaluate(tmp_path / "plain.safetensors") == plain.evaluate(source.state_dict())
+    assert factorized.evaluate(tmp_path / "trained.safetensors") == metrics_of(again)
+
+
+def factorized_like(source: torch.nn.Module, result: FitResult) -> torch.nn.Module:
+    """The plain model with the product of the factors."""
+    model = plain_model()
+    model.load_state_dict(source.state_dict() | result.plain_state())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"init_from": "RUN", "resume": "auto", "out": "OUT"}, PlanError, "begins a new run, and resume='auto' contin"),
+        ({"init_from": "nowhere"}, PlanError, "nowhere does not exist"),
+        ({"init_from": "FILE.pt"}, PlanError, "unpickling them runs code.*save_file"),
+        ({"init_from": "RUN/model.safetensors", "out": "RUN"}, PlanError, "which the new run would overwrite"),
+        ({"init_from": "OUT"}, CheckpointError, "has no model.safetensors"),
+        ({"init_from": "DAMAGED.safetensors"}, CheckpointError, "safetensors"),
+        ({"init_from": "OTHER.safetensors"}, PlanError, "Nothing to begin with.*loaded 0 of"),
+        ({"init_from": 3}, PlanError, "init_from=3 must be the path of a run"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_begin_a_run_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str, toy: Toy, run: tuple[Path, FitResult], tmp_path: Path
+) -> None:  # fmt: skip
+    (tmp_path / "OUT").mkdir()
+    for name in ("FILE.pt", "DAMAGED.safetensors"):
+        (tmp_path / name).write_bytes(b"damaged")
+    save_file({"other": torch.zeros(3)}, tmp_path / "OTHER.safetensors")
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, str) or value == "auto":
+            return value
+        return str(run[0]) + value[3:] if value.startswith("RUN") else str(tmp_path / value)
+
+    with pytest.raises(error, match=message):
+        toy.pipeline(batch_norm_model).fit(
+            epochs=1, progress=False, **{name: place(value) for name, value in options.items()}
+        )
+    assert list((tmp_path / "OUT").iterdir()) == []
+    assert (run[0] / "model.safetensors").exists()
+
+
+def test_evaluate_gives_the_metrics_of_the_run(toy: Toy, run: tuple[Path, FitResult]) -> None:
+    folder, first = run
+    expected = metrics_of(first)
+    pipeline = averaged(toy)
+    for weights in (folder, str(folder / "checkpoints/step-00000008"), folder / "model.safetensors",
+                    first.model.state_dict()):  # fmt: skip
+        assert pipeline.evaluate(weights) == pytest.approx(expected, rel=1e-6)
+    assert first.evaluate() == pytest.approx(expected, rel=1e-6)
+    loss, accuracy = evaluated(first.model, toy.val)
+    assert first.evaluate(toy.val) == pytest.approx({"val_loss": loss, "accuracy": accuracy}, rel=1e-4)
+    other = first.evaluate(toy.train)
+    assert other["val_loss"] != expected["val_loss"]
+
+
+def test_evaluate_refuses_what_is_not_of_its_model(toy: Toy, run: tuple[Path, FitResult]) -> None:
+    state = run[1].model.state_dict()
+    for wrong in (
+        {name: value for name, value in state.items() if name != "5.bias"},
+        state | {"extra": torch.zeros(1)},
+        state | {"5.bias": torch.zeros(9)},
+    ):
+        with pytest.raises(PlanError, match=r"These are not weights of this model\. .*(5\.bias|extra)"):
+            averaged(toy).evaluate(wrong)
+    with pytest.raises(PlanError, match="The state dict is empty"):
+        averaged(toy).evaluate({})
+    with pytest.raises(PlanError, match="no validation data to evaluate"):
+        averaged(toy).load(toy.train, batch_size=BATCH, image_size=SIDE, workers=1).evaluate(state)
+
+
+@pytest.mark.process
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_both_on_two_ranks(strategy: str, toy: Toy, run: tuple[Path, FitResult], tmp_path: Path) -> None:
+    folder, first = run
+    ranks = averaged(toy).distribute(strategy, devices=2, device="cpu")
+    assert ranks.evaluate(folder) == pytest.approx(metrics_of(first), abs=1e-5)
+    result = started_from(
+        toy.pipeline(batch_norm_model).distribute(strategy, devices=2, device="cpu"), folder
+    )
+    for name, value in first.model.named_parameters():
+        torch.testing.assert_close(result.model.get_parameter(name), value, rtol=0, atol=0)
+    save_file({"other": torch.zeros(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(PlanError, match="Nothing to begin with"):
+        started_from(ranks, tmp_path / "other.safetensors")

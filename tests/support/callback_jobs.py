@@ -1,0 +1,83 @@
+"""What ranks do in the tests of callbacks. A module, because ranks import it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from drivetrain import Callback, DrivetrainError, Pipeline, RunView
+
+
+class Sums(Callback):
+    """Keeps the norm of each parameter and each gradient after each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def needs_gradients(self, step: int) -> bool:  # noqa: ARG002
+        return True
+
+    def on_step_end(self, view: RunView) -> None:
+        found = {f"gradient {name}": value.float().norm().item() for name, value in view.named_gradients()}
+        found |= {name: value.float().norm().item() for name, value in view.named_parameters()}
+        self.steps.append(found | {"groups": sum(len(names) for names in view.group_names())})
+
+
+class OnRankOne(Callback):
+    """On rank 1 alone: asks for a stop, or raises, at one step; counts its steps on every rank."""
+
+    def __init__(self, stop: int = 0, fail: int = 0) -> None:
+        self.stop, self.fail, self.steps = stop, fail, 0
+
+    def on_step_end(self, view: RunView) -> None:
+        self.steps += 1
+        if view.rank == view.world_size - 1 and view.step == self.stop:
+            view.stop(f"rank {view.rank} has seen enough")
+        if view.rank == view.world_size - 1 and view.step == self.fail:
+            raise ZeroDivisionError("on the last rank")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def sums_of(pipelines: dict[str, Pipeline]) -> dict[str, list[dict[str, float]]]:
+    """On each rank: what `Sums` sees in two epochs of each pipeline, evaluated within them."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, pipeline in pipelines.items():
+        sums = Sums()
+        pipeline.fit(epochs=1, progress=False, callbacks=[sums], eval_every_steps=2)
+        found[name] = sums.steps
+    return found
+
+
+def stop_and_fail(pipeline: Pipeline, out: Path) -> dict[str, Any]:
+    """On each rank: how a run ends that rank 1 stops at step 6, one that is resumed, and one that fails there."""
+    torch.set_num_threads(1)
+    one = OnRankOne(stop=6)
+    stopped = pipeline.fit(epochs=3, progress=False, out=out, callbacks=[one])
+    two = OnRankOne()
+    resumed = pipeline.fit(
+        epochs=3, progress=False, out=out, callbacks=[two], resume="auto", continue_stopped=True
+    )
+    whole = pipeline.fit(epochs=3, progress=False)
+    try:
+        pipeline.fit(epochs=3, progress=False, callbacks=[OnRankOne(fail=6)])
+        error = ""
+    except DrivetrainError as failure:
+        error = str(failure)
+    return {
+        "reason": stopped.stopped, "steps": one.steps, "epochs": len(stopped.history.epochs),
+        "stopped": stopped.model.state_dict(), "resumed": resumed.model.state_dict(), "after": two.steps,
+        "whole": whole.model.state_dict(), "error": error,
+    }  # fmt: skip
+
+
+def both(pipelines: dict[str, Pipeline], stops: dict[str, Pipeline], out: Path) -> tuple[Any, Any]:
+    """Both, as ranks take longer to start than to train."""
+    return sums_of(pipelines), {name: stop_and_fail(p, out / name) for name, p in stops.items()}
