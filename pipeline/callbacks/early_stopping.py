@@ -22,7 +22,7 @@ class EarlyStopping(Callback):
     `patience` further evaluations to improve on the best value.
 
     Args:
-        monitor: a metric of the evaluation, `"val_loss"` (default), `"accuracy"`, …; or `"loss"`, the mean training
+        monitor: a metric of the evaluation, `"val_loss"` (default), `"top1"`, …; or `"loss"`, the mean training
             loss of an epoch, which needs no validation data.
         patience: evaluations without an improvement before it stops. Positive integer. Default 3.
         min_delta: smallest change that counts as an improvement, 0 or more. Default 0.

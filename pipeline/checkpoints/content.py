@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 from ...checks import ANY, is_flag, is_number, is_whole
 from ...version import __version__
-from ..telemetry.history import History
+from ..telemetry.history import History, is_fraction
 
 FORMAT = 1
 STATE = "state.json"
@@ -130,10 +130,6 @@ def _loss_scale(place: str, value: Any) -> None:
 
 
 _COUNT, _SPAN = _integer(), _number("[0, inf)")
-_number_or_nan = _satisfies(
-    lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number"
-)
-"""A metric; NaN where it is undefined."""
 _text = _satisfies(lambda value: isinstance(value, str) and value != "", "a text")
 _object = _satisfies(lambda value: isinstance(value, dict), "an object")
 _anything = _satisfies(lambda _: True, "")
@@ -145,16 +141,24 @@ _SCALE = _record(
         "growth_interval": _integer(1), "_growth_tracker": _COUNT,
     }
 )  # fmt: skip
+
+
+def _metrics(place: str, value: Any) -> None:
+    """Metrics by name: finite numbers, and from 0 to 1 if they are known to be fractions."""
+    _dict_of(_number())(place, value)
+    for name, each in value.items():
+        if is_fraction(name):
+            _number("[0, 1]")(f"{place}.{name}", each)
+
+
 _EPOCH = _record(
     {
         "epoch": _integer(1), "loss": _number(), "val_loss": _optional(_number()),
-        "metrics": _dict_of(_number_or_nan), "images_per_s": _SPAN, "data_wait_fraction": _SPAN, "seconds": _SPAN,
+        "metrics": _metrics, "images_per_s": _SPAN, "data_wait_fraction": _SPAN, "seconds": _SPAN,
         "lr": _SPAN, "skipped": _COUNT,
     }
 )  # fmt: skip
-_EVALUATION = _record(
-    {"epoch": _integer(1), "step": _COUNT, "val_loss": _number(), "metrics": _dict_of(_number_or_nan)}
-)
+_EVALUATION = _record({"epoch": _integer(1), "step": _COUNT, "val_loss": _number(), "metrics": _metrics})
 _STOPPED = _record({"reason": _text, "epoch": _COUNT, "step": _COUNT})
 
 

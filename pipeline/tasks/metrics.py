@@ -6,6 +6,7 @@ torchmetrics is imported when metrics are made, because that takes a second.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -87,20 +88,22 @@ def higher_is_better(metric: Metric | None) -> bool:
 
 
 def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:
-    """Return the values over all samples of all ranks. Every rank must call it.
+    """Return the values over all samples of all ranks; undefined ones (NaN, infinite) are missing. Every rank must call
+    it.
 
     A rank may have seen no sample. torchmetrics' own synchronisation would then wait for ever for metrics that keep
     their inputs, so the states are gathered here.
 
     Raises:
-        PlanError: naming a metric that is not one finite or NaN number, or that cannot be merged over ranks.
+        PlanError: naming a metric that is not one number, or that cannot be merged over ranks.
     """
     if world_size > 1 and meters:
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, {name: state_of(metric) for name, metric in meters.items()})
         for name, metric in meters.items():
             pool(name, metric, [states[name] for states in everyone])
-    return {name: _number(name, metric) for name, metric in meters.items()}
+    values = {name: _number(name, metric) for name, metric in meters.items()}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def state_of(metric: Metric) -> tuple[int, dict[str, Any]]:

@@ -317,7 +317,7 @@ class Locked(Callback):
         ({"callbacks": EarlyStopping()}, "must be a list of callbacks"),
         ({"callbacks": [EarlyStopping]}, r"is not a callback.*Did you mean EarlyStopping\(\)\?"),
         (
-            {"callbacks": [EarlyStopping(), EarlyStopping("accuracy")]},
+            {"callbacks": [EarlyStopping(), EarlyStopping("top1")]},
             "two callbacks of the class EarlyStopping",
         ),
         ({"callbacks": [EarlyStopping("val_los")]}, "no metric is named 'val_los'. Did you mean 'val_loss'"),

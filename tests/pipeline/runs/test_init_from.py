@@ -157,7 +157,7 @@ def test_evaluate_gives_the_metrics_of_the_run(toy: Toy, run: tuple[Path, FitRes
         assert pipeline.evaluate(weights) == pytest.approx(expected, rel=1e-6)
     assert first.evaluate() == pytest.approx(expected, rel=1e-6)
     loss, accuracy = evaluated(first.model, toy.val)
-    assert first.evaluate(toy.val) == pytest.approx({"val_loss": loss, "accuracy": accuracy}, rel=1e-4)
+    assert first.evaluate(toy.val) == pytest.approx({"val_loss": loss, "top1": accuracy}, rel=1e-4)
     other = first.evaluate(toy.train)
     assert other["val_loss"] != expected["val_loss"]
 
