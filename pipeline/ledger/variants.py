@@ -12,6 +12,7 @@ from typing import Any
 from ...errors import DrivetrainError
 from ...transforms import Transform
 from ..spec.config import DistributedConfig
+from ..spec.options import OptionalGroups
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
 from . import data as identity
@@ -48,7 +49,10 @@ def plain(plan: ResolvedPlan) -> PipelineSpec:
     one = DistributedConfig(options={} if device is None else {"device": device})
     kept = tuple(t for t in plan.transforms if t.kind == "evaluation")
     data = dataclasses.replace(plan.data, loader="torch")
-    return plan.spec.replace(data=data, transforms=kept, distribution=one)
+    optimization = plan.spec.optimization
+    if optimization is not None and optimization.groups:
+        optimization = dataclasses.replace(optimization, groups=OptionalGroups(optimization.groups))
+    return plan.spec.replace(data=data, transforms=kept, distribution=one, optimization=optimization)
 
 
 def stages(plan: ResolvedPlan) -> list[Stage]:
@@ -105,6 +109,8 @@ def in_turn(plan: ResolvedPlan) -> list[Variant]:
     rows = [Variant(PLAIN, plain(plan))]
     for stage in stages(plan):
         rows.append(Variant(identity.in_turn(stage.name), stage.add(rows[-1].spec)))
+    # The full pipeline has all parameters that its groups name.
+    rows[-1] = Variant(rows[-1].id, rows[-1].spec.replace(optimization=plan.spec.optimization))
     return rows
 
 

@@ -106,6 +106,7 @@ class RunCallbacks(Observer):
         self._steps, self._every = steps, eval_every
         self._evaluate, self._stop = evaluate, stop
         self._at_steps = any(type(one).on_step_end is not Callback.on_step_end for one in self._all)
+        self._reads_late = engine.device.type == "cuda"
         self._saved: Mapping[str, Mapping[str, Any]] = {}
         self._failure: tuple[str, Exception] | None = None
         self._late: HostCopy | None = None
@@ -156,7 +157,7 @@ class RunCallbacks(Observer):
         if due:
             self._evaluate()
         if due or self._at_steps:
-            self._agree(late=not due and self._engine.device.type == "cuda")
+            self._agree(late=self._reads_late and not due)
         if self._agreed and not ends:
             self._end(state)
 

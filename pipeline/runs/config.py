@@ -177,6 +177,10 @@ class FitConfig(Config):
             raise PlanError(
                 "resume='auto' searches out for checkpoints. Pass fit(out=…) (--out), or the checkpoint's path."
             )
+        if self.continue_stopped and self.resume is None:
+            raise PlanError(
+                "continue_stopped=True continues a stopped run that is resumed. Pass resume='auto' or its path, too."
+            )
         if self.init_from is not None and self.resume is not None:
             raise PlanError(
                 f"init_from={str(self.init_from)!r} begins a new run, and resume={str(self.resume)!r} continues one. "

@@ -28,6 +28,7 @@ from .options import (
     TEXT,
     TEXTS,
     Config,
+    OptionalGroups,
     Source,
     known,
     named_options,
@@ -285,6 +286,8 @@ class OptimizerConfig(Config):
         ),
     )
 
+    _torch_scheduler: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         from .optimizers import check_no_options, check_options, find_optimizer
 
@@ -298,6 +301,7 @@ class OptimizerConfig(Config):
         check_schedule(self.schedule, self.schedule_options, self.warmup)
         if not self.is_factory:
             check_options(self.optimizer, self.options)
+        object.__setattr__(self, "_torch_scheduler", is_factory(self.schedule))  # asked in every step
         self._check_groups()
         if self.scale_lr:
             self._check_scaling()
@@ -376,10 +380,11 @@ class OptimizerConfig(Config):
         if not self.scale_lr:
             return self
         options = {**self.options, "lr": self.lr_for(batch_size)}
-        groups = {
+        scaled = {
             pattern: {**own, "lr": own["lr"] * self._scale(batch_size)} if "lr" in own else own
             for pattern, own in self.groups.items()
         }
+        groups = OptionalGroups(scaled) if isinstance(self.groups, OptionalGroups) else scaled
         return dataclasses.replace(self, options=options, groups=groups, base_batch_size=batch_size)
 
     def note(self, batch_size: int) -> str:
@@ -427,7 +432,7 @@ class OptimizerConfig(Config):
     @property
     def uses_torch_scheduler(self) -> bool:
         """Whether `schedule` is a factory of a torch scheduler, which then sets the learning rates itself."""
-        return is_factory(self.schedule)
+        return self._torch_scheduler
 
     def warmup_factor(self, step: int, steps: int) -> float:
         """Return the factor of the warm-up alone at step `step`, counted from 0, of `steps`: 1 after it."""

@@ -215,6 +215,13 @@ def _described(one: Option) -> str:
     )
 
 
+class OptionalGroups(FrozenDict):
+    """Parameter groups whose patterns may match nothing.
+
+    Those of a ledger's variants, which lack the parameters that the full pipeline's surgery adds or renames.
+    """
+
+
 def named_options(name: str, given: object) -> FrozenDict:
     """Return a mapping of options with tuples in place of lists, which JSON and YAML have instead.
 
@@ -223,7 +230,8 @@ def named_options(name: str, given: object) -> FrozenDict:
     """
     if not _is_mapping(given):
         raise PlanError(f"{name}={given!r:.80} must be a dict of names and values.")
-    return FrozenDict({key: _with_tuples(value) for key, value in given.items()})
+    kind = OptionalGroups if isinstance(given, OptionalGroups) else FrozenDict
+    return kind({key: _with_tuples(value) for key, value in given.items()})
 
 
 def _with_tuples(value: Any) -> Any:

@@ -179,7 +179,8 @@ class PipelineSpec:
         scale_lr: bool = False,
         **options: Any,
     ) -> Self:
-        """Set the optimizer, by name with its options (`lr=2.0, momentum=0.9, weight_decay=5e-5`), or as a factory.
+        """Set the optimizer, by name or class with its options (`lr=2.0, momentum=0.9, weight_decay=5e-5`), or as a
+        factory; and the schedule of its learning rate.
 
         Raises:
             PlanError: for an unknown name, with the closest known one, or an invalid value.

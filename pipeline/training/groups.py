@@ -14,6 +14,7 @@ from torch import nn
 
 from ...errors import PlanError
 from ...strategies import OptimizerFactory
+from ..spec.options import OptionalGroups
 
 WRAPPED = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|_orig_mod)\.")
 """Parts of a parameter's name that wrappers of other libraries add."""
@@ -52,7 +53,7 @@ class GroupedFactory:
             first = next((pattern for pattern in self.groups if fnmatchcase(name, pattern)), None)
             matched[first].append(parameter)
         for pattern in self.groups:
-            if not matched[pattern]:
+            if not matched[pattern] and not isinstance(self.groups, OptionalGroups):
                 raise PlanError(self._why_empty(pattern, [names[parameter] for parameter in trained]))
         self.note = self._describe(matched)
         return self.factory(

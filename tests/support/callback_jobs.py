@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from drivetrain import Callback, DrivetrainError, Pipeline, RunView
+from drivetrain.pipeline.runs import run
+from drivetrain.pipeline.runs.callbacks import RunCallbacks
 
 
 class Sums(Callback):
@@ -74,8 +76,33 @@ def stop_and_fail(pipeline: Pipeline, out: Path) -> dict[str, Any]:
     return {
         "reason": stopped.stopped, "steps": one.steps, "epochs": len(stopped.history.epochs),
         "stopped": stopped.model.state_dict(), "resumed": resumed.model.state_dict(), "after": two.steps,
-        "whole": whole.model.state_dict(), "error": error,
+        "whole": whole.model.state_dict(), "error": error, "late": stop_and_fail_late(pipeline),
     }  # fmt: skip
+
+
+def stop_and_fail_late(pipeline: Pipeline) -> tuple[list[int], str]:
+    """On each rank: the steps of runs that rank 1 stops at step 2 and at step 4, and the error of one that fails at
+    step 2, with numbers that are read one step later, as on CUDA."""
+
+    class Late(RunCallbacks):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self._reads_late = True
+
+    run.RunCallbacks = Late  # type: ignore[misc]
+    steps = []
+    try:
+        for stop in (2, 4):
+            one = OnRankOne(stop=stop)
+            pipeline.fit(epochs=2, progress=False, callbacks=[one])
+            steps.append(one.steps)
+        try:
+            pipeline.fit(epochs=1, progress=False, callbacks=[OnRankOne(fail=2)])
+        except DrivetrainError as failure:
+            return steps, str(failure)
+    finally:
+        run.RunCallbacks = RunCallbacks  # type: ignore[misc]
+    return steps, ""
 
 
 def both(pipelines: dict[str, Pipeline], stops: dict[str, Pipeline], out: Path) -> tuple[Any, Any]:

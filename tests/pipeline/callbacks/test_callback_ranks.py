@@ -76,6 +76,17 @@ def test_an_error_on_one_rank_is_raised_on_all(strategy: str, ranks: list[Any]) 
         assert 'raise ZeroDivisionError("on the last rank")' in error
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_on_cuda_ranks_agree_one_step_later_and_at_the_end_of_an_epoch(
+    strategy: str, ranks: list[Any]
+) -> None:
+    """The same code on the CPU: at step 2 of an epoch of four steps, after step 3; at the last step, after it."""
+    for _, runs in ranks:
+        steps, error = runs[strategy]["late"]
+        assert steps == [3, 4]
+        assert error.startswith("OnRankOne.on_step_end failed on rank 1: ZeroDivisionError")
+
+
 def test_ranks_that_fit_starts_send_back_the_callbacks_states(toy: Toy) -> None:
     pipeline = on_two(toy.pipeline(plain_model).optimize("sgd", lr=1e-9), "ddp")
     counting, early = OnRankOne(), EarlyStopping(patience=1, min_delta=0.1)

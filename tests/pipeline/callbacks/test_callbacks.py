@@ -25,6 +25,7 @@ from drivetrain import (
 )
 from drivetrain.pipeline import FitResult, RunOptions
 from drivetrain.transforms import EMA
+from host_syncs import HostSyncs
 from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, evaluated, numbers, plain_model
 from safetensors.torch import load_file
 
@@ -231,6 +232,27 @@ def test_gradient_norms_are_logged(toy: Toy, tmp_path: Path) -> None:
             assert sum(float(row[name]) ** 2 for name in names) == pytest.approx(total**2, rel=1e-5)
 
 
+class Watched(GradientNorms):
+    """Notes each line that would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(every=1)
+        self.waits: list[str] = []
+
+    def on_step_end(self, view: RunView) -> None:
+        with HostSyncs() as syncs:
+            super().on_step_end(view)
+        self.waits += syncs.found
+
+
+def test_gradient_norms_do_not_wait_for_the_device(toy: Toy, tmp_path: Path) -> None:
+    """But for the copy to the host, which is asynchronous on a GPU."""
+    watched = Watched()
+    toy.pipeline().fit(epochs=1, out=tmp_path, progress=False, logger="csv", callbacks=[watched])
+    assert watched.waits
+    assert [line for line in watched.waits if "host_copy.py" not in line] == []
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.profiler")
 def test_a_profile_names_the_steps(toy: Toy, tmp_path: Path) -> None:
     trace = tmp_path / "deep" / "trace.json"
@@ -326,6 +348,7 @@ class Locked(Callback):
         ({"callbacks": [StopsAtStart()]}, "nothing to stop in on_fit_start"),
         ({"eval_every": 0}, "eval_every=0 must be a positive integer"),
         ({"eval_every_steps": 0.5}, "eval_every_steps=0.5 must be a positive integer, or None"),
+        ({"continue_stopped": True}, "Pass resume='auto' or its path, too"),
         ({"continue_stopped": 1}, "continue_stopped=1 must be True or False"),
     ],
     ids=str,

@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import own_schedules
@@ -14,6 +15,7 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, EarlyStopping, Pipeline, PlanError
 from drivetrain.pipeline.spec.config import DistributedConfig
+from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.transforms import (
     EMA,
     SAM,
@@ -88,6 +90,18 @@ def test_any_schedule(toy: Toy, schedule: Any) -> None:
     assert [values["loss"] for values in found] == pytest.approx(own, abs=1e-5)
     with pytest.raises(PlanError, match=r"combine the torch scheduler steps with warmup=0.5.*SequentialLR"):
         trained(pipeline.optimize("sgd", lr=0.1, schedule=own_schedules.steps, warmup=0.5), 1)
+
+
+def test_an_optimizer_of_matrices_is_refused_where_lightning_flattens_them(toy: Toy) -> None:
+    from drivetrain.pipeline.lightning.strategies import check_trainer
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    plan = resolve(toy.pipeline(plain_model).optimize("muon", lr=0.05))
+    trainer: Any = SimpleNamespace(
+        max_epochs=1, accumulate_grad_batches=1, world_size=2, strategy=FSDPStrategy()
+    )
+    with pytest.raises(PlanError, match="'muon' needs whole matrices, but Lightning's FSDPStrategy flattens"):
+        check_trainer(plan, 1, trainer)
 
 
 def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:

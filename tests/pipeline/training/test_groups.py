@@ -11,10 +11,10 @@ from drivetrain import Pipeline, PlanError
 from drivetrain.pipeline import layerwise_decay
 from drivetrain.pipeline.spec.config import OptimizerConfig
 from drivetrain.pipeline.spec.resolve import resolve
-from drivetrain.pipeline.training.build import build_model
+from drivetrain.pipeline.training.build import build, build_model
 from drivetrain.pipeline.training.groups import GroupedFactory
 from drivetrain.strategies import launch
-from drivetrain.transforms import BlurPool, NoWeightDecay
+from drivetrain.transforms import NoWeightDecay, SqueezeExcite
 from pipeline_data import Toy, batch_norm_model, numbers, plain_model
 from torch import nn
 
@@ -133,12 +133,38 @@ def test_a_pipeline_trains_them_from_a_recipe_and_resumes(toy: Toy, tmp_path: An
 def test_names_are_those_after_surgery(toy: Toy) -> None:
     from torchvision.models import resnet18
 
-    pipeline = toy.pipeline(resnet18).transform(BlurPool(replace_convs=True))
+    pipeline = toy.pipeline(resnet18).transform(SqueezeExcite())
     plan = resolve(pipeline, files=False)
     model, _ = build_model(plan.spec, plan.transforms)
-    after = [name for name, _ in model.named_parameters() if name.startswith("layer2.0.conv1")]
-    found, _ = built({"layer2.0.conv1*": {"lr": 1.0}}, model)
+    after = [name for name, _ in model.named_parameters() if ".se." in name]
+    assert after
+    found, _ = built({"*.se.*": {"lr": 1.0}}, model)
     assert found[1][0] == after
+
+
+def test_a_ledgers_variants_may_lack_names_that_surgery_makes(toy: Toy) -> None:
+    from drivetrain.pipeline.ledger.variants import alone_and_without, in_turn
+
+    def model() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)
+        )
+
+    renamed = {"0.se.*": {"lr": 0.5}, "3.*": {"lr": 0.2}}
+    pipeline = (
+        toy.pipeline(model).optimize("sgd", lr=0.1, groups=renamed).transform(SqueezeExcite(min_channels=3))
+    )
+    plan = resolve(pipeline)
+    rows = [*in_turn(plan), *alone_and_without(plan)]
+    assert rows[0].spec != pipeline
+    for row in rows:
+        excited = any(isinstance(transform, SqueezeExcite) for transform in row.plan.transforms)
+        with build(row.plan) as made:
+            rates = [group["lr"] for group in made.engine.optimizer.param_groups]
+        assert rates == ([0.1, 0.5, 0.2] if excited else [0.1, 0.2])
+    wrong = pipeline.optimize("sgd", lr=0.1, groups={"1.*": {"lr": 0.5}})
+    with pytest.raises(PlanError, match="matches none"), build(in_turn(resolve(wrong))[-1].plan):
+        pass
 
 
 def test_layerwise_decay() -> None:
