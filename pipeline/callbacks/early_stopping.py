@@ -72,7 +72,7 @@ class EarlyStopping(Callback):
     def on_evaluation_end(self, view: RunView) -> None:
         """Look at a metric of the evaluation."""
         if self.monitor != "loss":
-            self._look(view, view.metrics[self.monitor])
+            self._look(view, view.metrics.get(self.monitor))
 
     def on_epoch_end(self, view: RunView) -> None:
         """Look at the training loss."""
@@ -87,16 +87,17 @@ class EarlyStopping(Callback):
         """Restore both."""
         self.best, self.waited = state["best"], state["waited"]
 
-    def _look(self, view: RunView, value: float) -> None:
+    def _look(self, view: RunView, value: float | None) -> None:
+        """Compare the value; one that is undefined, such as a mean over no sample, is no improvement."""
         sign = 1.0 if self._lower_is_better() else -1.0
-        if self.best is None or sign * (self.best - value) > self.min_delta:
+        if value is not None and (self.best is None or sign * (self.best - value) > self.min_delta):
             self.best, self.waited = value, 0
             return
         self.waited += 1
         if self.waited >= self.patience:
             self.waited = 0
             view.stop(
-                f"EarlyStopping: {self.monitor} has not improved on {self.best:.6g} for {self.patience} "
+                f"EarlyStopping: {self.monitor} has not improved{'' if self.best is None else f' on {self.best:.6g}'} for {self.patience} "
                 f"evaluation{'s' * (self.patience != 1)}"
             )
 

@@ -351,7 +351,7 @@ class Locked(Callback):
         ({"continue_stopped": True}, "Pass resume='auto' or its path, too"),
         ({"continue_stopped": 1}, "continue_stopped=1 must be True or False"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "options",
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], message: str, toy: Toy) -> None:
     with pytest.raises(PlanError, match=message):
