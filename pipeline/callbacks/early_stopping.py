@@ -96,8 +96,9 @@ class EarlyStopping(Callback):
         self.waited += 1
         if self.waited >= self.patience:
             self.waited = 0
+            than = "" if self.best is None else f" on {self.best:.6g}"
             view.stop(
-                f"EarlyStopping: {self.monitor} has not improved{'' if self.best is None else f' on {self.best:.6g}'} for {self.patience} "
+                f"EarlyStopping: {self.monitor} has not improved{than} for {self.patience} "
                 f"evaluation{'s' * (self.patience != 1)}"
             )
 

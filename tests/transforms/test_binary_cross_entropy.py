@@ -85,7 +85,7 @@ def test_smoothing_comes_after_it_in_any_order(toy: Toy) -> None:
     names = [step.what.split("(")[0] for step in pipeline.plan().steps]
     assert names.index("MixUp") < names.index("BinaryCrossEntropy") < names.index("LabelSmoothing")
     smoothed = 0.9 * F.one_hot(LABELS_B, 10) + 0.01
-    found = training_loss(resolve(pipeline, files=False))(LOGITS_BC, LABELS_B)
+    found = training_loss(resolve(pipeline, files=False), torch.device("cpu"))(LOGITS_BC, LABELS_B)
     torch.testing.assert_close(found.double(), by_hand(LOGITS_BC, smoothed).mean())
 
 

@@ -102,7 +102,7 @@ def test_each_event_is_called_with_the_position_and_the_results(toy: Toy) -> Non
     epochs = [line[2] for line in diary.lines if line[0] == "epoch"]
     assert epochs == [asdict(epoch) for epoch in result.history.epochs]
     last = result.history.epochs[-1]
-    assert diary.lines[-3][1:] == (2 * STEPS, {"val_loss": last.val_loss, "accuracy": last.accuracy})
+    assert diary.lines[-3][1:] == (2 * STEPS, {"val_loss": last.val_loss, "top1": last.accuracy})
     assert diary.lines[-1] == ("end", 2 * STEPS, False)
     assert result.stopped is None
 
@@ -173,7 +173,7 @@ def test_a_stop_keeps_the_weights_and_the_reason_and_only_goes_on_when_told(
     torch.testing.assert_close(saved, dict(stopped.model.state_dict()), rtol=0, atol=0)
     if event != "evaluation":
         assert history["evaluations"][-1]["step"] == steps
-        assert history["evaluations"][-1]["accuracy"] == stopped.accuracy
+        assert history["evaluations"][-1]["metrics"]["top1"] == stopped.accuracy
     assert (tmp_path / f"run/checkpoints/step-{steps:08d}").is_dir()
 
     again = pipeline.fit(out=tmp_path / "run", resume="auto", callbacks=[StopAt()], **options)

@@ -32,7 +32,7 @@ def metrics_of(result: FitResult) -> dict[str, float]:
     last = result.history.epochs[-1]
     assert last.val_loss is not None
     assert last.accuracy is not None
-    return {"val_loss": last.val_loss, "accuracy": last.accuracy}
+    return {"val_loss": last.val_loss, "top1": last.accuracy}
 
 
 def started_from(pipeline: Pipeline, source: str | Path) -> FitResult:
