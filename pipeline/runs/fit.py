@@ -90,7 +90,7 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
                     one.load_state_dict(state)
         return _finish(plan, outcome)
     finally:
-        if folder is not None and (interrupted is None or "matplotlib.figure" in sys.modules):
+        if folder is not None and (interrupted is None or "matplotlib.backends.backend_agg" in sys.modules):
             _echo(draw_curves(folder), progress)  # after Ctrl-C, only if it takes no time
     # Raised here, so that it does not keep the frames of the loop alive, and with them the loaders' processes.
     raise interrupted

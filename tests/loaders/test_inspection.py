@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import call, run
 from drivetrain import BetonError, DataError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
 from loader_pictures import jpeg_bytes, jpeg_folder, picture
@@ -107,23 +107,21 @@ def test_contact_sheet_shows_pictures_in_a_grid(photos: Path, tmp_path: Path) ->
 
 
 @pytest.mark.process
-def test_command_line(photos: Path, tmp_path: Path) -> None:
-    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [BIN / "drivetrain", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-
-    shown = run("inspect", photos, "--sheet", "sheet.png")
-    assert shown.returncode == 0, shown.stderr
-    assert "18 samples" in shown.stdout
+def test_command_line(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed program once, and the other commands in this process."""
+    shown = run("inspect", str(photos), "--sheet", "sheet.png", cwd=tmp_path)
+    assert shown.code == 0, shown.err
+    assert "18 samples" in shown.out
     assert (tmp_path / "sheet.png").exists()
-    assert run("verify", photos).returncode == 0
+    monkeypatch.chdir(tmp_path)
+    assert call("verify", str(photos)).code == 0
     damage(photos, 7, offset=0.6)
-    bad = run("verify", photos)
-    assert bad.returncode == 1
-    assert "sample 7" in bad.stdout
-    missing = run("verify", tmp_path / "none.beton")
-    assert missing.returncode == 1
-    assert missing.stderr.startswith("BetonError")
+    bad = call("verify", str(photos))
+    assert bad.code == 1
+    assert "sample 7" in bad.out
+    missing = call("verify", "none.beton")
+    assert missing.code == 1
+    assert missing.err.startswith("BetonError")
 
 
 def test_an_unsound_structure_is_an_error(photos: Path) -> None:
@@ -134,8 +132,7 @@ def test_an_unsound_structure_is_an_error(photos: Path) -> None:
             function(photos)
 
 
-@pytest.mark.process
-def test_command_line_with_shards_fields_and_modes(tmp_path: Path) -> None:
+def test_command_line_with_shards_fields_and_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of input of `convert`, then the result of `inspect`."""
     for number in range(2):
         with tarfile.open(tmp_path / f"s-{number}.tar", "w") as tar:
@@ -152,24 +149,21 @@ def test_command_line_with_shards_fields_and_modes(tmp_path: Path) -> None:
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [BIN / "drivetrain", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-
-    done = run(
+    monkeypatch.chdir(tmp_path)
+    done = call(
         "convert", "s-{0..1}.tar", "a.beton", "--field", "npy=ndarray", "--field", "txt", "--write-mode", "smart",
         "--smart-threshold", "100", "--min-resolution", "40",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "6 images (all scaled down)" in done.stdout
+    assert done.code == 0, done.err
+    assert "6 images (all scaled down)" in done.out
     beton = open_beton(tmp_path / "a.beton")
     assert beton.fields == {"image": "rgb_image", "label": "int", "npy": "ndarray", "txt": "bytes"}
     assert set(beton.heights.tolist()) == {40}
-    shown = run("inspect", "a.beton", "--sheet", "sheet.png")
-    assert "npy (ndarray float32 (4,)), txt (bytes)" in shown.stdout
-    twice = run("convert", "s-0.tar", "b.beton", "--field", "txt", "--field", "txt=json")
-    assert twice.returncode == 1
-    assert "DataError: --field names one field twice" in twice.stderr
+    shown = call("inspect", "a.beton", "--sheet", "sheet.png")
+    assert "npy (ndarray float32 (4,)), txt (bytes)" in shown.out
+    twice = call("convert", "s-0.tar", "b.beton", "--field", "txt", "--field", "txt=json")
+    assert twice.code == 1
+    assert "DataError: --field names one field twice" in twice.err
 
 
 def test_contact_sheet_with_vector_labels(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ class WakesToo(Wakes):
     pass
 
 
-@pytest.mark.long
+@pytest.mark.slow  # test_levels.py has it on trials that are made up
 def test_of_two_stages_that_do_the_same_the_second_falls(toy: Toy) -> None:
     pipeline = toy.pipeline(Sleepy(0.08), loader="torch", workers=0).transform(Idle(), Wakes(), WakesToo())
     ledger = pipeline.ledger(seconds=90, within=0.3, progress=False)
