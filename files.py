@@ -144,6 +144,15 @@ def wait_for_renames(path: Path) -> None:
         _lock(file)
 
 
+@contextmanager
+def renames_held(path: Path) -> Iterator[None]:
+    """Inside the block, no writer of the set named by `path` (see `atomic_files`) renames."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # no file: no writer
+            _lock(stack.enter_context(_lock_file(path).open("rb")))
+        yield
+
+
 def _lock_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...errors import BetonError, suggest
-from ...files import wait_for_renames
+from ...files import renames_held, wait_for_renames
 from ..native import turbojpeg
 from .layout import MODE_RAW, tables_start
 from .manifest import manifest_path, read_manifest
@@ -216,7 +216,8 @@ def open_beton(path: str | Path) -> Beton:
             wait_for_renames(path)
             if _identities(path) == before:
                 raise  # nobody replaced the files in the meantime
-    return _open(path)
+    with renames_held(path):  # writers that replace the files faster than they are read wait for this one
+        return _open(path)
 
 
 def _identities(path: Path) -> list[tuple[int, int] | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 import tarfile
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from drivetrain import BetonError, DataError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
 from loader_pictures import jpeg_bytes, jpeg_folder, picture
 from PIL import Image
-
-BIN = Path(sys.executable).parent
 
 
 @pytest.fixture
