@@ -115,7 +115,8 @@ def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
 
     Args:
         image: the bytes of an image file; a dict with its `bytes` or `path` (Hugging Face's undecoded images); a
-            PIL image; a uint8 array or tensor `(H, W, 3)`, `(3, H, W)` or `(H, W)`.
+            PIL image; a uint8 array or tensor `(H, W, 3)`, `(3, H, W)`, or, for a grey one, which becomes RGB, `(H, W)`,
+            `(H, W, 1)` or `(1, H, W)`.
         encoding: the encoding settings.
         number: index of the sample in its source, which decides in mode "proportion".
 
@@ -213,12 +214,14 @@ def _to_array(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     array = image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else np.asarray(image)
     if array.dtype != np.uint8:
         raise DataError(f"its pixels are {array.dtype}; expected uint8, 0 to 255")
-    if array.ndim == 3 and array.shape[0] == 3 and array.shape[2] != 3:
+    if array.ndim == 3 and array.shape[0] in (1, 3) and array.shape[2] not in (1, 3):
         array = array.transpose(1, 2, 0)
     if array.ndim == 2:
-        array = np.repeat(array[:, :, None], 3, axis=2)
-    if array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
-        raise DataError(f"its shape is {array.shape}; expected (H, W, 3), (3, H, W) or (H, W)")
+        array = array[:, :, None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3) or 0 in array.shape:
+        raise DataError(f"its shape is {array.shape}; expected (H, W, 3), (3, H, W), or (H, W), (H, W, 1) or (1, H, W)")
+    if array.shape[2] == 1:
+        array = np.repeat(array, 3, axis=2)
     return np.ascontiguousarray(array)
 
 

@@ -68,6 +68,15 @@ def test_grey(tmp_path: Path, name: str) -> None:
     near(beton, np.repeat(np.asarray(grey)[:, :, None], 3, axis=2))
 
 
+@pytest.mark.parametrize("shape", [(2, 12, 10), (2, 12, 10, 1), (2, 1, 12, 10)])
+def test_grey_arrays_become_rgb(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (2, 12, 10), dtype=np.uint8)
+    convert((grey.reshape(shape), np.arange(2)), tmp_path / "grey.beton", progress=False)
+    beton = open_beton(tmp_path / "grey.beton")
+    for number in range(2):
+        assert np.array_equal(np.asarray(beton.image(number)), np.repeat(grey[number, :, :, None], 3, axis=2))
+
+
 def test_cmyk_jpeg(tmp_path: Path) -> None:
     cmyk = Image.fromarray(PICTURE).convert("CMYK")
     beton, how = converted(one_file(tmp_path, "c.jpg", cmyk, quality=95), tmp_path, quality=95)
