@@ -115,7 +115,7 @@ def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
 
     Args:
         image: the bytes of an image file; a dict with its `bytes` or `path` (Hugging Face's undecoded images); a
-            PIL image; a uint8 array or tensor `(H, W, 3)`, `(3, H, W)`, or, for a grey one, which becomes RGB, `(H, W)`,
+            PIL image; a uint8 array or tensor `(H, W, 3)` or `(3, H, W)`; a grey one, which becomes RGB, `(H, W)`,
             `(H, W, 1)` or `(1, H, W)`.
         encoding: the encoding settings.
         number: index of the sample in its source, which decides in mode "proportion".
