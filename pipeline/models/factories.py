@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from torch import nn
 
 from ...errors import DataError, RecipeError, suggest
+from ...names import imported, name_of
 from .cifar import airbench_net, cifar_resnet
 from .timm_models import TimmModel, timm_model
 
@@ -52,17 +51,14 @@ def name_of_factory(factory: Factory) -> str | None:
         return factory.__name__
     name = getattr(factory, "__name__", "")
     module = getattr(factory, "__module__", None) or ""
-    if module.startswith("torchvision.models.") and name in _torchvision().list_models(module=_torchvision()):
-        candidates = [name]
-    else:
-        candidates = [f"{module}:{getattr(factory, '__qualname__', '')}"]
-    for candidate in candidates:
-        try:
-            if model_factory(candidate) is factory:
-                return candidate
-        except RecipeError:
-            pass  # not an attribute of a module: a lambda, or defined inside a function
-    return None
+    known = module.startswith("torchvision.models.") and name in _torchvision().list_models(
+        module=_torchvision()
+    )
+    candidate = name if known else name_of(factory)
+    try:
+        return candidate if candidate is not None and model_factory(candidate) is factory else None
+    except RecipeError:
+        return None  # of a name that is no model's, such as an optimizer's
 
 
 def _torchvision() -> Any:
@@ -72,26 +68,7 @@ def _torchvision() -> Any:
 
 
 def _imported(name: str) -> Factory:
-    module, _, attribute = name.partition(":")
-    if module == "__main__":
-        raise RecipeError(
-            f"The model {name!r} is defined in the running script, which other processes cannot import. Move its "
-            "factory to a separate module, and write module:factory."
-        )
-    if module.split(".")[0] in sys.stdlib_module_names:
-        raise RecipeError(
-            f"The model {name!r} names Python's standard library, which has no models. Write "
-            "package.module:factory, where factory is a function that returns an nn.Module, or an nn.Module class."
-        )
-    try:
-        target: Any = importlib.import_module(module)
-        for attribute_name in attribute.split("."):
-            target = getattr(target, attribute_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RecipeError(
-            f"The model {name!r} cannot be imported: {error}. Write package.module:factory with an importable "
-            "module. The command line also searches the working directory and the folder of the recipe file."
-        ) from error
+    target = imported("model", name, RecipeError)
     if not (inspect.isfunction(target) or (inspect.isclass(target) and issubclass(target, nn.Module))):
         raise RecipeError(
             f"The model {name!r} is {target!r:.80}. Name a function that returns an nn.Module, or an nn.Module class."

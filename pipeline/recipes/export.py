@@ -13,10 +13,10 @@ from torch import nn
 
 from ... import strategies
 from ...errors import PlanError, RecipeError, StrategyError
+from ...names import name_of
 from ...transforms import to_dict
 from ..models.factories import name_of_factory
 from ..spec.config import DistributedConfig, OptimizerConfig
-from ..spec.names import name_of
 from ..spec.options import Config
 from ..spec.pipeline_spec import PipelineSpec
 from ..tasks import registry as tasks
@@ -90,7 +90,7 @@ def _transforms(pipeline: PipelineSpec) -> list[dict[str, Any]]:
 
 def _optimizer(optimization: OptimizerConfig) -> str:
     optimizer = optimization.optimizer
-    name = optimizer if isinstance(optimizer, str) else name_of("optimizer", optimizer)
+    name = optimizer if isinstance(optimizer, str) else name_of(optimizer)
     if name is None:
         raise RecipeError(
             f"The optimizer is built by {optimizer!r:.80}, which a recipe cannot name. Pass .optimize() the name of an "
@@ -101,7 +101,7 @@ def _optimizer(optimization: OptimizerConfig) -> str:
 
 def _schedule(optimization: OptimizerConfig) -> str:
     schedule = optimization.schedule
-    name = schedule if isinstance(schedule, str) else name_of("schedule", schedule)
+    name = schedule if isinstance(schedule, str) else name_of(schedule)
     if name is None:
         raise RecipeError(
             f"The schedule {schedule!r:.80} cannot be imported by name. Define it at the top level of a module; its "

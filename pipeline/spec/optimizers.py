@@ -12,8 +12,8 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from ...checks import is_number
 from ...errors import PlanError, suggest
+from ...names import imported
 from .muon import Muon
-from .names import imported
 from .sgdw import SGDW
 
 OptimizerClass = Callable[..., Optimizer]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from ...checks import is_number, plain
 from ...errors import PlanError, suggest
-from .names import imported
+from ...names import imported
 
 ScheduleFunction = Callable[..., Any]
 """A function of the progress (0 to 1) that returns the learning rate's factor; or a factory of one of torch's
@@ -255,7 +255,10 @@ def find_schedule(schedule: object) -> str | ScheduleFunction:
     """
     if isinstance(schedule, str):
         if ":" in schedule:
-            return imported("schedule", schedule)
+            function: Any = imported("schedule", schedule)
+            if not callable(function):
+                raise PlanError(f"The schedule {schedule!r} is {function!r:.80}, not a function or a class.")
+            return function  # type: ignore[no-any-return]
         if schedule not in SCHEDULES:
             raise PlanError(
                 f"No schedule is named {schedule!r}. Write a custom one as package.module:function."

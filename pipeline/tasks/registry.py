@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from ...errors import PlanError, suggest
+from ...names import imported, name_of
 from .classification import Classification
 from .multi_label import MultiLabel
 from .regression import Regression
@@ -39,10 +39,10 @@ def to_dict(task: Task) -> dict[str, Any]:
         PlanError: if there is no such name.
     """
     kind = type(task)
-    name = kind.__name__ if TASKS.get(kind.__name__) is kind else f"{kind.__module__}:{kind.__qualname__}"
+    name = kind.__name__ if TASKS.get(kind.__name__) is kind else name_of(kind)
     options = {key: _by_name(value) for key, value in task.options.items()}
     try:
-        known = get(name, **options) == task
+        known = name is not None and get(name, **options) == task
     except PlanError:
         known = False
     if not known:
@@ -57,16 +57,11 @@ def _by_name(value: Any) -> Any:
     """Return a function as the name under which it can be imported."""
     if isinstance(value, tuple):
         return [*map(_by_name, value)]
-    name, module = getattr(value, "__qualname__", ""), getattr(value, "__module__", "")
-    return f"{module}:{name}" if name and module and not isinstance(value, str) else value
+    return value if isinstance(value, str) else name_of(value) or value
 
 
-def _imported(name: str) -> type[Task] | None:
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(f"The task {name!r} cannot be imported: {error}.") from error
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        raise PlanError(f"The task {name!r} is {found!r:.80}, not a class derived from drivetrain.Task.")
-    return found
+def _imported(name: str) -> type[Task]:
+    target = imported("task", name)
+    if not (isinstance(target, type) and issubclass(target, Task)):
+        raise PlanError(f"The task {name!r} is {target!r:.80}, not a class derived from drivetrain.Task.")
+    return target

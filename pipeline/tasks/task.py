@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ...errors import PlanError, suggest
+from ...names import imported
 from .metrics import NAMES_OF_RUN, by_name, named
 
 if TYPE_CHECKING:
@@ -207,7 +207,10 @@ class StandardTask(Task):
         if loss is None:
             return next(iter(self.LOSSES.values()))
         if isinstance(loss, str):
-            return _imported(self, loss) if ":" in loss else self._known_loss(loss)
+            if ":" not in loss:
+                return self._known_loss(loss)
+            loss = imported("loss", loss)
+            loss = loss() if isinstance(loss, type) and issubclass(loss, nn.Module) else loss
         if isinstance(loss, type) or not callable(loss):
             raise PlanError(
                 f"{self}: loss={loss!r:.80} must be a function, a module, or a name: {[*self.LOSSES]}."
@@ -375,16 +378,3 @@ def _checked(task: Task, metrics: Any) -> dict[str, Any]:
             f"{task}: monitor={task.monitor!r} is not a metric of it.{suggest(task.monitor, known)}"
         )
     return dict(metrics)
-
-
-def _imported(task: Task, name: str) -> LossFunction:
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(f"{task}: the loss {name!r} cannot be imported: {error}.") from error
-    if isinstance(found, type) and issubclass(found, nn.Module):
-        found = found()
-    if not callable(found):
-        raise PlanError(f"{task}: the loss {name!r} is {found!r:.80}, not a function or a module.")
-    return found  # type: ignore[no-any-return]
