@@ -10,19 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import PlanError
+from .metrics import maker, top
 from .task import Kind, LossFunction, StandardTask, Targets, check_names, names_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-
-def _metric(kind: str, **options: Any) -> Callable[[int], Any]:
-    def make(classes: int) -> Any:
-        import torchmetrics.classification
-
-        return getattr(torchmetrics.classification, kind)(classes, validate_args=False, **options)
-
-    return make
 
 
 class Classification(StandardTask):
@@ -41,14 +33,12 @@ class Classification(StandardTask):
     kind: ClassVar[Kind] = "class indices"
     LOSSES: ClassVar[Mapping[str, LossFunction]] = {"cross_entropy": F.cross_entropy}
     METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
-        "top1": _metric("MulticlassAccuracy", average="micro"),
-        "top5": lambda classes: _metric("MulticlassAccuracy", average="micro", top_k=min(5, classes))(
-            classes
-        ),
-        "f1": _metric("MulticlassF1Score"),
-        "precision": _metric("MulticlassPrecision"),
-        "recall": _metric("MulticlassRecall"),
-        "auroc": _metric("MulticlassAUROC"),
+        "top1": top(1),
+        "top5": top(5),
+        "f1": maker("MulticlassF1Score"),
+        "precision": maker("MulticlassPrecision"),
+        "recall": maker("MulticlassRecall"),
+        "auroc": maker("MulticlassAUROC"),
     }
     DEFAULT_METRICS = ("top1", "top5")
 

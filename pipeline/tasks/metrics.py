@@ -59,16 +59,11 @@ def by_name(
     made = {}
     for name, metric in metrics.items():
         try:
-            if not isinstance(metric, str):
+            if isinstance(metric, str):
+                made[name] = (makers.get(metric) or top(int(metric.removeprefix("top"))))(width)
+            else:
                 made[name] = copy.deepcopy(metric)
                 made[name].reset()
-            elif top := _TOP.fullmatch(metric):
-                if metric not in makers and "top1" in makers:
-                    made[name] = _top(int(top[1]), width)
-                else:
-                    made[name] = makers[metric](width)
-            else:
-                made[name] = makers[metric](width)
         except (ValueError, TypeError, RuntimeError) as error:
             raise PlanError(
                 f"{task}: the metric {name!r} cannot be made for {width} outputs: {error}"
@@ -76,10 +71,28 @@ def by_name(
     return made
 
 
-def _top(k: int, classes: int) -> Any:
-    from torchmetrics.classification import MulticlassAccuracy
+def maker(kind: str, **options: Any) -> Callable[[int], Any]:
+    """Return the function that makes a metric for outputs of so many values per image.
 
-    return MulticlassAccuracy(classes, top_k=min(k, classes), average="micro", validate_args=False)
+    Args:
+        kind: class of `torchmetrics.classification`, which receives the number of values, or of
+            `torchmetrics.regression`.
+        options: further arguments of the class.
+    """
+
+    def make(width: int) -> Any:
+        from torchmetrics import classification, regression
+
+        if hasattr(classification, kind):
+            return getattr(classification, kind)(width, validate_args=False, **options)
+        return getattr(regression, kind)(**options)
+
+    return make
+
+
+def top(k: int) -> Callable[[int], Any]:
+    """Return the function that makes the top-`k` accuracy for a number of classes, at most their number."""
+    return lambda classes: maker("MulticlassAccuracy", average="micro", top_k=min(k, classes))(classes)
 
 
 def higher_is_better(metric: Metric | None) -> bool:

@@ -11,16 +11,8 @@ import torch.nn.functional as F
 
 from ...errors import PlanError
 from .classification import logits_error
+from .metrics import maker
 from .task import Kind, LossFunction, StandardTask, Targets, check_names, names_of, vectors
-
-
-def _metric(kind: str, **options: Any) -> Callable[[int], Any]:
-    def make(labels: int) -> Any:
-        import torchmetrics.classification
-
-        return getattr(torchmetrics.classification, kind)(labels, validate_args=False, **options)
-
-    return make
 
 
 class MultiLabel(StandardTask):
@@ -40,11 +32,11 @@ class MultiLabel(StandardTask):
     kind: ClassVar[Kind] = "labels"
     LOSSES: ClassVar[Mapping[str, LossFunction]] = {"bce": F.binary_cross_entropy_with_logits}
     METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
-        "map": _metric("MultilabelAveragePrecision"),
-        "f1": _metric("MultilabelF1Score"),
-        "precision": _metric("MultilabelPrecision"),
-        "recall": _metric("MultilabelRecall"),
-        "auroc": _metric("MultilabelAUROC"),
+        "map": maker("MultilabelAveragePrecision"),
+        "f1": maker("MultilabelF1Score"),
+        "precision": maker("MultilabelPrecision"),
+        "recall": maker("MultilabelRecall"),
+        "auroc": maker("MultilabelAUROC"),
     }
     DEFAULT_METRICS = ("map", "f1")
 

@@ -8,22 +8,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from .metrics import maker
 from .task import Kind, LossFunction, StandardTask, Targets, vectors
-
-
-def _metric(kind: str, **options: Any) -> Callable[[int], Any]:
-    def make(_: int) -> Any:
-        import torchmetrics
-
-        return getattr(torchmetrics, kind)(**options)
-
-    return make
-
-
-def _r2(width: int) -> Any:
-    from torchmetrics import R2Score
-
-    return R2Score(multioutput="uniform_average") if width > 1 else R2Score()
 
 
 class Regression(StandardTask):
@@ -43,10 +29,10 @@ class Regression(StandardTask):
         "huber": F.huber_loss,
     }
     METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
-        "mae": _metric("MeanAbsoluteError"),
-        "mse": _metric("MeanSquaredError"),
-        "rmse": _metric("MeanSquaredError", squared=False),
-        "r2": _r2,
+        "mae": maker("MeanAbsoluteError"),
+        "mse": maker("MeanSquaredError"),
+        "rmse": maker("MeanSquaredError", squared=False),
+        "r2": maker("R2Score"),
     }
     DEFAULT_METRICS = ("mae", "r2")
 

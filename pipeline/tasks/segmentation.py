@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from ...checks import is_whole
 from ...errors import PlanError
+from .metrics import maker
 from .task import Kind, LossFunction, StandardTask, Targets
 
 if TYPE_CHECKING:
@@ -17,17 +18,6 @@ if TYPE_CHECKING:
 
 IGNORED = 255
 """The class index of pixels that do not count, as in PASCAL VOC and Cityscapes."""
-
-
-def _metric(kind: str, **options: Any) -> Callable[[int], Any]:
-    def make(classes: int) -> Any:
-        import torchmetrics.classification
-
-        return getattr(torchmetrics.classification, kind)(
-            classes, ignore_index=IGNORED, validate_args=False, **options
-        )
-
-    return make
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -52,8 +42,8 @@ class Segmentation(StandardTask):
     kind: ClassVar[Kind] = "masks"
     LOSSES: ClassVar[Mapping[str, LossFunction]] = {"cross_entropy": cross_entropy}
     METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
-        "miou": _metric("MulticlassJaccardIndex"),
-        "pixel_accuracy": _metric("MulticlassAccuracy", average="micro"),
+        "miou": maker("MulticlassJaccardIndex", ignore_index=IGNORED),
+        "pixel_accuracy": maker("MulticlassAccuracy", average="micro", ignore_index=IGNORED),
     }
     DEFAULT_METRICS = ("miou", "pixel_accuracy")
 
