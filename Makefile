@@ -1,6 +1,6 @@
 # make quickstart   set up, then train CIFAR-10 from the raw files and measure a ledger
 # make test         set up if necessary, then lint, types and tests (make test-all: the slow ones, too)
-# make quick        lint, types, and the short tests that start no process: run it on every save
+# make quick        lint, types, and the tests that start no process and took no time in their last run: on every save
 # make install      only set up                     make lock   rewrite requirements.txt
 # make check        ruff, import layers and mypy    make bench PHOTOS=FOLDER   loading speed on a folder of photographs
 # make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
@@ -51,7 +51,7 @@ test-all: install check bytecode
 	$(BIN)/python -m pytest -m "alone and not gpu" $(ALONE)
 
 quick: install check bytecode
-	DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist worksteal \
+	DRIVETRAIN_QUICK=1 DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist worksteal \
 		-m "not process and not long and not slow and not gpu and not alone"
 
 # mypy needs the package under its own name, whatever the name of the clone's folder.

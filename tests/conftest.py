@@ -22,6 +22,7 @@ from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.pipeline.telemetry import curves
 from drivetrain.pipeline.telemetry.history import History
 from drivetrain.strategies.launching import ranks
+from durations import Durations
 from forked_ranks import STARTED, RankServer
 from pipeline_data import Toy
 from places import ROOT, TESTS
@@ -37,8 +38,9 @@ class PlainRoot:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """See `PlainRoot` and `interpreters`."""
+    """See `PlainRoot`, `durations` and `interpreters`."""
     config.pluginmanager.register(PlainRoot())
+    config.pluginmanager.register(Durations(config))
     interpreters.register(config)
 
 

@@ -1,0 +1,41 @@
+"""How long each test took the last time, kept in pytest's cache: `make quick` leaves out the longer ones.
+
+In a new clone `make quick` runs all that its markers leave, and remembers.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+QUICK = bool(os.environ.get("DRIVETRAIN_QUICK"))
+LIMIT = 0.25
+"""Seconds. Half of a minute is spent in the few hundred tests above it."""
+_KEY = "drivetrain/seconds"
+
+
+class Durations:
+    """Notes the duration of each test; with `QUICK`, deselects those above `LIMIT`."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._seen = config, dict[str, float]()
+        self._known: dict[str, float] = config.cache.get(_KEY, {}) if config.cache else {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Deselect what took long."""
+        if not QUICK:
+            return
+        long = [item for item in items if self._known.get(item.nodeid, 0) > LIMIT]
+        items[:] = [item for item in items if self._known.get(item.nodeid, 0) <= LIMIT]
+        self._config.hook.pytest_deselected(items=long)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a duration. What fixtures take may be of another test."""
+        if report.when == "call" and report.passed:
+            self._seen[report.nodeid] = round(report.duration, 2)
+
+    def pytest_sessionfinish(self) -> None:
+        """Keep the durations; xdist's workers report to the controller."""
+        if self._config.cache is not None and not hasattr(self._config, "workerinput"):
+            self._config.cache.set(_KEY, {**self._known, **self._seen})
