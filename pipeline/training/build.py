@@ -109,6 +109,7 @@ class Parts:
         reports: what each surgery changed.
         width: values that the model returns per image, such as the number of classes; None if any number.
         example: outputs for two images, as the loss receives them, and the targets of the first two images.
+        monitor: the metric that decides which epoch is best, and its direction.
     """
 
     plan: ResolvedPlan
@@ -116,17 +117,12 @@ class Parts:
     reports: tuple[Report, ...]
     width: int | None
     example: tuple[Any, torch.Tensor]
+    monitor: Monitor
 
     @property
     def classes(self) -> int | None:
         """The width of soft targets, for transforms that mix; None if targets cannot be mixed."""
         return self.width if self.plan.task.kind in ("class indices", "labels") else None
-
-    @property
-    def monitor(self) -> Monitor:
-        """The metric that decides which epoch is best, and its direction."""
-        name = self.plan.task.monitor
-        return Monitor(name, higher_is_better(self.plan.task.meters(self.width).get(name)))
 
     def loss(self, device: torch.device) -> TaskLoss:
         """Return the training loss, tested on `device`, where the outputs will be.
@@ -158,8 +154,10 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
         outputs = check_output(model, task, width, data, plan.distribution.precision)
     two = torch.from_numpy(targets.values[[0, -1]])
     two = two.float() if two.is_floating_point() else two  # as loaders deliver them
-    check_metrics(task, outputs, two, width)
-    return Parts(plan, model, reports, width, (outputs, two))
+    meters = task.meters(width)
+    check_metrics(task, meters, outputs, two)
+    monitor = Monitor(task.monitor, higher_is_better(meters.get(task.monitor)))
+    return Parts(plan, model, reports, width, (outputs, two), monitor)
 
 
 def expected_device(how: DistributedConfig) -> torch.device:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from ...strategies import Precision
 from ...strategies.options import HALF
 from ..spec.config import DataConfig
 from ..tasks.task import LossFunction, StandardTask, Targets, Task, to_float
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 def targets_of(loader: EpochLoader, source: str) -> Targets:
@@ -107,13 +111,13 @@ def check_loss(
         )
 
 
-def check_metrics(task: Task, outputs: Any, targets: torch.Tensor, width: int | None) -> None:
+def check_metrics(task: Task, meters: Mapping[str, Metric], outputs: Any, targets: torch.Tensor) -> None:
     """Test the task's metrics on outputs for two images.
 
     Raises:
-        PlanError: if one does not accept outputs and targets, or does not return a number.
+        PlanError: if one does not accept outputs and targets.
     """
-    for name, meter in task.meters(width).items():
+    for name, meter in meters.items():
         try:
             meter.update(outputs, task.metric_targets(targets))
         except Exception as error:  # a custom metric may raise anything
