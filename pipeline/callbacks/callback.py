@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .view import RunView
@@ -16,10 +16,13 @@ class RunOptions:
     Attributes:
         metrics: names of the metrics of an evaluation, such as `"val_loss"`; empty without validation data.
         logs: whether the run has a logger, to which `RunView.log` passes values.
+        higher_is_better: the direction of each metric of the task, by name, as its torchmetrics class declares it; None
+            if it does not.
     """
 
     metrics: tuple[str, ...]
     logs: bool
+    higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)
 
 
 class Callback:

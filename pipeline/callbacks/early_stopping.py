@@ -11,8 +11,6 @@ from .callback import Callback, RunOptions
 from .view import RunView
 
 Mode = Literal["auto", "min", "max"]
-LOWER = ("loss", "error", "mae", "mse", "perplexity")
-HIGHER = ("accuracy", "top", "f1", "map", "iou", "auroc", "precision", "recall", "r2")
 
 
 class EarlyStopping(Callback):
@@ -26,15 +24,16 @@ class EarlyStopping(Callback):
             loss of an epoch, which needs no validation data.
         patience: evaluations without an improvement before it stops. Positive integer. Default 3.
         min_delta: smallest change that counts as an improvement, 0 or more. Default 0.
-        mode: `"min"`: lower is better; `"max"`: higher is better; `"auto"` (default): by the metric's name.
+        mode: `"min"`: lower is better; `"max"`: higher is better; `"auto"` (default): as the metric's
+            torchmetrics class declares it (`higher_is_better`); for losses, lower is better.
 
     Attributes:
         best: the best value so far; None before the first evaluation.
         waited: evaluations since.
 
     Raises:
-        PlanError: for an invalid value; from `fit`, for an unknown metric, or one from whose name the mode does not
-            follow.
+        PlanError: for an invalid value; from `fit`, for an unknown metric, or for `"auto"` and a metric whose class
+            does not declare its direction.
     """
 
     def __init__(
@@ -48,13 +47,15 @@ class EarlyStopping(Callback):
             raise PlanError(f"EarlyStopping: mode={mode!r} is not known.{suggest(str(mode), get_args(Mode))}")
         self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
         self.mode = mode
+        self._lower_is_better = mode != "max"  # for "auto", `check` finds it out
         self.best: float | None = None
         self.waited = 0
 
     def check(self, run: RunOptions) -> None:
         """Raise `PlanError` unless the run measures the metric, and it is known which values are better."""
         if self.monitor in ("loss", *run.metrics):
-            self._lower_is_better()
+            if self.mode == "auto":
+                self._lower_is_better = not self._declared(run)
             return
         if not run.metrics:
             raise PlanError(
@@ -89,7 +90,7 @@ class EarlyStopping(Callback):
 
     def _look(self, view: RunView, value: float | None) -> None:
         """Compare the value; one that is undefined, such as a mean over no sample, is no improvement."""
-        sign = 1.0 if self._lower_is_better() else -1.0
+        sign = 1.0 if self._lower_is_better else -1.0
         if value is not None and (self.best is None or sign * (self.best - value) > self.min_delta):
             self.best, self.waited = value, 0
             return
@@ -102,15 +103,14 @@ class EarlyStopping(Callback):
                 f"evaluation{'s' * (self.patience != 1)}"
             )
 
-    def _lower_is_better(self) -> bool:
-        if self.mode != "auto":
-            return self.mode == "min"
-        name = self.monitor.lower()
-        if any(part in name for part in LOWER):
-            return True
-        if any(part in name for part in HIGHER):
+    def _declared(self, run: RunOptions) -> bool:
+        """Return whether higher values of the metric are better."""
+        if self.monitor in ("loss", "val_loss"):
             return False
-        raise PlanError(
-            f"EarlyStopping: the name {self.monitor!r} does not tell whether lower or higher is better. Pass "
-            "mode='min' or mode='max'."
-        )
+        higher = run.higher_is_better.get(self.monitor)
+        if higher is None:
+            raise PlanError(
+                f"EarlyStopping: the metric {self.monitor!r} does not declare whether higher is better. Pass mode='min' "
+                "or mode='max'."
+            )
+        return higher

@@ -38,9 +38,8 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
     plan = resolve(spec.replace(epochs=epochs))
     folder, progress = config.folder, config.progress
     loggers = check_loggers(config.logger, config.log_every, folder, pickled=not trains_here(plan))
-    check_callbacks(
-        config.callbacks, RunOptions(_metric_names(plan), bool(loggers)), pickled=not trains_here(plan)
-    )
+    if config.callbacks:
+        check_callbacks(config.callbacks, _run_options(plan, bool(loggers)), pickled=not trains_here(plan))
     _check_evaluation(plan, config)
     if config.init_from is not None:
         check_source(config.init_from)
@@ -58,9 +57,11 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
         return _fit(plan, job)
 
 
-def _metric_names(plan: ResolvedPlan) -> tuple[str, ...]:
-    """Return the names of the metrics of an evaluation; none without validation data."""
-    return () if plan.data.val is None else ("val_loss", *plan.task.names)
+def _run_options(plan: ResolvedPlan, logs: bool) -> RunOptions:
+    """Return what callbacks can check; there are no metrics without validation data."""
+    names = () if plan.data.val is None else ("val_loss", *plan.task.names)
+    meters = plan.task.meters(10) if names else {}  # any number of classes: directions do not depend on it
+    return RunOptions(names, logs, {name: meter.higher_is_better for name, meter in meters.items()})
 
 
 def _check_evaluation(plan: ResolvedPlan, config: FitConfig) -> None:

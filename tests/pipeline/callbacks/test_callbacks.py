@@ -16,6 +16,7 @@ from drivetrain import (
     Callback,
     CheckpointError,
     Checkpoints,
+    Classification,
     DrivetrainError,
     EarlyStopping,
     GradientNorms,
@@ -28,6 +29,7 @@ from drivetrain.transforms import EMA
 from host_syncs import HostSyncs
 from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, evaluated, numbers, plain_model
 from safetensors.torch import load_file
+from torchmetrics import MaxMetric, MeanMetric
 
 STEPS = TRAIN // BATCH  # in an epoch
 
@@ -205,6 +207,29 @@ def test_early_stopping_stops_at_the_evaluation_that_its_patience_allows(toy: To
     assert len(by_loss.history.epochs) == 2
     improving = toy.pipeline().fit(epochs=3, progress=False, callbacks=[EarlyStopping(patience=1)])
     assert improving.stopped is None
+
+
+class Worst(MaxMetric):
+    """A metric whose name tells nothing, and whose class declares the direction."""
+
+    higher_is_better = False
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:  # type: ignore[override]
+        super().update(torch.nn.functional.cross_entropy(outputs, targets.long(), reduction="none"))
+
+
+def test_early_stopping_knows_the_direction_from_the_metrics_class(toy: Toy) -> None:
+    """The loss falls: a stop after one evaluation means that the highest value counted as the best."""
+    pipeline = toy.pipeline().task(Classification(metrics={"top1_worst": Worst()}))
+    falling = pipeline.fit(epochs=3, progress=False, callbacks=[EarlyStopping("top1_worst", patience=1)])
+    worst = [epoch.metrics["top1_worst"] for epoch in falling.history.epochs]
+    assert worst == sorted(worst, reverse=True)
+    assert falling.stopped is None
+    other = EarlyStopping("top1_worst", patience=1, mode="max")
+    assert len(pipeline.fit(epochs=3, progress=False, callbacks=[other]).history.epochs) == 2
+    undeclared = toy.pipeline().task(Classification(metrics={"top1_mean": MeanMetric()}))
+    with pytest.raises(PlanError, match=r"'top1_mean' does not declare .*Pass mode='min' or mode='max'"):
+        undeclared.fit(epochs=1, progress=False, callbacks=[EarlyStopping("top1_mean")])
 
 
 def test_gradient_norms_are_logged(toy: Toy, tmp_path: Path) -> None:
