@@ -110,7 +110,7 @@ class EarlyStopping(Callback):
         higher = run.higher_is_better.get(self.monitor)
         if higher is None:
             raise PlanError(
-                f"EarlyStopping: the metric {self.monitor!r} does not declare whether higher is better. Pass mode='min' "
-                "or mode='max'."
+                f"EarlyStopping: the metric {self.monitor!r} does not declare whether higher is better. Pass "
+                "mode='min' or mode='max'."
             )
         return higher

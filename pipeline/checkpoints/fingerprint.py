@@ -20,6 +20,7 @@ from ..spec.kinds import sort_transforms
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from ..spec.schedules import label
+from ..tasks.task import Task
 from ..training.build import Built
 from .content import REMEDY
 from .identity import identity
@@ -42,7 +43,7 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "loader": data.loader,
         "load settings": dict(data.settings),
         "transforms": [identity(transform) for transform in plan.transforms],
-        "task": identity(plan.spec.goal) if plan.spec.goal is not None else "Classification()",
+        "task": _task(plan.task),
         "optimizer": "a factory"
         if optimization.is_factory
         else optimization.optimizer,  # a class by its identity
@@ -153,6 +154,15 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     chosen = ("params", *IMPLEMENTATION, "initial_lr")
     plain = {key: value for key, value in group.items() if key not in chosen}
     return {key: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in plain.items()}
+
+
+def _task(task: Task) -> str:
+    """Return the class of a task and the identity of each of its options.
+
+    A task's own `repr` does not do: in that of a function is an address, and in that of a module are no weights.
+    """
+    options = (f"{name}={identity(value)}" for name, value in task.options.items())
+    return f"{type(task).__qualname__}({', '.join(options)})"
 
 
 def _identity(loader: EpochLoader) -> int:

@@ -36,7 +36,8 @@ def identity(value: object) -> str:
       a fix. A lambda or an inner function has no importable name, so a digest of its bytecode, defaults and closure
       is added, which may differ between versions of Python.
     - Methods and `functools.partial`: the function and what it is bound to.
-    - Tensors and arrays: type, shape and a digest of their bytes; `nn.Module`s: their `repr` and state.
+    - Tensors and arrays: type, shape and a digest of their bytes; `nn.Module`s: their `repr`, their state and a digest
+      of their public attributes, such as a loss's `label_smoothing`.
     - Other objects: their own `__repr__` if it contains no address, else their class and public attributes. Objects
       of this kind among these attributes: only their class.
     """
@@ -106,8 +107,7 @@ def _of_object(value: Any, inside: tuple[object, ...]) -> str:
         return _called(type(value).__qualname__, fields, inside)
     shown = _shown(value)
     if isinstance(value, nn.Module):
-        state = value.state_dict()
-        return f"{shown or _name(type(value))}{_text(dict(state), inside) if state else ''}"
+        return f"{shown or _name(type(value))}{_of_module(value, inside)}"
     if shown is not None:
         return shown
     if isinstance(value, list | tuple):  # such as a named tuple, whose fields are not instance attributes
@@ -116,6 +116,20 @@ def _of_object(value: Any, inside: tuple[object, ...]) -> str:
         return f"<{_name(type(value))}>"
     public = {name: v for name, v in sorted(_attributes(value).items()) if not name.startswith("_")}
     return _called(_name(type(value)), public, (*inside, _ATTRIBUTES))
+
+
+def _of_module(value: nn.Module, inside: tuple[object, ...]) -> str:
+    """Return the state of a module, and a digest of what its `repr` may omit: the public attributes of its layers."""
+    state = value.state_dict()
+    settings = {
+        f"{path}.{name}": _text(each, inside)
+        for path, layer in value.named_modules()
+        for name, each in sorted(vars(layer).items())
+        if not name.startswith("_") and name != "training"
+    }
+    texts = [_text(dict(state), inside)] if state else []
+    texts += [_digest(repr(settings).encode())] if settings else []
+    return "".join(f" {text}" for text in texts)
 
 
 def _called(name: str, values: Mapping[str, Any], inside: tuple[object, ...]) -> str:

@@ -125,6 +125,8 @@ def test_it_is_the_same_in_another_process() -> None:
     (np.array([double], dtype=object), np.array([made], dtype=object)), (Pair(double, 1), Pair(made, 1)),
     (np.arange(2000), np.arange(2000.0)), (1, True), ("1", 1), (Holding(double), Holding(made)),
     (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])), nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]))),
+    (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)),
+    (nn.Sequential(nn.HuberLoss()), nn.Sequential(nn.HuberLoss(delta=2.0))),
 ])  # fmt: skip
 def test_what_computes_otherwise_is_told_apart(one: Any, other: Any) -> None:
     assert identity(one) != identity(other)

@@ -6,14 +6,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from drivetrain import (
+    CheckpointError,
     Classification,
     MultiLabel,
     Pipeline,
@@ -130,6 +133,51 @@ def test_another_task_does_not_resume(files: Files, tmp_path: Path) -> None:
     assert len(pipeline.fit(epochs=2, out=tmp_path, progress=False, resume=True).history.epochs) == 2
     with pytest.raises(Exception, match="is of a run with task = "):
         pipeline.task(Regression(loss="l1")).fit(epochs=3, out=tmp_path, progress=False, resume=True)
+
+
+def weighted(last: float, smoothing: float = 0.0) -> nn.Module:
+    return nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, last]), label_smoothing=smoothing)
+
+
+def scaled(factor: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda outputs, targets: factor * F.cross_entropy(outputs, targets)
+
+
+class Given(Task):
+    """A task whose `repr` shows the loss that it was given with its address, or without its weights."""
+
+    def __init__(self, criterion: Any) -> None:
+        self._criterion = criterion
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self._criterion(outputs[0], targets)
+        return value
+
+
+@pytest.mark.parametrize("task", [lambda loss: Classification(loss=loss), Given], ids=["named", "your own"])
+@pytest.mark.parametrize(
+    ("loss", "others"),
+    [
+        (partial(weighted, 2.0), (partial(weighted, 3.0), partial(weighted, 2.0, 0.1), nn.CrossEntropyLoss)),
+        (partial(scaled, 2.0), (partial(scaled, 3.0), lambda: F.cross_entropy)),
+    ],
+    ids=["module", "function"],
+)
+def test_another_loss_does_not_resume(
+    loss: Callable[[], Any],
+    others: tuple[Callable[[], Any], ...],
+    task: Callable[[Any], Task],
+    files: Files,
+    tmp_path: Path,
+) -> None:
+    pipeline = pipeline_of("Classification", files["Classification"])
+    pipeline = pipeline.optimize("sgd", lr=0.05, schedule="constant")
+    pipeline.task(task(loss())).fit(epochs=1, out=tmp_path, progress=False)
+    for other in others:
+        with pytest.raises(CheckpointError, match="is of a run with task = "):
+            pipeline.task(task(other())).fit(epochs=2, out=tmp_path, progress=False, resume=True)
+    resumed = pipeline.task(task(loss())).fit(epochs=2, out=tmp_path, progress=False, resume=True)
+    assert len(resumed.history.epochs) == 2
 
 
 def test_mixing_and_flipping_labels(files: Files) -> None:
