@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -12,10 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import CheckpointError, require_suffix
-from ...transforms import NothingChanged, Transform
 from ..models.factories import model_factory
-from ..spec.pipeline_spec import PipelineSpec
-from ..training.build import build_model
+from ..training.build import rebuild_model
 from .directory import CheckpointDir, best_of, find
 from .fingerprint import rebuild_spec
 from .format import Checkpoint, Tensors
@@ -96,18 +93,12 @@ def _plain(
         spec, transforms = rebuild_spec(saved, given)
     if given is None:
         with restoring(checkpoint):
-            model = _built(spec, transforms)
+            model, _ = rebuild_model(spec, transforms)
     else:
-        model = _built(spec, transforms)
+        model, _ = rebuild_model(spec, transforms)
         _check_fits(model, state, spec.model_name, checkpoint.path)
     with restoring(checkpoint):
         return plain_state(state, model, transforms)
-
-
-def _built(spec: PipelineSpec, transforms: Sequence[Transform]) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
-        return build_model(spec, transforms)[0]
 
 
 def _check_fits(model: nn.Module, state: dict[str, torch.Tensor], name: str, where: Path) -> None:

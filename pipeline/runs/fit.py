@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
 from ...errors import DrivetrainError, PlanError
 from ...strategies.launching.group import is_main_process, is_rank
-from ...transforms import NothingChanged
 from ..callbacks.callback import RunOptions
 from ..checkpoints.state import global_randomness_kept
 from ..spec.cuda_settings import cuda_settings
@@ -19,7 +17,7 @@ from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
 from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo, in_cell
-from ..training.build import build, build_model, fork_rng, resolve_data
+from ..training.build import build, fork_rng, rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks
 from .config import FitConfig
@@ -140,9 +138,5 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
 
 def _finish(plan: ResolvedPlan, outcome: RankResult) -> FitResult:
     """Return the trained model, rebuilt in this process from the ranks' weights, with history and reports."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NothingChanged)  # the rank has warned already
-        model, reports = build_model(plan.spec, plan.transforms)
-    if outcome.state:
-        model.load_state_dict(outcome.state)
+    model, reports = rebuild_model(plan.spec, plan.transforms, outcome.state)
     return FitResult(model.eval(), outcome.history, reports, Plan(plan.steps), plan.transforms, plan.spec)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...transforms import NothingChanged
 from ..checkpoints.weights import load_weights
 from ..recipes.build import build_pipeline
 from ..spec.kinds import sort_transforms
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
-from ..training.build import build_model
+from ..training.build import rebuild_model
 from .folder import HISTORY, MODEL, RECIPE, read_history
 from .result import FitResult
 
@@ -46,11 +44,8 @@ def load_run(folder: str | Path) -> FitResult:
             f"{folder / MODEL} does not have the weights after epoch {len(history.epochs)}, the last in {HISTORY}. "
             "Resume the run (--resume), which writes them again."
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NothingChanged)
-        model, reports = build_model(spec, transforms)
     try:
-        model.load_state_dict(state)
+        model, reports = rebuild_model(spec, transforms, state)
     except RuntimeError as error:
         raise CheckpointError(
             f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from ...loaders.epochs import EpochLoader
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
-from ...transforms import CHANGES_MODEL, CutMix, MixUp, Report, Transform
+from ...transforms import CHANGES_MODEL, CutMix, MixUp, NothingChanged, Report, Transform
 from ..spec.config import DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
@@ -234,6 +235,27 @@ def build_model(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn
     with fork_rng(spec.seed):
         model = _fresh_model(spec)
         reports = tuple(t.apply(model) for t in transforms if t.kind in CHANGES_MODEL)
+    return model, reports
+
+
+def rebuild_model(
+    spec: PipelineSpec, transforms: Sequence[Transform], state: Mapping[str, torch.Tensor] | None = None
+) -> tuple[nn.Module, tuple[Report, ...]]:
+    """Return what `build_model` does for a model that was trained already, without the warnings of its surgery.
+
+    Args:
+        spec: provides the model and the seed.
+        transforms: in order; only those that change the model are applied.
+        state: the weights to load, all of them; None or empty: those of the initialization.
+
+    Raises:
+        RuntimeError: from `load_state_dict`, if the weights do not fit.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
+        model, reports = build_model(spec, transforms)
+    if state:
+        model.load_state_dict(state)
     return model, reports
 
 
