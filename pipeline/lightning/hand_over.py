@@ -25,7 +25,8 @@ from ...transforms.no_weight_decay import note_shape
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
 from ..tasks.metrics import compute
-from ..tasks.task import LossFunction, TaskLoss, to_float
+from ..tasks.nests import to_float
+from ..tasks.task import LossFunction, TaskLoss
 from ..training.build import (
     Parts,
     fork_rng,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,7 +15,8 @@ from torch import nn
 
 from ...errors import DataError
 from ...loaders.epochs import EpochLoader
-from ..tasks.task import Task, to_float
+from ..tasks.nests import map_tensors, to_float
+from ..tasks.task import Task
 
 if TYPE_CHECKING:
     from torchvision.transforms import v2
@@ -91,8 +93,12 @@ def predict(
             batch = torch.stack([transform(_opened(image)) for image in part]).to(device)
             with torch.no_grad():
                 predictions = task.predict(to_float(task.outputs(model(batch))))
+            predictions = map_tensors(torch.Tensor.cpu, predictions)
             rows += [
-                {"image": _name(image, start + n), **task.row(_at(predictions, n), inputs.classes)}
+                {
+                    "image": _name(image, start + n),
+                    **task.row(map_tensors(itemgetter(n), predictions), inputs.classes),
+                }
                 for n, image in enumerate(part)
             ]
     finally:
@@ -121,14 +127,3 @@ def _opened(image: Any) -> Any:
 
 def _name(image: Any, number: int) -> str | int:
     return str(image) if isinstance(image, str | Path) else number
-
-
-def _at(predictions: Any, number: int) -> Any:
-    """Return the prediction of one image out of a nest of tensors of a batch."""
-    if isinstance(predictions, torch.Tensor):
-        return predictions[number].cpu()
-    if isinstance(predictions, dict):
-        return {name: _at(value, number) for name, value in predictions.items()}
-    if isinstance(predictions, Sequence):
-        return [_at(value, number) for value in predictions]
-    return predictions

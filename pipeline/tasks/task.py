@@ -15,6 +15,7 @@ from torch import nn
 from ...errors import PlanError, suggest
 from ...names import imported
 from .metrics import NAMES_OF_RUN, by_name, named
+from .nests import map_tensors
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -112,7 +113,7 @@ class Task:
             prediction: that image's part of what `predict` returned.
             classes: names of the classes or labels; empty if there are none.
         """
-        return {"prediction": listed(prediction)}
+        return {"prediction": map_tensors(torch.Tensor.tolist, prediction)}
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the targets as the metrics take them. The base class returns them unchanged."""
@@ -290,28 +291,6 @@ class TaskLoss:
     def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch, a scalar."""
         return self.base(self.task.outputs(outputs), targets)
-
-
-def to_float(outputs: Any) -> Any:
-    """Return a nest of tuples, lists and dicts with each floating-point tensor in float32."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs.float() if outputs.is_floating_point() else outputs
-    if isinstance(outputs, Mapping):
-        return {name: to_float(value) for name, value in outputs.items()}
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*map(to_float, outputs))
-    if isinstance(outputs, list | tuple):
-        return type(outputs)(map(to_float, outputs))
-    return outputs
-
-
-def listed(values: Any) -> Any:
-    """Return a nest with each tensor as a number or nested lists of numbers."""
-    if isinstance(values, torch.Tensor):
-        return values.tolist()
-    if isinstance(values, Mapping):
-        return {name: listed(value) for name, value in values.items()}
-    return [*map(listed, values)] if isinstance(values, list | tuple) else values
 
 
 def names_of(count: int, classes: Sequence[str]) -> list[str]:

@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from ... import loaders
 from ...errors import PlanError, StrategyError
@@ -28,6 +27,7 @@ from ..spec.config import DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from ..tasks.metrics import higher_is_better
+from ..tasks.nests import map_tensors
 from ..tasks.task import LossFunction, TaskLoss
 from ..telemetry.history import Monitor
 from .checks import check_loss, check_metrics, check_output, targets_of
@@ -133,7 +133,7 @@ class Parts:
         """
         task, (outputs, targets) = self.plan.task, self.example
         loss = training_loss(self.plan, device)
-        outputs, targets = tree_map(lambda one: one.to(device), outputs), targets.to(device)
+        outputs, targets = map_tensors(lambda tensor: tensor.to(device), outputs), targets.to(device)
         soft = any(isinstance(t, MixUp | CutMix) for t in self.plan.transforms)
         check_loss(loss, outputs, targets, self.width if task.kind == "class indices" else None, soft=soft)
         return TaskLoss(task, loss)

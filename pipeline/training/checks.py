@@ -15,7 +15,8 @@ from ...loaders.epochs import EpochLoader
 from ...strategies import Precision
 from ...strategies.options import HALF
 from ..spec.config import DataConfig
-from ..tasks.task import LossFunction, StandardTask, Targets, Task, to_float
+from ..tasks.nests import to_float
+from ..tasks.task import LossFunction, StandardTask, Targets, Task
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -15,7 +15,8 @@ from ...strategies import Engine
 from ...strategies.devices import current_device
 from ..tasks.classification import Classification
 from ..tasks.metrics import compute
-from ..tasks.task import LossFunction, Task, to_float
+from ..tasks.nests import to_float
+from ..tasks.task import LossFunction, Task
 from ..telemetry.observer import Observer
 from .hooks import Microbatch, TrainingHooks
 from .schedule import Schedule
