@@ -1,4 +1,5 @@
-"""Validate values from users: integers, finite numbers, booleans, sequences of numbers.
+"""Validate values from users: integers, finite numbers, booleans, sequences of numbers, names of options, objects to
+send to other processes.
 
 `is_…` and `are_…` return whether a value is valid; `check_…` raises the caller's error, which names the value and what
 is allowed. Booleans, infinities and NaN are not numbers.
@@ -9,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-from .errors import DrivetrainError
+from .errors import DrivetrainError, suggest
 
 ANY = "(-inf, inf)"
 
@@ -84,6 +86,27 @@ def check_number(
     if not is_number(value, interval):
         where = {ANY: "", "(0, inf)": " above 0", "[0, inf)": ", 0 or more"}.get(interval, f" in {interval}")
         raise error(f"{name}={value!r:.80} must be a finite number{where}{also}.")
+
+
+def check_fields(place: str, kind: Any, options: Iterable[str], error: type[DrivetrainError]) -> None:
+    """Raise `error` for an option that is not a field of the dataclass `kind`, with the closest one."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    for option in options:
+        if option not in known:
+            tail = suggest(option, known) if known else " It has no options."
+            raise error(f"{place} has no option {option!r}.{tail}")
+
+
+def check_picklable(what: str, value: object, to: str, remedy: str, error: type[DrivetrainError]) -> None:
+    """Raise `error` unless `value` can be pickled, as to send it to the process `to`."""
+    import cloudpickle  # here: only runs on several ranks need it
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception as reason:  # the object's own code may raise anything
+        raise error(
+            f"{what} cannot be sent to {to} ({type(reason).__name__}: {reason}). {remedy}"
+        ) from reason
 
 
 def plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..checks import check_fields
 from ..errors import PlanError, suggest
 from .base import CHANGES_MODEL as CHANGES_MODEL
 from .base import BatchContext as BatchContext
@@ -85,11 +86,7 @@ def get(name: str, **options: Any) -> Transform:
     """
     if name not in TRANSFORMS:
         raise PlanError(f"No transform is named {name!r}.{suggest(str(name), TRANSFORMS)}")
-    known = [field.name for field in dataclasses.fields(TRANSFORMS[name])]
-    for option in options:
-        if option not in known:
-            tail = suggest(option, known) if known else " It has no options."
-            raise PlanError(f"{name} has no option {option!r}.{tail}")
+    check_fields(name, TRANSFORMS[name], options, PlanError)
     return TRANSFORMS[name](**options)
 
 

@@ -88,26 +88,29 @@ def _transforms(pipeline: PipelineSpec) -> list[dict[str, Any]]:
     return [_plain(f"transforms: {entry['name']}", entry) for entry in entries]
 
 
-def _optimizer(optimization: OptimizerConfig) -> str:
-    optimizer = optimization.optimizer
-    name = optimizer if isinstance(optimizer, str) else name_of(optimizer)
+def _name(target: Any, refusal: str) -> str:
+    """Return a name as given, or that of a function or class; raise RecipeError if there is none."""
+    name = target if isinstance(target, str) else name_of(target)
     if name is None:
-        raise RecipeError(
-            f"The optimizer is built by {optimizer!r:.80}, which a recipe cannot name. Pass .optimize() the name of an "
-            "optimizer, such as 'sgd', and its options; or define a function or class at the top level of a module."
-        )
+        raise RecipeError(refusal)
     return name
+
+
+def _optimizer(optimization: OptimizerConfig) -> str:
+    return _name(
+        optimization.optimizer,
+        f"The optimizer is built by {optimization.optimizer!r:.80}, which a recipe cannot name. Pass .optimize() the "
+        "name of an optimizer, such as 'sgd', and its options; or define a function or class at the top level of a "
+        "module.",
+    )
 
 
 def _schedule(optimization: OptimizerConfig) -> str:
-    schedule = optimization.schedule
-    name = schedule if isinstance(schedule, str) else name_of(schedule)
-    if name is None:
-        raise RecipeError(
-            f"The schedule {schedule!r:.80} cannot be imported by name. Define it at the top level of a module; its "
-            "name in a recipe is then package.module:function, and its arguments are schedule_options."
-        )
-    return name
+    return _name(
+        optimization.schedule,
+        f"The schedule {optimization.schedule!r:.80} cannot be imported by name. Define it at the top level of a "
+        "module; its name in a recipe is then package.module:function, and its arguments are schedule_options.",
+    )
 
 
 def _checkpointed(how: DistributedConfig) -> Any:

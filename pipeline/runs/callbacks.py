@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 
+from ...checks import check_picklable
 from ...errors import CheckpointError, DrivetrainError, PlanError
 from ...strategies import Engine
 from ..callbacks.callback import Callback, RunOptions
@@ -39,21 +39,12 @@ def check_callbacks(callbacks: Sequence[Callback], options: RunOptions, *, pickl
     for one in callbacks:
         one.check(options)
         if pickled:
-            _check_picklable(one)
+            remedy = "Create in on_fit_start what cannot be pickled, or start the ranks with torchrun."
+            check_picklable(f"callbacks: {type(one).__name__}", one, "the ranks", remedy, PlanError)
         try:
             state_of(one)
         except CheckpointError as error:
             raise PlanError(str(error)) from None
-
-
-def _check_picklable(one: Callback) -> None:
-    try:
-        cloudpickle.dumps(one)
-    except Exception as error:  # the object's own code may raise anything
-        raise PlanError(
-            f"callbacks: {type(one).__name__} cannot be sent to the ranks ({type(error).__name__}: {error}). Create in "
-            "on_fit_start what cannot be pickled, or start the ranks with torchrun."
-        ) from error
 
 
 def state_of(callback: Callback) -> dict[str, Any]:

@@ -5,7 +5,6 @@ torch is not imported: `config.py`, which a printed table needs, imports this.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from ...checks import is_number, plain
+from ...checks import check_fields, is_number, plain
 from ...errors import PlanError, suggest
 from ...names import imported
 
@@ -239,11 +238,7 @@ def named(name: str, options: Mapping[str, Any]) -> NamedSchedule:
     Raises:
         PlanError: naming the unknown option or the invalid value.
     """
-    known = [field.name for field in dataclasses.fields(SCHEDULES[name])]
-    for option in options:
-        if option not in known:
-            tail = suggest(option, known) if known else " It has no options."
-            raise PlanError(f"schedule_options: schedule={name!r} has no option {option!r}.{tail}")
+    check_fields(f"schedule_options: schedule={name!r}", SCHEDULES[name], options, PlanError)
     return SCHEDULES[name](**options)
 
 

@@ -14,9 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import cloudpickle
-
-from ...checks import check_whole
+from ...checks import check_picklable, check_whole
 from ...errors import PlanError, require, suggest
 from ...files import atomic_file
 from .history import COLUMNS
@@ -76,7 +74,8 @@ def check(choice: LoggerArg, log_every: object, folder: Path | None, *, pickled:
                 f"{' or '.join(map(repr, NAMES))}, or an object with one of these methods."
             )
         elif pickled:
-            _check_picklable(one)
+            remedy = "Start the ranks with torchrun and create it there, make it picklable, or use 'csv' or 'tensorboard'."
+            check_picklable(f"logger={one!r:.80}", one, "the process of rank 0", remedy, PlanError)
     return chosen
 
 
@@ -87,16 +86,6 @@ def _check_name(name: str, folder: Path | None) -> None:
         raise PlanError(f"logger={name!r} writes to the folder of the run. Pass fit(out=…) (--out).")
     if name == "tensorboard":
         require("torch.utils.tensorboard", "tensorboard", "write files for TensorBoard")
-
-
-def _check_picklable(one: object) -> None:
-    try:
-        cloudpickle.dumps(one)
-    except Exception as error:  # the object's own code may raise anything
-        raise PlanError(
-            f"logger={one!r:.80} cannot be sent to the process of rank 0 ({type(error).__name__}: {error}). Start the "
-            "ranks with torchrun and create it there, make it picklable, or use 'csv' or 'tensorboard'."
-        ) from error
 
 
 def _method(one: object) -> Any:
