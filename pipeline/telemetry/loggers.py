@@ -29,6 +29,11 @@ EPOCH = tuple(COLUMNS)
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
 
 
+_NOT_PICKLED = (
+    "Start the ranks with torchrun and create it there, make it picklable, or use 'csv' or 'tensorboard'."
+)
+
+
 class Logger(Protocol):
     """Protocol of a logger, which Weights & Biases runs and custom objects satisfy."""
 
@@ -74,8 +79,7 @@ def check(choice: LoggerArg, log_every: object, folder: Path | None, *, pickled:
                 f"{' or '.join(map(repr, NAMES))}, or an object with one of these methods."
             )
         elif pickled:
-            remedy = "Start the ranks with torchrun and create it there, make it picklable, or use 'csv' or 'tensorboard'."
-            check_picklable(f"logger={one!r:.80}", one, "the process of rank 0", remedy, PlanError)
+            check_picklable(f"logger={one!r:.80}", one, "the process of rank 0", _NOT_PICKLED, PlanError)
     return chosen
 
 
