@@ -9,12 +9,14 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ...errors import PlanError, suggest
+from .nests import map_tensors
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -104,8 +106,8 @@ def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:
     """Return the values over all samples of all ranks; undefined ones (NaN, infinite) are missing. Every rank must call
     it.
 
-    A rank may have seen no sample. torchmetrics' own synchronisation would then wait for ever for metrics that keep
-    their inputs, so the states are gathered here.
+    The states are gathered here, because torchmetrics' own synchronization needs a sample on every rank: metrics that
+    keep their inputs have no tensor to gather on a rank without samples, and the other ranks would block.
 
     Raises:
         PlanError: naming a metric that is not one number, or that cannot be merged over ranks.
@@ -119,35 +121,70 @@ def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-def state_of(metric: Metric) -> tuple[int, dict[str, Any]]:
-    """Return the number of updates of a metric, and a copy of its state on the CPU."""
-    state = {
-        name: [each.cpu() for each in value] if isinstance(value, list) else value.cpu().clone()
-        for name, value in metric.metric_state.items()
-    }
-    return metric.update_count, state
+State = tuple[int, dict[str, Any]]
+"""The number of updates of a metric, and its state."""
 
 
-def pool(name: str, metric: Metric, states: list[tuple[int, dict[str, Any]]]) -> None:
-    """Make the state of a metric that of all ranks."""
-    device = metric.device
-    metric.reset()
-    for count, state in states:
-        if not count:
+def state_of(metric: Metric) -> list[State]:
+    """Return copies on the CPU of the state of a metric, and of those that it contains."""
+    return [
+        (each.update_count, map_tensors(lambda tensor: tensor.cpu().clone(), each.metric_state))
+        for each in _nested(metric)
+    ]
+
+
+def pool(name: str, metric: Metric, ranks: list[list[State]]) -> None:
+    """Set the state of a metric to that of all ranks, from their `state_of`, with the reductions that it declares.
+
+    As in torchmetrics' own synchronization, but without the ranks that saw no sample: `"sum"`, `"cat"`, `"max"` and
+    `"min"` give the state of one metric that saw all samples; `"mean"` is the mean over the ranks; a function receives
+    the stacked tensors, or all items of a list; without a reduction the stacked tensors are the state.
+
+    Raises:
+        PlanError: if a reduction fails.
+    """
+    for each, states in zip(_nested(metric), zip(*ranks, strict=True), strict=True):
+        each.distributed_available_fn = _never  # `compute` would reduce over the ranks once more
+        seen = [state for count, state in states if count]
+        move = methodcaller("to", each.device)
+        if not seen:
             continue
-        local = {
-            key: [each.to(device) for each in value] if isinstance(value, list) else value.to(device)
-            for key, value in state.items()
-        }
         try:
-            metric._update_count += count
-            metric._computed = None
-            metric.merge_state(local)
-        except RuntimeError as error:
+            for key, reduction in each._reductions.items():
+                values = [map_tensors(move, state[key]) for state in seen]
+                setattr(each, key, _reduced(values, reduction))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise PlanError(
-                f"The metric {name!r} ({type(metric).__name__}) cannot be merged over ranks: {error} Train on one "
+                f"The metric {name!r} ({type(metric).__name__}) cannot be merged over ranks: {error}. Train on one "
                 "device, or choose another metric."
             ) from error
+        each._update_count, each._computed = sum(count for count, _ in states), None
+
+
+def _nested(metric: Metric) -> list[Metric]:
+    """Return a metric, and those that it wraps or combines."""
+    from torchmetrics import Metric
+
+    return [each for each in metric.modules() if isinstance(each, Metric)]
+
+
+def _never() -> bool:
+    return False
+
+
+def _reduced(values: list[Any], reduction: Any) -> Any:
+    """Return the state of all ranks that saw samples, from the state of each."""
+    from torchmetrics.utilities import dim_zero_cat
+
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values[0], list):
+        items = [item for value in values for item in value]
+        return reduction(items) if items and reduction is not None else items
+    if reduction is dim_zero_cat:  # of tensors whose lengths may differ
+        return dim_zero_cat(values)
+    stacked = torch.stack(values)
+    return stacked if reduction is None else reduction(stacked)
 
 
 def _number(name: str, metric: Metric) -> float:
