@@ -17,8 +17,8 @@ class TimmModel:
     """The factory of one of timm's models.
 
     Called with timm's arguments of `create_model`: `num_classes`, `drop_rate`, … With `pretrained=True`, timm's weights
-    from its cache, downloaded if necessary; with `pretrained="file.safetensors"` (or .pth), those of a file. A
-    classifier for another number of classes than the model's is left out, and initialized anew.
+    from its cache, downloaded if necessary; with `pretrained="file.safetensors"` (or .pth), those of a file. If
+    `num_classes` differs from that of the weights, the classifier is not loaded and keeps its initialization.
     """
 
     name: str
