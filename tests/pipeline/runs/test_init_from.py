@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from command_line import call
 from drivetrain import CheckpointError, Pipeline, PlanError
 from drivetrain.pipeline import FitResult
 from drivetrain.transforms import EMA, Factorize
@@ -65,6 +68,26 @@ def test_a_longer_run_from_a_finished_one(
     assert longer.history.epochs[0].loss < 0.7 * first.history.epochs[0].loss
     resumed = averaged(toy).fit(epochs=1, out=tmp_path / "second", resume="auto", **OPTIONS)
     assert resumed.history.facts["init_from"] == longer.history.facts["init_from"]
+
+
+def test_the_command_line_begins_with_weights(toy: Toy, run: tuple[Path, FitResult], tmp_path: Path) -> None:
+    folder, first = run
+    recipe = toy.pipeline(batch_norm_model).optimize("sgd", lr=0.0, schedule="constant").to_recipe()
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))
+    command = ["train", str(tmp_path / "own.yaml"), "epochs=1", "--init-from"]
+    second = tmp_path / "second"
+    end = call(*command, str(folder), "--out", str(second))
+    assert end.code == 0, end.err
+    assert f"Weights from {folder}" in end.out
+    facts = json.loads((second / "history.json").read_text())
+    assert facts["init_from"]["loaded"] == len(first.model.state_dict())
+    trained = load_file(second / "model.safetensors")
+    for name, value in first.model.named_parameters():
+        torch.testing.assert_close(trained[name], value.detach(), rtol=0, atol=0)
+    assert "nowhere does not exist" in call(*command, str(tmp_path / "nowhere")).line
+    assert (
+        "begins a new run, and resume=" in call(*command, str(folder), "--out", str(second), "--resume").line
+    )
 
 
 def test_another_last_layer_keeps_its_own_values_and_is_named(
