@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...checks import check_picklable
 from ...errors import CheckpointError, DrivetrainError, PlanError
@@ -16,12 +17,12 @@ from ...strategies import Engine
 from ..callbacks.callback import Callback, RunOptions
 from ..callbacks.view import RunView
 from ..telemetry.history import Epoch, Evaluation
-from ..telemetry.host_copy import HostCopy
 from ..telemetry.observer import Observer, Phase
 from ..telemetry.state import TrainState
-from ..training.agreement import broadcast_text
+from ..training.agreement import Exchange, broadcast_text
 
 STOP, FAILED = 1, 2
+PATIENCE = 10.0  # seconds; longer than ranks that compute the same usually drift apart
 States = dict[str, dict[str, Any]]
 
 
@@ -73,6 +74,10 @@ class RunCallbacks(Observer):
     callback failed or asked for a stop: one reduction of as many numbers as there are ranks. On CUDA the numbers of a
     step are read after the next one, so that the device does not wait for the host.
 
+    The reduction has its own process group, on the CPU: while one rank fails, another may be in a collective of its
+    callback, which the failed rank never joins. A rank whose callback failed waits `PATIENCE` seconds for the others;
+    then it raises its error alone, and the launcher ends the other ranks.
+
     Args:
         callbacks: of this rank.
         engine: reduces the numbers.
@@ -100,7 +105,9 @@ class RunCallbacks(Observer):
         self._reads_late = engine.device.type == "cuda"
         self._saved: Mapping[str, Mapping[str, Any]] = {}
         self._failure: tuple[str, Exception] | None = None
-        self._late: HostCopy | None = None
+        ranks = engine.world_size > 1 and len(self._all) > 0
+        self._group: Any = dist.new_group(backend="gloo") if ranks else None
+        self._late: Exchange | None = None
         self._started, self._agreed = False, ""
 
     def restore(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -146,6 +153,8 @@ class RunCallbacks(Observer):
             self._view._gradients = None
         due = self._every is not None and state.step % self._every == 0 and not ends
         if due:
+            if self._at_steps:
+                self._send()
             self._evaluate()
         if due or self._at_steps:
             self._agree(late=self._reads_late and not due)
@@ -156,6 +165,7 @@ class RunCallbacks(Observer):
         """Call `on_evaluation_end`; the caller agrees."""
         self._view._metrics = dict(evaluation.results)
         self._call("on_evaluation_end")
+        self._send()
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
         """Call `on_epoch_end`, and agree."""
@@ -172,6 +182,8 @@ class RunCallbacks(Observer):
         self._started = False
         self._call("on_fit_end")
         self._agree()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
         return self.states()
 
     def on_end(self, *, failed: bool) -> None:
@@ -211,25 +223,42 @@ class RunCallbacks(Observer):
         """Raise on every rank if a callback failed on any; else note the reason if one asked for a stop."""
         if not self._all:
             return
-        mine = FAILED if self._failure else STOP if self._view._reason else 0
-        if self._engine.world_size == 1:
-            codes: list[float] = [mine]
+        exchange = self._send()
+        if exchange is None:
+            codes: list[float] = [self._code]
         else:
-            numbers = torch.zeros(self._engine.world_size, device=self._engine.device)
-            numbers[self._engine.rank] = mine
-            copy: HostCopy | None = HostCopy(self._engine.reduce(numbers, "sum"))
-            if late:
-                copy, self._late = self._late, copy
-            else:
-                self._late = None
-            if copy is None:
+            read = self._late if late else exchange
+            self._late = exchange if late else None
+            if read is None:
                 return
-            codes = copy.values()
+            codes = read.values()
         if FAILED in codes:
             self._raise(codes.index(FAILED))
         if STOP in codes and not self._agreed:
             first = codes.index(STOP)
             self._agreed = broadcast_text(self._engine, self._view._reason or "", first)
+
+    @property
+    def _code(self) -> int:
+        return FAILED if self._failure else STOP if self._view._reason else 0
+
+    def _send(self) -> Exchange | None:
+        """Send this rank's code to the others, if there are any. If a callback failed here, wait until they have sent
+        theirs: before that, one may be in a collective of its callback."""
+        if self._group is None:
+            return None
+        exchange = Exchange(self._group, self._code)
+        if self._failure is not None and not exchange.arrives_within(PATIENCE):
+            raise DrivetrainError(
+                f"{self._describe_failure()}\nThe other ranks did not get through the same event within {PATIENCE:g} s."
+            ) from self._failure[1]
+        return exchange
+
+    def _describe_failure(self) -> str:
+        assert self._failure is not None
+        event, error = self._failure
+        trace = "".join(traceback.format_exception(error))
+        return f"{event} failed on rank {self._engine.rank}: {type(error).__name__}: {error}\n\n{trace}"
 
     def _raise(self, rank: int) -> None:
         """Raise the failure of `rank`, the first that failed: in a single process unchanged, else with its traceback
@@ -238,7 +267,5 @@ class RunCallbacks(Observer):
             raise self._failure[1]
         text, cause = "", None if self._failure is None else self._failure[1]
         if self._failure is not None and self._engine.rank == rank:
-            event, error = self._failure
-            told = "".join(traceback.format_exception(error))
-            text = f"{event} failed on rank {rank}: {type(error).__name__}: {error}\n\n{told}"
+            text = self._describe_failure()
         raise DrivetrainError(broadcast_text(self._engine, text, rank)) from cause

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from drivetrain import Callback, DrivetrainError, Pipeline, RunView
-from drivetrain.pipeline.runs import run
+from drivetrain.pipeline.runs import callbacks, run
 from drivetrain.pipeline.runs.callbacks import RunCallbacks
 
 
@@ -45,6 +46,24 @@ class OnRankOne(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = state["steps"]
+
+
+class Collective(Callback):
+    """Reduces something over the ranks at each step; at step `fail` the last rank raises instead."""
+
+    def __init__(self, fail: int) -> None:
+        self.fail = fail
+
+    def on_step_end(self, view: RunView) -> None:
+        if view.rank == view.world_size - 1 and view.step == self.fail:
+            raise ZeroDivisionError("instead of a collective")
+        dist.all_reduce(torch.ones(1000))
+
+
+def fail_beside_a_collective(pipeline: Pipeline, **fit: Any) -> None:
+    """On each rank: a run in which rank 1 raises while rank 0 waits for it in a collective of its callback."""
+    callbacks.PATIENCE = 1.0
+    pipeline.fit(epochs=1, progress=False, callbacks=[Collective(fail=3)], **fit)
 
 
 def sums_of(pipelines: dict[str, Pipeline]) -> dict[str, list[dict[str, float]]]:
