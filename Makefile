@@ -60,7 +60,8 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	mkdir -p .build && ln -sfn .. .build/drivetrain
-	MYPYPATH=.build $(BIN)/mypy --cache-dir .mypy_cache -m drivetrain $(PACKAGES:%=-p drivetrain.%)
+	MYPYPATH=.build:benchmarks $(BIN)/mypy --cache-dir .mypy_cache -m drivetrain $(PACKAGES:%=-p drivetrain.%) \
+		$(patsubst benchmarks/%.py,-m %,$(wildcard benchmarks/*.py))
 
 # Once for all interpreters that tests start: with PYTHONDONTWRITEBYTECODE, they would not cache it themselves.
 bytecode: install

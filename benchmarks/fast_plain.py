@@ -46,9 +46,8 @@ def train(
     """Train, and return training seconds, accuracy and loss of each epoch; `small` rehearses in fp32."""
     torch.manual_seed(seed)
     device = data.images.device
-    model = airbench_net(widths=SMALL if small else (64, 256, 256)).to(
-        device, memory_format=torch.channels_last
-    )
+    model = airbench_net(widths=SMALL if small else (64, 256, 256)).to(device)
+    model = model.to(memory_format=torch.channels_last)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE, momentum=MOMENTUM, weight_decay=DECAY, nesterov=True)
     slow = [value.detach().clone() for value in floats(model)]

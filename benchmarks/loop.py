@@ -27,7 +27,7 @@ from drivetrain.pipeline.ledger.statistics import Ratio, ratio
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.telemetry.provenance import version
 from drivetrain.table import Table
-from loop_contenders import DEVICE, HAND, MAKERS, SIDE, UNGUARDED, Batches
+from loop_contenders import DEVICE, HAND, MAKERS, OTHERS, SIDE, UNGUARDED, Batches
 from measuring import Contender, measure, save, summarise
 
 
@@ -37,7 +37,8 @@ def contenders(
     """Return the contenders that work here, and why the others do not."""
     torch.manual_seed(0)
     model = cifar_resnet(width=width)
-    made, missing = {}, {}
+    made: dict[str, Contender] = {}
+    missing: dict[str, str] = {}
     images = [torch.randn(batch, 3, SIDE, SIDE, device=DEVICE) for _ in range(min(steps, 16))]
     labels = [torch.randint(10, (batch,), device=DEVICE) for _ in images]
     pairs = list(zip(images, labels, strict=True))
@@ -47,6 +48,8 @@ def contenders(
             made[name] = MAKERS[name](copy.deepcopy(model), batches)
             made[name]()
         except Exception as error:  # anything that another library's Trainer raises with this torch
+            if name not in OTHERS:
+                raise
             made.pop(name, None)
             missing[name] = f"{type(error).__name__}: {error}"
             print(f"{name} is left out: {missing[name]:.300}")

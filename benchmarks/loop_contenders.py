@@ -6,19 +6,22 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from drivetrain import Pipeline, strategies
+from drivetrain.loaders.settings import Settings
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.tasks.classification import Classification
+from drivetrain.pipeline.tasks.task import TaskLoss
+from drivetrain.pipeline.telemetry.history import Monitor
 from drivetrain.pipeline.training.build import Built
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.hooks import TrainingHooks
@@ -76,7 +79,7 @@ class AsLoader(Batches):
 
     def __init__(self, batches: Batches) -> None:
         super().__init__(batches._batches)
-        self.settings = SimpleNamespace(image_size=SIDE, batch_size=len(self.first))
+        self.settings, self.classes = Settings(batch_size=len(self.first), image_size=SIDE), ()
         self.beton, self.labels = None, torch.cat([labels for _, labels in batches._batches]).cpu().numpy()
         self.indices = range(len(self.labels))
 
@@ -141,7 +144,8 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
     History and weights are written after an epoch, and do not count.
     """
     loader: Any = AsLoader(batches)
-    built = Built(prepared(model), loader, None, functional.cross_entropy, TrainingHooks(()), ())
+    loss = TaskLoss(Classification(), functional.cross_entropy)
+    built = Built(prepared(model), loader, None, loss, TrainingHooks(()), (), Monitor("val_loss", False))
     pipeline = Pipeline(cifar_resnet).load("in memory", batch_size=len(batches.first), image_size=SIDE)
     pipeline = pipeline.optimize("sgd", lr=RATE, momentum=MOMENTUM, schedule="constant")
     plan = resolve(pipeline, files=False)
@@ -203,11 +207,11 @@ def with_composer(model: nn.Module, batches: Batches) -> Contender:
     with handlers_kept():
         from composer import Callback, ComposerModel, DataSpec, Trainer
 
-    class Stops(Callback):  # type: ignore[misc]
+    class Stops(Callback):
         def epoch_end(self, state: Any, logger: Any) -> None:  # noqa: ARG002
             batches.stop()
 
-    class Module(ComposerModel):  # type: ignore[misc]
+    class Module(ComposerModel):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
@@ -236,7 +240,7 @@ def with_composer(model: nn.Module, batches: Batches) -> Contender:
     return trial
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[[nn.Module, Batches], Contender]] = {
     HAND: by_hand,
     OURS: ours,
     UNGUARDED: partial(ours, guarded=False),
@@ -244,3 +248,5 @@ MAKERS = {
     LIGHTNING: with_lightning,
     COMPOSER: with_composer,
 }
+OTHERS = (LIGHTNING, COMPOSER)
+"""Other libraries, which may not work with this torch."""

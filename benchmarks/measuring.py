@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ Contender = Callable[[], float]
 """Does its work once, and returns the result: images/s, or seconds."""
 
 
-def measure(contenders: dict[str, Contender], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+def measure(contenders: Mapping[str, Contender], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
     """Run all contenders in each round, and return their results by round. The first `warm_up` rounds do not count.
 
     Every second round runs in reverse order, so that no contender always follows the same one.

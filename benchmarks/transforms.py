@@ -169,7 +169,7 @@ def steps_of(model: nn.Module, images: torch.Tensor, seconds: float, autocast: b
 def run(name: str, seconds: float, rounds: int, compiled: bool) -> dict[str, Any]:
     """Measure steps/s of each contender, its ratio to the unmodified model, and ours to Composer's."""
     images = torch.randn(BATCH, 3, SIDE, SIDE, device=DEVICE)
-    models, rows = contenders(name), {}
+    models, rows = contenders(name), dict[str, dict[str, Any]]()
     trials: dict[str, Contender] = {}
     for who, model in models.items():
         began = perf_counter()
