@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 OURS = ["by hand", "Drivetrain", "Drivetrain, no guard", "Drivetrain, all extras"]
 
 
