@@ -6,15 +6,13 @@ import dataclasses
 from pathlib import Path
 
 from ...errors import PlanError
-from ..checkpoints.state import global_randomness_kept
 from ..spec.config import source_name
-from ..spec.cuda_settings import cuda_settings
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
-from ..training.build import build, fork_rng, resolve_data
+from ..training.build import resolve_data
 from ..training.loop import evaluate
 from .initial import InitialWeights, WeightsArg, check_source
-from .ranks import on_ranks
+from .ranks import built_here, on_ranks
 
 
 def evaluate_weights(
@@ -39,11 +37,6 @@ def evaluate_weights(
 def evaluate_rank(plan: ResolvedPlan, weights: WeightsArg) -> dict[str, float]:
     """Evaluate on this rank; every rank returns the metrics over all."""
     initial = InitialWeights(weights, plan.transforms, strict=True)
-    with (
-        fork_rng(plan.seed),
-        global_randomness_kept(),
-        cuda_settings(plan.distribution, plan.transforms),
-        build(plan, initial) as built,
-    ):
+    with built_here(plan, initial) as built:
         assert built.val is not None
         return evaluate(built.engine, built.val, built.hooks, plan.task)

@@ -10,20 +10,18 @@ from pathlib import Path
 from ...errors import DrivetrainError, PlanError
 from ...strategies.launching.group import is_main_process, is_rank
 from ..callbacks.callback import RunOptions
-from ..checkpoints.state import global_randomness_kept
-from ..spec.cuda_settings import cuda_settings
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
 from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo, in_cell
-from ..training.build import build, fork_rng, rebuild_model, resolve_data
+from ..training.build import rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks
 from .config import FitConfig
 from .folder import descriptions, draw_curves, lock_run_dir, replaced
 from .initial import InitialWeights, check_source
-from .ranks import on_ranks, trains_here
+from .ranks import built_here, on_ranks, trains_here
 from .result import FitResult, TrainingInterrupted
 from .run import Run
 
@@ -122,12 +120,7 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
     outcome = RankResult()
     initial = None if job.init_from is None else InitialWeights(job.init_from, plan.transforms)
     try:
-        with (
-            fork_rng(plan.seed),
-            global_randomness_kept(),
-            cuda_settings(plan.distribution, plan.transforms),
-            build(plan, initial) as built,
-        ):
+        with built_here(plan, initial) as built:
             if job.plan and is_main_process():
                 print(job.plan, flush=True)
             Run(plan, built, job, outcome, None if initial is None else initial.matched).train()

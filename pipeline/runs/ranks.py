@@ -1,14 +1,20 @@
-"""Run a function in this process, or on the ranks that the strategy requires."""
+"""Run a function in this process, or on the ranks that the strategy requires, and build what a rank needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from torch import nn
 
 from ... import strategies
 from ...errors import DrivetrainError, StrategyError
 from ...strategies.launching.group import is_rank, under_torchrun
+from ..checkpoints.state import global_randomness_kept
+from ..spec.cuda_settings import cuda_settings
 from ..spec.resolve import ResolvedPlan
+from ..training.build import Built, build, fork_rng
 
 Result = TypeVar("Result")
 
@@ -25,6 +31,19 @@ def on_ranks(plan: ResolvedPlan, function: Callable[..., Result], *args: Any) ->
         if isinstance(error.__cause__, DrivetrainError):
             raise error.__cause__ from None
         raise
+
+
+@contextmanager
+def built_here(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None) -> Iterator[Built]:
+    """Build what this rank trains or evaluates with; after the block, close it and restore the random states and the
+    settings of CUDA. See `training.build.build`."""
+    with (
+        fork_rng(plan.seed),
+        global_randomness_kept(),
+        cuda_settings(plan.distribution, plan.transforms),
+        build(plan, initial) as built,
+    ):
+        yield built
 
 
 def is_alone(plan: ResolvedPlan) -> bool:
