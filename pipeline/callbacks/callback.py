@@ -30,10 +30,11 @@ class Callback:
 
     Every rank has its own copy, and calls the same methods in the same order with the same position, so a callback may
     call collectives, such as those of `RunView.named_parameters`. A method that raises on any rank ends the run on all
-    ranks. What it asks for with `RunView.stop` holds on all ranks after the same step.
+    ranks; if another rank does not return from the same method, because it waits in a collective, after 10 seconds.
+    What it asks for with `RunView.stop` holds on all ranks after the same step.
 
     A callback that overrides `on_step_end` costs one all-reduce of as many numbers as there are ranks per step, by
-    which the ranks agree; the others cost one per evaluation and epoch. Without callbacks there is none. On CUDA with
+    which the ranks agree; the others cost a few per evaluation and epoch. Without callbacks there is none. On CUDA with
     several ranks the answer is read one step later, so that no step waits for it.
 
     If `fit` starts the ranks, callbacks are pickled to them, and at the end `load_state_dict` gives this process's

@@ -60,7 +60,7 @@ class Collective(Callback):
         dist.all_reduce(torch.ones(1000))
 
 
-def fail_beside_a_collective(pipeline: Pipeline, **fit: Any) -> None:
+def fail_during_a_collective(pipeline: Pipeline, **fit: Any) -> None:
     """On each rank: a run in which rank 1 raises while rank 0 waits for it in a collective of its callback."""
     callbacks.PATIENCE = 1.0
     pipeline.fit(epochs=1, progress=False, callbacks=[Collective(fail=3)], **fit)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from callback_jobs import OnRankOne, both, fail_beside_a_collective, sums_of
+from callback_jobs import OnRankOne, both, fail_during_a_collective, sums_of
 from deepspeed_methods import options_of
 from drivetrain import DrivetrainError, EarlyStopping, Pipeline, StrategyError
 from drivetrain.strategies import launch
@@ -89,11 +89,11 @@ def test_on_cuda_ranks_agree_one_step_later_and_at_the_end_of_an_epoch(
 
 
 @pytest.mark.parametrize("every", [None, 3])
-def test_an_error_beside_a_collective_of_another_rank_ends_the_run(every: int | None, toy: Toy) -> None:
+def test_an_error_during_a_collective_of_another_rank_ends_the_run(every: int | None, toy: Toy) -> None:
     """Also at a step that is evaluated. Rank 0 never leaves its collective, so rank 1 raises alone."""
     pipeline = on_two(toy.pipeline(plain_model), "ddp")
     with pytest.raises(StrategyError) as caught:
-        launch(partial(fail_beside_a_collective, eval_every_steps=every), pipeline, devices=2, timeout=100)
+        launch(partial(fail_during_a_collective, eval_every_steps=every), pipeline, devices=2, timeout=100)
     assert "rank 1 of 2 raised DrivetrainError: Collective.on_step_end failed on rank 1" in str(caught.value)
     assert "ZeroDivisionError: instead of a collective" in str(caught.value)
     assert "did not get through the same event within 1 s" in str(caught.value)

@@ -183,6 +183,20 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         partial(Regression, loss="torch.nn:Nothing"),
         "'torch.nn:Nothing' cannot be imported",
     ),
+    "loss of the script": (
+        partial(Regression, loss="__main__:mine"),
+        "loss '__main__:mine' is defined in the running script.*to a separate module",
+    ),
+    "loss of the standard library": (
+        partial(Regression, loss="os:system"),
+        "names Python's standard library, which has no losses",
+    ),
+    "imported class": (
+        partial(Regression, loss="torch.optim:SGD"),
+        "must be a function, a module, or a name",
+    ),
+    "task of the script": (partial(get, "__main__:Mine"), "'__main__:Mine' is defined in the running script"),
+    "task of the standard library": (partial(get, "json:JSONDecoder"), "which has no tasks"),
     "loss class": (partial(Regression, loss=nn.MSELoss), "must be a function, a module, or a name"),
     "classes": (partial(Segmentation, 1), "classes=1 must be an integer of at least 2"),
     "task by a wrong name": (
