@@ -144,11 +144,13 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
     History and weights are written after an epoch, and do not count.
     """
     loader: Any = AsLoader(batches)
-    loss = TaskLoss(Classification(), functional.cross_entropy)
-    built = Built(prepared(model), loader, None, loss, TrainingHooks(()), (), Monitor("val_loss", False))
     pipeline = Pipeline(cifar_resnet).load("in memory", batch_size=len(batches.first), image_size=SIDE)
     pipeline = pipeline.optimize("sgd", lr=RATE, momentum=MOMENTUM, schedule="constant")
     plan = resolve(pipeline, files=False)
+    loss = TaskLoss(Classification(), functional.cross_entropy)
+    built = Built(
+        plan, prepared(model), loader, None, loss, TrainingHooks(()), (), Monitor("val_loss", False)
+    )
 
     def trial() -> float:
         with (

@@ -91,7 +91,7 @@ class Pipeline(PipelineSpec):
         return Plan(resolve(self).steps)
 
     def build(self) -> Built:
-        """Build the loaders, model and engine of this process, ready for a custom loop."""
+        """Build the loaders, model and engine of this process for a custom loop; docs/guide/how-to.md has one."""
         from .training.build import build
 
         return build(resolve(self))

@@ -33,6 +33,7 @@ from ..telemetry.history import Monitor
 from .checks import check_loss, check_metrics, check_output, targets_of
 from .groups import GroupedFactory
 from .hooks import TrainingHooks
+from .schedule import Schedule
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Built:
     """What one process trains with. Close it, or use it as a context manager, to end the loaders' threads.
 
     Attributes:
+        plan: the resolved pipeline.
         engine: the wrapped model and its optimizer; see `strategies.Engine`.
         train, val: loaders of `(images (B, 3, H, W), labels (B,) or (B, K))`, where B is this rank's share of the
             batch.
@@ -50,6 +52,7 @@ class Built:
         note: a sentence for the user about the parameter groups; "" without.
     """
 
+    plan: ResolvedPlan
     engine: Engine
     train: EpochLoader
     val: EpochLoader | None
@@ -58,6 +61,20 @@ class Built:
     reports: tuple[Report, ...]
     monitor: Monitor
     note: str = ""
+
+    def begin(self, epochs: int) -> Schedule:
+        """Start a training of so many epochs in a loop of your own, from the current weights.
+
+        Returns:
+            The schedule, whose `set_lr(built.hooks.state.step)` sets the learning rates of a step.
+        """
+        steps = epochs * len(self.train)
+        self.hooks.begin(self.engine, steps)
+        return Schedule(self.plan.optimization, self.engine.optimizer, steps)
+
+    def begin_epoch(self) -> None:
+        """Set what transforms change between epochs: the image size, frozen layers. Call it before each epoch."""
+        self.hooks.begin_epoch(self.engine, self.train, self.plan.data.image_size)
 
     def close(self) -> None:
         """End the loaders' threads and processes."""
@@ -97,7 +114,9 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
                 loader.close()
         train, val = make_loaders(plan, engine.device)
     hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
-    return Built(engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor, note)
+    return Built(
+        plan, engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor, note
+    )
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,9 @@ def test_every_name_in_the_snippets_is_imported_or_made_there() -> None:
 
 def test_the_readme_is_one_screen_whose_links_lead_somewhere() -> None:
     assert len(README.splitlines()) <= 70
-    for name, text in PAGES.items():
-        folder = ROOT if name == "README.md" else ROOT / "docs"
+    guides = {f"guide/{path.name}": path.read_text() for path in (ROOT / "docs/guide").glob("*.md")}
+    for name, text in (PAGES | guides).items():
+        folder = ROOT if name == "README.md" else (ROOT / "docs" / name).parent
         for target in re.findall(r"\]\(([^)#]+)", text):
             assert (folder / target).exists(), (name, target)
         for target in re.findall(r"`(notebooks/[^`]+)`", text):
