@@ -1,13 +1,13 @@
 """Compare Muon with the optimizer of a CIFAR-10 recipe: accuracy after the same epochs, over several seeds.
 
-    python benchmarks/muon.py [--recipe cifar10-quickstart] [--seeds 3] [--lrs 0.02 0.05] [--precision fp32]
-                              [--out benchmarks/results]
+    python benchmarks/muon.py [--recipe cifar10-quickstart] [--seeds 3] [--epochs 5] [--lrs 0.02 0.05]
+                              [--precision fp32] [--out benchmarks/results]
 
 Every contender trains with the recipe's batch size, schedule and epochs; with one seed, all start from the same weights
 and see the same batches. Muon trains matrices and convolutions; the last layer, norms and biases are AdamW's, as Jordan
-recommends. For the learning rates given, Muon first trains a few epochs with a seed of its own; the best one by
-training loss competes, so that the choice does not see the validation data. SGD keeps the recipe's learning rate, which
-was tuned for it.
+recommends. Of several learning rates, Muon first trains a few epochs with each and a seed of its own; the best one by
+training loss competes, so that the choice does not see the validation data. The default is one, Jordan's. SGD keeps the
+recipe's learning rate, which was tuned for it.
 """
 
 from __future__ import annotations
@@ -49,22 +49,23 @@ def main() -> None:
     )
     parser.add_argument("--recipe", default="cifar10-quickstart")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lrs", type=float, nargs="+", default=[0.01, 0.02, 0.05])
+    parser.add_argument("--lrs", type=float, nargs="+", default=[0.02])
+    parser.add_argument("--epochs", type=int, help="default: the recipe's")
     parser.add_argument("--tuning-epochs", type=int, default=2)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     common = {"precision": options.precision}
     tuning = {}
-    for lr in options.lrs:
+    for lr in options.lrs if len(options.lrs) > 1 else ():
         tuning[lr] = run(options.recipe, TUNING_SEED, common | muon(lr), options.tuning_epochs)
         print(f"Muon, lr {lr}: training loss {tuning[lr]['loss']:.4f}", flush=True)
-    best = min(tuning, key=lambda lr: tuning[lr]["loss"])
+    best = min(tuning, key=lambda lr: tuning[lr]["loss"]) if tuning else options.lrs[0]
     contenders = {"the recipe's optimizer": common, f"Muon, lr {best}": common | muon(best)}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for seed in range(options.seeds):
         for name in list(contenders)[:: -1 if seed % 2 else 1]:
-            runs[name].append(run(options.recipe, seed, contenders[name]))
+            runs[name].append(run(options.recipe, seed, contenders[name], options.epochs))
             print(f"{name}, seed {seed}: {runs[name][-1]['accuracy']:.2%}", flush=True)
     rows: list[tuple[str, ...]] = []
     for name, results in runs.items():
