@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .errors import CheckpointError as CheckpointError
     from .errors import DataError as DataError
     from .errors import DrivetrainError as DrivetrainError
+    from .errors import ExportError as ExportError
     from .errors import LedgerError as LedgerError
     from .errors import MissingExtra as MissingExtra
     from .errors import NonFiniteError as NonFiniteError

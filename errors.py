@@ -41,6 +41,10 @@ class CheckpointError(DrivetrainError, ValueError):
     """A checkpoint that is missing, incomplete, damaged, from another run, or cannot be written."""
 
 
+class ExportError(DrivetrainError, RuntimeError):
+    """A model that cannot be exported, or whose exported form computes something else."""
+
+
 class NonFiniteError(DrivetrainError, ArithmeticError):
     """A non-finite loss or gradient, which would corrupt the weights."""
 

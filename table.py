@@ -6,11 +6,15 @@ import html
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 NARROWEST = 12
 """Minimum width of a column that is narrowed to fit the terminal."""
+
+
+READABLE = 30
+"""Width below which a column of sentences is hard to read; see `Table.stacks`."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Table:
         figures: whether all columns but the first hold figures: right-aligned, never wrapped.
         line_after: number of the row, starting at 1, below which a line is drawn.
         spaced: whether a line is drawn below every row.
+        stacks: whether the columns after the first are put below each other where they would be too narrow to read.
     """
 
     heads: Sequence[str]
@@ -33,6 +38,7 @@ class Table:
     figures: bool = False
     line_after: int | None = None
     spaced: bool = False
+    stacks: bool = False
 
     def __str__(self) -> str:
         return self.text(shutil.get_terminal_size().columns)
@@ -44,6 +50,8 @@ class Table:
         wrapped, even if the table gets wider.
         """
         widths = self._widths(width)
+        if self.stacks and len(widths) > 2 and self._is_cramped(widths):
+            return self._stacked().text(width)
         whole = sum(widths) + 3 * len(widths) + 1
         lines = _wrapped(self.title, whole) if self.title else []
         if self.heads:
@@ -69,6 +77,16 @@ class Table:
             widths[widths.index(widest, 1)] -= 1
         return widths
 
+    def _is_cramped(self, widths: Sequence[int]) -> bool:
+        """Return whether one of these widths is below `READABLE`, and narrower than the column's text."""
+        return any(now < min(READABLE, full) for now, full in zip(widths, self._widths(10**6), strict=True))
+
+    def _stacked(self) -> Table:
+        """Return the table with the columns after the first below each other."""
+        heads = [self.heads[0], " / ".join(filter(None, self.heads[1:]))] if self.heads else []
+        rows = [(first, "\n".join(filter(None, rest))) for first, *rest in self.rows]
+        return replace(self, heads=heads, rows=rows, spaced=True)
+
     def _cells(self, row: Sequence[str], widths: Sequence[int], bar: str) -> Iterator[str]:
         """Yield the lines of a row."""
         texts = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
@@ -78,6 +96,17 @@ class Table:
                 for number, (text, width) in enumerate(zip(line, widths, strict=True))
             ]
             yield f"{bar} {f' {bar} '.join(cells)} {bar}"
+
+    def markdown(self) -> str:
+        """Return the table in Markdown; the title, as bold text, and the caption are paragraphs."""
+
+        def line(cells: Sequence[str]) -> str:
+            return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), '<br>') for cell in cells)} |"
+
+        heads = self.heads or [""] * len(self.rows[0])
+        sides = ["---:" if self.figures and number else "---" for number in range(len(heads))]
+        text = "\n".join([line(heads), line(sides), *map(line, self.rows)])
+        return "\n\n".join(filter(None, [f"**{self.title}**" if self.title else "", text, self.caption]))
 
     def html(self) -> str:
         """Return the table as HTML, aligned as in a terminal rather than by the notebook's style."""

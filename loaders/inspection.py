@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from ..checks import check_whole, plain
 from ..errors import BetonError, DataError, require_suffix
 from ..files import atomic_file
+from ..terminal import is_interactive, shortened
 from .beton.layout import MODE_JPEG
 from .beton.reader import Beton, open_beton
 from .exhaustion import exhaustion, is_exhaustion
@@ -161,12 +162,17 @@ class Verification:
         return not self.bad
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """Return the result as lines of text: the first of many bad samples, with `verbose` all."""
         checks = (
             "structure, checksums and decoding" if self.checked else "structure and decoding (no checksums)"
         )
         result = "all sound" if self.sound else f"{len(self.bad):,} bad"
         lines = [f"{self.path}: {self.samples:,} samples, {checks}: {result}"]
-        return "\n".join([*lines, *(f"  sample {number}: {reason}" for number, reason in self.bad)])
+        bad = [f"  sample {number}: {reason}" for number, reason in self.bad]
+        return "\n".join([*lines, *shortened(bad, verbose)])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -201,7 +207,8 @@ def _bad_samples(beton: Beton, threads: int, progress: bool) -> list[tuple[int, 
     with ThreadPoolExecutor(threads) as pool:
         reasons = tqdm(
             pool.map(lambda number: _fault(beton, number), range(len(beton)), chunksize=64),
-            total=len(beton), desc="Verifying", unit="img", disable=not progress, leave=False,
+            total=len(beton), desc="Verifying", unit="img",
+            disable=not (progress and is_interactive()), leave=False,
         )  # fmt: skip
         return [(number, reason) for number, reason in enumerate(reasons) if reason is not None]
 

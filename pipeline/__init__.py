@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .callbacks.view import RunView as RunView
     from .checkpoints.directory import Checkpoints as Checkpoints
     from .checkpoints.directory import CheckpointWarning as CheckpointWarning
-    from .checkpoints.export import export as export
+    from .exports.export import Exported as Exported
+    from .exports.export import export as export
     from .ledger.comparison import compare as compare
     from .ledger.ledger import Ledger as Ledger
     from .ledger.ledger import LedgerInterrupted as LedgerInterrupted

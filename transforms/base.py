@@ -11,7 +11,7 @@ import html
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -27,6 +27,8 @@ Kind = Literal[
 ]
 CHANGES_MODEL: tuple[Kind, ...] = ("surgery", "memory_format")
 """The kinds whose `apply` changes the model, before it is wrapped."""
+SHOWN = 4
+"""Module names of a list in a report's text."""
 LENGTH_HOOKS = ("begin", "batch", "session")
 """The methods that receive the length of the training, or the fraction completed."""
 State = dict[str, torch.Tensor]
@@ -54,10 +56,17 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """Return the report as lines of text: the first names of each list, with `verbose` all of them."""
         lines = [f"{self.transform}: changed {len(self.changed)} module(s)"]
         if self.changed:
-            lines.append("  changed: " + ", ".join(name or "(the model)" for name in self.changed))
-        lines += [f"  left alone: {name or '(the model)'}: {reason}" for name, reason in self.skipped]
+            lines.append(f"  changed: {_names(self.changed, verbose)}")
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.skipped:
+            reasons.setdefault(reason, []).append(name)
+        lines += [f"  left alone: {_names(names, verbose)}: {reason}" for reason, names in reasons.items()]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -67,6 +76,14 @@ class Report:
         rows += [("note", "", note) for note in self.notes]
         title = f"<b>{html.escape(self.transform)}</b>: changed {len(self.changed)} module(s)"
         return title + Table((), rows).html() if rows else title
+
+
+def _names(modules: Sequence[str], verbose: bool) -> str:
+    """Return a list of module names, shortened unless `verbose`."""
+    names = [name or "(the model)" for name in modules]
+    if verbose or len(names) <= SHOWN + 1:
+        return ", ".join(names)
+    return f"{', '.join(names[:SHOWN])} and {len(names) - SHOWN} more"
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 from ...errors import DataError, require_suffix
+from ...terminal import shortened
 from ..settings import check_workers
 from .encode import Encoding
 from .sampling import Job, encoded_samples, first_fields
@@ -31,6 +32,7 @@ class ConvertReport:
         treatments: number of images by treatment, e.g. `{"copied unchanged": 390, "scaled down": 2}`.
         modes: number of images stored as `"jpg"` and as `"raw"` pixels.
         skipped: `(sample, reason)` of each skipped sample (`on_error="skip"` only).
+        ignored: files in a folder's classes that are not images by their suffixes.
         size: of the file, in bytes.
         seconds: duration of the conversion.
     """
@@ -44,8 +46,13 @@ class ConvertReport:
     skipped: list[tuple[str, str]]
     size: int
     seconds: float
+    ignored: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """Return the report as lines of text: the first of many skipped and ignored files, with `verbose` all."""
         only = len(self.treatments) == 1
         ways = ", ".join(f"{'all' if only else f'{count:,}'} {way}" for way, count in self.treatments.items())
         lines = [
@@ -56,7 +63,10 @@ class ConvertReport:
             lines.append(f"  stored: {self.modes['jpg']:,} JPEG, {self.modes['raw']:,} raw")
         if len(self.fields) > 2:
             lines.append(f"  fields: {', '.join(f'{name} ({kind})' for name, kind in self.fields.items())}")
-        lines += [f"  skipped {name}: {reason}" for name, reason in self.skipped]
+        lines += shortened([f"  skipped {name}: {reason}" for name, reason in self.skipped], verbose)
+        lines += shortened(
+            [f"  ignored {name}: not an image by its suffix" for name in self.ignored], verbose
+        )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -159,6 +169,7 @@ def convert(
         skipped=[(sample.name, sample.reason) for sample in written.skipped],
         size=written.size,
         seconds=perf_counter() - start,
+        ignored=list(getattr(samples, "ignored", ())),
     )
 
 

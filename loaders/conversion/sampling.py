@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from tqdm.auto import tqdm
 
 from ...errors import DataError
+from ...terminal import is_interactive
 from ..beton.layout import Field
 from ..exhaustion import exhaustion, is_exhaustion
 from .columns import Sample
@@ -67,7 +67,7 @@ def encoded_samples(job: Job, workers: int, progress: bool) -> Generator[Sample 
     """
     waiting: deque[Future[Sample | Skipped]] = deque()
     count = len(job.source)
-    hidden = not (progress and _is_interactive())
+    hidden = not (progress and is_interactive())
     bar = tqdm(total=count, desc="Converting", unit="img", disable=hidden, leave=False)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="drivetrain-convert")
     try:
@@ -124,8 +124,3 @@ def _reason(error: Exception) -> str:
 def _cause(error: Exception) -> BaseException | None:
     """Return the user code's exception; a DataError of ours already contains everything."""
     return error.__cause__ if isinstance(error, DataError) else error
-
-
-def _is_interactive() -> bool:
-    """Whether a user sees the progress bar: in a terminal or notebook, not in a log file."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -76,8 +76,8 @@ def _refuse_fields(fields: Sequence[str], kind: str) -> None:
         )
 
 
-def _images(folder: Path) -> list[str]:
-    """Return all images below a folder, except hidden ones, sorted as paths: by folder, then name.
+def _files(folder: Path) -> tuple[list[str], list[str]]:
+    """Return all images below a folder, except hidden ones, and the other files; sorted as paths: by folder, then name.
 
     Takes a third of the time of `rglob`.
     """
@@ -85,7 +85,7 @@ def _images(folder: Path) -> list[str]:
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from None
 
-    images = []
+    images, others = [], []
     for root, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not is_hidden(name)]  # os.walk descends into these
         names = [
@@ -94,13 +94,24 @@ def _images(folder: Path) -> list[str]:
             if os.path.splitext(name)[1].lower() in EXTENSIONS and not is_hidden(name)  # noqa: PTH122
         ]
         images += [os.path.join(root, name) for name in names]  # noqa: PTH118 — strings, for speed
-    return sorted(images, key=lambda path: path.split(os.sep))  # noqa: PTH206
+        if len(names) < len(files):
+            known = {*names}
+            rest = [name for name in files if not is_hidden(name)]
+            others += [os.path.join(root, name) for name in rest if name not in known]  # noqa: PTH118
+    return _in_order(images), _in_order(others)
+
+
+def _in_order(paths: list[str]) -> list[str]:
+    return sorted(paths, key=lambda path: path.split(os.sep))  # noqa: PTH206
 
 
 class FolderSource:
     """A folder with one folder per class; class indices follow the sorted names, as in torchvision's ImageFolder.
 
     Files and folders whose names begin with a dot, and `__MACOSX`, are ignored.
+
+    Attributes:
+        ignored: the other files in the folders of classes, which are not images by their suffixes.
     """
 
     kind = "folder"
@@ -118,10 +129,12 @@ class FolderSource:
                 f"{root} contains no folders. Put the images of each class into a separate folder there."
             )
         self.root, self.classes = root, [folder.name for folder in folders]
+        self.ignored: list[str] = []
         self._files: list[str] = []  # strings, not Path objects: a tenth of the memory
         self._starts = array("q")  # first index of each class in `_files`
         for folder in folders:
-            files = _images(folder)
+            files, others = _files(folder)
+            self.ignored += others
             if not files:
                 raise DataError(
                     f"{folder} contains no images ({', '.join(EXTENSIONS)}). Add some, or remove it: each folder "

@@ -1,65 +1,35 @@
-"""Export a plain state dict from a checkpoint, for use without Drivetrain."""
+"""What a checkpoint exports: its evaluated weights, under the names before surgery too, and its model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...errors import CheckpointError, require_suffix
+from ...errors import CheckpointError
+from ...transforms import Transform
 from ..models.factories import model_factory
 from ..training.build import rebuild_model
 from .directory import CheckpointDir, best_of, find
 from .fingerprint import rebuild_spec
 from .format import Checkpoint, Tensors
 from .state import restoring, with_averages
-from .weights import plain_state, save_weights
+from .weights import plain_state
 
-Names = Literal["plain", "trained"]
+ModelArg = str | Callable[..., nn.Module] | nn.Module | None
 
 
-def export(
-    place: str | Path,
-    out: str | Path,
-    *,
-    names: Names = "plain",
-    best: bool = False,
-    model: str | Callable[..., nn.Module] | nn.Module | None = None,
-) -> Checkpoint:
-    """Write the evaluated weights as one safetensors file: averages (EMA, SWA) if there are any.
-
-    Args:
-        place: a checkpoint, or the folder of a run, which stands for its newest complete checkpoint.
-        out: the `.safetensors` file to write; an existing file is replaced.
-        names: `"plain"`: the parameter names of the model before surgery, which can load the file with
-            `load_state_dict`. Tensors that a surgery adds and the plain model does not have keep their names, see
-            `Transform.to_plain`. `"trained"`: the names of the model after surgery.
-        best: for the folder of a run, take the checkpoint with the best monitored metric instead.
-        model: for plain names, the model before surgery, as `Pipeline` takes it: `"module:factory"`, a factory, called
-            with the options that it was trained with, or a module. None: the model that the checkpoint names, which
-            must be one of torchvision's or Drivetrain's, because opening a checkpoint runs no code.
-
-    Returns:
-        The exported checkpoint.
+def chosen(place: Path, *, best: bool) -> Checkpoint:
+    """Return the checkpoint at `place`; for the folder of a run, its newest complete one, or with `best` that of the
+    best monitored metric. Verify its files.
 
     Raises:
-        CheckpointError: if there is no checkpoint, if it is damaged, if its model is unknown, if `model` is not the
-            trained one, or if `out` has another suffix.
-        RecipeError: if `model` cannot be imported.
+        CheckpointError: if there is none, or it is damaged.
     """
-    require_suffix(Path(out), ".safetensors", CheckpointError)
-    if model is not None and names != "plain":
-        raise CheckpointError(f"names={names!r} (--names) takes no model. Remove model= (--model).")
-    checkpoint = _best(Path(place)) if best else find(Path(place))
-    state = evaluated_state(checkpoint)
-    if names == "plain":
-        state = _plain(checkpoint, state, model)
-    save_weights({name: value.contiguous() for name, value in state.items()}, Path(out))
-    return checkpoint
+    return _best(place) if best else find(place)
 
 
 def evaluated_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -76,29 +46,55 @@ def evaluated_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         return state
 
 
-def _plain(
-    checkpoint: Checkpoint,
-    state: dict[str, torch.Tensor],
-    given: str | Callable[..., nn.Module] | nn.Module | None,
-) -> dict[str, torch.Tensor]:
+def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> dict[str, torch.Tensor]:
+    """Return the evaluated weights by the names that they had before surgery.
+
+    Args:
+        checkpoint: where they are from.
+        model: the model before surgery; None: the one that the checkpoint names.
+
+    Raises:
+        CheckpointError: if the model is unknown, or is not the trained one.
+        RecipeError: if it cannot be imported.
+    """
+    built, transforms = rebuild(
+        checkpoint, model, "use names='trained' (--names trained), or FitResult.plain_state()"
+    )
+    with restoring(checkpoint):
+        return plain_state(evaluated_state(checkpoint), built, transforms)
+
+
+def rebuild(
+    checkpoint: Checkpoint, model: ModelArg = None, otherwise: str = ""
+) -> tuple[nn.Module, tuple[Transform, ...]]:
+    """Return the model of a checkpoint after surgery, with new weights, and its transforms in the plan's order.
+
+    Args:
+        checkpoint: what to rebuild.
+        model: the model before surgery: a name, a factory, which is called with the options of the training, or a
+            module. None: the one that the checkpoint names; nothing is imported for it.
+        otherwise: what the caller can do if the model is unknown, for the message.
+
+    Raises:
+        CheckpointError: if the model is unknown, or is not the trained one.
+        RecipeError: if it cannot be imported.
+    """
     saved = checkpoint.content.description
     if saved is None:
         raise CheckpointError(
             f"{checkpoint.path} does not know how to build its model: its options, or a custom surgery, cannot be "
-            f"written as JSON. Use names='trained' (--names trained), or FitResult.plain_state()."
+            f"written as JSON. {otherwise[:1].upper()}{otherwise[1:]}."
         )
-    if isinstance(given, str):
-        given = model_factory(given)
+    if isinstance(model, str):
+        model = model_factory(model)
     with restoring(checkpoint):
-        spec, transforms = rebuild_spec(saved, given)
-    if given is None:
+        spec, transforms = rebuild_spec(saved, model, otherwise)
+    if model is None:
         with restoring(checkpoint):
-            model, _ = rebuild_model(spec, transforms)
-    else:
-        model, _ = rebuild_model(spec, transforms)
-        _check_fits(model, state, spec.model_name, checkpoint.path)
-    with restoring(checkpoint):
-        return plain_state(state, model, transforms)
+            return rebuild_model(spec, transforms)[0], transforms
+    built, _ = rebuild_model(spec, transforms)
+    _check_fits(built, evaluated_state(checkpoint), spec.model_name, checkpoint.path)
+    return built, transforms
 
 
 def _check_fits(model: nn.Module, state: dict[str, torch.Tensor], name: str, where: Path) -> None:

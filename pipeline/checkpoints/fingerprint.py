@@ -191,7 +191,9 @@ def description(plan: ResolvedPlan) -> dict[str, Any] | None:
 
 
 def rebuild_spec(
-    saved: dict[str, Any], model: str | Callable[..., nn.Module] | nn.Module | None = None
+    saved: dict[str, Any],
+    model: str | Callable[..., nn.Module] | nn.Module | None = None,
+    otherwise: str = "use the weights under their trained names",
 ) -> tuple[PipelineSpec, tuple[Transform, ...]]:
     """Return a `PipelineSpec` with the model and the transforms of a `description`, and these transforms in plan order.
 
@@ -199,6 +201,7 @@ def rebuild_spec(
         saved: the description.
         model: replaces the model that the description names: a name, a factory, which is called with the described
             options, or a module. Without it nothing is imported, because importing a module runs its code.
+        otherwise: what to do without the model, for the message.
 
     Raises:
         CheckpointError: for a model without a name, or one that would have to be imported, unless `model` is given.
@@ -211,8 +214,7 @@ def rebuild_spec(
         raise CheckpointError(
             f"The checkpoint does not know how to build its model, which {known}. Pass "
             f"model={named or 'module:factory'!r} "
-            f"(--model {named or 'MODULE:FACTORY'}); or use names='trained' (--names trained), or "
-            "FitResult.plain_state()."
+            f"(--model {named or 'MODULE:FACTORY'}); or {otherwise}."
         )
     made = tuple(transforms.get(**entry) for entry in saved["transforms"])
     chosen = named if model is None else model

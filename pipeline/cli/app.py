@@ -1,4 +1,5 @@
-"""The command line: `drivetrain convert | inspect | verify | train | predict | export | ledger | recipes | doctor`."""
+"""The command line: `drivetrain convert | inspect | verify | train | predict | export | ledger | recipes | completion |
+doctor`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from .parser import Parser, listed, say
 
 def recipes(
     name: Annotated[
-        str | None, "Show this recipe, by name or file: each value, its meaning and its source."
+        str | None,
+        "Show this recipe, by name or file: each value, its meaning and its source.",
+        None,
+        "recipes",
     ] = None,
     *,
     keys: Annotated[bool, "List the keys of a recipe."] = False,
@@ -40,10 +44,26 @@ def doctor() -> int:
     return 0 if healthy else 1
 
 
+def completion(
+    shell: Annotated[str, "bash, zsh or fish.", None, ("bash", "zsh", "fish")],
+) -> None:
+    """Print a script that completes commands, options, recipes and files in a shell.
+
+    Completing starts no Python. To load it in every new shell:
+
+      drivetrain completion bash > ~/.local/share/bash-completion/completions/drivetrain
+      drivetrain completion zsh > ~/.drivetrain.zsh   # and in ~/.zshrc: source ~/.drivetrain.zsh
+      drivetrain completion fish > ~/.config/fish/completions/drivetrain.fish
+    """
+    from .completion import script
+
+    print(script(shell, COMMANDS, _overview), end="")
+
+
 COMMANDS: dict[str, Callable[..., int | None]] = {
     function.__name__: function
     for function in (data.convert, data.inspect, data.verify, training.train, predict.predict, training.export,
-                     training.ledger, recipes, doctor)
+                     training.ledger, recipes, completion, doctor)
 }  # fmt: skip
 """The commands by name. Each returns its exit status, or None for 0."""
 
@@ -58,7 +78,9 @@ def _run(arguments: Sequence[str]) -> int:
     command = arguments[0] if arguments else ""
     if command in COMMANDS:
         function = COMMANDS[command]
-        return function(**Parser(f"drivetrain {command}", function).parse(arguments[1:])) or 0
+        values = Parser(f"drivetrain {command}", function).parse(arguments[1:])
+        with _plain_warnings(hidden=values.get("quiet", False)):
+            return function(**values) or 0
     usage, epilog = "drivetrain COMMAND [ARGUMENTS]", f"commands:\n{listed(COMMANDS)}"
     parser = Parser("drivetrain", _overview, usage=usage, epilog=epilog)
     if command and not command.startswith("-"):
@@ -76,9 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Drivetrain's errors and Ctrl-C are reported as a line on stderr.
     """
     try:
-        with _plain_warnings():
-            status = _run(sys.argv[1:] if arguments is None else arguments)
-            sys.stdout.flush()
+        status = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
     except DrivetrainError as error:
         say(type(error).__name__, str(error))
         status = 1
@@ -92,14 +113,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 @contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Inside the block, print Drivetrain's warnings like its errors: one line, without source code."""
+def _plain_warnings(*, hidden: bool) -> Iterator[None]:
+    """Inside the block, print Drivetrain's warnings like its errors: one line, without source code; or hide them."""
     with warnings.catch_warnings():
         others = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
             if category.__module__.startswith(f"{__package__.partition('.')[0]}."):
-                say(category.__name__, str(message))
+                if not hidden:
+                    say(category.__name__, str(message))
             else:
                 others(message, category, *args, **kwargs)
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal, cast
 
 from ...errors import DataError
+from .parser import Quiet, Verbose
 
 Beton = Annotated[Path, "A .beton file."]
+WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
 Threads = Annotated[int | None, "Threads. Default: one per core.", "N"]
 
 
@@ -16,6 +18,8 @@ def convert(
     source: Annotated[
         str,
         "Folder with one folder of images per class, or WebDataset shards such as 'train-{000..127}.tar' (quoted).",
+        None,
+        "files",
     ],
     out: Annotated[Path, "The .beton file to write."],
     *,
@@ -23,7 +27,10 @@ def convert(
     min_resolution: Annotated[int | None, "Scale down to this shortest side instead.", "PIXELS"] = None,
     quality: Annotated[int, "JPEG quality, 1-100, for images that must be encoded."] = 90,
     write_mode: Annotated[
-        str, "auto: JPEGs unchanged, small images raw. As in FFCV: jpg, raw, smart, proportion.", "MODE"
+        str,
+        "auto: JPEGs unchanged, small images raw. As in FFCV: jpg, raw, smart, proportion.",
+        "MODE",
+        WRITE_MODES,
     ] = "auto",
     smart_threshold: Annotated[
         int | None, "Mode smart: encode images above this many raw bytes as JPEG.", "BYTES"
@@ -40,9 +47,13 @@ def convert(
     check: Annotated[
         str,
         "Check of JPEGs that are copied. decode: read each fully; structure: only its two ends, twice as fast.",
+        None,
+        ("decode", "structure"),
     ] = "decode",
     workers: Threads = None,
     skip_bad: Annotated[bool, "Skip and list bad images instead of stopping."] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Convert a folder of images, or tar shards, to FFCV's .beton format.
 
@@ -58,9 +69,10 @@ def convert(
         source, out, fields=kinds, max_resolution=max_resolution, min_resolution=min_resolution, quality=quality,
         write_mode=write_mode, smart_threshold=smart_threshold, compress_probability=compress_probability,
         check=cast(Literal["decode", "structure"], check),
-        workers=workers, on_error="skip" if skip_bad else "raise",
+        workers=workers, on_error="skip" if skip_bad else "raise", progress=not quiet,
     )  # fmt: skip
-    print(report)
+    text = report.text(verbose=verbose)
+    print(text.partition("\n")[0] if quiet else text)
 
 
 def inspect(
@@ -79,13 +91,13 @@ def inspect(
         print(sheet)
 
 
-def verify(file: Beton, *, workers: Threads = None) -> int:
+def verify(file: Beton, *, workers: Threads = None, quiet: Quiet = False, verbose: Verbose = False) -> int:
     """Verify a full .beton file: its structure, every checksum, and every image by decoding it.
 
     Bad samples are listed; the exit status is 1 if there are any.
     """
     from ...loaders import verify as run
 
-    report = run(file, workers=workers)
-    print(report)
+    report = run(file, workers=workers, progress=not quiet)
+    print(report.text(verbose=verbose))
     return 0 if report.sound else 1

@@ -36,6 +36,8 @@ EXTRAS = {
     "tensorboard": (("tensorboard",), "write files for TensorBoard"),
     "lightning": (("lightning",), "hand a pipeline over to Lightning"),
     "timm": (("timm",), "build timm's models by name"),
+    "hf": (("transformers",), "build Hugging Face's image models by name"),
+    "onnx": (("onnx", "onnxruntime", "onnxscript"), "export to ONNX"),
     "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
 }
 NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}
@@ -63,7 +65,7 @@ def examine() -> tuple[bool, Table]:
     core = _core()
     findings = [*core, *_extras(), *_native(), *_devices()]
     rows = [("ok" if one.good else "missing", one.what, one.found, one.remedy) for one in findings]
-    table = Table(("", "what", "found", "remedy"), rows, title="drivetrain doctor")
+    table = Table(("", "what", "found", "remedy"), rows, title="drivetrain doctor", stacks=True)
     return all(finding.good for finding in core), table
 
 

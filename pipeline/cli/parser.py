@@ -9,23 +9,59 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 from ...errors import PlanError, suggest
+
+Completes = str | tuple[str, ...]
+"""What a shell completes an argument with: `"files"`; `"recipes"`; `"keys"`, of a recipe; these words; "": nothing."""
+
+
+Quiet = Annotated[bool, "Print only errors, the result and what was requested: no progress, no warnings."]
+Verbose = Annotated[bool, "Print long lists in full."]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a command, for the shell's completion.
+
+    Attributes:
+        name: with its dashes, if it is an option.
+        help: what it is.
+        values: how many values an option takes.
+        several: whether any number of words can be given, for an argument that is not an option.
+        completes: see `Completes`.
+    """
+
+    name: str
+    help: str
+    values: int
+    several: bool
+    completes: Completes
+
+    @property
+    def option(self) -> bool:
+        """Whether it is an option."""
+        return self.name.startswith("-")
 
 
 class Parser(argparse.ArgumentParser):
     """A parser of a function's arguments, which reports errors as one line.
 
-    Each parameter is `Annotated[type, help]` or `Annotated[type, help, metavar]`. Keyword-only parameters are options,
-    which may be given once, or repeatedly if they are sequences; a bool takes no value, a tuple several.
+    Each parameter is `Annotated[type, help]`, `Annotated[type, help, metavar]` or `Annotated[type, help, metavar,
+    Completes]`. Keyword-only parameters are options, which may be given once, or repeatedly if they are sequences; a
+    bool takes no value, a tuple several. A path completes with files.
 
     Args:
         name: name of the command.
         function: the function; its docstring is the description.
         more: passed to argparse.
+
+    Attributes:
+        arguments: in order.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], **more: Any) -> None:
@@ -39,11 +75,19 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("-h", "--help", action="help", help="Show this message and exit.")
         self._options = ["-h", "--help"]
+        self.arguments = [Argument("--help", "Show this message and exit.", 0, False, "")]
         hints = get_type_hints(function, include_extras=True)
         for parameter in inspect.signature(function).parameters.values():
             self._add(parameter, *get_args(hints[parameter.name]))
 
-    def _add(self, parameter: inspect.Parameter, kind: Any, text: str, metavar: Any = None) -> None:
+    def _add(
+        self,
+        parameter: inspect.Parameter,
+        kind: Any,
+        text: str,
+        metavar: Any = None,
+        completes: Completes = "",
+    ) -> None:
         """Add the argument of a parameter. If not given, it has no value, and the function's default applies."""
         if get_origin(kind) is UnionType:
             kind = get_args(kind)[0]  # the other is None
@@ -57,6 +101,9 @@ class Parser(argparse.ArgumentParser):
             name = f"--{name.replace('_', '-')}"
             self._options.append(name)
             text += f" Default: {parameter.default}." if parameter.default else ""
+        values = 0 if kind is bool else len(inner)
+        completes = completes or ("files" if inner[0] is Path else "")
+        self.arguments.append(Argument(name, text, values, several, completes))
         self.add_argument(
             name, action=action, nargs=nargs, type=_path if inner[0] is Path else inner[0], metavar=metavar, help=text,
             default=argparse.SUPPRESS,
@@ -104,8 +151,8 @@ def say(head: str, text: str) -> None:
 def listed(functions: dict[str, Callable[..., Any]]) -> str:
     """Return a list of commands with the first lines of their docstrings."""
     return "\n".join(
-        textwrap.fill(f"{function.__doc__}".partition("\n")[0], _width(), initial_indent=f"  {name:<9}",
-                      subsequent_indent=" " * 11)
+        textwrap.fill(f"{function.__doc__}".partition("\n")[0], _width(), initial_indent=f"  {name:<11}",
+                      subsequent_indent=" " * 13)
         for name, function in functions.items()
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ _SHOWN = 3  # most probable classes in the table
 
 def predict(
     run: Annotated[Path, "Folder of a finished run (train --out)."],
-    image: Annotated[Sequence[str], "Image files."] = (),
+    image: Annotated[Sequence[str], "Image files.", None, "files"] = (),
     *,
     json: Annotated[bool, "Print one JSON object per image, with all probabilities."] = False,
 ) -> None:

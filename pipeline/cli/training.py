@@ -6,9 +6,10 @@ import importlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from ...errors import CheckpointError, LedgerError, PlanError
+from .parser import Quiet
 
 if TYPE_CHECKING:
     from ..ledger.ledger import Ledger
@@ -22,14 +23,17 @@ Overrides = Annotated[
     "Values of the recipe to replace, e.g. epochs=36 batch_size=512 optimizer.lr=0.5. Valid JSON is parsed as JSON; "
     "anything else is text. List the keys with: drivetrain recipes --keys.",
     "KEY=VALUE",
+    "keys",
 ]
-Train = Annotated[str | None, "Training data: a .beton file, or a name such as cifar10:train.", "DATA"]
-Val = Annotated[str | None, "Validation data, likewise.", "DATA"]
+Train = Annotated[
+    str | None, "Training data: a .beton file, or a name such as cifar10:train.", "DATA", "files"
+]
+Val = Annotated[str | None, "Validation data, likewise.", "DATA", "files"]
 Out = Annotated[Path | None, "Folder for the results; created if missing.", "FOLDER"]
 
 
 def train(
-    recipe: Annotated[str, RECIPE],
+    recipe: Annotated[str, RECIPE, None, "recipes"],
     overrides: Overrides = (),
     *,
     train: Train = None,
@@ -42,10 +46,15 @@ def train(
     ] = None,
     resume: Annotated[bool, "Resume from the newest checkpoint in --out, if there is one."] = False,
     logger: Annotated[
-        Sequence[str], "Log the metrics of steps and epochs to --out: csv or tensorboard. May be repeated."
+        Sequence[str],
+        "Log the metrics of steps and epochs to --out: csv or tensorboard. May be repeated.",
+        None,
+        ("csv", "tensorboard"),
     ] = (),
     ledger: Annotated[bool, "Measure the ledger after training."] = False,
     ledger_seconds: Annotated[float, SECONDS, "SECONDS"] = 90,
+    quiet: Quiet = False,
+    verbose: Annotated[bool, "Print the names of all modules that the transforms changed."] = False,
 ) -> None:
     """Train a recipe and print the result.
 
@@ -74,21 +83,23 @@ def train(
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
         try:
-            config = FitConfig(out=out, init_from=init_from, resume=resume, logger=list(logger) or None)
-            result = fit(pipeline, config, show_plan=True)
+            config = FitConfig(
+                out=out, init_from=init_from, resume=resume, logger=list(logger) or None, progress=not quiet
+            )
+            result = fit(pipeline, config, show_plan=not quiet)
         except TrainingInterrupted as interrupt:
             interrupt.add_note(what_is_left(interrupt, out))
             raise
         if not is_main_process():  # under torchrun every rank runs this; only one prints
             return
-        for report in result.reports:
-            print(report)
+        for report in () if quiet else result.reports:
+            print(report.text(verbose=verbose))
         if result.metrics:
             epochs = len(result.history.epochs)
             print(f"{', '.join(shown(result.metrics))} after {epochs} epoch{'s' * (epochs != 1)}")
         if ledger:
-            measure(pipeline, ledger_seconds, out)
-        if out is not None:
+            measure(pipeline, ledger_seconds, out, quiet)
+        if out is not None and not quiet:
             print(f"{out}: " + ", ".join(sorted(path.name for path in out.iterdir() if path.is_file())))
 
 
@@ -102,9 +113,21 @@ def what_is_left(interrupt: TrainingInterrupted, out: Path | None) -> str:
 
 def export(
     place: Annotated[Path, "Folder of a run or of one checkpoint.", "RUN_OR_CHECKPOINT"],
-    out: Annotated[Path, "The .safetensors file to write."],
+    out: Annotated[Path, "The file to write: .safetensors, .pt2 or .onnx."],
     *,
-    names: Annotated[str, "Names of the weights: plain (before surgery) or trained (after it)."] = "plain",
+    format: Annotated[
+        str | None,
+        "safetensors: the weights; torch-export: a program for torch.export.load; onnx: one for any ONNX runtime. "
+        "Default: by the suffix of OUT.",
+        None,
+        ("safetensors", "torch-export", "onnx"),
+    ] = None,
+    names: Annotated[
+        str,
+        "Names of the weights in safetensors: plain (before surgery) or trained (after it).",
+        None,
+        ("plain", "trained"),
+    ] = "plain",
     best: Annotated[
         bool, "Export the checkpoint of the best monitored metric instead of the newest."
     ] = False,
@@ -114,25 +137,45 @@ def export(
         "alone imports nothing.",
         "MODULE:FACTORY",
     ] = None,
+    data: Annotated[
+        Path | None,
+        "A .beton file, to compare a program with the model on its images. Default: the run's validation data if it is "
+        "there, else random images.",
+        "FILE",
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        "Largest difference of a program's outputs, relative to the largest one. Default: 0.001.",
+    ] = None,
+    quiet: Quiet = False,
 ) -> None:
-    """Write the weights of a checkpoint as a plain state dict, which loads without Drivetrain.
+    """Write a trained model as one file, with a model card (MODEL_CARD.md) next to it.
 
-    With weight averaging (EMA, SWA), the averages are written. To load them in Python:
+    With weight averaging (EMA, SWA), the averages are written. Safetensors is a plain state dict; the programs contain
+    the model after surgery and take any number of images. Each is run before it is written: its outputs must be the
+    model's. To load them in Python:
 
-      model.load_state_dict(safetensors.torch.load_file(OUT))
+      model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+      model = torch.export.load("model.pt2").module()
+      session = onnxruntime.InferenceSession("model.onnx")
     """
-    from ..checkpoints.export import export as run
+    from ..exports.export import Format, Names
+    from ..exports.export import export as run
     from ..recipes.importing import modules_of
 
     if names not in ("plain", "trained"):
         raise CheckpointError(f"--names {names} is not known. Pass plain or trained.")
+    more = {} if tolerance is None else {"tolerance": tolerance}
     with modules_of():
-        exported = run(place, out, names=cast(Literal["plain", "trained"], names), best=best, model=model)
-    print(f"{out}: {exported.path.name}")
+        exported = run(
+            place, out, format=cast(Format | None, format), names=cast(Names, names), best=best, model=model, data=data,
+            **more,
+        )  # fmt: skip
+    print(f"{exported}".partition("\n")[0] if quiet else exported)
 
 
 def ledger(
-    recipe: Annotated[str | None, RECIPE] = None,
+    recipe: Annotated[str | None, RECIPE, None, "recipes"] = None,
     overrides: Overrides = (),
     *,
     train: Train = None,
@@ -148,6 +191,7 @@ def ledger(
     compare: Annotated[
         tuple[Path, Path] | None, "Do not measure: compare two ledger.json files.", ("A.JSON", "B.JSON")
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Measure what each stage of a recipe brings on this machine, and which stage is the bottleneck.
 
@@ -177,10 +221,12 @@ def ledger(
 
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
-        measure(pipeline, 120 if seconds is None else seconds, out, accuracy=accuracy, epochs=epochs)
+        measure(pipeline, 120 if seconds is None else seconds, out, quiet, accuracy=accuracy, epochs=epochs)
 
 
-def measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: Any) -> None:
+def measure(
+    pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool = False, **accuracy: Any
+) -> None:
     """Measure a ledger, print it, and write it to `out`; after Ctrl-C or an error, with the results so far."""
     from ..ledger.ledger import LedgerInterrupted
     from ..ledger.measure import check_asked
@@ -193,7 +239,7 @@ def measure(pipeline: Pipeline, seconds: float, out: Path | None, **accuracy: An
         with suppress(ImportError):  # now rather than after Ctrl-C, when each second counts
             importlib.import_module("matplotlib.figure")
     try:
-        measured = pipeline.ledger(seconds=seconds, **accuracy)
+        measured = pipeline.ledger(seconds=seconds, progress=not quiet, **accuracy)
     except LedgerInterrupted as interrupt:
         interrupt.add_note(_what_is_measured(interrupt.ledger, folder))
         raise

@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 from ...checks import is_number
 from ...errors import PlanError
+from ...terminal import is_interactive
 from ..runs.config import FitConfig
 from ..runs.fit import fit
 from ..spec.resolve import ResolvedPlan
@@ -55,7 +56,9 @@ def train_each(
         target: see `Accuracies`; None for the final accuracy of the first variant.
         progress: show a progress bar.
     """
-    with tqdm(total=len(variants), unit="training", disable=not progress, leave=False) as bar:
+    with tqdm(
+        total=len(variants), unit="training", disable=not (progress and is_interactive()), leave=False
+    ) as bar:
         for number, variant in enumerate(variants, 1):
             bar.set_description(f"ledger: accuracy, training {number}/{len(variants)}: {variant.id}")
             rows[variant.id] = row = _trained(variant, epochs, target, sets_target=number == 1)

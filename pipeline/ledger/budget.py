@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
+from ...terminal import is_interactive
+
 T = TypeVar("T")
 
 GRACE = 0.5
@@ -106,13 +108,13 @@ class Budget:
     Args:
         seconds: for everything: building, warm-up, rounds and peak memory.
         begin: start of the budget, in `perf_counter` time.
-        progress: show the bar.
+        progress: show the bar, in a terminal or a notebook.
     """
 
     def __init__(self, seconds: float, begin: float, progress: bool) -> None:
         self.seconds, self.begin, self.end = seconds, begin, begin + seconds
         self._bar: Any = tqdm(
-            total=seconds, disable=not progress, leave=False, dynamic_ncols=True,
+            total=seconds, disable=not (progress and is_interactive()), leave=False, dynamic_ncols=True,
             bar_format="{desc}{percentage:3.0f}% of " + f"{seconds:g} s |{{bar}}|",
         )  # fmt: skip
 

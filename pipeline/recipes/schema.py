@@ -59,6 +59,12 @@ _AFTER = {
         "passes over the training data; null: set by fit(epochs=…)", (POSITIVE, NULL), default=None
     ),
     "seed": Option("seed of weights, sample order and augmentation", (NATURAL,), default=0),
+    "trained": Option(
+        "written by a run into its recipe.yaml: its task, the preprocessing of its evaluation, and the names of its "
+        "classes; training ignores it and writes that of its own data",
+        (MAPPING,),
+        default={},
+    ),
 }
 
 

@@ -36,7 +36,7 @@ def recipe_table(recipe: str) -> Table:
             rows.append((key, _text(full[key]), f"{meaning}\n({origin})" if origin else meaning))
     lines = [recipe, *(f"{prefix}{full[key]}" for key, prefix in PROSE.items() if full[key])]
     heads = ("key", "value", "meaning (and source of the value)")
-    return Table(heads, rows, title="\n".join(lines), spaced=True)
+    return Table(heads, rows, title="\n".join(lines), spaced=True, stacks=True)
 
 
 def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
@@ -61,7 +61,7 @@ def keys_table() -> Table:
         (key, _text(DEFAULTS[key]) if key in DEFAULTS else "(required)", meaning)
         for key, meaning in KEYS.items()
     ]
-    return Table(("key", "default", "meaning"), rows, spaced=True)
+    return Table(("key", "default", "meaning"), rows, spaced=True, stacks=True)
 
 
 def _text(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import Any
 import torch
 
 from ..checkpoints.weights import load_weights, save_weights
+from ..spec.inputs import metadata
 from ..telemetry.history import Epoch, Evaluation, History
 from ..telemetry.observer import Observer
 from ..telemetry.progress import echo
 from ..telemetry.state import TrainState
 from .config import FitConfig
-from .folder import HISTORY, MODEL, clear_results, draw_curves, read_history, write
+from .folder import HISTORY, MODEL, clear_results, draw_curves, read_history, with_trained, write
 from .interrupts import interrupts_held
 
 PICTURE = 30.0  # seconds between two plots of the curves
@@ -85,7 +85,7 @@ class RunArtifacts(Observer):
     def on_start(self, state: TrainState) -> None:  # noqa: ARG002
         """Write the texts that describe the run into its folder."""
         if self._folder is not None:
-            write(self._folder, self._job.texts)
+            write(self._folder, with_trained(self._job.texts, self.history.facts))
 
     def keep(self, history: History, weights: Weights, within: int = 0) -> None:
         """Store weights and history of the same moment, in memory and on disk. Every rank must call it.
@@ -101,12 +101,7 @@ class RunArtifacts(Observer):
             state = weights()
             if self._folder is not None and (epochs or within):
                 moment = f"{epochs} and {within} steps" if within else epochs
-                about: dict[str, str] = {
-                    name: json.dumps(history.facts[name])
-                    for name in ("inputs", "task")
-                    if name in history.facts
-                }
-                save_weights(state, self._folder / MODEL, epochs=moment, about=about)
+                save_weights(state, self._folder / MODEL, epochs=moment, about=metadata(history.facts))
                 history.save(self._folder / HISTORY)
             self.history = self._outcome.history = history
             self._outcome.state = state

@@ -6,9 +6,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -87,6 +88,18 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
     else:
         texts[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
     return texts, note
+
+
+def with_trained(texts: dict[str, str], facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts with the key `trained` in the recipe: the run's task, preprocessing and classes."""
+    if RECIPE not in texts or "inputs" not in facts:
+        return texts
+    trained = {"task": facts.get("task"), **facts["inputs"]}
+    # Lists in one line: of 1,000 classes, one per line would hide the recipe.
+    text = yaml.safe_dump(
+        {"trained": trained}, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110
+    )
+    return {**texts, RECIPE: texts[RECIPE] + text}
 
 
 def write(folder: Path, texts: dict[str, str]) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,67 +13,11 @@ from PIL import Image
 from torch import nn
 
 from ...errors import DataError
-from ...loaders.epochs import EpochLoader
+from ..spec.inputs import Inputs
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task
 
-if TYPE_CHECKING:
-    from torchvision.transforms import v2
-
 BATCH = 32  # images at once: enough for speed, little memory
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What an image must become before the model sees it, and the names of what the model returns.
-
-    Attributes:
-        image_size: side of the images in evaluation, in pixels.
-        eval_ratio: the central crop's side relative to the image's shorter side.
-        mean, std: of each channel, for pixels scaled to 0–1.
-        interpolation: `"bilinear"` or `"area"`.
-        classes: names of the classes or labels; empty if the data has none.
-    """
-
-    image_size: int
-    eval_ratio: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str = "bilinear"
-    classes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, train: EpochLoader, val: EpochLoader | None, eval_size: int) -> Self:
-        """Return that of a training's loaders."""
-        used = (val or train).settings
-        return cls(
-            eval_size,
-            used.eval_ratio,
-            tuple(used.mean),
-            tuple(used.std),
-            used.interpolation,
-            tuple(train.classes),
-        )
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Self:
-        """Return what `to_dict` gave."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
-        }
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
-        }
-
-    def transform(self) -> v2.Compose:
-        """Return the torchvision transform of a PIL image."""
-        from ...loaders.preprocess import evaluation_transform
-
-        return evaluation_transform(self.image_size, self.eval_ratio, self.mean, self.std, self.interpolation)
 
 
 def predict(

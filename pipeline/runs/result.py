@@ -12,13 +12,14 @@ from torch import nn
 from ...errors import DataError, PlanError
 from ...transforms import Report, Transform
 from ..checkpoints.weights import plain_state
+from ..spec.inputs import Inputs
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..tasks.classification import Classification
 from ..tasks.task import Task
 from ..telemetry.history import History
 from .evaluation import evaluate_weights
-from .prediction import BATCH, Inputs, predict
+from .prediction import BATCH, predict
 
 if TYPE_CHECKING:
     from torchvision.transforms import v2

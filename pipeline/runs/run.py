@@ -26,6 +26,7 @@ from ..checkpoints.fingerprint import (
 )
 from ..checkpoints.format import Checkpoint, Part
 from ..checkpoints.writer import CheckpointWriter
+from ..spec.inputs import Inputs
 from ..spec.resolve import ResolvedPlan
 from ..telemetry.history import Epoch, Evaluation, History, format_metric
 from ..telemetry.metrics import Metrics
@@ -40,7 +41,6 @@ from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks
 from .initial import Matched
-from .prediction import Inputs
 from .saving import SaveCheckpoints
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ... import machine, strategies
@@ -15,6 +15,8 @@ from .kinds import KIND_ORDER
 from .pipeline_spec import PipelineSpec
 from .rules import family
 
+LONG = 40
+"""Characters from which a reason is not repeated."""
 KIND_REASON = {
     "image": "in the loader, on each training image; evaluation uses the images unchanged",
     "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
@@ -48,7 +50,12 @@ class Plan:
         return {"steps": [asdict(step) for step in self.steps]}
 
     def _table(self) -> Table:
-        rows = [(str(number), *astuple(step)) for number, step in enumerate(self.steps, 1)]
+        first: dict[str, int] = {}  # the step that gives a reason first; the others refer to it
+        rows = []
+        for number, step in enumerate(self.steps, 1):
+            same = first.setdefault(step.why, number)
+            why = step.why if same == number or len(step.why) < LONG else f"as step {same}"
+            rows.append((str(number), step.what, step.asked_by, why))
         return Table(("", "step", "requested by", "why here"), rows, title="Plan")
 
     def __repr__(self) -> str:

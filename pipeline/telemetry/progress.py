@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm as text_bar
 from tqdm.auto import tqdm
 
+from ...terminal import is_interactive
 from .history import Epoch, Evaluation, shown
 from .host_copy import HostCopy
 from .observer import Observer
@@ -27,7 +28,7 @@ class Progress(Observer):
         epoch, epochs: number of the epoch, counted from 1, and of all epochs.
         images: images of the epoch, over all ranks.
         best_by: the monitored metric after the previous epoch, as text; "" if there is none.
-        show: whether to show the bar; False has no cost.
+        show: whether to show the bar, in a terminal or a notebook, and to print lines; False has no cost.
         file: file for a text bar; None: the terminal or the notebook cell.
     """
 
@@ -41,11 +42,12 @@ class Progress(Observer):
         show: bool,
         file: TextIO | None = None,
     ) -> None:
-        self._show, self._next, self._epochs = show, 0.0, epochs
+        self._prints, self._next, self._epochs = show, 0.0, epochs
+        self._show = show and (file is not None or is_interactive())
         self._loss: HostCopy | None = None
         self._metric = f", {best_by}" if best_by else ""
         self._bar = (tqdm if file is None else text_bar)(
-            total=images, desc=f"epoch {epoch}/{epochs}", unit=" images", disable=not show, leave=False,
+            total=images, desc=f"epoch {epoch}/{epochs}", unit=" images", disable=not self._show, leave=False,
             mininterval=_REFRESH, dynamic_ncols=True, file=file,
         )  # fmt: skip
 
@@ -71,13 +73,13 @@ class Progress(Observer):
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
         """Print an evaluation within the epoch, and show its first metric."""
-        if self._show and state.meter.steps:
+        if self._prints and state.meter.steps:
             echo(f"{evaluation}")
             self._metric = "".join(f", {text}" for text in shown(evaluation.metrics)[:1])
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
         """Print the epoch, and the time left if the remaining epochs take as long."""
-        if self._show:
+        if self._prints:
             seconds = round((self._epochs - state.epoch) * epoch.seconds)
             echo(f"{epoch}  {timedelta(seconds=seconds)} left" if seconds else f"{epoch}")
         self._bar.close()

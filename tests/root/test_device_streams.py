@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -166,7 +167,7 @@ def test_the_bar_waits_for_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("drivetrain.pipeline.telemetry.progress.HostCopy", Slow)
     state = TrainState()
-    with Progress(1, 1, 30, show=True) as bar:
+    with Progress(1, 1, 30, show=True, file=sys.stderr) as bar:
         bar.on_step_end(state, torch.tensor(0.5), 10)
         assert "0.5000" not in str(bar._bar)
         here[0] = True

@@ -283,8 +283,9 @@ def test_time_to_an_accuracy() -> None:
 
 
 def test_each_variant_trains_as_long_and_its_last_accuracy_counts(
-    toy: Toy, capsys: pytest.CaptureFixture[str]
+    toy: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("drivetrain.pipeline.ledger.accuracy.is_interactive", lambda: True)
     pipeline = toy.pipeline(loader="torch", workers=0).optimize(
         "sgd", lr=0.005, momentum=0.9, schedule="constant"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import shutil
@@ -17,6 +18,7 @@ from drivetrain.errors import CheckpointError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.preprocess import evaluation_transform
 from drivetrain.pipeline import FitResult, load_run
+from drivetrain.pipeline.recipes.files import read_recipe
 from drivetrain.transforms import EMA, BlurPool
 from loader_pictures import jpeg_bytes, picture
 from numpy.typing import NDArray
@@ -146,6 +148,8 @@ def test_a_run_is_loaded_from_its_folder(
         "interpolation": "bilinear", "classes": list(CLASSES),
     }  # fmt: skip
     assert json.loads(about["task"]) == "Classification()"
+    recipe, _ = read_recipe(out / "recipe.yaml")
+    assert recipe["trained"] == {"task": "Classification()", **inputs}
     for name, words in (
         ("history.json", "no finished epoch"),
         ("recipe.yaml", "no recipe.yaml, because"),
@@ -157,6 +161,40 @@ def test_a_run_is_loaded_from_its_folder(
             load_run(tmp_path / name)
     with pytest.raises(DrivetrainError, match="no finished epoch"):
         load_run(tmp_path / "nowhere")
+
+
+def test_a_runs_recipe_trains_again_with_other_data(
+    run: tuple[FitResult, Path, str], folder: Path, tmp_path: Path
+) -> None:
+    """The facts of the run that wrote it are not options: the new run writes its own."""
+    result, out, _ = run
+    for name in CLASSES:
+        shutil.copytree(folder / name, tmp_path / "renamed" / f"a {name}")
+    data = str(tmp_path / "renamed.beton")
+    convert(tmp_path / "renamed", data, progress=False)
+    (out / "recipe.yaml").read_text().index("classes: [bird, cat]")  # in one line
+    assert Pipeline.from_recipe(out / "recipe.yaml") == Pipeline.from_recipe(
+        {key: value for key, value in read_recipe(out / "recipe.yaml")[0].items() if key != "trained"}
+    ).replace(recipe="recipe.yaml")
+    again = tmp_path / "again"
+    end = call(
+        "train", str(out / "recipe.yaml"), "epochs=1", "eval_image_size=40", "--train", data, "--val", data, "--out",
+        str(again), "--quiet",
+    )  # fmt: skip
+    assert end.code == 0, end.err
+    trained = read_recipe(again / "recipe.yaml")[0]["trained"]
+    assert (trained["classes"], trained["image_size"]) == (["a bird", "a cat"], 40)
+    assert load_run(again).inputs == dataclasses.replace(
+        result.inputs, classes=("a bird", "a cat"), image_size=40
+    )
+    text = (
+        (again / "recipe.yaml")
+        .read_text()
+        .replace("trained: {", "trained: [")
+        .replace("trained:\n", "trained: 3\nx:\n")
+    )
+    (tmp_path / "odd.yaml").write_text(text)
+    assert "trained" in call("train", str(tmp_path / "odd.yaml")).line
 
 
 def test_the_command(run: tuple[FitResult, Path, str], folder: Path) -> None:

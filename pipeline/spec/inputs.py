@@ -1,0 +1,78 @@
+"""What a trained model takes: the preprocessing of its evaluation, and the names of its classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from ...loaders.epochs import EpochLoader
+
+if TYPE_CHECKING:
+    from torchvision.transforms import v2
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What an image must become before the model sees it, and the names of what the model returns.
+
+    A run keeps it in the facts of its history, as `to_dict`. The other places that have it are written from there:
+    `recipe.yaml` (the key `trained`), and the metadata of `model.safetensors` and of exported files.
+
+    Attributes:
+        image_size: side of the images in evaluation, in pixels.
+        eval_ratio: the central crop's side relative to the image's shorter side.
+        mean, std: of each channel, for pixels scaled to 0–1.
+        interpolation: `"bilinear"` or `"area"`.
+        classes: names of the classes or labels; empty if the data has none.
+    """
+
+    image_size: int
+    eval_ratio: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bilinear"
+    classes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, train: EpochLoader, val: EpochLoader | None, eval_size: int) -> Self:
+        """Return that of a training's loaders."""
+        used = (val or train).settings
+        return cls(
+            eval_size,
+            float(used.eval_ratio),
+            tuple(map(float, used.mean)),
+            tuple(map(float, used.std)),
+            used.interpolation,
+            tuple(train.classes),
+        )
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
+        """Return what `to_dict` gave."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
+        }
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
+        }
+
+    def transform(self) -> v2.Compose:
+        """Return the torchvision transform of a PIL image."""
+        from ...loaders.preprocess import evaluation_transform
+
+        return evaluation_transform(self.image_size, self.eval_ratio, self.mean, self.std, self.interpolation)
+
+
+TRAINED = ("inputs", "task")
+"""The facts of a run that its weights cannot be used without."""
+
+
+def metadata(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return a run's `TRAINED` facts, those that it has, as metadata of a file: JSON texts by name."""
+    return {name: json.dumps(facts[name], ensure_ascii=False) for name in TRAINED if name in facts}

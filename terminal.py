@@ -1,0 +1,22 @@
+"""What a terminal shows: whether anybody looks, and how much of a long list."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+SHOWN = 20
+"""Lines of a long list."""
+
+
+def is_interactive() -> bool:
+    """Return whether a user sees progress bars: in a terminal or a notebook, not in a log file, where each redrawing
+    would be another line."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def shortened(lines: Sequence[str], verbose: bool = False) -> list[str]:
+    """Return the first `SHOWN` lines, and a line with the number of the others; with `verbose` all."""
+    if verbose or len(lines) <= SHOWN + 1:
+        return list(lines)
+    return [*lines[:SHOWN], f"  … and {len(lines) - SHOWN:,} more (--verbose)"]
