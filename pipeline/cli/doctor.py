@@ -65,7 +65,7 @@ def examine() -> tuple[bool, Table]:
     core = _core()
     findings = [*core, *_extras(), *_native(), *_devices()]
     rows = [("ok" if one.good else "missing", one.what, one.found, one.remedy) for one in findings]
-    table = Table(("", "what", "found", "remedy"), rows, title="drivetrain doctor", stacks=True)
+    table = Table(("", "what", "found", "remedy"), rows, title="drivetrain doctor")
     return all(finding.good for finding in core), table
 
 
