@@ -109,12 +109,8 @@ def test_output_that_nobody_reads_is_no_error() -> None:
 def test_the_defaults_of_convert_are_its_owners() -> None:
     owner = inspect.signature(loaders.convert).parameters
     for name, default in (data.convert.__kwdefaults__ or {}).items():
-        if name not in (
-            "field",
-            "skip_bad",
-            "quiet",
-            "verbose",
-        ):  # called fields=, on_error=, progress=; of the text
+        # Called fields=, on_error= and progress=; the last is of the report's text.
+        if name not in ("field", "skip_bad", "quiet", "verbose"):
             assert owner[name].default == default, name
 
 
