@@ -35,7 +35,8 @@ class Pipeline(PipelineSpec):
 
     Args:
         model: a model factory, called with `model_options`; the name of one (`"resnet50"` or any other of torchvision,
-            `"cifar_resnet"`, `"timm:NAME"`, `"package.module:factory"`); or a module, which is copied and not modified.
+            `"cifar_resnet"`, `"timm:NAME"`, `"hf:NAME"`, `"package.module:factory"`); or a module, which is copied and
+            not modified.
         seed: seed of weights, sample order and augmentation. Default 0.
         model_options: arguments of the factory.
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from ...errors import CheckpointError
 from ...transforms import Transform
 from ..models.factories import model_factory
+from ..models.weights import weights_omitted
 from ..training.build import rebuild_model
 from .directory import CheckpointDir, best_of, find
 from .fingerprint import rebuild_spec
@@ -90,9 +91,10 @@ def rebuild(
     with restoring(checkpoint):
         spec, transforms = rebuild_spec(saved, model, otherwise)
     if model is None:
-        with restoring(checkpoint):
+        with restoring(checkpoint), weights_omitted():
             return rebuild_model(spec, transforms)[0], transforms
-    built, _ = rebuild_model(spec, transforms)
+    with weights_omitted():
+        built, _ = rebuild_model(spec, transforms)
     _check_fits(built, evaluated_state(checkpoint), spec.model_name, checkpoint.path)
     return built, transforms
 

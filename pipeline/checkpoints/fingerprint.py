@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ...errors import CheckpointError
 from ...loaders.epochs import EpochLoader
 from ...strategies.common.optimizer_state import IMPLEMENTATION
 from ...transforms import Transform, declares_length, follows_length
-from ..models.factories import name_of_factory
+from ..models.factories import LIBRARIES, name_of_factory
 from ..spec.kinds import sort_transforms
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
@@ -185,9 +186,16 @@ def description(plan: ResolvedPlan) -> dict[str, Any] | None:
             "transforms": [transforms.to_dict(transform) for transform in changes],
             "seed": plan.seed,
         }
-        return dict(json.loads(json.dumps(entries)))
+        return dict(json.loads(json.dumps(entries, default=_path)))
     except (TypeError, ValueError):  # a value that JSON cannot hold, or no model of that name
         return None
+
+
+def _path(value: object) -> str:
+    """Return the path of a file of weights as text; raise TypeError for what JSON cannot hold."""
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(value)
 
 
 def rebuild_spec(
@@ -207,7 +215,7 @@ def rebuild_spec(
         CheckpointError: for a model without a name, or one that would have to be imported, unless `model` is given.
     """
     named = saved["model"]
-    if model is None and (named is None or ":" in named):
+    if model is None and (named is None or (":" in named and not named.startswith(LIBRARIES))):
         known = "was passed as a module, or comes from a function that cannot be imported by name"
         if named is not None:
             known = f"is {named!r}, which would have to be imported: opening a checkpoint runs no code"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +14,16 @@ from torch import nn
 from ...errors import DataError, RecipeError, suggest
 from ...names import imported, name_of
 from .cifar import airbench_net, cifar_resnet
+from .hf_models import HfModel, hf_model
 from .timm_models import TimmModel, timm_model
+from .weights import is_file_name, load_weights, omitted
 
 Factory = Callable[..., nn.Module]
 
 
 def model_factory(name: str) -> Factory:
     """Return a model's factory by name: a name in `MODELS`, one of `torchvision.models.list_models()`, `"timm:NAME"`,
-    or `"package.module:attribute"`, which imports a function or an `nn.Module` class.
+    `"hf:NAME"`, or `"package.module:attribute"`, which imports a function or an `nn.Module` class.
 
     Importing a module runs its code: read a recipe from others before you use it.
 
@@ -30,6 +34,8 @@ def model_factory(name: str) -> Factory:
         return MODELS[name]
     if name.startswith("timm:"):
         return timm_model(name.removeprefix("timm:"))
+    if name.startswith("hf:"):
+        return hf_model(name.removeprefix("hf:"))
     if ":" in name:
         return _imported(name)
     known = _torchvision().list_models(module=_torchvision())
@@ -47,7 +53,7 @@ def name_of_factory(factory: Factory) -> str | None:
     for name, own in MODELS.items():
         if own is factory:
             return name
-    if isinstance(factory, TimmModel):
+    if isinstance(factory, TimmModel | HfModel):
         return factory.__name__
     name = getattr(factory, "__name__", "")
     module = getattr(factory, "__module__", None) or ""
@@ -107,41 +113,72 @@ def vit_s16(num_classes: int = 1000, image_size: int = 224) -> nn.Module:
     return vit(num_classes, image_size)
 
 
-def pretrained(name: str, num_classes: int, weights: str | None = "DEFAULT") -> nn.Module:
+def pretrained(name: str, num_classes: int, weights: str | Path | None = "DEFAULT") -> nn.Module:
     """Build a torchvision model with pretrained weights and a new last layer.
 
-    The last linear layer or convolution is replaced, with PyTorch's default initialization. The weights are downloaded
-    once to `torch.hub.get_dir()`.
+    The last linear layer or convolution is replaced, with PyTorch's default initialization. Published weights are
+    downloaded once to `torch.hub.get_dir()`. Of a file, a last layer for as many outputs is loaded, too.
 
     Args:
         name: name of the model, e.g. `"resnet50"`.
         num_classes: number of outputs of the new layer.
-        weights: name of the weights, e.g. `"IMAGENET1K_V2"`; None for random ones. Default `"DEFAULT"`: torchvision's
-            best.
+        weights: name of the weights, e.g. `"IMAGENET1K_V2"`; or a file: `.safetensors`, or a state dict saved by
+            `torch.save` (`.pth`); None for random ones. Default `"DEFAULT"`: torchvision's best.
 
     Raises:
         RecipeError: for an unknown name, or a model whose last layer does not return class logits.
-        DataError: if the weights cannot be downloaded.
+        DataError: if the weights cannot be downloaded, or a file is missing, damaged, or of another model.
     """
     models = _torchvision()
     known = models.list_models(module=models)
     if name not in known:
         raise RecipeError(f"No model is named {name!r}.{suggest(name, known)}")
-    names = list(models.get_model_weights(name).__members__)
-    if weights is not None and weights not in names:
-        raise RecipeError(f"{name} has no weights {weights!r}.{suggest(weights, names)}")
-    try:
-        model: nn.Module = models.get_model(name, weights=weights)
-    except (OSError, RuntimeError) as error:  # no network, or a wrong checksum
-        raise DataError(
-            f"The weights {weights} of {name} could not be downloaded: {error}. Put their file into "
-            f"{torch.hub.get_dir()}/checkpoints, or set weights to null."
-        ) from error
-    _replace_head(model, num_classes, name)
+    published = models.get_model_weights(name).__members__
+    file = (
+        Path(weights) if weights is not None and weights not in published and is_file_name(weights) else None
+    )
+    if file is None and weights is not None and weights not in published:
+        raise RecipeError(
+            f"{name} has no weights {weights!r}, nor is that a file.{suggest(str(weights), published)}"
+        )
+    if file is not None or weights is None or omitted():
+        model: nn.Module = models.get_model(name, weights=None)
+    else:
+        model = _published(name, published[str(weights)])
+    head = _replace_head(model, num_classes, name)
+    if file is not None and not omitted():
+        load_weights(model, file, name, (head,))
     return model
 
 
-def _replace_head(model: nn.Module, num_classes: int, name: str) -> None:
+def _published(name: str, weights: Any) -> nn.Module:
+    """Return a torchvision model with published weights, from torch's cache or the network."""
+    cached = Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
+    there = cached.exists()
+    try:
+        model: nn.Module = _torchvision().get_model(name, weights=weights)
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        pickle.UnpicklingError,
+    ) as error:  # no network, or a wrong checksum
+        reason = str(error).partition("\n")[0]
+        if there:
+            raise DataError(
+                f"The weights {weights.name} of {name} in {cached} are damaged: {reason}. Delete the file; it is then "
+                "downloaded again."
+            ) from error
+        raise DataError(
+            f"The weights {weights.name} of {name} could not be downloaded: {reason}. Put their file into "
+            f"{cached.parent}, pass the path of a file as weights, or set weights to null."
+        ) from error
+    return model
+
+
+def _replace_head(model: nn.Module, num_classes: int, name: str) -> str:
+    """Replace the last layer, and return its name."""
+    layers: list[tuple[str, Any]]
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
     path, last = layers[-1]
     parent, _, attribute = path.rpartition(".")
@@ -156,10 +193,14 @@ def _replace_head(model: nn.Module, num_classes: int, name: str) -> None:
             f"The last layer of {name}, {path}, returns {width} values, not logits of {CLASSES} classes."
         )
     setattr(model.get_submodule(parent), attribute, new)
+    return path
 
 
 CLASSES = 1000
 """Number of classes of ImageNet, for which torchvision's models are built."""
+
+LIBRARIES = ("timm:", "hf:")
+"""Prefixes of models of other libraries, for which no code named by a recipe or a checkpoint is imported."""
 
 MODELS: dict[str, Factory] = {
     "airbench_net": airbench_net,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...errors import DataError, PlanError, RecipeError, require, suggest
+from .weights import load_weights, omitted
 
 
 @dataclass(frozen=True)
@@ -35,36 +35,21 @@ class TimmModel:
             DataError: if the weights are not there, or do not fit.
         """
         file = None if isinstance(pretrained, bool) else Path(pretrained)
+        published = pretrained is True and not omitted()
         try:
-            model: nn.Module = _timm().create_model(self.name, pretrained=pretrained is True, **options)
-            if file is not None:
-                self._load(model, file)
+            model: Any = _timm().create_model(self.name, pretrained=published, **options)
         except TypeError as error:
             raise PlanError(f"{self.__name__} does not take {options}: {error}.") from error
         except (OSError, RuntimeError) as error:
             raise DataError(
-                f"The weights {file or 'of the cache or the network'} cannot be loaded into "
-                f"{self.__name__}: {error}. Pass pretrained='FILE' with weights of this model, or pretrained=False."
+                f"The weights of the cache or the network cannot be loaded into {self.__name__}: {error}. Pass "
+                "pretrained='FILE' with weights of this model, or pretrained=False."
             ) from error
-        return model
-
-    def _load(self, model: Any, path: Path) -> None:
-        if not path.is_file():
-            raise DataError(f"The weights {path} of {self.__name__} are not a file.")
-        state: dict[str, torch.Tensor] = _timm().models.load_state_dict(str(path), use_ema=False)
-        heads = model.pretrained_cfg.get("classifier", ())
-        heads = (heads,) if isinstance(heads, str) else tuple(heads)
-        shapes = {name: value.shape for name, value in model.state_dict().items()}
-        left = {
-            name
-            for name, value in state.items()
-            if name.startswith(tuple(f"{head}." for head in heads)) and shapes.get(name) != value.shape
-        }
-        result = model.load_state_dict({k: v for k, v in state.items() if k not in left}, strict=False)
-        missing = sorted({*result.missing_keys} - left)
-        if missing or result.unexpected_keys:
-            wrong = (missing or result.unexpected_keys)[0]
-            raise RuntimeError(f"{wrong!r} is {'missing' if missing else 'not a weight of it'}")
+        if file is not None and not omitted():
+            heads = model.pretrained_cfg.get("classifier", ())
+            load_weights(model, file, self.__name__, (heads,) if isinstance(heads, str) else heads)
+        built: nn.Module = model
+        return built
 
 
 def timm_model(name: str) -> TimmModel:

@@ -37,7 +37,7 @@ _BEFORE = {
         default={},
     ),
     "model": Option(
-        "name of a model of Drivetrain or torchvision, timm:NAME, or package.module:factory", (TEXT,)
+        "name of a model of Drivetrain or torchvision, timm:NAME, hf:NAME, or package.module:factory", (TEXT,)
     ),
     "model_options": Option(
         "arguments of the model's factory; for another model, replace all of them: model_options={…}",

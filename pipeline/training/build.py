@@ -7,7 +7,7 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +23,7 @@ from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
 from ...transforms import CHANGES_MODEL, CutMix, MixUp, NothingChanged, Report, Transform
+from ..models.weights import weights_omitted
 from ..spec.config import DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
@@ -265,12 +266,13 @@ def rebuild_model(
     Args:
         spec: provides the model and the seed.
         transforms: in order; only those that change the model are applied.
-        state: the weights to load, all of them; None or empty: those of the initialization.
+        state: the weights to load, all of them, so that files of initial weights are not read; None or empty: those of
+            the initialization.
 
     Raises:
         RuntimeError: from `load_state_dict`, if the weights do not fit.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), weights_omitted() if state else nullcontext():
         warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
         model, reports = build_model(spec, transforms)
     if state:

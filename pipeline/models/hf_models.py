@@ -1,0 +1,239 @@
+"""Hugging Face's image classification models by name or folder: `"hf:google/vit-base-patch16-224"`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import DataError, PlanError, RecipeError, require
+from .weights import is_file_name, omitted, read_weights, unusable
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PROBLEMS = {
+    "class indices": "single_label_classification",
+    "labels": "multi_label_classification",
+    "values": "regression",
+}
+"""By the kind of a task's targets: what the models call the loss for them."""
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """The factory of one of Hugging Face's models for image classification (`AutoModelForImageClassification`).
+
+    Attributes:
+        name: a name on the hub, whose files are taken from the library's cache, or downloaded once; or a local folder
+            with `config.json`. No code of the hub is run.
+    """
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return f"hf:{self.name}"
+
+    def __call__(
+        self,
+        *,
+        num_classes: int | None = None,
+        weights: str | Path | None = None,
+        revision: str | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        """Build the model, in float32.
+
+        Args:
+            num_classes: number of outputs. Default None: the configuration's.
+            weights: `"DEFAULT"`: those of `name`; or a folder or a file (`.safetensors`, or a state dict saved by
+                `torch.save`). A last layer for another number of outputs is left out. Default None: random ones.
+            revision: branch, tag or commit on the hub. Default None: the main branch.
+            options: values of the configuration to replace, such as `hidden_dropout_prob`.
+
+        Raises:
+            PlanError: for an option that the configuration does not have, or a model that does not classify images.
+            DataError: if files are neither here nor to be downloaded, damaged, or of another model.
+        """
+        if num_classes is not None:
+            options["num_labels"] = num_classes
+        auto = _transformers().AutoModelForImageClassification
+        plain: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+        with _quiet():
+            config = self._config(revision, options)
+            if weights is None or omitted():
+                return self._built(auto, config, plain)
+            with torch.device("meta"):
+                kind: Any = type(self._built(auto, config, plain))
+            return self._loaded(kind, config, weights, {**plain, "revision": revision})
+
+    def _config(self, revision: str | None, options: dict[str, Any]) -> Any:
+        """Return the configuration with `options`."""
+        read = _transformers().AutoConfig.from_pretrained
+        arguments = {
+            "return_unused_kwargs": True,
+            "trust_remote_code": False,
+            "revision": revision,
+            **options,
+        }
+        folder = Path(self.name).is_dir()
+        try:
+            try:
+                config, unused = read(self.name, local_files_only=True, **arguments)
+            except OSError:
+                if folder:
+                    raise
+                config, unused = read(self.name, **arguments)  # from the hub, if there is a network
+        except OSError as error:
+            raise self._missing(error) from error
+        except Exception as error:  # configurations check their values in many ways
+            raise PlanError(
+                f"{self.__name__} cannot be configured with {options}: {_line(error)}."
+            ) from error
+        unused = set(unused) & options.keys()
+        if unused:
+            raise PlanError(
+                f"{self.__name__} does not take {sorted(unused)[0]!r}: its configuration, a {type(config).__name__}, "
+                "has no such value."
+            )
+        return config
+
+    def _built(self, auto: Any, config: Any, plain: dict[str, Any]) -> nn.Module:
+        try:
+            model: nn.Module = auto.from_config(config, **plain)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise PlanError(
+                f"{self.__name__} is a model of type {config.model_type!r}, of which transformers has none for image "
+                "classification. Choose one of those: https://huggingface.co/models?pipeline_tag=image-classification"
+            ) from error
+        return model
+
+    def _loaded(self, kind: Any, config: Any, weights: str | Path, plain: dict[str, Any]) -> nn.Module:
+        """Return the model with weights, and a new head where theirs has other outputs."""
+        place, state = self.name if weights == "DEFAULT" else str(weights), None
+        local = Path(place).exists()
+        if weights != "DEFAULT" and not local:
+            file = (
+                "file" if is_file_name(weights) else "folder, nor a name of weights: there is only 'DEFAULT'"
+            )
+            raise DataError(f"The weights {weights} of {self.__name__} are not a {file}.")
+        if Path(place).is_file():
+            state = read_weights(Path(place), self.__name__)
+        given: dict[str, Any] = {
+            "config": config, "state_dict": state, "ignore_mismatched_sizes": True, "output_loading_info": True,
+        } | plain  # fmt: skip
+        source = None if state is not None else place
+        try:
+            try:
+                model, report = kind.from_pretrained(source, local_files_only=True, **given)
+            except OSError:
+                if local:
+                    raise
+                model, report = kind.from_pretrained(source, **given)
+        except OSError as error:
+            if local:
+                raise unusable(place, self.__name__, _line(error)) from error
+            raise self._missing(error) from error
+        except Exception as error:  # a damaged file makes the readers raise many types
+            raise unusable(place, self.__name__, _line(error)) from error
+        if wrong := _misfit(model, report):
+            raise unusable(place, self.__name__, wrong)
+        built: nn.Module = model.train()
+        return built
+
+    def _missing(self, error: Exception) -> DataError:
+        """Return the error about files that are neither in a folder nor in the cache nor on the network."""
+        if Path(self.name).is_dir():
+            return DataError(f"{self.__name__}: {_line(error)}. Pass a folder with a complete config.json.")
+        hub = require("huggingface_hub.constants", "hf", "find its cache")
+        return DataError(
+            f"{self.__name__}: the files of {self.name} are neither in the cache {hub.HF_HUB_CACHE}, nor could they be "
+            f"downloaded: {_line(error)}. Copy them there from a machine with a network (hf download {self.name}), or "
+            "pass a local folder that has config.json: 'hf:path/to/folder'."
+        )
+
+
+def hf_model(name: str) -> HfModel:
+    """Return the factory of a Hugging Face model, without the prefix. Nothing is read from the network.
+
+    Raises:
+        RecipeError: if `name` is neither a folder with `config.json` nor a possible name on the hub.
+        MissingExtra: without transformers.
+    """
+    _transformers()
+    folder = Path(name)
+    if name and folder.is_dir() and not (folder / "config.json").is_file():
+        raise RecipeError(
+            f"The folder {folder} of hf:{name} has no config.json. Save it with save_pretrained()."
+        )
+    if not (name and folder.is_dir()) and not _HUB_NAME.fullmatch(name):
+        raise RecipeError(
+            f"hf:{name} is neither a folder nor a name on Hugging Face's hub. Write hf:organisation/model, or "
+            "hf:path/to/folder with a config.json."
+        )
+    return HfModel(name)
+
+
+def loss_mismatch(model: nn.Module, kind: str) -> str:
+    """Return why the loss that a Hugging Face model computes is not one for targets of this kind; "" if it is.
+
+    The models choose it by `config.problem_type`, and if that is not set, by the first targets that they see: a vector
+    of numbers would be taken for labels.
+    """
+    chosen = getattr(getattr(model, "config", None), "problem_type", None)
+    expected = _PROBLEMS.get(kind, chosen)
+    if chosen in (None, expected):
+        return ""
+    return (
+        f"The model's own loss is one for {chosen!r}, but the targets are {kind}. Build it with "
+        f"problem_type={expected!r} (in a recipe: model_options.problem_type), or leave out loss='model'."
+    )
+
+
+def _misfit(model: Any, report: Mapping[str, Any]) -> str:
+    """Return why weights are not those of the model, apart from its head; "" if they are."""
+    prefix = f"{model.base_model_prefix}."
+
+    def inside(names: Any) -> list[str]:
+        return sorted(name for name in names if name.startswith(prefix))
+
+    reshaped = inside(name for name, *_ in report["mismatched_keys"])
+    if missing := inside(report["missing_keys"]):
+        return f"{missing[0]!r} is missing ({len(missing)} such weights)"
+    if reshaped:
+        return f"{reshaped[0]!r} has another shape there ({len(reshaped)} such weights)"
+    # Backbones are saved with a pooler that classifiers do not use.
+    if more := [name for name in inside(report["unexpected_keys"]) if ".pooler." not in name]:
+        return f"{more[0]!r} is not a weight of it ({len(more)} such weights)"
+    return ""
+
+
+def _line(error: Exception) -> str:
+    """Return an exception's text as one line."""
+    return " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from logging that the head and its labels are new, and from showing a bar for each model."""
+    logging = require("transformers.utils.logging", "hf", "build one of its models")
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _transformers() -> Any:
+    return require("transformers", "hf", "build one of its models")

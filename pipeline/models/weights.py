@@ -1,0 +1,130 @@
+"""Weights of a file for a new model, with another last layer where the number of outputs differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from ...errors import DataError
+
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
+"""What files of weights are called; any but the first are torch's own format."""
+
+_INSIDE = ("state_dict", "model_state_dict", "model")
+"""Where training scripts (torchvision's, timm's) keep the state dict within their checkpoints."""
+
+_omitted: ContextVar[bool] = ContextVar("omitted", default=False)
+
+
+@contextmanager
+def weights_omitted() -> Iterator[None]:
+    """Build models with random weights inside the block, whatever weights their options name.
+
+    For a model whose weights are all replaced next: the files that it began with need not exist any more.
+    """
+    token = _omitted.set(True)
+    try:
+        yield
+    finally:
+        _omitted.reset(token)
+
+
+def omitted() -> bool:
+    """Return whether a factory should leave out weights; see `weights_omitted`."""
+    return _omitted.get()
+
+
+def is_file_name(weights: str | Path) -> bool:
+    """Return whether `weights` names a file rather than published weights: by its suffix, or because it exists."""
+    return isinstance(weights, Path) or Path(weights).suffix in SUFFIXES or Path(weights).exists()
+
+
+def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
+    """Return the state dict of a file, on the CPU, without the prefix `module.` of DistributedDataParallel.
+
+    Args:
+        path: a safetensors file, or one of `torch.save` with a state dict, also under `state_dict`, `model_state_dict`
+            or `model`. Only tensors and plain values are unpickled (`weights_only=True`), so no code runs.
+        model: name of the model, for messages.
+
+    Raises:
+        DataError: if it is not a file, damaged, or not a state dict.
+    """
+    if not path.is_file():
+        raise DataError(f"The weights {path} of {model} are not a file.")
+    try:
+        if path.suffix == ".safetensors":
+            state: Any = safetensors.torch.load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file makes torch's reader raise many types
+        raise unusable(path, model, _first_line(error)) from error
+    if isinstance(state, Mapping):
+        state = next((state[key] for key in _INSIDE if isinstance(state.get(key), Mapping)), state)
+    if not isinstance(state, Mapping) or not state:
+        raise unusable(path, model, "it has no state dict")
+    odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise unusable(path, model, f"its entry {odd[0]!r} is not a tensor, so it is not a state dict")
+    if all(str(name).startswith("module.") for name in state):
+        return {name.removeprefix("module."): value for name, value in state.items()}
+    return dict(state)
+
+
+def load_weights(model: nn.Module, path: Path, name: str, heads: Sequence[str]) -> None:
+    """Load the weights of a file into `model`, but for heads of another shape, which keep their own.
+
+    Args:
+        model: has the right number of outputs.
+        path: see `read_weights`.
+        name: of the model, for messages.
+        heads: names of the layers that return the outputs.
+
+    Raises:
+        DataError: if any other weight differs in name or shape. Nothing is loaded then.
+    """
+    state, own = read_weights(path, name), model.state_dict()
+    prefixes = tuple(f"{head}." for head in heads)
+    left = {
+        key
+        for key, value in state.items()
+        if key.startswith(prefixes) and key in own and own[key].shape != value.shape
+    }
+    for key in {**own, **state}:
+        if key in left:
+            continue
+        if key not in state:
+            raise unusable(path, name, f"{key!r} is missing")
+        if key not in own:
+            raise unusable(path, name, f"{key!r} is not a weight of it")
+        if own[key].shape != state[key].shape:
+            raise unusable(
+                path, name, f"{key!r} is {tuple(state[key].shape)} there and {tuple(own[key].shape)} in it"
+            )
+    model.load_state_dict({key: own[key] if key in left else value for key, value in state.items()})
+
+
+def unusable(source: object, model: str, reason: str) -> DataError:
+    """Return the error about weights that do not fit a model, or cannot be read."""
+    return DataError(
+        f"The weights {source} cannot be loaded into {model}: {reason}. Pass a complete file with weights of this "
+        "model (.safetensors, or a state dict saved by torch.save), or none."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """Return an exception as one short line: those of torch's reader fill a page."""
+    if "weights_only" in str(error):
+        return (
+            "it has more than tensors, and unpickling that could run code, or it is damaged. Save the state dict "
+            "alone: safetensors.torch.save_file(model.state_dict(), path)"
+        )
+    text = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+    return f"{type(error).__name__}: {text[:200]}"

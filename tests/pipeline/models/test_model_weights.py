@@ -1,0 +1,159 @@
+"""Weights of files for torchvision's and timm's models: torch's format and safetensors, another last layer, and files
+that are not weights."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from drivetrain import DataError, Pipeline, PlanError, RecipeError
+from drivetrain.pipeline import load_run
+from drivetrain.pipeline.models.factories import model_factory, pretrained
+from drivetrain.pipeline.models.weights import read_weights, weights_omitted
+from pipeline_data import CLASSES, Toy, toy_arrays
+from safetensors.torch import load_file, save_file
+
+NAME = "squeezenet1_1"  # of torchvision's models the smallest, 1.2 million weights
+HEAD = "classifier.1"
+
+
+@pytest.fixture(scope="module")
+def state() -> dict[str, torch.Tensor]:
+    """As torchvision publishes them, for 1,000 classes."""
+    return dict(torchvision.models.get_model(NAME, weights=None).state_dict())
+
+
+def save(state: Any, path: Path) -> Path:
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+def assert_has(model: torch.nn.Module, state: dict[str, torch.Tensor], width: int) -> None:
+    """The weights, and a new last layer unless it has the same width."""
+    for name, value in model.state_dict().items():
+        if name.startswith(HEAD) and width != len(state[f"{HEAD}.bias"]):
+            assert value.shape == (width, *state[name].shape[1:])
+        else:
+            assert torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_file_and_another_last_layer(suffix: str, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    path = save(state, tmp_path / f"weights{suffix}")
+    for weights in (path, str(path)):
+        assert_has(pretrained(NAME, 7, weights), state, 7)
+        assert_has(pretrained(NAME, 1000, weights), state, 1000)
+    seven = {name: value.contiguous() for name, value in pretrained(NAME, 7, path).state_dict().items()}
+    again = save(seven, tmp_path / f"seven{suffix}")
+    assert_has(pretrained(NAME, 3, again), seven, 3)
+    assert_has(pretrained(NAME, 7, again), seven, 7)
+
+
+def test_what_training_scripts_save(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"  # the suffix does not matter
+    parallel = {f"module.{name}": value for name, value in state.items()}
+    for content in (
+        {"model": state, "epoch": 3},
+        {"state_dict": parallel},
+        {"model_state_dict": state},
+        parallel,
+    ):
+        torch.save(content, path)
+        assert_has(pretrained(NAME, 7, path), state, 7)
+
+
+class Runs:
+    """Code in a pickle."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.proof,)
+
+
+def test_files_that_are_not_weights_of_the_model(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    full = save(state, tmp_path / "full.pth").read_bytes()
+    (tmp_path / "half.pth").write_bytes(full[: len(full) // 2])
+    (tmp_path / "empty.pth").write_bytes(b"")
+    whole = save(state, tmp_path / "full.safetensors").read_bytes()
+    (tmp_path / "half.safetensors").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.pth").write_text("not weights")
+    torch.save({"model": Runs(tmp_path / "proof")}, tmp_path / "code.pth")
+    (tmp_path / "code.bin").write_bytes(pickle.dumps(Runs(tmp_path / "proof")))
+    torch.save([1, 2], tmp_path / "list.pth")
+    torch.save({"epoch": 3}, tmp_path / "number.pth")
+    save({**state, "more": torch.zeros(1)}, tmp_path / "more.pth")
+    save({name: value for name, value in state.items() if name != f"{HEAD}.bias"}, tmp_path / "less.pth")
+    save({**state, "features.0.bias": torch.zeros(3)}, tmp_path / "shape.pth")
+    before = torchvision.models.get_model(NAME, weights=None).state_dict().keys()
+    for name, words in (
+        ("none.pth", r"none\.pth of squeezenet1_1 are not a file"),
+        ("half.pth", r"half\.pth cannot be loaded into squeezenet1_1: .*Pass a complete file"),
+        ("empty.pth", r"empty\.pth cannot be loaded into squeezenet1_1"),
+        ("half.safetensors", r"half\.safetensors cannot be loaded"),
+        ("text.pth", r"text\.pth cannot be loaded"),
+        ("code.pth", "more than tensors, and unpickling that could run code"),
+        ("code.bin", "more than tensors, and unpickling that could run code"),
+        ("list.pth", "it has no state dict"),
+        ("number.pth", "its entry 'epoch' is not a tensor"),
+        ("more.pth", "'more' is not a weight of it"),
+        ("less.pth", rf"'{HEAD}\.bias' is missing"),
+        ("shape.pth", r"'features\.0\.bias' is \(3,\) there and \(64,\) in it"),
+    ):
+        with pytest.raises(DataError, match=words):
+            pretrained(NAME, 7, tmp_path / name)
+    assert not (tmp_path / "proof").exists()
+    timm = model_factory("timm:resnet10t")
+    for name in ("code.pth", "half.pth", "full.pth"):
+        with pytest.raises(DataError, match=f"{name} cannot be loaded into timm:resnet10t"):
+            timm(pretrained=tmp_path / name)
+    assert not (tmp_path / "proof").exists()
+    with pytest.raises(
+        RecipeError, match=r"has no weights 'IMAGENET', nor is that a file.*Known: .*IMAGENET1K_V1"
+    ):
+        pretrained(NAME, 7, "IMAGENET")
+    assert read_weights(tmp_path / "full.pth", NAME).keys() == before
+
+
+def test_a_damaged_file_in_torchs_cache(
+    state: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    url = torchvision.models.get_model_weights(NAME).DEFAULT.url
+    (tmp_path / "checkpoints").mkdir()
+    path = save(state, tmp_path / "checkpoints" / url.rpartition("/")[2])
+    assert_has(pretrained(NAME, 7), state, 7)
+    data = path.read_bytes()
+    for size in (len(data) // 2, 100, 0):
+        path.write_bytes(data[:size])
+        with pytest.raises(DataError, match=rf"of {NAME} in .*{path.name} are damaged: .*Delete the file"):
+            pretrained(NAME, 7)
+
+
+def test_a_run_travels_without_the_file(state: dict[str, torch.Tensor], toy: Toy, tmp_path: Path) -> None:
+    path = save(state, tmp_path / "weights.pth")
+    pipeline = Pipeline("pretrained", name=NAME, num_classes=CLASSES, weights=path)
+    pipeline = pipeline.load(toy.train, toy.val, batch_size=32, image_size=32, workers=1)
+    result = pipeline.fit(epochs=1, out=tmp_path / "run", progress=False)
+    again = Pipeline.from_recipe(tmp_path / "run/recipe.yaml")
+    assert again.to_recipe()["model_options"] == {"name": NAME, "num_classes": CLASSES, "weights": str(path)}
+    resumed = again.fit(epochs=1, out=tmp_path / "run", progress=False, resume=True)
+    assert resumed.history.epochs == result.history.epochs
+    path.rename(tmp_path / "elsewhere.pth")
+    pixels, _ = toy_arrays(3, seed=5, side=32)
+    assert load_run(tmp_path / "run").predict(list(pixels)) == result.predict(list(pixels))
+    with pytest.raises(PlanError, match="are not a file"):
+        again.fit(epochs=1, progress=False)
+    with weights_omitted():
+        pretrained(NAME, 7, tmp_path / "none.pth")
+        pretrained(NAME, 7, "IMAGENET1K_V1")
+        model_factory("timm:resnet10t")(pretrained=True)
+    assert load_file(tmp_path / "run/model.safetensors").keys() == state.keys()
