@@ -53,7 +53,8 @@ class Inspection:
         path: the file; `size`: its length in bytes; `page_size`: in bytes.
         samples: number of samples; `jpegs`, `raws`: number stored as JPEG and as raw pixels.
         fields: field name to kind; for an ndarray with its type and shape.
-        classes: class name (or index, if the file has no names) to its sample count; empty unless labels are ints.
+        classes: class name (or index, if the file has no names) to its sample count, if labels are ints; of vectors of
+            0 and 1, each label's name to the number of samples that have it; else empty.
         width, height: of the images, in pixels; `image_bytes`: as stored.
         field_bytes: of each bytes and JSON field, as stored.
         checked: whether there is a manifest with checksums.
@@ -90,7 +91,8 @@ class Inspection:
         ]
         if self.classes:
             counts = np.array(list(self.classes.values()))
-            lines.append(f"  {len(counts)} classes of {Spread.of(counts)} samples")
+            what = "labels" if self.fields.get("label", "").startswith("ndarray") else "classes"
+            lines.append(f"  {len(counts)} {what} of {Spread.of(counts)} samples")
             shown = list(self.classes.items())
             lines += [f"    {name}: {count:,}" for name, count in shown[:20]]
             lines += [f"    … and {len(shown) - 20} more"] if len(shown) > 20 else []
@@ -130,6 +132,8 @@ def inspect(path: str | Path) -> Inspection:
 
 
 def _class_counts(beton: Beton) -> dict[str, int]:
+    if beton.fields[beton.label_name] == "ndarray":
+        return _label_counts(beton)
     if beton.fields[beton.label_name] != "int":
         return {}
     if not beton.classes:
@@ -139,6 +143,13 @@ def _class_counts(beton: Beton) -> dict[str, int]:
         }
     counts = np.bincount(beton.labels, minlength=len(beton.classes))
     return {name: int(count) for name, count in zip(beton.classes, counts, strict=True)}
+
+
+def _label_counts(beton: Beton) -> dict[str, int]:
+    labels = beton.labels
+    if len(beton.classes) != labels.shape[-1] or not np.isin(labels, (0, 1)).all():
+        return {}
+    return {name: int(count) for name, count in zip(beton.classes, labels.sum(axis=0), strict=True)}
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ def convert(
     source: Any,
     out: str | Path,
     *,
+    labels: str | Path | None = None,
     fields: Sequence[str] | Mapping[str, str | None] | None = None,
     max_resolution: int | None = None,
     min_resolution: int | None = None,
@@ -106,6 +107,10 @@ def convert(
         out: the `.beton` file to write; an existing one is replaced. Its manifest is written next to it, with
             `.json` appended to the name; a seal ties the two together. The file does not depend on the number of
             workers. If several conversions write to one name at a time, the last to finish wins.
+        labels: for a folder, a CSV file with a header and one row per image: its path in the folder, then class names
+            (one column of text), class indices (one of integers), a target (one of numbers), or several labels of 0
+            and 1, or targets (several columns, whose names are kept as class names). The folders in it are then not
+            classes, and images may lie anywhere. Default None: the folders are the classes.
         fields: further fields, as a list of names or a mapping of names to kinds: int, float, ndarray, bytes, json
             or None. Without a kind, or with None, it is inferred from the first sample's value. For dicts: their
             keys; for tuples: the items after (image, label); for shards: the members' extensions, e.g.
@@ -126,8 +131,8 @@ def convert(
             than twice as fast; use it for data known to be good.
         workers: number of threads that read and encode. Default None: one per available core.
         on_error: `"raise"` stops at the first bad image; `"skip"` skips and reports it.
-        classes: class names in label order, for sources without names (arrays, shards). Default None: the
-            source's.
+        classes: class names in label order, for sources without names (arrays, shards), or for the names in
+            `labels`. Default None: the source's.
         progress: whether to show a bar with images/s and the time left.
 
     Raises:
@@ -142,7 +147,7 @@ def convert(
     _check_arguments(out, on_error)
     threads = check_workers(workers)
     wanted = requested_fields(fields)
-    samples = open_source(source, list(wanted))
+    samples = open_source(source, list(wanted), labels, list(classes or ()))
     if len(samples) == 0:
         raise DataError(f"The {samples.kind} contains no samples, so there is nothing to convert.")
     job = Job(samples, encoding, first_fields(samples, wanted, on_error), on_error)

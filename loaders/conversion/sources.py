@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -10,14 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import DataError
-
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""torchvision's `IMG_EXTENSIONS`."""
-
-
-def is_hidden(name: str) -> bool:
-    """Whether a file or folder is not the user's data: `.ipynb_checkpoints`, `._0.jpg`, `__MACOSX`."""
-    return name.startswith(".") or name == "__MACOSX"
+from .folders import EXTENSIONS, files_below, is_hidden
 
 
 class Source(Protocol):
@@ -37,7 +29,9 @@ class Source(Protocol):
         ...
 
 
-def open_source(source: Any, fields: Sequence[str] = ()) -> Source:
+def open_source(
+    source: Any, fields: Sequence[str] = (), labels: str | Path | None = None, classes: Sequence[str] = ()
+) -> Source:
     """Open a source of any supported type.
 
     Args:
@@ -46,13 +40,23 @@ def open_source(source: Any, fields: Sequence[str] = ()) -> Source:
             `(images, labels)` of arrays or tensors; or any object with `len` and `[index]` that returns
             `(image, label, …)` or a dict with `image`/`img` and `label`.
         fields: names of the further fields that each sample must have.
+        labels: for a folder, the CSV file that labels its images (see `LabelledFolder`).
+        classes: class names in label order, for the names in `labels`.
 
     Raises:
         DataError: if it is missing, empty, or none of these, or cannot provide such fields.
     """
     from .dataset_sources import ArraySource, DatasetSource
+    from .labelled_folder import LabelledFolder
     from .tar_source import TarSource, is_shards
 
+    if labels is not None:
+        if not isinstance(source, str | Path) or is_shards(source):
+            raise DataError(
+                f"labels={str(labels)!r} are for a folder of images. Leave them out for other sources."
+            )
+        _refuse_fields(fields, "folder")
+        return LabelledFolder(Path(source), Path(labels), classes)
     if is_shards(source):
         return TarSource(source, fields)
     if isinstance(source, str | Path):
@@ -74,35 +78,6 @@ def _refuse_fields(fields: Sequence[str], kind: str) -> None:
         raise DataError(
             f"A {kind} has only image and label, no fields {list(fields)}. Pass a data set or .tar shards."
         )
-
-
-def _files(folder: Path) -> tuple[list[str], list[str]]:
-    """Return all images below a folder, except hidden ones, and the other files; sorted as paths: by folder, then name.
-
-    Takes a third of the time of `rglob`.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from None
-
-    images, others = [], []
-    for root, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not is_hidden(name)]  # os.walk descends into these
-        names = [
-            name
-            for name in (*folders, *files)
-            if os.path.splitext(name)[1].lower() in EXTENSIONS and not is_hidden(name)  # noqa: PTH122
-        ]
-        images += [os.path.join(root, name) for name in names]  # noqa: PTH118 — strings, for speed
-        if len(names) < len(files):
-            known = {*names}
-            rest = [name for name in files if not is_hidden(name)]
-            others += [os.path.join(root, name) for name in rest if name not in known]  # noqa: PTH118
-    return _in_order(images), _in_order(others)
-
-
-def _in_order(paths: list[str]) -> list[str]:
-    return sorted(paths, key=lambda path: path.split(os.sep))  # noqa: PTH206
 
 
 class FolderSource:
@@ -133,7 +108,7 @@ class FolderSource:
         self._files: list[str] = []  # strings, not Path objects: a tenth of the memory
         self._starts = array("q")  # first index of each class in `_files`
         for folder in folders:
-            files, others = _files(folder)
+            files, others = files_below(folder)
             self.ignored += others
             if not files:
                 raise DataError(

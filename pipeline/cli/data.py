@@ -23,6 +23,12 @@ def convert(
     ],
     out: Annotated[Path, "The .beton file to write."],
     *,
+    labels: Annotated[
+        Path | None,
+        "CSV with a header and a row per image: its path in the folder, then its class, or numbers (0 and 1 for "
+        "labels). Default: the folders are the classes.",
+        "FILE",
+    ] = None,
     max_resolution: Annotated[int | None, "Scale down to this longest side. Default: none.", "PIXELS"] = None,
     min_resolution: Annotated[int | None, "Scale down to this shortest side instead.", "PIXELS"] = None,
     quality: Annotated[int, "JPEG quality, 1-100, for images that must be encoded."] = 90,
@@ -57,7 +63,8 @@ def convert(
 ) -> None:
     """Convert a folder of images, or tar shards, to FFCV's .beton format.
 
-    JPEG files that need no change are copied byte for byte. In a folder, names that begin with a dot, and __MACOSX,
+    JPEG files that need no change are copied byte for byte. The columns of --labels name the labels.
+    In a folder, names that begin with a dot, and __MACOSX,
     are skipped. The file appears once it is complete, with a manifest of classes, settings and checksums (OUT.json).
     """
     from ...loaders import convert as run
@@ -66,8 +73,9 @@ def convert(
     if len(kinds) < len(field):
         raise DataError(f"--field names one field twice: {' '.join(field)}.")
     report = run(
-        source, out, fields=kinds, max_resolution=max_resolution, min_resolution=min_resolution, quality=quality,
-        write_mode=write_mode, smart_threshold=smart_threshold, compress_probability=compress_probability,
+        source, out, labels=labels, fields=kinds, max_resolution=max_resolution, min_resolution=min_resolution,
+        quality=quality, write_mode=write_mode, smart_threshold=smart_threshold,
+        compress_probability=compress_probability,
         check=cast(Literal["decode", "structure"], check),
         workers=workers, on_error="skip" if skip_bad else "raise", progress=not quiet,
     )  # fmt: skip

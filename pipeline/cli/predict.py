@@ -49,5 +49,7 @@ def _text(row: dict[str, Any]) -> str:
     if "labels" in row:
         chosen = [f"{name} {row['probabilities'][name]:.1%}" for name in row["labels"]]
         return ", ".join(chosen) or "none"
+    if "values" in row:
+        return ", ".join(f"{name} {each:.4g}" for name, each in row["values"].items())
     value = row.get("value", row.get("prediction"))
     return ", ".join(f"{each:.4g}" for each in value) if isinstance(value, list) else f"{value:.4g}"
