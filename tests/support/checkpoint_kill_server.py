@@ -1,8 +1,8 @@
 """Trains on ranks that it forks, so that tests can kill them at any moment without paying for imports.
 
-One line of stdin, JSON `{"out", "strategy", "ranks", "train", "val", "every_steps", "callbacks"}`, starts a training
-that resumes from `out`. Answers: that it is ready; the ranks' process ids at once, their exit statuses when all have
-ended.
+One line of stdin, JSON `{"out", "strategy", "ranks", "train", "val", "every_steps", "callbacks", "task"}`, starts a
+training that resumes from `out`. Answers: that it is ready; the ranks' process ids at once, their exit statuses when
+all have ended.
 
 This process only imports; it computes nothing before it forks. stdout is for answers: the ranks have none.
 """
@@ -23,7 +23,7 @@ import matplotlib.figure  # noqa: F401
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from drivetrain import Callback, EarlyStopping, RunView
+from drivetrain import Callback, Classification, EarlyStopping, MultiLabel, Regression, RunView, Task
 from drivetrain.pipeline import Checkpoints, Pipeline
 from drivetrain.pipeline.runs.config import FitConfig
 from drivetrain.pipeline.runs.fit import fit
@@ -60,15 +60,25 @@ def callbacks() -> dict[str, Any]:
 class Large(nn.Sequential):
     """Enough weights that saving takes a good part of the time; draws random numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = CLASSES) -> None:
         super().__init__(
             nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4),
-            nn.Flatten(), nn.Linear(256, 512), nn.Dropout(0.2), nn.Linear(512, CLASSES),
+            nn.Flatten(), nn.Linear(256, 512), nn.Dropout(0.2), nn.Linear(512, outputs),
         )  # fmt: skip
 
 
-def pipeline_of(train: str, val: str) -> Pipeline:
-    pipeline = Pipeline(Large).load(train, val, batch_size=BATCH, image_size=SIDE, flip=True, workers=1)
+TASKS: dict[str, tuple[Task, int]] = {
+    "Classification": (Classification(), CLASSES),
+    "MultiLabel": (MultiLabel(metrics=("map", "f1", "auroc")), 3),
+    "Regression": (Regression(), 1),
+}
+"""By name, with the model's outputs per image."""
+
+
+def pipeline_of(train: str, val: str, task: str = "Classification") -> Pipeline:
+    goal, outputs = TASKS[task]
+    pipeline = Pipeline(Large, outputs=outputs).task(goal)
+    pipeline = pipeline.load(train, val, batch_size=BATCH, image_size=SIDE, flip=True, workers=1)
     return pipeline.optimize("adamw", lr=0.01, warmup=0.2).transform(EMA(half_life=3))
 
 
@@ -76,7 +86,7 @@ def train(order: dict[str, Any], rank: int) -> None:
     os.dup2(os.open(f"{order['out']}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    ranks, pipeline = order["ranks"], pipeline_of(order["train"], order["val"])
+    ranks, pipeline = order["ranks"], pipeline_of(order["train"], order["val"], order["task"])
     if ranks > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

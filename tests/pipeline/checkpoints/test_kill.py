@@ -24,6 +24,7 @@ from pipeline_data import Toy
 from places import SUPPORT
 from process_state import start_server, wait_until_ended
 from safetensors.torch import load_file
+from task_jobs import numbers_of, vectors, write
 
 pytestmark = pytest.mark.process
 
@@ -34,18 +35,27 @@ class Server:
     """Starts trainings in processes that can be killed; see `checkpoint_kill_server.py`."""
 
     def __init__(self, toy: Toy) -> None:
-        self._toy = toy
+        self.files = {"Classification": (toy.train, toy.val)}
         self.process = start_server("checkpoint_kill_server.py")
         assert self._answer() == "ready"
 
-    def start(self, out: Path, strategy: str, ranks: int, attempt: int, callbacks: bool = False) -> list[int]:
+    def start(
+        self,
+        out: Path,
+        strategy: str,
+        ranks: int,
+        attempt: int,
+        callbacks: bool = False,
+        task: str = "Classification",
+    ) -> list[int]:
         rendezvous = out.with_name(f"{out.name}-{attempt}.rendezvous")
         order = {
             "out": str(out),
             "strategy": strategy,
             "ranks": ranks,
-            "train": self._toy.train,
-            "val": self._toy.val,
+            "train": self.files[task][0],
+            "val": self.files[task][1],
+            "task": task,
             "every_steps": 1,
             "callbacks": callbacks,
         }
@@ -90,9 +100,14 @@ def kill(pids: list[int]) -> None:
 
 
 def uninterrupted(
-    server: Server, out: Path, strategy: str, ranks: int, callbacks: bool = False
+    server: Server,
+    out: Path,
+    strategy: str,
+    ranks: int,
+    callbacks: bool = False,
+    task: str = "Classification",
 ) -> dict[str, torch.Tensor]:
-    server.start(out, strategy, ranks, 0, callbacks)
+    server.start(out, strategy, ranks, 0, callbacks, task)
     assert server.statuses() == [0] * ranks, Path(f"{out}.stderr").read_text()
     return load_file(out / "model.safetensors")
 
@@ -139,15 +154,16 @@ def ends_the_same(
     kills: int,
     seed: int,
     callbacks: bool = False,
+    task: str = "Classification",
 ) -> None:
     """Kill runs until their number is reached, resuming each from the last; compare every run that ends."""
     dice = random.Random(seed)
-    weights = uninterrupted(server, folder / "whole", strategy, ranks, callbacks)
+    weights = uninterrupted(server, folder / "whole", strategy, ranks, callbacks, task)
     done, runs, attempt, while_saving, steps = 0, 0, 0, 0, set[int]()
     out = folder / "run 0"
     while True:
         attempt += 1
-        pids = server.start(out, strategy, ranks, attempt, callbacks)
+        pids = server.start(out, strategy, ranks, attempt, callbacks, task)
         victims = pids if dice.random() < 0.5 else [dice.choice(pids)]
         if done < kills:
             wait_for_a_moment(dice, out, pids)
@@ -177,6 +193,17 @@ def test_a_few_on_one_device(server: Server, tmp_path: Path) -> None:
 
 def test_a_few_on_two_ranks(server: Server, tmp_path: Path) -> None:
     ends_the_same(server, tmp_path, "ddp", ranks=2, kills=3, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "ranks"), [("MultiLabel", "single", 1), ("Regression", "ddp", 2)]
+)
+def test_a_few_of_other_tasks(task: str, strategy: str, ranks: int, server: Server, tmp_path: Path) -> None:
+    """Their metrics in the history are those of the uninterrupted run, too."""
+    server.files[task] = write(tmp_path, {"MultiLabel": vectors, "Regression": numbers_of}[task])
+    ends_the_same(server, tmp_path, strategy, ranks, kills=2, seed=6, task=task)
+    names = {"MultiLabel": {"map", "f1", "auroc"}, "Regression": {"mae", "r2"}}[task]
+    assert all(set(metrics) == names for *_, metrics in numbers(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "kills"), [("single", 1, 3), ("ddp", 2, 2)])
