@@ -26,7 +26,7 @@ from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
 from ..tasks.metrics import compute
 from ..tasks.nests import to_float
-from ..tasks.task import LossFunction, TaskLoss
+from ..tasks.task import LossFunction, TaskLoss, model_inputs
 from ..training.build import (
     Parts,
     fork_rng,
@@ -193,7 +193,8 @@ class LitModule(pl.LightningModule):
         self._hooks.state.step = self.trainer.global_step
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
         images, targets = self._hooks.apply_batch_transforms(batch, number, self.model, self._loss)
-        loss = self._loss(to_float(self.model(images)), targets)
+        outputs = self.model(images, **model_inputs(self._loss, targets))
+        loss = self._loss(to_float(outputs), targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
         # Lightning divides the loss by `accumulate`, and DeepSpeed divides it again.
         return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
@@ -212,8 +213,8 @@ class LitModule(pl.LightningModule):
         if not len(images):
             self.model(images.new_zeros(1, *images.shape[1:]))  # gathering sharded parameters needs all ranks
             return
-        outputs = to_float(self._hooks.predict(lambda images: task.outputs(self.model(images)), images))
-        self._sums[0] += self._criterion(outputs, labels) * len(labels)
+        judged, outputs = self._hooks.predict(self.model, images, labels, task)
+        self._sums[0] += self._criterion(judged, labels) * len(labels)
         self._sums[1] += len(labels)
         for meter in self._meters.values():
             meter.update(outputs, task.metric_targets(labels))

@@ -183,6 +183,25 @@ def _targets(spec: PipelineSpec) -> None:
             )
 
 
+def _loss_of_the_model(spec: PipelineSpec) -> None:
+    task = spec.target
+    if not task.loss_in_model:
+        return
+    for transform in spec.transforms:
+        # Labels are vectors, which stay vectors when mixed; class indices would become probabilities.
+        mixes = transform.kind == "batch" and task.kind == "labels"
+        if transform.kind == "loss" or (transform.targets is not None and not mixes):
+            raise PlanError(
+                f"{_name(transform)} changes targets, outputs or the loss, but with loss='model' the model computes "
+                "its loss itself. Leave one of the two out."
+            )
+    if family(spec.distributed.name) == "dp":
+        raise PlanError(
+            "The strategy 'dp' gathers the outputs of several devices, but with loss='model' each would return a loss "
+            "of its own images. Distribute with 'ddp', or leave out loss='model'."
+        )
+
+
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _unsafe_strategies,
     _unused_parameters,
@@ -195,6 +214,7 @@ RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _counted_forwards,
     _flat_shards_of_matrices,
     _targets,
+    _loss_of_the_model,
 )
 """Every rule, one function each."""
 

@@ -18,7 +18,7 @@ class Regression(StandardTask):
     Args:
         metrics: of `"mae"`, `"mse"`, `"rmse"` and `"r2"` (the mean over the numbers), or torchmetrics objects. Default
             `("mae", "r2")`.
-        loss: `"mse"` (the default), `"l1"`, `"huber"`, a function or a module.
+        loss: `"mse"` (the default), `"l1"`, `"huber"`, a function or a module, or `"model"`.
         monitor: default the first metric.
     """
 
@@ -46,18 +46,30 @@ class Regression(StandardTask):
         """Return the targets in the shape of the outputs."""
         return flat(targets)
 
+    def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the numbers as `labels` for a model that computes the loss."""
+        return {name: flat(value) for name, value in super().model_inputs(targets).items()}
+
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch, a scalar."""
+        if self.loss_in_model:
+            return super().loss(outputs, targets)
         return self._criterion(outputs, flat(targets).to(outputs.dtype))
 
     def move(self, device: torch.device) -> LossFunction:
         """Return the loss, with its tensors on `device`."""
         criterion = super().move(device)
+        if self.loss_in_model:
+            return criterion
         return lambda outputs, targets: criterion(outputs, flat(targets).to(outputs.dtype))
 
-    def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002
-        """Return the `value`: a number, or a list of numbers."""
-        return {"value": prediction.tolist()}
+    def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
+        """Return the `value`: a number, or a list of numbers; and of a list whose numbers have names, `values` by
+        name."""
+        value = prediction.tolist()
+        if isinstance(value, list) and len(value) == len(classes):
+            return {"value": value, "values": dict(zip(classes, value, strict=True))}
+        return {"value": value}
 
     def check(self, train: Targets, val: Targets | None) -> int:
         """Return how many numbers each target has.

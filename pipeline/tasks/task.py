@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import PlanError, suggest
 from ...names import imported
 from .metrics import NAMES_OF_RUN, by_name, named
-from .nests import map_tensors
+from .nests import map_tensors, to_float
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -26,6 +26,9 @@ class indices of pixels `(B, H, W)`, or whatever the task takes."""
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 """Maps outputs and targets to the mean loss of the batch, a scalar."""
+
+MODEL_LOSS = "model"
+"""The name of the loss that a model computes itself when it is given the targets."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,16 @@ class Task:
     def loss_name(self) -> str:
         """The loss in plans."""
         return f"{type(self).__name__}.loss"
+
+    @property
+    def loss_in_model(self) -> bool:
+        """Whether the model computes the loss: then `loss` receives the model's full output, which contains it."""
+        return False
+
+    def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:  # noqa: ARG002
+        """Return what the model's forward receives besides the images, by name, in training and evaluation but not in
+        prediction. The base class returns nothing."""
+        return {}
 
     @property
     def about(self) -> str:
@@ -165,7 +178,9 @@ class StandardTask(Task):
 
     Args:
         loss: a function of outputs and targets that returns the mean loss; an `nn.Module`; a name in `LOSSES`; or
-            `"package.module:function"`. None: the first of `LOSSES`.
+            `"package.module:function"`. None: the first of `LOSSES`. `"model"`: the loss that the model computes. Its
+            forward takes `(images, labels=None)`, and with labels returns a dict or an object with `loss`, the mean
+            over the batch, and `logits`; Hugging Face's image models do.
         metrics: names in `METRICS`, or torchmetrics objects, which are copied; or a dict of either by name. None: the
             default of the task.
         monitor: the name of the metric that decides which epoch is best, or `"val_loss"`. None: the first metric.
@@ -182,7 +197,7 @@ class StandardTask(Task):
     def __init__(self, *, metrics: Any = None, loss: Any = None, monitor: str | None = None) -> None:
         metrics = tuple(metrics) if isinstance(metrics, list) else metrics
         criterion = self._loss_of(loss)
-        if not (isinstance(loss, str) and isinstance(criterion, nn.Module)):
+        if loss != MODEL_LOSS and not (isinstance(loss, str) and isinstance(criterion, nn.Module)):
             loss = None if criterion is self._loss_of(None) else criterion
         chosen = named(self, self.DEFAULT_METRICS if metrics is None else metrics)
         known = ["val_loss", *chosen]
@@ -207,20 +222,21 @@ class StandardTask(Task):
     def _loss_of(self, loss: Any) -> LossFunction:
         if loss is None:
             return next(iter(self.LOSSES.values()))
+        if isinstance(loss, str) and loss == MODEL_LOSS:
+            return loss_of_model
         if isinstance(loss, str):
             if ":" not in loss:
                 return self._known_loss(loss)
             loss = imported("loss", loss)
             loss = loss() if isinstance(loss, type) and issubclass(loss, nn.Module) else loss
         if isinstance(loss, type) or not callable(loss):
-            raise PlanError(
-                f"{self}: loss={loss!r:.80} must be a function, a module, or a name: {[*self.LOSSES]}."
-            )
+            names = [*self.LOSSES, MODEL_LOSS]
+            raise PlanError(f"{self}: loss={loss!r:.80} must be a function, a module, or a name: {names}.")
         return loss  # type: ignore[no-any-return]
 
     def _known_loss(self, name: str) -> LossFunction:
         if name not in self.LOSSES:
-            raise PlanError(f"{self}: no loss is named {name!r}.{suggest(name, self.LOSSES)}")
+            raise PlanError(f"{self}: no loss is named {name!r}.{suggest(name, [*self.LOSSES, MODEL_LOSS])}")
         return self.LOSSES[name]
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -233,8 +249,19 @@ class StandardTask(Task):
         return tuple(self._metrics)
 
     @property
+    def loss_in_model(self) -> bool:
+        """Whether the model computes the loss."""
+        return self._criterion is loss_of_model
+
+    def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the targets as `labels` for a model that computes the loss."""
+        return {"labels": targets} if self.loss_in_model else {}
+
+    @property
     def loss_name(self) -> str:
         """The loss in plans."""
+        if self.loss_in_model:
+            return "the model's own loss"
         for name, known in self.LOSSES.items():
             if known is self._criterion:
                 return name.replace("_", " ")
@@ -281,6 +308,27 @@ class StandardTask(Task):
         return hash((type(self), *sorted(self.options)))
 
 
+def loss_of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    """Return the loss that a model computed: `loss` of the dict or the object that it returned.
+
+    Raises:
+        PlanError: if there is none.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        what = (
+            "None as loss"
+            if hasattr(outputs, "loss") or isinstance(outputs, Mapping)
+            else type(outputs).__name__
+        )
+        raise PlanError(
+            f"With loss='model', the model is called as model(images, labels=targets), and must return a dict or an "
+            f"object with the mean loss as 'loss' and the outputs as 'logits'; it returned {what}. Leave out "
+            "loss='model' to train with the task's loss."
+        )
+    return loss.float()
+
+
 @dataclass(frozen=True)
 class TaskLoss:
     """The training loss of a task, for what the model returns: `loss` of the outputs that the task uses."""
@@ -290,7 +338,14 @@ class TaskLoss:
 
     def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch, a scalar."""
-        return self.base(self.task.outputs(outputs), targets)
+        if self.task.loss_in_model:
+            return self.base(outputs, targets)
+        return self.base(to_float(self.task.outputs(outputs)), targets)
+
+
+def model_inputs(loss: LossFunction, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what the model receives besides the images for this loss; nothing unless it is a task's."""
+    return loss.task.model_inputs(targets) if isinstance(loss, TaskLoss) else {}
 
 
 def names_of(count: int, classes: Sequence[str]) -> list[str]:

@@ -129,7 +129,7 @@ class Parts:
         model: the model after surgery, on the CPU.
         reports: what each surgery changed.
         width: values that the model returns per image, such as the number of classes; None if any number.
-        example: outputs for two images, as the loss receives them, and the targets of the first two images.
+        example: outputs for two images, as the loss receives them, and the targets of two images.
         monitor: the metric that decides which epoch is best, and its direction.
     """
 
@@ -171,12 +171,12 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
     model, reports = build_model(plan.spec, plan.transforms)
     for transform in plan.transforms:
         transform.begin(model, len(train))  # one epoch, until training sets the actual length
-    with fork_rng(plan.seed):
-        outputs = check_output(model, task, width, data, plan.distribution.precision)
     two = torch.from_numpy(targets.values[[0, -1]])
     two = two.float() if two.is_floating_point() else two  # as loaders deliver them
+    with fork_rng(plan.seed):
+        outputs, used = check_output(model, task, width, data, plan.distribution.precision, two)
     meters = task.meters(width)
-    check_metrics(task, meters, outputs, two)
+    check_metrics(task, meters, used, two)
     monitor = Monitor(task.monitor, higher_is_better(meters.get(task.monitor)))
     return Parts(plan, model, reports, width, (outputs, two), monitor)
 

@@ -14,9 +14,10 @@ from ...errors import DrivetrainError, PlanError
 from ...loaders.epochs import EpochLoader
 from ...strategies import Precision
 from ...strategies.options import HALF
+from ..models.hf_models import loss_mismatch
 from ..spec.config import DataConfig
 from ..tasks.nests import to_float
-from ..tasks.task import LossFunction, StandardTask, Targets, Task
+from ..tasks.task import LossFunction, StandardTask, Targets, Task, loss_of_model
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -28,10 +29,15 @@ def targets_of(loader: EpochLoader, source: str) -> Targets:
 
 
 def check_output(
-    model: nn.Module, task: Task, width: int | None, data: DataConfig, precision: Precision
-) -> Any:
+    model: nn.Module,
+    task: Task,
+    width: int | None,
+    data: DataConfig,
+    precision: Precision,
+    targets: torch.Tensor,
+) -> tuple[Any, Any]:
     """Check that the model returns what the task needs, by a forward of two images in each mode. Return the outputs in
-    evaluation mode, as the loss receives them.
+    evaluation mode, as the loss and as the metrics receive them.
 
     The model's buffers do not change. The model may draw random numbers.
 
@@ -41,37 +47,62 @@ def check_output(
         width: values per image; None if any number.
         data: sizes of the images.
         precision: of the forward.
+        targets: of two images, for a model that computes the loss.
 
     Raises:
         PlanError: if it does not, or if the forward fails.
     """
-    training, side = model.training, data.eval_size
+    training, side, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=HALF[precision])
     try:
         with torch.no_grad(), context:
-            output = model.eval()(torch.zeros(2, 3, side, side))
+            output = model.eval()(torch.zeros(2, 3, side, side))  # as in prediction
             # Lazy modules have their shapes now. BatchNorm's statistics change only in the copies.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            inputs = task.model_inputs(targets)
+            judged = model(torch.zeros(2, 3, side, side), **inputs) if inputs else output
             side = data.image_size
-            trained = torch.func.functional_call(model.train(), buffers, torch.zeros(2, 3, side, side))
+            trained = torch.func.functional_call(
+                model.train(), buffers, torch.zeros(2, 3, side, side), kwargs=inputs
+            )
     except Exception as error:  # a model may raise anything
         raise PlanError(
-            f"The model does not accept images of {side} × {side} pixels: {type(error).__name__}: {error}"
+            f"The model does not accept images of {side} × {side} pixels{_further(inputs)}: {type(error).__name__}: "
+            f"{error}{_signature(inputs)}"
         ) from error
     finally:
         model.train(training)
-    if isinstance(task, StandardTask) and type(trained) is not type(output):
+    if isinstance(task, StandardTask) and type(trained) is not type(judged):
         raise PlanError(
             f"The model returns a {type(trained).__name__} in training mode, and in evaluation a "
-            f"{type(output).__name__}. Disable its auxiliary outputs (torchvision: aux_logits=False), or use them in a "
+            f"{type(judged).__name__}. Disable its auxiliary outputs (torchvision: aux_logits=False), or use them in a "
             "task of your own."
         )
-    outputs = to_float(task.outputs(output))
-    if wrong := task.output_error(outputs, width, data.train):
-        raise PlanError(wrong)
-    if wrong := task.output_error(to_float(task.outputs(trained)), width, data.train):
-        raise PlanError(f"In training mode: {wrong}")
-    return outputs
+    if task.loss_in_model:
+        for each in (judged, trained):
+            loss_of_model(each, targets)
+        if wrong := loss_mismatch(model, task.kind):
+            raise PlanError(wrong)
+    for mode, each in (("", output), ("", judged), ("In training mode: ", trained)):
+        if wrong := task.output_error(to_float(task.outputs(to_float(each))), width, data.train):
+            raise PlanError(f"{mode}{wrong}")
+    outputs = to_float(judged)
+    used = to_float(task.outputs(outputs))
+    return (outputs if task.loss_in_model else used), used
+
+
+def _further(inputs: Mapping[str, torch.Tensor]) -> str:
+    return "".join(f" and {name} {tuple(value.shape)}" for name, value in inputs.items())
+
+
+def _signature(inputs: Mapping[str, torch.Tensor]) -> str:
+    if not inputs:
+        return ""
+    names = ", ".join(f"{name}=targets" for name in inputs)
+    return (
+        f". It is called as model(images, {names}), for a loss that it computes: write forward(self, images, "
+        "labels=None), or leave out loss='model'."
+    )
 
 
 def check_loss(

@@ -27,7 +27,8 @@ from ...transforms import (
 from ...transforms.common.tensors import buffers_kept
 from ...transforms.gyro_dropout import GyroDropoutLayer
 from ..spec.kinds import find
-from ..tasks.task import TaskLoss
+from ..tasks.nests import to_float
+from ..tasks.task import Task, TaskLoss
 from ..telemetry.state import TrainState
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]
@@ -186,9 +187,18 @@ class TrainingHooks:
                 stack.enter_context(session.evaluating())
             yield
 
-    def predict(self, model: Callable[[torch.Tensor], Any], images: torch.Tensor) -> Any:
-        """Return the model's outputs for images `(B, 3, H, W)` in evaluation; with TestTimeFlip, one tensor."""
-        return model(images) if self._flip is None else self._flip.predict(model, images)
+    def predict(
+        self, model: Callable[..., Any], images: torch.Tensor, targets: torch.Tensor, task: Task
+    ) -> tuple[Any, Any]:
+        """Return the model's outputs for images `(B, 3, H, W)` in evaluation, in float32: those for the loss, and those
+        for the metrics. With TestTimeFlip, both are one tensor."""
+        inputs = task.model_inputs(targets)
+        if self._flip is None:
+            outputs = to_float(model(images, **inputs))
+            used = to_float(task.outputs(outputs))
+            return outputs if task.loss_in_model else used, used
+        averaged = to_float(self._flip.predict(lambda seen: task.outputs(model(seen, **inputs)), images))
+        return averaged, averaged
 
 
 def _key(transform: Transform) -> str:

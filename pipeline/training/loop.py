@@ -16,7 +16,7 @@ from ...strategies.devices import current_device
 from ..tasks.classification import Classification
 from ..tasks.metrics import compute
 from ..tasks.nests import to_float
-from ..tasks.task import LossFunction, Task
+from ..tasks.task import LossFunction, Task, model_inputs
 from ..telemetry.observer import Observer
 from .hooks import Microbatch, TrainingHooks
 from .schedule import Schedule
@@ -56,7 +56,8 @@ def train_epoch(
     Args:
         engine: the model and its optimizer, from a strategy.
         batches: `(images (B, 3, H, W), labels (B,) or (B, K))`; B is divisible by `engine.accumulate`.
-        loss: maps the model's outputs, in float32, and labels to a scalar, the mean over the batch.
+        loss: maps the model's outputs, in float32, and labels to a scalar, the mean over the batch. A `TaskLoss` may
+            also give the labels to the model.
         hooks: transforms of batches, gradients and weights, with the run's position. Default None: no transforms.
         schedule: sets the learning rate of each step. Default None: it does not change.
         observer: follows the epoch, and may veto steps. Default None: none.
@@ -112,7 +113,7 @@ def add_gradients(
     for number, (images, targets) in enumerate(microbatches, 1):
         observer.on_phase("forward")
         with engine.forward_context():
-            outputs = engine.model(images)
+            outputs = engine.model(images, **model_inputs(loss, targets))
         observer.on_phase("other")
         value = loss(to_float(outputs), targets)
         observer.on_phase("backward")
@@ -141,25 +142,21 @@ def evaluate(
     criterion, meters = task.move(engine.device), dict[str, Any]()
     sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
 
-    def outputs_of(images: torch.Tensor) -> Any:
-        return task.outputs(engine.plain_model(images))
-
     with current_device(engine.device):
         for number, (images, labels) in enumerate(batches):
-            if len(images) == 0:
+            empty = len(images) == 0
+            if empty:
                 # This rank has no share of a small last batch, but gathering sharded parameters needs all ranks.
-                outputs = outputs_of(images.new_zeros(1, *images.shape[1:]))
-            else:
-                with engine.forward_context():
-                    outputs = hooks.predict(outputs_of, images)
-            outputs = to_float(outputs)
+                images, labels = (each.new_zeros(1, *each.shape[1:]) for each in (images, labels))
+            with engine.forward_context():
+                judged, outputs = hooks.predict(engine.plain_model, images, labels, task)
             if number == 0:
                 meters = task.meters(_width(outputs))
                 for meter in meters.values():
                     meter.to(engine.device)
-            if len(images) == 0:
+            if empty:
                 continue
-            sums[0] += criterion(outputs, labels) * len(labels)
+            sums[0] += criterion(judged, labels) * len(labels)
             sums[1] += len(labels)
             targets = task.metric_targets(labels)
             for meter in meters.values():
