@@ -83,7 +83,7 @@ def export(
         best: for the folder of a run, take the checkpoint with the best monitored metric instead.
         model: the model before surgery, as `Pipeline` takes it: `"module:factory"`, a factory, called with the options
             that it was trained with, or a module. None: the model that the checkpoint names, which must be one of
-            torchvision's, timm's or Drivetrain's, because opening a checkpoint runs no code.
+            Drivetrain's, torchvision's, timm's or Hugging Face's, because opening a checkpoint runs no code.
         data: a `.beton` file, to compare a program with the model on its first images. None: the validation data that
             the run's `recipe.yaml` names, or random images if it is not a `.beton` file that exists.
         tolerance: largest difference between a program's outputs and the model's, relative to the largest output, or to
