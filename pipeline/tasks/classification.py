@@ -26,7 +26,7 @@ class Classification(StandardTask):
         metrics: of `"top1"`, `"top5"` (any `"topK"`), `"f1"`, `"precision"`, `"recall"` (means over the classes) and
             `"auroc"`, or torchmetrics objects. Default `("top1", "top5")`, as ImageNet's results are reported;
             without `"top5"` for up to five classes.
-        loss: default cross entropy.
+        loss: default cross entropy; `"model"`: the one that the model computes.
         monitor: default the first metric.
     """
 

@@ -25,7 +25,8 @@ class MultiLabel(StandardTask):
         metrics: of `"map"` (mean average precision over the labels), `"f1"` (mean over the labels, at probability
             0.5), `"precision"`, `"recall"` and `"auroc"`, or torchmetrics objects. Default `("map", "f1")`, as results
             on COCO and VOC are reported.
-        loss: default binary cross entropy with logits, the mean over images and labels.
+        loss: default binary cross entropy with logits, the mean over images and labels; `"model"`: the one that the
+            model computes.
         monitor: default the first metric.
     """
 
