@@ -7,6 +7,7 @@ averages = EMA(half_life=100).session(model)      # after_step(), evaluating(), 
 ChannelsLast() == get("ChannelsLast")             # by name, as a recipe does
 get(**to_dict(BlurPool(min_channels=32)))         # there and back
 catalogue()                                       # the table of all
+from_composer(composer.algorithms.MixUp(0.2))     # an algorithm of MosaicML Composer's
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from .base import declares_length as declares_length
 from .base import follows_length as follows_length
 from .common.table import Catalogue as Catalogue
 from .common.table import make_catalogue
+from .composer import ComposerTransform as _ComposerTransform
+from .composer import from_composer as from_composer
+from .composer import named_algorithm as _named_algorithm
 
 # isort: split
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
@@ -69,7 +73,8 @@ from .weight_standardization import WeightStandardization as WeightStandardizati
 TRANSFORMS: dict[str, type[Transform]] = {
     name: value
     for name, value in sorted(vars().items())
-    if isinstance(value, type) and issubclass(value, Transform) and value is not Transform
+    if isinstance(value, type) and issubclass(value, Transform) and not name.startswith("_")
+    if value is not Transform
 }
 """The known transforms by class name, which is also their name in a recipe."""
 
@@ -78,12 +83,15 @@ def get(name: str, **options: Any) -> Transform:
     """Return the transform of that name.
 
     Args:
-        name: class name, e.g. `"BlurPool"`.
+        name: class name, e.g. `"BlurPool"`; or `"package.module:Class"` of an algorithm of Composer's, for
+            `from_composer`.
         options: fields of the class; omitted ones keep their defaults.
 
     Raises:
         PlanError: if the name or an option is unknown, or a value is invalid.
     """
+    if isinstance(name, str) and ":" in name:
+        return _named_algorithm(name, options)
     if name not in TRANSFORMS:
         raise PlanError(f"No transform is named {name!r}.{suggest(str(name), TRANSFORMS)}")
     check_fields(name, TRANSFORMS[name], options, PlanError)
@@ -101,6 +109,8 @@ def to_dict(transform: Transform) -> dict[str, Any]:
     Raises:
         PlanError: if the transform is not in `TRANSFORMS`, so that a recipe could not refer to it.
     """
+    if isinstance(transform, _ComposerTransform):
+        return transform.to_dict()
     name = type(transform).__name__
     if TRANSFORMS.get(name) is not type(transform):
         raise PlanError(f"{name} is not in drivetrain.transforms.TRANSFORMS, so a recipe cannot name it.")

@@ -21,11 +21,13 @@ from torch import nn
 
 from ..errors import PlanError, suggest
 from ..table import Table
+from .common.moments import LoopView, Moment
 
 Kind = Literal[
-    "image", "surgery", "memory_format", "optimizer", "batch", "loss", "schedule", "loop", "evaluation"
-]
-CHANGES_MODEL: tuple[Kind, ...] = ("surgery", "memory_format")
+    "image", "surgery", "algorithm", "memory_format", "optimizer", "batch", "loss", "schedule", "loop",
+    "evaluation",
+]  # fmt: skip
+CHANGES_MODEL: tuple[Kind, ...] = ("surgery", "algorithm", "memory_format")
 """The kinds whose `apply` changes the model, before it is wrapped."""
 SHOWN = 4
 """Module names of a list in a report's text."""
@@ -116,6 +118,9 @@ class Session:
         Do not call it after a step that fp16's loss scaling skipped: those weights were already counted.
         """
 
+    def at(self, moment: Moment, loop: LoopView) -> None:
+        """Called at every moment of the loop. May change the batch, the outputs and the loss."""
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the model has its evaluation weights; exit restores the training ones exactly."""
         return nullcontext()
@@ -137,7 +142,8 @@ class Transform:
 
     A subclass sets the class variables and overrides the one hook of its kind: `loader_settings` for image,
     `apply` for surgery and memory format, `loss` for loss, `batch`, `optimizer`, and `session` for loop. A
-    schedule or evaluation transform has its own method, which the training loop calls.
+    schedule or evaluation transform has its own method, which the training loop calls. The kind algorithm is that
+    of `from_composer`, with both `apply` and `session`.
     """
 
     kind: ClassVar[Kind]
@@ -171,6 +177,16 @@ class Transform:
         return self.kind == "schedule" or any(
             getattr(type(self), hook) is not getattr(Transform, hook) for hook in LENGTH_HOOKS
         )
+
+    @property
+    def known_as(self) -> str:
+        """The name of its method; a pipeline takes one transform of each."""
+        return type(self).__name__
+
+    @property
+    def caution(self) -> str:
+        """What the plan adds to the reason of this step; "" for nothing."""
+        return ""
 
     @property
     def loader_settings(self) -> dict[str, Any]:
@@ -235,6 +251,7 @@ class Transform:
 HOOKS: dict[Kind, str] = {
     "image": "loader_settings",
     "surgery": "apply",
+    "algorithm": "session",
     "memory_format": "apply",
     "optimizer": "optimizer",
     "batch": "batch",

@@ -178,8 +178,11 @@ def description(plan: ResolvedPlan) -> dict[str, Any] | None:
     The entry `model` is None if the model has no name: a module instance, or a function that cannot be imported.
     """
     name = None if isinstance(plan.spec.model, nn.Module) else name_of_factory(plan.spec.model)
+    algorithms = [t for t in plan.transforms if t.kind == "algorithm"]
+    if any(t.renames for t in algorithms):  # to rebuild the model, its code would have to be imported
+        return None
     try:
-        changes = [t for t in plan.transforms if t.kind in transforms.CHANGES_MODEL]
+        changes = [t for t in plan.transforms if t.kind in transforms.CHANGES_MODEL and t not in algorithms]
         entries = {
             "model": name,
             "model_options": dict(plan.spec.model_options),

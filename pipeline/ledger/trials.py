@@ -126,7 +126,7 @@ def _run_phase(
     copies = _Copies(loader, source[0]) if kind == "copy" else None
     source = until(deadline, source)
     parts: dict[str, float] | None = None
-    hooks.begin(engine, batches)  # creates the weight averages, which training does only once
+    hooks.begin(engine, batches, loader)  # creates the weight averages, which training does only once
     with _extras(engine, batches, batch_size) if kind == "extras" else nullcontext() as extras:
         engine.barrier()
         _wait_for(engine)

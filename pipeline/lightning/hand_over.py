@@ -21,6 +21,7 @@ from ...errors import PlanError
 from ...loaders.epochs import EpochLoader
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
 from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
+from ...transforms.composer import ComposerTransform
 from ...transforms.no_weight_decay import note_shape
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
@@ -115,6 +116,7 @@ def _one_thread() -> Iterator[None]:
 def _check_methods(transforms: tuple[Transform, ...]) -> None:
     loop_only = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing)
     unsupported = [type(t).__name__ for t in transforms if t.kind == "loop" or isinstance(t, loop_only)]
+    unsupported += [f"{t}" for t in transforms if isinstance(t, ComposerTransform) and t.events != ("init",)]
     if unsupported:
         raise PlanError(
             f"{', '.join(unsupported)} works only in Drivetrain's loop. Train with fit(), or remove it and use "

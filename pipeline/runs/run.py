@@ -133,7 +133,7 @@ class Run:
         """Start from scratch, or restore everything."""
         checkpoint = choice.checkpoint
         if checkpoint is None:
-            self._hooks.begin(self._engine, self._job.epochs * self._length)
+            self._hooks.begin(self._engine, self._job.epochs * self._length, self._built.train)
             self._take_folder(choice)
             if note := self._hooks.note():
                 self._artifacts.echo(note)
@@ -151,7 +151,7 @@ class Run:
         changing = self._plan.optimization.uses_torch_scheduler
         check_hyperparameters(content.optimizer.groups, self._facts, checkpoint.path, change=changing)
         states.load_engine(checkpoint, self._engine)
-        self._hooks.begin(self._engine, self._job.epochs * self._length)
+        self._hooks.begin(self._engine, self._job.epochs * self._length, self._built.train)
         states.load_hooks(checkpoint, self._built)
         with states.restoring(checkpoint):
             self._hooks.begin_epoch(self._engine, self._built.train, self._image_size)

@@ -12,8 +12,20 @@ from ...transforms.base import missing_hook
 T = TypeVar("T", bound=Transform)
 
 # Surgery replaces modules, so it comes before everything that uses their parameters. New modules would lose a memory
-# format set before surgery (BlurPool after ChannelsLast: 3 weights of a ResNet).
-KINDS = ("image", "surgery", "memory_format", "optimizer", "schedule", "batch", "loss", "loop", "evaluation")
+# format set before surgery (BlurPool after ChannelsLast: 3 weights of a ResNet). An algorithm of Composer's may be
+# surgery.
+KINDS = (
+    "image",
+    "surgery",
+    "algorithm",
+    "memory_format",
+    "optimizer",
+    "schedule",
+    "batch",
+    "loss",
+    "loop",
+    "evaluation",
+)
 KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
 CALLED_BY_CLASS = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip)
 """Transforms whose specific methods the loop calls; see `training/hooks.py`."""

@@ -20,6 +20,7 @@ LONG = 40
 KIND_REASON = {
     "image": "in the loader, on each training image; evaluation uses the images unchanged",
     "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
+    "algorithm": "Composer's",
     "memory_format": "after surgery, whose new modules would be contiguous; before wrapping",
     "optimizer": "around the optimizer, which is built from the final parameters",
     "schedule": "at the start of each epoch; it freezes the weights of the wrapped model",
@@ -157,4 +158,4 @@ def _transform_step(transform: Transform, strategy: str = "") -> Step:
     why = KIND_REASON[transform.kind]
     if transform.kind == "memory_format" and family(strategy) in ("fsdp", "deepspeed"):
         why = "shards are contiguous: the images and thus the activations get the format, the weights do not"
-    return Step(f"{transform}", ".transform()", why)
+    return Step(f"{transform}", ".transform()", " ".join(filter(None, [why, transform.caution])))

@@ -63,7 +63,14 @@ def _unsafe_strategies(spec: PipelineSpec) -> None:
         how.strategy, **how.options
     ).name  # "deepspeed" alone does not specify the stage
     for transform in spec.transforms:
-        if any(belongs(strategy, unsafe) for unsafe in transform.unsafe_with):
+        unsafe = any(belongs(strategy, each) for each in transform.unsafe_with)
+        if unsafe and transform.kind == "algorithm":
+            raise PlanError(
+                f"{transform} runs when the strategy {strategy!r} has sharded weights or gradients, and is not "
+                f"declared safe there. Declare it, if it is: from_composer(…, safe_with={family(strategy)!r}); or "
+                "distribute with 'single' or 'ddp'."
+            )
+        if unsafe:
             raise PlanError(
                 f"{_name(transform)} does not work with the strategy {strategy!r} (see its documentation). Leave "
                 "it out, or distribute with 'single' or 'ddp'."
@@ -87,7 +94,7 @@ def _unused_parameters(spec: PipelineSpec) -> None:
 
 
 def _clipped_twice(spec: PipelineSpec) -> None:
-    clipping = find(spec.transforms, GradientClipping)
+    clipping = next((t for t in spec.transforms if t.known_as == "GradientClipping"), None)
     if clipping is not None and spec.distributed.clip_norm is not None:
         raise PlanError(
             f"{clipping} and distribute(clip_norm={spec.distributed.clip_norm}) both clip the gradients. "
@@ -108,8 +115,16 @@ def _clipping_of_shards(spec: PipelineSpec) -> None:
         )
 
 
+def _same_method_twice(spec: PipelineSpec) -> None:
+    seen: dict[str, Transform] = {}
+    for transform in spec.transforms:
+        other = seen.setdefault(transform.known_as, transform)
+        if other is not transform:
+            raise PlanError(f"{other} and {transform} are the same method. Leave one of the two out.")
+
+
 def _two_averages(spec: PipelineSpec) -> None:
-    averages = [_name(t) for t in spec.transforms if _name(t) in ("EMA", "Lookahead", "SWA")]
+    averages = [_name(t) for t in spec.transforms if t.known_as in ("EMA", "Lookahead", "SWA")]
     if len(averages) > 1:
         first, second = averages[:2]
         raise PlanError(f"{first} and {second} both set the weights to evaluate. Leave one of the two out.")
@@ -140,6 +155,12 @@ def _compiled(spec: PipelineSpec) -> None:
     if not spec.distributed.compile:
         return
     for transform in spec.transforms:
+        if not transform.compile_safe and transform.kind == "algorithm":
+            raise PlanError(
+                f"{transform} is not known to compile without graph breaks, but distribute(compile="
+                f"{spec.distributed.compile!r}) is set. Leave one of the two out, or declare it, if it does: "
+                "from_composer(…, compile_safe=True)."
+            )
         if not transform.compile_safe:
             raise PlanError(
                 f"{_name(transform)} causes graph breaks (see its documentation), but distribute(compile="
@@ -207,6 +228,7 @@ RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _unused_parameters,
     _clipped_twice,
     _clipping_of_shards,
+    _same_method_twice,
     _two_averages,
     _resizing_of_padded_crops,
     _sequences_of_images,

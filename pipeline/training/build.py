@@ -70,7 +70,7 @@ class Built:
             The schedule, whose `set_lr(built.hooks.state.step)` sets the learning rates of a step.
         """
         steps = epochs * len(self.train)
-        self.hooks.begin(self.engine, steps)
+        self.hooks.begin(self.engine, steps, self.train)
         return Schedule(self.plan.optimization, self.engine.optimizer, steps)
 
     def begin_epoch(self) -> None:
@@ -114,7 +114,7 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
             if loader is not None:
                 loader.close()
         train, val = make_loaders(plan, engine.device)
-    hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
+    hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision)
     return Built(
         plan, engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor, note
     )

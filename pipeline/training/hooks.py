@@ -30,6 +30,7 @@ from ..spec.kinds import find
 from ..tasks.nests import to_float
 from ..tasks.task import Task, TaskLoss
 from ..telemetry.state import TrainState
+from .events import LoopEvents, loop_view
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]
 """Images `(b, 3, H, W)` and targets: class indices `(b,)` or probabilities `(b, C)`."""
@@ -50,27 +51,40 @@ class TrainingHooks:
             or the loss.
         seed: seed of the batch transforms.
         classes: number of classes, for soft targets.
+        precision: of the forward.
 
     Attributes:
         state: the position of the run; `begin` resets it.
+        events: the moments of the loop, for transforms that follow it; `begin` creates them.
     """
 
-    def __init__(self, transforms: Sequence[Transform], seed: int = 0, classes: int | None = None) -> None:
-        self.state = TrainState()
+    def __init__(
+        self,
+        transforms: Sequence[Transform],
+        seed: int = 0,
+        classes: int | None = None,
+        precision: str = "fp32",
+    ) -> None:
+        self.state, self.events = TrainState(), LoopEvents()
+        self._precision = precision
         self._seed, self._classes, self._all = seed, classes, tuple(transforms)
         self._resizing = find(transforms, ProgressiveResizing)
         self._batch = [t for t in transforms if t.kind == "batch" and t is not self._resizing]
         self._sam, self._clipping = find(transforms, SAM), find(transforms, GradientClipping)
         self._freezing, self._flip = find(transforms, LayerFreezing), find(transforms, TestTimeFlip)
-        self._loop = [t for t in transforms if t.kind == "loop"]
+        self._loop = [t for t in transforms if t.kind in ("loop", "algorithm")]
         self._sessions: list[Session] = []
 
-    def begin(self, engine: Engine, total: int) -> None:
-        """Start a run of `total` steps from the wrapped model's current weights."""
+    def begin(self, engine: Engine, total: int, loader: EpochLoader | None = None) -> None:
+        """Start a run of `total` steps from the wrapped model's current weights. `loader` is that of the training."""
         self.state = TrainState(total)
         for transform in self._all:
             transform.begin(engine.plain_model, total)
         self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
+        following = [session for session in self._sessions if type(session).at is not Session.at]
+        if following:
+            view = loop_view(engine, total, loader, self._seed, self._precision)
+            self.events = LoopEvents(following, view, self.state, engine.accumulate)
 
     def note(self) -> str:
         """Return a warning if the averaged weights would mostly be those from before training; else "".
@@ -107,6 +121,7 @@ class TrainingHooks:
         Random numbers depend on (seed, step, index of the microbatch over all ranks), so two ranks mix like one process
         with twice the microbatches.
         """
+        images, labels = self.events.begin_step(images, labels, loss)
         split = split_microbatches(images, labels, engine.accumulate)
         if not self._batch:
             return split
@@ -146,6 +161,7 @@ class TrainingHooks:
 
     def clip(self, engine: Engine) -> None:
         """Clip the gradients with `GradientClipping`; the engine applies `clip_norm` of `distribute` itself."""
+        self.events.at("after_train_batch")
         if self._clipping is not None:
             self._clipping.clip(engine.plain_model.parameters())
 
@@ -158,9 +174,11 @@ class TrainingHooks:
         if taken:
             for session in self._sessions:
                 session.after_step(self.state.progress)
+        self.events.at("batch_end")
 
     def finish(self) -> None:
         """End training: the model keeps the weights used in evaluation."""
+        self.events.at("fit_end")
         for session in self._sessions:
             session.finish()
 

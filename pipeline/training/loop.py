@@ -18,6 +18,7 @@ from ..tasks.metrics import compute
 from ..tasks.nests import to_float
 from ..tasks.task import LossFunction, Task, model_inputs
 from ..telemetry.observer import Observer
+from .events import LoopEvents
 from .hooks import Microbatch, TrainingHooks
 from .schedule import Schedule
 
@@ -69,16 +70,18 @@ def train_epoch(
     evaluated = meter.evaluation_s
     observer.on_epoch_start(state)
     with current_device(engine.device):
+        hooks.events.begin_epoch()
         for images, labels in waiting.around(batches):
             observer.on_step_start(state)
             observer.on_phase("forward")
             microbatches = hooks.microbatches(engine, images, labels, loss)
-            step_loss = add_gradients(engine, microbatches, loss, observer)
+            step_loss = add_gradients(engine, microbatches, loss, observer, hooks.events)
             if schedule is not None:
                 state.lr = schedule.set_lr(state.step)
             admitted = observer.should_step(state, step_loss)
             if admitted:
-                hooks.second_pass(engine, partial(add_gradients, engine, microbatches, loss, observer))
+                again = partial(add_gradients, engine, microbatches, loss, observer, hooks.events)
+                hooks.second_pass(engine, again)
                 hooks.clip(engine)
                 observer.on_phase("step")
                 norm = engine.step()
@@ -102,24 +105,33 @@ def train_epoch(
     seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
     if state.stop is None:
         state.end_epoch()
+        hooks.events.at("epoch_end")
     return EpochStats(mean, meter.images, seconds, meter.data_wait_s, meter.skipped, meter.overflowed)
 
 
 def add_gradients(
-    engine: Engine, microbatches: list[Microbatch], loss: LossFunction, observer: Observer
+    engine: Engine,
+    microbatches: list[Microbatch],
+    loss: LossFunction,
+    observer: Observer,
+    events: LoopEvents,
 ) -> torch.Tensor:
     """Run forward and backward of each microbatch. Return their mean loss, on the device."""
     losses = []
     for number, (images, targets) in enumerate(microbatches, 1):
+        images, targets = events.before_forward(images, targets, number)
         observer.on_phase("forward")
         with engine.forward_context():
             outputs = engine.model(images, **model_inputs(loss, targets))
         observer.on_phase("other")
-        value = loss(to_float(outputs), targets)
+        outputs, targets = events.before_loss(to_float(outputs), targets)
+        value = events.before_backward(loss(outputs, targets))
         observer.on_phase("backward")
         engine.backward(value, last_microbatch=number == len(microbatches))
         observer.on_phase("other")
+        events.at("after_backward")
         losses.append(value.detach())
+    events.end_microbatches()
     return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 

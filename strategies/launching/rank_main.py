@@ -94,7 +94,13 @@ def _run(orders: int, size: int, directory: str, device: str | None) -> Answer:
     threading.Thread(target=_die_with_parent, args=(orders, directory), daemon=True).start()
     stage = "could not load the job:"
     try:
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         function, args = pickle.loads(job)
+        for (
+            number,
+            handler,
+        ) in handlers.items():  # modules that the job imports may replace them, as Composer does
+            signal.signal(number, handler)
         del job  # it may hold a data set
         stage = "could not join the other ranks:"
         _join(directory, device)

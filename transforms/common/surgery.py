@@ -41,7 +41,7 @@ def operate(
     Raises:
         PlanError: if the model is wrapped in DDP or sharded; nothing is changed then.
     """
-    _refuse_wrapped(name, model)
+    refuse_wrapped(name, model)
     verdicts = [(place, module, judge(module)) for place, module in model.named_modules()]
     changed: list[str] = []
     for place, module, verdict in verdicts:
@@ -57,7 +57,7 @@ def operate(
     return report
 
 
-def _refuse_wrapped(name: str, model: nn.Module) -> None:
+def refuse_wrapped(name: str, model: nn.Module) -> None:
     """Raise `PlanError` if DDP would not synchronise new parameters, or if parameters are sharded."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise PlanError(
@@ -105,4 +105,4 @@ def rename(state: State, old: str, new: str) -> None:
         state[new] = state.pop(old)
 
 
-__all__ = ["Verdict", "full_name", "obstacle", "operate", "patched", "places", "rename"]
+__all__ = ["Verdict", "full_name", "obstacle", "operate", "patched", "places", "refuse_wrapped", "rename"]
