@@ -31,9 +31,9 @@ from .base import declares_length as declares_length
 from .base import follows_length as follows_length
 from .common.table import Catalogue as Catalogue
 from .common.table import make_catalogue
-from .composer import ComposerTransform as _ComposerTransform
-from .composer import from_composer as from_composer
-from .composer import named_algorithm as _named_algorithm
+from .composer_algorithms.transform import ComposerTransform as _ComposerTransform
+from .composer_algorithms.transform import from_composer as from_composer
+from .composer_algorithms.transform import named_algorithm as _named_algorithm
 
 # isort: split
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.

@@ -161,6 +161,8 @@ class Transform:
     targets: ClassVar[tuple[str, ...] | None] = None
     """The kinds of targets it can be used with, of "class indices", "labels", "values" and "masks" (see
     `pipeline.tasks`); None: all, because it does not use them."""
+    soft_targets: ClassVar[bool] = False
+    """Whether it turns class indices into probabilities, before the loss."""
     unused_parameters: ClassVar[bool] = False
     """Whether some steps leave a parameter without a gradient, so that DDP needs find_unused_parameters."""
 

@@ -42,6 +42,7 @@ class CutMix(Transform):
     kind: ClassVar[Kind] = "batch"
     source: ClassVar[str] = "Yun et al. 2019, arXiv:1905.04899"
     targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels")
+    soft_targets: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
 
     def __post_init__(self) -> None:

@@ -36,6 +36,7 @@ class MixUp(Transform):
     kind: ClassVar[Kind] = "batch"
     source: ClassVar[str] = "Zhang et al. 2018, arXiv:1710.09412"
     targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels")
+    soft_targets: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
 
     def __post_init__(self) -> None:

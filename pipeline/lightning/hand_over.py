@@ -21,7 +21,7 @@ from ...errors import PlanError
 from ...loaders.epochs import EpochLoader
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
 from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
-from ...transforms.composer import ComposerTransform
+from ...transforms.composer_algorithms.transform import ComposerTransform
 from ...transforms.no_weight_decay import note_shape
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve

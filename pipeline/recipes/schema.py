@@ -53,7 +53,13 @@ _TASK = {
         default=None,
     )
 }
-_TRANSFORMS = {"transforms": Option("list of transforms, each {name, …options}", (LIST,), default=[])}
+_TRANSFORMS = {
+    "transforms": Option(
+        "list of transforms, each {name, …options}; the name of an algorithm of Composer's is package.module:Class",
+        (LIST,),
+        default=[],
+    )
+}
 _AFTER = {
     "epochs": Option(
         "passes over the training data; null: set by fit(epochs=…)", (POSITIVE, NULL), default=None

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ...transforms import ProgressiveResizing, Transform
+from ...transforms import Transform
 from .config import DistributedConfig
-from .kinds import find
 
 
 def uses_gpu(how: DistributedConfig) -> bool:
@@ -33,7 +32,7 @@ def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) ->
             False,
             "torch is set to deterministic algorithms, and a benchmark may select others in each run",
         )
-    if find(transforms, ProgressiveResizing):
+    if any(t.known_as == "ProgressiveResizing" for t in transforms):
         return False, "ProgressiveResizing changes the image size, and each size would be benchmarked"
     return True, "all images have one size, so convolutions are benchmarked once"
 

@@ -22,7 +22,7 @@ from ...loaders.epochs import EpochLoader
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
-from ...transforms import CHANGES_MODEL, CutMix, MixUp, NothingChanged, Report, Transform
+from ...transforms import CHANGES_MODEL, NothingChanged, Report, Transform
 from ..models.weights import weights_omitted
 from ..spec.config import DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
@@ -154,7 +154,7 @@ class Parts:
         task, (outputs, targets) = self.plan.task, self.example
         loss = training_loss(self.plan, device)
         outputs, targets = map_tensors(lambda tensor: tensor.to(device), outputs), targets.to(device)
-        soft = any(isinstance(t, MixUp | CutMix) for t in self.plan.transforms)
+        soft = any(t.soft_targets for t in self.plan.transforms)
         check_loss(loss, outputs, targets, self.width if task.kind == "class indices" else None, soft=soft)
         return TaskLoss(task, loss)
 

@@ -80,9 +80,18 @@ class LoopEvents:
     def begin_step(
         self, images: torch.Tensor, targets: torch.Tensor, loss: LossFunction
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch of this rank."""
+        """Return the batch of this rank.
+
+        Raises:
+            PlanError: in a loop of one's own, which would pass over the other moments.
+        """
         if not self._sessions:
             return images, targets
+        if not self._started:
+            raise PlanError(
+                "Algorithms of Composer's follow the moments of train_epoch. Call that, instead of TrainingHooks.microbatches "
+                "in a loop of your own."
+            )
         view = self._view
         view.batch, view.loss_function, view.microbatch = (images, targets), loss, view.rank
         for moment in ("after_dataloader", "batch_start", "before_train_batch"):

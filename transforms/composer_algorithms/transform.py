@@ -14,8 +14,7 @@ import signal
 import threading
 import warnings
 import weakref
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,114 +22,17 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..errors import PlanError
-from . import base
-from .base import Kind, Report, Session, State
-from .common.composer_state import (
-    Probe,
-    SilentLogger,
-    StateView,
-    Unknown,
-    brought,
-    composer_model,
-    host_seeded,
-    seeded,
-)
-from .common.moments import LoopView, Moment
-from .common.surgery import refuse_wrapped
+from ...errors import PlanError
+from .. import base
+from ..base import Kind, Report, Session, State
+from ..common.surgery import refuse_wrapped
+from .known import known_of
+from .session import ELSEWHERE, PLACES, Applied, ComposerSession, no_place
+from .state import Probe, SilentLogger, StateView, Unknown, brought, composer_model, host_seeded
 
-PLACES = (
-    "init", "fit_start", "iteration_start", "epoch_start", "after_dataloader", "batch_start", "before_train_batch",
-    "before_forward", "after_forward", "before_loss", "after_loss", "before_backward", "after_backward",
-    "after_train_batch", "batch_end", "epoch_end", "eval_before_all", "eval_start", "eval_end", "eval_after_all",
-    "fit_end",
-)  # fmt: skip
-"""The events that have a place, in the order of a run."""
-ELSEWHERE = ("eval_standalone_", "predict_")
-"""Events outside of training, which a run never reaches, in Composer neither."""
-WITHOUT_PLACE: dict[str, tuple[str, ...]] = {
-    "fit_start": ("before_load", "after_load"),
-    "after_dataloader": ("before_dataloader",),
-    "batch_end": ("batch_checkpoint",),
-    "epoch_end": ("epoch_checkpoint", "iteration_end", "iteration_checkpoint"),
-    "eval_start": ("eval_batch_start", "eval_before_forward", "eval_after_forward", "eval_batch_end"),
-}
-"""The events of training without a place, by the one that Drivetrain reaches next to them."""
 SHARDED = ("fsdp", "deepspeed", "fairscale")
 """The families of strategies in which a rank does not have all weights and gradients."""
 _KEPT = "_composer_algorithms"  # the attribute of a model that holds the algorithms that were at Event.INIT with it
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is known of an algorithm of Composer's own.
-
-    Attributes:
-        ours: Drivetrain's transform of the same method.
-        touches: what it changes: "model" (before wrapping), "batch" (and targets and loss), or "weights".
-        compile_safe: whether the changed model compiles without graph breaks.
-        depends_on_length: whether its steps depend on the length of training.
-        targets: see `Transform.targets`.
-        after: names of algorithms of Composer's that must run before it.
-        refused: returns why it cannot run here; "" if it can.
-    """
-
-    ours: str
-    touches: str = "model"
-    compile_safe: bool = True
-    depends_on_length: bool = False
-    targets: tuple[str, ...] | None = None
-    after: tuple[str, ...] = ()
-    refused: Callable[[Any], str] = lambda _: ""
-
-
-def _always(why: str) -> Callable[[Any], str]:
-    return lambda _: why
-
-
-_SURGERY = ("BlurPool", "SqueezeExcite", "WeightStandardization", "Factorize", "StochasticDepth")
-_FIRST = ("SelectiveBackprop",)
-_MIXED = ("class indices", "labels")
-_DATASET = _always(
-    "It changes the data set of a torch.utils.data.DataLoader, which Drivetrain's loaders are not."
-)
-KNOWN: dict[str, Known] = {
-    "BlurPool": Known("BlurPool()", compile_safe=False),
-    "ChannelsLast": Known("ChannelsLast()", after=_SURGERY),  # new modules would be contiguous
-    "SqueezeExcite": Known("SqueezeExcite()"),
-    "GhostBatchNorm": Known(
-        "GhostBatchNorm()", refused=_always("It rejects batches smaller than ghost_batch_size, in evaluation, too.")
-    ),
-    "WeightStandardization": Known("WeightStandardization()"),
-    "Factorize": Known("Factorize()"),
-    "StochasticDepth": Known("StochasticDepth()", compile_safe=False, depends_on_length=True),
-    "MixUp": Known("MixUp()", "batch", targets=_MIXED, after=_FIRST),
-    "CutMix": Known("CutMix()", "batch", targets=_MIXED, after=_FIRST),
-    "CutOut": Known("CutOut()", "batch", after=_FIRST),
-    "ColOut": Known("ColOut()", "batch", after=_FIRST, refused=lambda a: "" if a.batch else _DATASET(a)),
-    # Before MixUp, it would leave the targets that are mixed in as they are.
-    "LabelSmoothing": Known("LabelSmoothing()", "batch", targets=_MIXED, after=("MixUp", "CutMix")),
-    "ProgressiveResizing": Known("ProgressiveResizing()", "batch", depends_on_length=True, after=_FIRST),
-    "SelectiveBackprop": Known("SelectiveBackprop()", "batch", depends_on_length=True),
-    "GradientClipping": Known("GradientClipping()", "weights"),
-    "EMA": Known("EMA()", "weights", depends_on_length=True),
-    "SWA": Known("SWA()", "weights", depends_on_length=True),
-    "RandAugment": Known("RandAugment()", refused=_DATASET),
-    "AugMix": Known("AugMix()", refused=_DATASET),
-    "SAM": Known("SAM()", refused=_always("It replaces the optimizer by one whose step takes a closure.")),
-    "LayerFreezing": Known(
-        "LayerFreezing()", refused=_always("It removes parameters from the optimizer, which then cannot be resumed.")
-    ),
-    "GyroDropout": Known("GyroDropout()", refused=_always("Its masks are not in checkpoints.")),
-    "LowPrecisionLayerNorm": Known(
-        "LowPrecisionLayerNorm()", refused=_always("It reads the precision when the model is built.")
-    ),
-    "LowPrecisionGroupNorm": Known(
-        "LowPrecisionGroupNorm()", refused=_always("It reads the precision when the model is built.")
-    ),
-    "SeqLengthWarmup": Known("SeqLengthWarmup()", refused=_always("It truncates sequences of tokens.")),
-}  # fmt: skip
-"""Composer's own algorithms by class name; subclasses are not known."""
 
 
 def from_composer(
@@ -160,11 +62,10 @@ def from_composer(
         PlanError: if it is not an algorithm, or uses an event or a feature that has no place in Drivetrain's loop.
     """
     _check_algorithm(algorithm)
-    name, known = type(algorithm).__name__, _known(algorithm)
+    name, known = type(algorithm).__name__, known_of(algorithm)
     if known is not None and (why := known.refused(algorithm)):
-        raise PlanError(
-            f"Composer's {name} cannot run in Drivetrain. {why} Use drivetrain.transforms.{known.ours}."
-        )
+        remedy = f"Use drivetrain.transforms.{known.ours}." if known.ours else "Leave it out."
+        raise PlanError(f"Composer's {name} cannot run in Drivetrain. {why} {remedy}")
     families = (safe_with,) if isinstance(safe_with, str) else tuple(safe_with)
     for family in families:
         if family not in SHARDED:
@@ -188,6 +89,9 @@ def from_composer(
         unsafe_with=() if safe else tuple(each for each in SHARDED if each not in families),
         unused_parameters=unused,
         targets=None if known is None else known.targets,
+        soft_targets=known is not None
+        and known.soft_targets
+        and not getattr(algorithm, "interpolate_loss", False),
         renames="init" in events and (known is None or known.touches == "model"),
         after=() if known is None else tuple(f"Composer{each}" for each in known.after),
     )
@@ -262,13 +166,13 @@ class ComposerTransform(base.Transform):
     @property
     def known_as(self) -> str:
         """The name of Drivetrain's transform of the same method, if there is one."""
-        known = _known(self.algorithm)
+        known = known_of(self.algorithm)
         return type(self).__name__ if known is None else known.ours.partition("(")[0]
 
     @property
     def caution(self) -> str:
         """What the plan says of it."""
-        known, at = _known(self.algorithm), f"at {', '.join(self.events) or 'no event'}"
+        known, at = known_of(self.algorithm), f"at {', '.join(self.events) or 'no event'}"
         if known is not None:
             return f"{at}; Drivetrain's own is {known.ours}"
         return (
@@ -294,7 +198,7 @@ class ComposerTransform(base.Transform):
                 "into a module, whose parts it can replace."
             )
         kept = vars(model).setdefault(_KEPT, _Kept())
-        kept[type(self).__name__] = _Applied(algorithm, wrapped, _renamed(tensors, _tensors(model)))
+        kept[type(self).__name__] = Applied(algorithm, wrapped, _renamed(tensors, _tensors(model)))
         changed = [
             place
             for place, module in model.named_modules()
@@ -307,7 +211,8 @@ class ComposerTransform(base.Transform):
         applied = vars(model).get(_KEPT, {}).get(type(self).__name__)
         if applied is None:
             raise PlanError(f"{self}: call apply(model) before session(model), with the same model.")
-        return ComposerSession(self, model, applied)
+        places = () if self.unsafe_with else self.events
+        return ComposerSession(self.of, model, applied, PLACES if self.declared["safe_with"] else places)
 
     def from_plain(self, state: State, model: nn.Module) -> State:
         """Translate names, if `apply` was called with this model; others stay."""
@@ -317,7 +222,7 @@ class ComposerTransform(base.Transform):
         }
 
     def to_plain(self, state: State, model: nn.Module) -> State:
-        """Translate names, if they follow from the weights before and after `apply`.
+        """Translate names, if they follow from the weights before and after `apply`. Weights that it adds keep theirs.
 
         Raises:
             PlanError: if they do not.
@@ -394,117 +299,6 @@ class _Kept(dict[str, Any]):
         return _Kept, ()
 
 
-@dataclass
-class _Applied:
-    """An algorithm after `Event.INIT`.
-
-    Attributes:
-        algorithm: the copy that was applied; runs begin with copies of it.
-        model: the `ComposerModel` that it got.
-        names: the names before, by the names after; a name that has no one before is left out, and None is before for a
-            weight that vanished.
-    """
-
-    algorithm: Any
-    model: Any
-    names: dict[str, Any]
-
-
-class ComposerSession(Session):
-    """An algorithm in a run.
-
-    Args:
-        transform: what it is of.
-        model: the model.
-        applied: the algorithm after `Event.INIT`.
-    """
-
-    def __init__(self, transform: ComposerTransform, model: nn.Module, applied: _Applied) -> None:
-        self._transform, self._plain, self._model = transform, model, applied.model
-        self._name = f"Composer's {type(applied.algorithm).__name__}"
-        self._algorithm = self._copy(applied.algorithm)
-        self._event = brought("core.event").Event
-        self._key = zlib.crc32(transform.of.encode())
-        self._loop: LoopView | None = None
-        _encoded(
-            self._name, self._algorithm.state_dict(), "state", {}
-        )  # before training, rather than at a checkpoint
-
-    def at(self, moment: Moment, loop: LoopView) -> None:
-        """Run the algorithm, if it matches the event of this moment."""
-        self._loop = self._model.steps.loop = loop
-        self._run(moment, self._algorithm)
-
-    @contextmanager
-    def _evaluation(self, algorithm: Any) -> Iterator[None]:
-        self._run("eval_before_all", algorithm)
-        self._run("eval_start", algorithm)
-        try:
-            yield
-        finally:
-            self._run("eval_end", algorithm)
-            self._run("eval_after_all", algorithm)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Return a context between the algorithm's events of evaluation."""
-        if self._loop is None:  # the run has not begun
-            yield
-            return
-        with self._evaluation(self._algorithm):
-            yield
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the algorithm's state, and the weights that it evaluates if they are not those in training."""
-        tensors: dict[str, torch.Tensor] = {}
-        tree = _encoded(self._name, self._algorithm.state_dict(), "state", tensors)
-        return {"values": [tree], "tensors": tensors, "averages": self._averages()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the algorithm's state."""
-        device = next((p.device for p in self._plain.parameters()), torch.device("cpu"))
-        self._algorithm.load_state_dict(_decoded(state["values"][0], state["tensors"], device))
-
-    @torch.no_grad()
-    def _averages(self) -> dict[str, torch.Tensor]:
-        """Return the weights by name that the algorithm puts into the model for evaluations."""
-        loop, event = self._loop, self._event("eval_start")
-        if loop is None or not self._algorithm.match(
-            event, StateView(self._name, self._model, loop, self._algorithm)
-        ):
-            return {}
-        values = {**dict(self._plain.named_parameters()), **dict(self._plain.named_buffers())}
-        own = {name: value.detach().clone() for name, value in values.items()}
-        with self._evaluation(self._copy(self._algorithm)):
-            found = {name: value.detach().clone() for name, value in values.items()}
-        for name, value in values.items():
-            value.copy_(own[name])
-        return {} if all(torch.equal(own[name], found[name]) for name in own) else found
-
-    def _copy(self, algorithm: Any) -> Any:
-        """Return a copy that refers to the same model."""
-        return copy.deepcopy(algorithm, {id(self._model): self._model, id(self._plain): self._plain})
-
-    def _run(self, event: str, algorithm: Any) -> None:
-        loop = self._loop
-        assert loop is not None
-        state = StateView(self._name, self._model, loop, algorithm)
-        for absent in WITHOUT_PLACE.get(event, ()):
-            if algorithm.match(self._event(absent), state):
-                raise _no_place(self._name, (absent,))
-        here = self._event(event)
-        if not algorithm.match(here, state):
-            return
-        declared, kind = self._transform.declared["safe_with"], type(self._transform)
-        if loop.sharded and not declared and (kind.unsafe_with or event not in self._transform.events):
-            raise PlanError(
-                f"{self._name} runs at Event.{here.name} on shards of the model, which was not known before. Declare "
-                "that it is safe there, with from_composer(…, safe_with=(…)), or distribute with 'ddp'."
-            )
-        with seeded([loop.seed, loop.step, loop.microbatch, self._key, PLACES.index(event)], loop.device):
-            algorithm.apply(here, state, SilentLogger())
-
-
 def _check_algorithm(algorithm: Any) -> None:
     if isinstance(algorithm, type) and _base_of(algorithm):
         raise PlanError(
@@ -526,11 +320,6 @@ def _base_of(cls: type) -> bool:
 def _name_of(kind: type) -> str:
     module = kind.__module__
     return f"{'composer.algorithms' if module.startswith('composer.algorithms.') else module}:{kind.__qualname__}"
-
-
-def _known(algorithm: Any) -> Known | None:
-    own = type(algorithm).__module__.startswith("composer.algorithms.")
-    return KNOWN.get(type(algorithm).__name__) if own else None
 
 
 def _copied(algorithm: Any) -> Any:
@@ -565,16 +354,8 @@ def _events(algorithm: Any) -> set[str]:
             elif certain:
                 absent.add(event.value)
     if absent:
-        raise _no_place(name, sorted(absent))
+        raise no_place(name, sorted(absent))
     return found
-
-
-def _no_place(name: str, events: Sequence[str]) -> PlanError:
-    listed = ", ".join(f"Event.{each.upper()}" for each in events)
-    return PlanError(
-        f"{name} runs at {listed}, which has no place in Drivetrain's loop. It has: "
-        f"{', '.join(each.upper() for each in PLACES)}. Leave it out, or let it match one of these."
-    )
 
 
 @functools.cache
@@ -610,7 +391,8 @@ def _same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
-    if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
+    kind: Any = type(one)
+    if kind.__eq__ is object.__eq__ and hasattr(one, "__dict__"):
         return _same(vars(one), vars(other))
     return bool(one == other)
 
@@ -619,7 +401,7 @@ def _arguments(algorithm: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments without a default, and those that may differ from theirs, as JSON values."""
     needed, optional = {}, {}
     for name, parameter in _parameters(type(algorithm)).items():
-        value = getattr(algorithm, name, getattr(algorithm, f"_{name}", None))
+        value: Any = getattr(algorithm, name, getattr(algorithm, f"_{name}", None))
         if hasattr(value, "to_timestring"):
             value = value.to_timestring()
         if parameter.default is inspect.Parameter.empty:
@@ -677,38 +459,6 @@ def _renamed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.device == other.device and one.device.type != "meta" and bool(torch.equal(one, other))
-
-
-def _encoded(name: str, value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a state as JSON values, with its tensors in `tensors`."""
-    if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach()
-        return {"tensor": [path, value.device.type]}
-    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-        items = [[key, _encoded(name, each, f"{path}/{key}", tensors)] for key, each in value.items()]
-        return {"dict": items}
-    if type(value) in (list, tuple):
-        parts = [_encoded(name, each, f"{path}/{number}", tensors) for number, each in enumerate(value)]
-        return {type(value).__name__: parts}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise PlanError(
-        f"{name}: {path} of its state_dict() is {value!r:.80}, a {type(value).__name__}, which a checkpoint cannot "
-        "contain. Return tensors, numbers, texts, None, and dicts and lists of them."
-    )
-
-
-def _decoded(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        path, where = content
-        return tensors[path].to("cpu" if where == "cpu" else device)
-    if kind == "dict":
-        return {key: _decoded(each, tensors, device) for key, each in content}
-    parts = [_decoded(each, tensors, device) for each in content]
-    return tuple(parts) if kind == "tuple" else parts
 
 
 __all__ = ["ComposerTransform", "from_composer", "named_algorithm"]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...errors import PlanError
-from .moments import LoopView
+from ..common.moments import LoopView
 
 
 class NoPlace(PlanError, AttributeError):

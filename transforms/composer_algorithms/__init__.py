@@ -1,0 +1,1 @@
+"""Algorithms of MosaicML Composer's as transforms."""
