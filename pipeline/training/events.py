@@ -12,7 +12,8 @@ from ...loaders.epochs import EpochLoader
 from ...strategies import Engine
 from ...transforms import Session
 from ...transforms.common.moments import LoopView, Moment
-from ..tasks.task import LossFunction, to_float
+from ..tasks.nests import to_float
+from ..tasks.task import LossFunction
 from ..telemetry.state import TrainState
 
 
@@ -89,8 +90,8 @@ class LoopEvents:
             return images, targets
         if not self._started:
             raise PlanError(
-                "Algorithms of Composer's follow the moments of train_epoch. Call that, instead of TrainingHooks.microbatches "
-                "in a loop of your own."
+                "Algorithms of Composer's follow the moments of train_epoch. Call that, instead of "
+                "TrainingHooks.microbatches in a loop of your own."
             )
         view = self._view
         view.batch, view.loss_function, view.microbatch = (images, targets), loss, view.rank

@@ -375,6 +375,14 @@ def test_what_cannot_be_together_is_refused(jobs: Any, toy: Toy) -> None:
         fit(toy.pipeline().transform(pruning).distribute("single", accumulate=2), 1)
 
 
+def test_a_loop_of_ones_own_would_pass_over_its_events(jobs: Any, toy: Toy) -> None:
+    with toy.pipeline().transform(from_composer(jobs.Doubles())).build() as built:
+        built.begin(1)
+        images, labels = next(iter(built.train))
+        with pytest.raises(PlanError, match="follow the moments of train_epoch"):
+            built.hooks.microbatches(built.engine, images, labels, built.loss)
+
+
 def test_a_recipe_names_it(jobs: Any, toy: Toy) -> None:
     made = jobs.algorithms
     chosen = [
