@@ -18,7 +18,7 @@ import torch
 from drivetrain import Callback, CheckpointError, DrivetrainError, Pipeline, PlanError, RecipeError, RunView
 from drivetrain import transforms as ours
 from drivetrain.pipeline import FitResult
-from drivetrain.pipeline.checkpoints.export import export
+from drivetrain.pipeline.checkpoints.export import chosen, plain_names
 from drivetrain.strategies import launch
 from drivetrain.transforms import Transform, from_composer
 from drivetrain.transforms.composer_algorithms.known import KNOWN
@@ -442,7 +442,7 @@ def test_weights_of_a_run_have_their_names_before_it(jobs: Any, toy: Toy, tmp_pa
     assert result.plain_state().keys() >= pipeline.build().engine.plain_model.state_dict().keys()
     began = fit(pipeline, 1, init_from=tmp_path)
     with pytest.raises(DrivetrainError, match="names='trained'"):
-        export(tmp_path, tmp_path / "out.safetensors")
+        plain_names(chosen(tmp_path, best=False))
     assert began.history.facts["init_from"]["loaded"] > 0
 
 
