@@ -186,6 +186,11 @@ class Transform:
         return type(self).__name__
 
     @property
+    def unknown(self) -> bool:
+        """Whether it may change batches, outputs or the loss in ways that it does not declare."""
+        return False
+
+    @property
     def caution(self) -> str:
         """What the plan adds to the reason of this step; "" for nothing."""
         return ""

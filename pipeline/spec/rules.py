@@ -211,10 +211,10 @@ def _loss_of_the_model(spec: PipelineSpec) -> None:
     for transform in spec.transforms:
         # Labels are vectors, which stay vectors when mixed; class indices would become probabilities.
         mixes = transform.kind == "batch" and task.kind == "labels"
-        if transform.kind == "loss" or (transform.targets is not None and not mixes):
+        if transform.kind == "loss" or transform.unknown or (transform.targets is not None and not mixes):
             raise PlanError(
-                f"{_name(transform)} changes targets, outputs or the loss, but with loss='model' the model computes "
-                "its loss itself. Leave one of the two out."
+                f"{_name(transform)} {'may change' if transform.unknown else 'changes'} targets, outputs or the loss, "
+                "but with loss='model' the model computes its loss itself. Leave one of the two out."
             )
     if family(spec.distributed.name) == "dp":
         raise PlanError(

@@ -96,10 +96,8 @@ def _run(orders: int, size: int, directory: str, device: str | None) -> Answer:
     try:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         function, args = pickle.loads(job)
-        for (
-            number,
-            handler,
-        ) in handlers.items():  # modules that the job imports may replace them, as Composer does
+        # Modules that the job imports may replace them, as Composer does.
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         del job  # it may hold a data set
         stage = "could not join the other ranks:"

@@ -15,7 +15,16 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from drivetrain import Callback, CheckpointError, DrivetrainError, Pipeline, PlanError, RecipeError, RunView
+from drivetrain import (
+    Callback,
+    CheckpointError,
+    Classification,
+    DrivetrainError,
+    Pipeline,
+    PlanError,
+    RecipeError,
+    RunView,
+)
 from drivetrain import transforms as ours
 from drivetrain.pipeline import FitResult
 from drivetrain.pipeline.checkpoints.export import chosen, plain_names
@@ -367,6 +376,11 @@ def test_what_cannot_be_together_is_refused(jobs: Any, toy: Toy) -> None:
     ]:
         with pytest.raises(PlanError, match=message):
             toy.pipeline().transform(*others).plan()  # type: ignore[arg-type]
+    model_loss = toy.pipeline().task(Classification(loss="model"))
+    for algorithm in (made.MixUp(), made.LabelSmoothing(), made.SelectiveBackprop(), jobs.Doubles()):
+        with pytest.raises(PlanError, match="but with loss='model' the model computes its loss itself"):
+            model_loss.transform(from_composer(algorithm)).plan()
+    model_loss.transform(from_composer(made.BlurPool()), from_composer(made.CutOut())).plan()
     clipping = toy.pipeline().transform(from_composer(made.GradientClipping("norm", 1.0)))
     with pytest.raises(PlanError, match="both clip the gradients"):
         clipping.distribute("single", clip_norm=1.0).plan()

@@ -58,7 +58,9 @@ KNOWN: dict[str, Known] = {
     # Before MixUp, it would leave the targets that are mixed in as they are.
     "LabelSmoothing": Known("LabelSmoothing()", "batch", targets=_MIXED, soft_targets=True, after=("MixUp", "CutMix")),
     "ProgressiveResizing": Known("ProgressiveResizing()", "batch", depends_on_length=True, after=_FIRST),
-    "SelectiveBackprop": Known("SelectiveBackprop()", "batch", depends_on_length=True),
+    "SelectiveBackprop": Known(
+        "SelectiveBackprop()", "batch", depends_on_length=True, targets=("class indices",)
+    ),
     "GradientClipping": Known("GradientClipping()", "weights"),
     "EMA": Known("EMA()", "weights", depends_on_length=True),
     "SWA": Known("SWA()", "weights", depends_on_length=True),

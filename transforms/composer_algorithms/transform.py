@@ -170,6 +170,11 @@ class ComposerTransform(base.Transform):
         return type(self).__name__ if known is None else known.ours.partition("(")[0]
 
     @property
+    def unknown(self) -> bool:
+        """Whether it is the user's, and runs during training."""
+        return known_of(self.algorithm) is None and not set(self.events) <= {"init"}
+
+    @property
     def caution(self) -> str:
         """What the plan says of it."""
         known, at = known_of(self.algorithm), f"at {', '.join(self.events) or 'no event'}"
