@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .recipes.presets import RECIPES as RECIPES
     from .runs.result import FitResult as FitResult
     from .runs.result import TrainingInterrupted as TrainingInterrupted
+    from .runs.result import TrainingPreempted as TrainingPreempted
     from .runs.saved import load_run as load_run
     from .spec.layerwise import layerwise_decay as layerwise_decay
     from .spec.plan import Plan as Plan

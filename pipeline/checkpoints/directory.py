@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checks import check_flag, check_whole, make_plain
+from ...checks import check_flag, check_whole, is_number, make_plain
 from ...errors import CheckpointError, PlanError
 from ...files import atomic_file
 from .content import STATE
@@ -28,6 +28,8 @@ class Checkpoints:
     Attributes:
         every_steps: save after every this many optimizer steps, in addition to the end of each epoch. None, the
             default: only at the end of each epoch.
+        every_minutes: save after the first step that ends this many minutes after the last checkpoint, by the clock of
+            rank 0. None, the default: not by time.
         keep: number of newest checkpoints to keep. Integer ≥ 1. Default 2: if one is damaged, the other remains.
         keep_best: also keep the checkpoint with the best monitored metric, of those whose weights were evaluated;
             of equal ones the first. Default True.
@@ -39,6 +41,7 @@ class Checkpoints:
     """
 
     every_steps: int | None = None
+    every_minutes: float | None = None
     keep: int = 2
     keep_best: bool = True
     background: bool = True
@@ -47,6 +50,10 @@ class Checkpoints:
         make_plain(self)
         if self.every_steps is not None:
             check_whole("Checkpoints: every_steps", self.every_steps, PlanError, 1, also=", or None")
+        if self.every_minutes is not None and not is_number(self.every_minutes, "(0, 1e6]"):
+            raise PlanError(
+                f"Checkpoints: every_minutes={self.every_minutes!r:.80} must be a positive number, or None."
+            )
         check_whole("Checkpoints: keep", self.keep, PlanError, 1)
         check_flag("Checkpoints: keep_best", self.keep_best, PlanError)
         check_flag("Checkpoints: background", self.background, PlanError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from ... import machine
 from ...errors import MissingExtra
 from ...table import Table
+from ..runs.preflight import host_note
 from ..telemetry.provenance import version
 
 CORE = (
@@ -123,12 +125,22 @@ def _devices() -> list[Finding]:
     from ... import strategies
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    findings = [_machine(), Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True)]
+    findings = [
+        _machine(),
+        _host(),
+        Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True),
+    ]
     if not names and platform.libc_ver()[0] == "glibc":
         findings.append(memory_kept())
     for row in strategies.available():
         findings.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, row.why_not))
     return findings
+
+
+def _host() -> Finding:
+    """Return whether other machines can reach this one by its name."""
+    note = host_note()
+    return Finding("host name, for several machines", socket.gethostname(), not note, note)
 
 
 def _machine() -> Finding:

@@ -45,6 +45,12 @@ def train(
         "RUN_OR_FILE",
     ] = None,
     resume: Annotated[bool, "Resume from the newest checkpoint in --out, if there is one."] = False,
+    every_steps: Annotated[
+        int | None, "Save a checkpoint after every N steps, too, not only after each epoch.", "N"
+    ] = None,
+    every_minutes: Annotated[
+        float | None, "Save a checkpoint N minutes after the last one, too.", "N"
+    ] = None,
     logger: Annotated[
         Sequence[str],
         "Log the metrics of steps and epochs to --out: csv or tensorboard. May be repeated.",
@@ -60,15 +66,17 @@ def train(
 
     With --out, plan.txt and recipe.yaml are written first; history.json, model.safetensors and a checkpoint
     after every epoch; curves.png at the end; with --ledger, also ledger.json and ledger.png. Ctrl-C stops
-    training and keeps the finished epochs; --resume continues.
+    training and keeps the finished epochs. SIGTERM and SIGUSR1, which schedulers send before they end a job,
+    save after the current step, and end with the exit status 75. --resume continues either.
 
     Paths in a recipe file are relative to the working directory, not to the file; a custom model
     (model: module:factory) is imported from the working directory or the file's folder. On several devices:
 
-      torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=8
+      torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto
     """
     changes = _checked(recipe, overrides, train, val)
     from ...strategies.launching.group import is_main_process
+    from ..checkpoints.directory import Checkpoints
     from ..pipeline import Pipeline
     from ..recipes.importing import modules_of
     from ..runs.config import FitConfig
@@ -80,12 +88,18 @@ def train(
         from ..ledger.measure import check_asked
 
         check_asked(ledger_seconds)  # before training, not after it
+    if out is None and (every_steps is not None or every_minutes is not None):
+        raise PlanError(
+            "--every-steps and --every-minutes save checkpoints, which need a folder. Pass --out, too."
+        )
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
         try:
             config = FitConfig(
-                out=out, init_from=init_from, resume=resume, logger=list(logger) or None, progress=not quiet
-            )
+                out=out, init_from=init_from, resume=resume, logger=list(logger) or None, progress=not quiet,
+                checkpoints=Checkpoints(every_steps=every_steps, every_minutes=every_minutes),
+                stop_on=("SIGTERM", "SIGUSR1"),
+            )  # fmt: skip
             result = fit(pipeline, config, show_plan=not quiet)
         except TrainingInterrupted as interrupt:
             interrupt.add_note(what_is_left(interrupt, out))

@@ -167,7 +167,8 @@ class VariantRunner:
         try:
             answers = launch(
                 _trials_on_rank, self._plan, list(variants), epoch, batches, self._warm_up,
-                devices=how.devices, device=how.device, timeout=None if left == math.inf else left, patience=0.0,
+                devices=how.ranks, device=how.device, collective_timeout=how.timeout,
+                timeout=None if left == math.inf else left, patience=0.0,
             )  # fmt: skip
         except Exception as error:  # a rank raised, died or timed out
             if perf_counter() >= deadline:
@@ -289,8 +290,9 @@ def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:
         _peak_of_rank,
         plan,
         batches,
-        devices=how.devices,
+        devices=how.ranks,
         device=how.device,
+        collective_timeout=how.timeout,
         timeout=seconds,
         patience=0.0,
     )

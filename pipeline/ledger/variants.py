@@ -91,7 +91,7 @@ def _strategy(spec: PipelineSpec, how: DistributedConfig) -> PipelineSpec:
 
 
 def _distribution_name(how: DistributedConfig) -> str:
-    names = [f"{how.name} × {how.devices}"] if how.name != "single" else []
+    names = [f"{how.name} × {how.ranks}"] if how.name != "single" else []
     names += ["activation checkpointing"] if how.activation_checkpointing else []
     names += [f"accumulate {how.accumulate}"] if how.accumulate > 1 else []
     names += [f"clip_norm {how.clip_norm:g}"] if how.clip_norm is not None else []

@@ -43,7 +43,7 @@ def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict
         if name in given:
             raise PlanError(f"to_lightning({name}={given[name]!r}): set it in {place}.")
     _check_callbacks(given.get("callbacks"))
-    arguments: dict[str, Any] = {"devices": options.devices}
+    arguments: dict[str, Any] = {"devices": options.ranks}
     if "strategy" in given:
         _check_name(given["strategy"])
     else:
@@ -92,7 +92,7 @@ def to_strategy(options: DistributedConfig) -> str | Strategy:
                 "DeepSpeedStrategy(config=…)."
             )
     if ours.name in _OBJECTS:
-        return _OBJECTS[ours.name](ours, options.devices)
+        return _OBJECTS[ours.name](ours, options.ranks)
     if ours.name == "single":
         return "auto"  # with one device, Lightning's SingleDeviceStrategy
     if ours.name == "ddp":

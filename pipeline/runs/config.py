@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import check_flag
-from ...errors import PlanError
+from ...errors import PlanError, suggest
 from ..callbacks.callback import Callback
 from ..checkpoints.directory import Checkpoints
 from ..spec.options import Config, option, whole
@@ -45,6 +45,19 @@ def check_callbacks(name: str, value: Any) -> None:
                 f"states. Leave one out, or give the second a class of its own: class Second({type(one).__name__}): …"
             )
         classes.add(type(one).__name__)
+
+
+STOPPING = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
+"""Signals that can ask a run to stop. Ctrl-C, SIGINT, has a meaning of its own."""
+
+
+def check_signals(name: str, value: Any) -> None:
+    """Raise PlanError unless the value is a list of names in `STOPPING`."""
+    if not isinstance(value, list | tuple):
+        raise PlanError(f"{name}={value!r:.80} must be a list of names of signals, such as ['SIGTERM'].")
+    for one in value:
+        if one not in STOPPING:
+            raise PlanError(f"{name}: {one!r:.80} is not known.{suggest(str(one), STOPPING)}")
 
 
 @dataclass(frozen=True)
@@ -168,9 +181,21 @@ class FitConfig(Config):
         ),
     )
 
+    stop_on: Sequence[str] = field(
+        default=(),
+        metadata=option(
+            'names of signals, such as `"SIGTERM"`, at which all ranks save after the next step and leave by '
+            "`TrainingPreempted`",
+            more="Default: none, because a library should not replace signal handlers; the command line sets SIGTERM "
+            "and SIGUSR1, which job schedulers send before they end a job. Signals are noted in the main thread only.",
+            check=check_signals,
+        ),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
+        object.__setattr__(self, "stop_on", tuple(self.stop_on))
         if isinstance(self.resume, bool):
             object.__setattr__(self, "resume", "auto" if self.resume else None)
         if self.resume == "auto" and self.out is None:

@@ -7,20 +7,24 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
-from ...errors import DrivetrainError, PlanError
+from ...errors import DrivetrainError, PlanError, StrategyError
 from ...strategies.launching.group import is_main_process, is_rank
+from ...strategies.launching.peers import LostRankError
 from ..callbacks.callback import RunOptions
+from ..checkpoints.directory import CheckpointDir
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
 from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo, in_cell
 from ..training.build import rebuild_model, resolve_data
+from ..training.requests import Requests
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks
 from .config import FitConfig
 from .folder import descriptions, draw_curves, lock_run_dir, replaced
 from .initial import InitialWeights, check_source
+from .preflight import preflight
 from .ranks import built_here, on_ranks, trains_here
 from .result import FitResult, TrainingInterrupted
 from .run import Run
@@ -75,11 +79,13 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
     folder, progress = job.folder, job.progress
     interrupted: TrainingInterrupted | None = None
     try:
-        outcome = on_ranks(plan, train_rank, job)
+        outcome = on_ranks(plan, train_rank, job, forward=job.stop_on)
     except KeyboardInterrupt as interrupt:
         outcome = getattr(interrupt, "outcome", None) or RankResult()
         result = _finish(plan, outcome) if outcome.state else None
         interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs))
+    except LostRankError as error:
+        raise StrategyError(f"{error}\n{_how_to_go_on(folder)}") from error.__cause__
     else:
         if not trains_here(plan):  # the ranks had copies
             for one in job.callbacks:
@@ -91,6 +97,15 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
             _echo(draw_curves(folder), progress)  # after Ctrl-C, only if it takes no time
     # Raised here, so that it does not keep the frames of the loop alive, and with them the loaders' processes.
     raise interrupted
+
+
+def _how_to_go_on(folder: Path | None) -> str:
+    """Return what is left of a run that has lost a rank, and how to continue it."""
+    store = None if folder is None else CheckpointDir(folder / "checkpoints")
+    last = None if store is None or store.run is None else store.last(store.run)
+    if last is None:
+        return "There is no complete checkpoint; start the training again."
+    return f"The last complete checkpoint is {last}. Run the same command with --resume (resume='auto') to continue."
 
 
 def _echo(note: str, progress: bool) -> None:
@@ -118,12 +133,15 @@ def make_folder(folder: Path) -> Path:
 def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
     """Train on this rank; rank 0 shows progress, saves after each epoch, and returns the weights."""
     outcome = RankResult()
+    minutes = None if job.checkpoints is None or not is_main_process() else job.checkpoints.every_minutes
+    requests = Requests(minutes)
     initial = None if job.init_from is None else InitialWeights(job.init_from, plan.transforms)
+    preflight(plan, job)
     try:
-        with built_here(plan, initial) as built:
+        with requests.noted(job.stop_on), built_here(plan, initial) as built:
             if job.plan and is_main_process():
                 print(job.plan, flush=True)
-            Run(plan, built, job, outcome, None if initial is None else initial.matched).train()
+            Run(plan, built, job, outcome, requests, None if initial is None else initial.matched).train()
     except KeyboardInterrupt:
         raise TrainingInterrupted(outcome) from None
     return outcome

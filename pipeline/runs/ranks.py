@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from ... import strategies
 from ...errors import DrivetrainError, StrategyError
-from ...strategies.launching.group import is_rank, under_torchrun
+from ...strategies.launching.group import is_rank, refuse_lone_task, under_torchrun
 from ..checkpoints.state import global_randomness_kept
 from ..spec.cuda_settings import cuda_settings
 from ..spec.resolve import ResolvedPlan
@@ -19,16 +20,27 @@ from ..training.build import Built, build, fork_rng
 Result = TypeVar("Result")
 
 
-def on_ranks(plan: ResolvedPlan, function: Callable[..., Result], *args: Any) -> Result:
+def on_ranks(
+    plan: ResolvedPlan, function: Callable[..., Result], *args: Any, forward: Collection[str] = ()
+) -> Result:
     """Return the result of `function(plan, *args)` of rank 0. Raise a rank's Drivetrain errors as if they occurred
-    here."""
+    here. Signals named by `forward` reach launched ranks instead of this process."""
+    refuse_lone_task()
     if is_alone(plan):
         return function(plan, *args)
     try:
         how = plan.distribution
-        return strategies.launch(function, plan, *args, devices=how.devices, device=how.device)[0]
+        return strategies.launch(
+            function,
+            plan,
+            *args,
+            devices=how.ranks,
+            device=how.device,
+            collective_timeout=how.timeout,
+            forward=[signal.Signals[name] for name in forward],
+        )[0]
     except StrategyError as error:
-        if isinstance(error.__cause__, DrivetrainError):
+        if isinstance(error.__cause__, DrivetrainError | SystemExit):
             raise error.__cause__ from None
         raise
 

@@ -138,6 +138,23 @@ class FitResult:
         return self.history._repr_html_() + folded
 
 
+class TrainingPreempted(SystemExit):
+    """A signal of `fit(stop_on=…)` ended the run after a step. Uncaught, it ends the process with the exit status 75,
+    EX_TEMPFAIL of sysexits.h: run the same command again, and resume.
+
+    Attributes:
+        signal: the name of the signal; "" if another rank received it.
+        checkpoint: the checkpoint that was saved; None without `out`, or without checkpoints.
+    """
+
+    def __init__(self, signal: str = "", checkpoint: Path | None = None) -> None:
+        super().__init__(75)
+        self.signal, self.checkpoint = signal, checkpoint
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.signal, self.checkpoint)
+
+
 class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during training.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any
+
+import torch
 
 from ...errors import CheckpointError, NonFiniteError
 from ...transforms.common.tensors import buffers_kept
@@ -37,10 +39,12 @@ from ..telemetry.state import TrainState
 from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import EpochStats, evaluate, train_epoch
+from ..training.requests import Requests
 from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks
 from .initial import Matched
+from .result import TrainingPreempted
 from .saving import SaveCheckpoints
 
 
@@ -52,6 +56,7 @@ class Run:
         built: what `build` built from it.
         job: the options of the run.
         outcome: the rank's result, updated after each epoch.
+        requests: to stop or save, from outside.
         initial: the weights that were loaded into the model, if any.
     """
 
@@ -61,9 +66,11 @@ class Run:
         built: Built,
         job: FitJob,
         outcome: RankResult,
+        requests: Requests,
         initial: Matched | None = None,
     ) -> None:
         self._plan, self._built, self._job, self._outcome = plan, built, job, outcome
+        self._requests = requests
         self._initial = initial
         self._engine, self._hooks = built.engine, built.hooks
         self._lead = built.engine.rank == 0
@@ -72,7 +79,7 @@ class Run:
         self._facts = fingerprint(plan, built, job.epochs)
         self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length)
         self._store = None if job.folder is None else CheckpointDir(job.folder.resolve() / "checkpoints")
-        self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice)
+        self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice, requests)
         facts: dict[str, Any] = {
             "recipe": plan.recipe, "seed": plan.seed, "provenance": provenance(), "monitor": asdict(built.monitor),
             "inputs": Inputs.of(built.train, built.val, plan.data.eval_size).to_dict(), "task": repr(plan.task),
@@ -114,15 +121,21 @@ class Run:
         if self._store is not None and options is not None:
             self._writer = CheckpointWriter(self._engine, self._store, options, choice.run)
             saving = SaveCheckpoints(
-                self._built, self._writer, options.every_steps, self._capture, self._guard, self._advice
-            )
-        self._observer = Observers(self._guard, self._metrics, self._artifacts, self._callbacks, saving)
+                self._built, self._writer, options.every_steps, self._capture, self._guard, self._advice,
+                self._requests,
+            )  # fmt: skip
+        leaving = LeaveOnRequest(self._requests, self._length, self._leave)
+        self._observer = Observers(
+            self._guard, self._metrics, self._artifacts, self._callbacks, saving, leaving
+        )
         failed = True
         try:
             self._begin(choice)
             self._observer.on_start(self.state)
             while self.state.epoch < self._job.epochs and self.state.stop is None:
                 self._epoch()
+                if self._requests.stop and self.state.epoch < self._job.epochs and self.state.stop is None:
+                    self._leave()
             self._hooks.finish()
             self._outcome.callbacks = self._callbacks.finish()
             failed = False
@@ -291,6 +304,23 @@ class Run:
             artifacts.keep(history, lambda: self._engine.export_state(lambda _: keeps), within)
         artifacts.echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
 
+    def _leave(self) -> None:
+        """Leave on request, once the checkpoint of this step is complete.
+
+        Raises:
+            TrainingPreempted: always.
+        """
+        state, saved = self.state, None
+        if self._writer is not None and self._store is not None:
+            self._writer.close()
+            saved = self._store.path(state.step)
+        told = f"Stopped{f' by {self._requests.signal}' if self._requests.signal else ''} after step {state.step:,}"
+        where = "nothing was saved, because there are no checkpoints (--out)"
+        if saved is not None:
+            where = f"saved {saved}. Run the same command with --resume (resume='auto') to continue"
+        self._artifacts.echo(f"{told}; {where}.")
+        raise TrainingPreempted(self._requests.signal, saved)
+
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Give the model the weights used in evaluation and in the result, equal on all ranks, inside the block."""
@@ -335,6 +365,24 @@ class Run:
             f"{good} Lower the learning rate ({optimization.describe()}), add warm-up, set "
             f"clip_norm, or skip such steps with fit(on_nonfinite='skip')."
         )
+
+
+class LeaveOnRequest(Observer):
+    """Leave after a step within an epoch, if the ranks have agreed to; `Run.train` leaves after an epoch.
+
+    Args:
+        requests: what the ranks have agreed on.
+        length: steps in an epoch.
+        leave: leaves.
+    """
+
+    def __init__(self, requests: Requests, length: int, leave: Callable[[], None]) -> None:
+        self._requests, self._length, self._leave = requests, length, leave
+
+    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
+        """Leave, once the other observers have processed the step."""
+        if self._requests.stop and state.stop is None and state.meter.steps < self._length:
+            self._leave()
 
 
 def _latest(history: History) -> str:

@@ -16,6 +16,7 @@ from ..telemetry.history import Epoch
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
 from ..training.build import Built
+from ..training.requests import Requests
 
 
 class SaveCheckpoints(Observer):
@@ -28,6 +29,7 @@ class SaveCheckpoints(Observer):
         capture: returns this rank's part of a checkpoint, and the checkpoint's content.
         guard: flushed before a checkpoint within an epoch.
         advice: returns the end of an error message.
+        requests: of checkpoints by time, and to stop.
     """
 
     def __init__(
@@ -38,15 +40,17 @@ class SaveCheckpoints(Observer):
         capture: Callable[[], tuple[Part, CheckpointContent]],
         guard: Observer,
         advice: Callable[[], str],
+        requests: Requests,
     ) -> None:
         self._built, self._writer, self._every = built, writer, every_steps
-        self._capture, self._guard, self._advice = capture, guard, advice
+        self._capture, self._guard, self._advice, self._requests = capture, guard, advice, requests
 
     def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
         """Save within the epoch when due, or if the run is stopped there; `on_epoch_end` saves at its end."""
         if state.meter.steps >= len(self._built.train):
             return
-        if state.stop is not None or (self._every is not None and state.step % self._every == 0):
+        due = self._every is not None and state.step % self._every == 0
+        if due or state.stop is not None or self._requests.save or self._requests.stop:
             self._guard.flush()
             self._save(state)
 
@@ -71,3 +75,4 @@ class SaveCheckpoints(Observer):
                 f"After step {state.step} the weights are not finite; they were not saved. {self._advice()}"
             )
         self._writer.save(part, content)
+        self._requests.saved()

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ... import strategies
-from ...checks import check_whole, is_number
+from ...checks import check_whole, is_number, is_whole
 from ...errors import PlanError, suggest
 from .frozen import FrozenDict
 from .options import (
+    AUTO,
     FLAG,
     INTEGER,
     MAPPING,
@@ -479,6 +480,16 @@ def _check_benchmark(name: str, value: Any) -> None:
         raise PlanError(f"{name}={value!r} must be True, False, or None to let the plan choose.")
 
 
+def _check_devices(name: str, value: Any) -> None:
+    if value != "auto" and not is_whole(value, 1):
+        raise PlanError(f'{name}={value!r} must be a positive integer, or "auto".')
+
+
+def _check_timeout(name: str, value: Any) -> None:
+    if not is_number(value, "(0, 1e6]"):
+        raise PlanError(f"{name}={value!r:.80} must be a positive number of seconds, at most a million.")
+
+
 def _check_matmul_precision(name: str, value: Any) -> None:
     if value is not None and value not in tuple(PRECISIONS):
         raise PlanError(f"{name}={value!r} is not known.{suggest(str(value), PRECISIONS)}")
@@ -504,13 +515,14 @@ class DistributedConfig(Config):
         ),
     )
     _: KW_ONLY
-    devices: int = field(
+    devices: int | Literal["auto"] = field(
         default=1,
         metadata=option(
-            "number of ranks",
+            'number of ranks; "auto": the world size under torchrun, else the number of visible GPUs, else 1',
             POSITIVE,
+            AUTO,
             more="Outside torchrun, more than one are started as new interpreters.",
-            check=whole(1),
+            check=_check_devices,
             in_plan=False,
         ),
     )
@@ -571,6 +583,17 @@ class DistributedConfig(Config):
             in_plan=False,
         ),
     )
+    timeout: float = field(
+        default=600.0,
+        metadata=option(
+            "seconds that the ranks wait for each other in a collective",
+            NUMBER,
+            more="Then every rank that is left raises a StrategyError. Default: ten minutes, enough for a slow file "
+            "system or a compilation; torch's half hour wastes more of a job that has lost a rank.",
+            check=_check_timeout,
+            in_plan=False,
+        ),
+    )
     options: Mapping[str, Any] = field(
         default_factory=FrozenDict,
         metadata=option("options of the strategy, such as device", MAPPING, key="strategy_options"),
@@ -589,6 +612,13 @@ class DistributedConfig(Config):
         """Return the arguments of `distribute()` that create this config."""
         named = {name: value for name, value in self.changed().items() if name != "strategy"}
         return [repr(self.strategy)], named | dict(self.options)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks; for `devices="auto"`, what that means in this process."""
+        from ...strategies.launching.group import automatic_devices
+
+        return automatic_devices(self.device) if self.devices == "auto" else self.devices
 
     @property
     def device(self) -> str | None:

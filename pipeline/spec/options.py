@@ -55,6 +55,7 @@ INTEGER = Kind(is_whole, "an integer")
 NATURAL = Kind(lambda value: is_whole(value, 0), "an integer, 0 or more")
 POSITIVE = Kind(lambda value: is_whole(value, 1), "a positive integer")
 NUMBER = Kind(is_number, "a number")
+AUTO = Kind(lambda value: value == "auto", '"auto"')
 NULL = Kind(lambda value: value is None, "null")
 
 

@@ -8,7 +8,7 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -196,7 +196,7 @@ class PipelineSpec:
         self,
         strategy: str | Strategy,
         *,
-        devices: int = 1,
+        devices: int | Literal["auto"] = 1,
         precision: strategies.Precision = "fp32",
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -204,6 +204,7 @@ class PipelineSpec:
         compile: bool | str = False,
         cudnn_benchmark: bool | None = None,
         matmul_precision: MatmulPrecision | None = None,
+        timeout: float = 600.0,
         **options: Any,
     ) -> Self:
         """Set the strategy that trains the model, by name or as an object.

@@ -66,6 +66,10 @@ class Plan:
         return self._table().html()
 
 
+def _devices(how: DistributedConfig) -> str:
+    return f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
+
+
 def lay_out(
     spec: PipelineSpec, data: DataConfig, transforms: tuple[Transform, ...], strategy: Strategy
 ) -> tuple[Step, ...]:
@@ -83,7 +87,7 @@ def lay_out(
     steps += [
         Step("check the output", "Drivetrain", "its width must be that of the data's targets"),
         Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
-             f"{how.devices} device(s), {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
+             f"{_devices(how)}, {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
              f"after surgery{_slow_bf16(how)}"),
         Step(f"optimizer: {optimization.at(data.batch_size).describe()}",
              "default" if spec.optimization is None else ".optimize()",

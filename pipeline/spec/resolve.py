@@ -51,7 +51,7 @@ class ResolvedPlan:
     @property
     def needs_ranks(self) -> bool:
         """Whether it trains in a process group, whose ranks must be launched."""
-        return needs_ranks(self.strategy, self.distribution.devices)
+        return needs_ranks(self.strategy, self.distribution.ranks)
 
     @property
     def seed(self) -> int:
@@ -91,14 +91,9 @@ def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
             "The pipeline has no data. Add .load('train.beton', 'val.beton', batch_size=…, image_size=…)."
         )
     strategy = strategies.get(how.strategy, **how.options)
-    strategy.check(how.devices)
-    microbatches = how.devices * how.accumulate
-    if data.batch_size % microbatches:
-        raise PlanError(
-            f"batch_size={data.batch_size} is global and must be divisible by devices={how.devices} × "
-            f"accumulate={how.accumulate} = {microbatches}. Pass "
-            f"batch_size={max(data.batch_size // microbatches, 1) * microbatches}."
-        )
+    devices = how.ranks
+    strategy.check(devices)
+    check_divides(data.batch_size, devices, how.accumulate)
     transforms = sort_transforms(spec.transforms)
     settings = train_settings(data, transforms)
     check_rules(spec)
@@ -106,9 +101,29 @@ def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
     if spec.epochs is not None:
         check_epochs(spec, spec.epochs)
     if files:
-        check_sources(data, how.devices)
+        check_sources(data, devices)
     scaled = spec.optimized.at(data.batch_size)
     return ResolvedPlan(spec, data, transforms, strategy, scaled, how, settings, steps)
+
+
+def check_divides(batch_size: int, devices: int, accumulate: int) -> None:
+    """Raise PlanError if the global batch cannot be split, naming the numbers of devices that can split it.
+
+    These come first, because a run cannot resume with another batch size.
+    """
+    microbatches = devices * accumulate
+    if batch_size % microbatches == 0:
+        return
+    fitting = [n for n in range(1, 2 * devices + 1) if batch_size % (n * accumulate) == 0]
+    smaller = f"batch_size={max(batch_size // microbatches, 1) * microbatches}"
+    remedy = f"Pass {smaller}."
+    if fitting:
+        known = ", ".join(map(str, fitting))
+        remedy = f"With this batch size, devices can be {known}; a new run can also pass {smaller}."
+    raise PlanError(
+        f"batch_size={batch_size} is global and must be divisible by devices={devices} × accumulate={accumulate} = "
+        f"{microbatches}. {remedy}"
+    )
 
 
 def train_settings(data: DataConfig, transforms: tuple[Transform, ...]) -> dict[str, Any]:

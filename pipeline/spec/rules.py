@@ -79,7 +79,7 @@ def _unsafe_strategies(spec: PipelineSpec) -> None:
 
 def _unused_parameters(spec: PipelineSpec) -> None:
     how = spec.distributed
-    if family(how.name) not in ("ddp", "auto") or how.devices == 1:
+    if family(how.name) not in ("ddp", "auto") or how.ranks == 1:
         return
     strategy = strategies.get(how.strategy, **how.options)
     remedy = f"add find_unused_parameters=True to .distribute({how.name!r}, …)"

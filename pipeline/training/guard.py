@@ -14,6 +14,7 @@ from ...transforms.common.tensors import locals_of
 from ..telemetry.host_copy import HostCopy
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
+from .requests import Requests
 
 OnNonFinite = Literal["raise", "skip"]
 
@@ -46,10 +47,14 @@ class NonFiniteGuard(Observer):
         engine: reduces one number per rank and step, so that all ranks agree.
         how: `"raise"` or `"skip"`.
         advice: returns the end of an error message: the last good checkpoint, what to change.
+        requests: agreed on in the same exchange; on CUDA one step later.
     """
 
-    def __init__(self, engine: Engine, how: OnNonFinite, advice: Callable[[], str]) -> None:
+    def __init__(
+        self, engine: Engine, how: OnNonFinite, advice: Callable[[], str], requests: Requests | None = None
+    ) -> None:
         self._engine, self._skip = engine, how == "skip"
+        self._requests = requests or Requests()
         self._advice = advice
         self._at_once = self._skip or engine.device.type != "cuda"
         self._late: tuple[int, HostCopy] | None = None
@@ -69,22 +74,26 @@ class NonFiniteGuard(Observer):
         Raises:
             NonFiniteError: naming step and rank; on CUDA, for the previous step.
         """
-        losses = self._of_all_ranks(loss)
+        numbers = self._of_all_ranks(loss)
         if self._at_once:
             self._look_at_norm()
-            return self._judged(state.step + 1, losses.tolist())
-        late, self._late = self._late, (state.step + 1, HostCopy(losses))
+            return self._judged(state.step + 1, numbers.tolist())
+        late, self._late = self._late, (state.step + 1, HostCopy(numbers))
         self._look(late)
         self._look_at_norm()
         return True
 
     def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the losses of all ranks, `(world_size,)`."""
-        if self._engine.world_size == 1:
+        """Return the losses of all ranks and then their requests, `(2 · world_size,)`; of one rank only its loss."""
+        ranks, flags = self._engine.world_size, self._requests.flags()
+        if ranks == 1:
+            self._requests.agree([flags])
             return loss.reshape(1)
-        losses = torch.zeros(self._engine.world_size, device=self._engine.device)
-        losses[self._engine.rank] = loss
-        return self._engine.reduce(losses, "sum")
+        numbers = torch.zeros(2 * ranks, device=self._engine.device)
+        numbers[self._engine.rank] = loss
+        if flags:
+            numbers[ranks + self._engine.rank] = flags
+        return self._engine.reduce(numbers, "sum")
 
     def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:
         """Check the gradient norm, and count consecutive overflows.
@@ -116,8 +125,8 @@ class NonFiniteGuard(Observer):
 
     def _look(self, late: tuple[int, HostCopy] | None) -> None:
         if late is not None:
-            step, losses = late
-            self._judged(step, losses.values())
+            step, numbers = late
+            self._judged(step, numbers.values())
 
     def _look_at_norm(self) -> None:
         late, self._late_norm = self._late_norm, None
@@ -135,7 +144,9 @@ class NonFiniteGuard(Observer):
             f"{self._advice()}"
         )
 
-    def _judged(self, step: int, losses: list[float]) -> bool:
+    def _judged(self, step: int, numbers: list[float]) -> bool:
+        losses, flags = numbers[: self._engine.world_size], numbers[self._engine.world_size :]
+        self._requests.agree(flags)
         bad = {rank: value for rank, value in enumerate(losses) if not math.isfinite(value)}
         if not bad:
             return True

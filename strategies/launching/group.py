@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from ...errors import StrategyError
 from ..devices import local_rank
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -30,6 +32,18 @@ def is_rank() -> bool:
     return in_group() or under_torchrun()
 
 
+def refuse_lone_task() -> None:
+    """Raise StrategyError if this is one of several tasks of a SLURM step that are no ranks: each would train alone."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # srun sets it; a batch script does not have it
+    if tasks.isdecimal() and int(tasks) > 1 and not is_rank():
+        raise StrategyError(
+            f"This is task {os.environ.get('SLURM_PROCID', '?')} of {tasks} of a SLURM step, and nothing joins them: "
+            "each would run the whole training. Start one task per node with torchrun (srun --ntasks-per-node=1 "
+            "torchrun --nnodes=$SLURM_NNODES --nproc-per-node=… --rdzv-backend=c10d --rdzv-endpoint=… -m drivetrain "
+            "train …). For separate trainings, unset SLURM_STEP_NUM_TASKS."
+        )
+
+
 def is_main_process() -> bool:
     """Whether this process is rank 0, or no rank at all."""
     if in_group():
@@ -37,12 +51,34 @@ def is_main_process() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
+def automatic_devices(device: str | None) -> int:
+    """Return the number of ranks that `devices="auto"` means here: the world size of the process group or of torchrun,
+    else the number of visible GPUs, else 1.
+
+    Args:
+        device: what the ranks train on: `"cpu"`, a CUDA device, or None for CUDA if available. A device with an index,
+            such as `"cuda:1"`, is one.
+    """
+    if in_group():
+        return dist.get_world_size()
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    return torch.cuda.device_count() if device in (None, "cuda") and torch.cuda.is_available() else 1
+
+
 def needs_ranks(strategy: object, devices: int) -> bool:
     """Whether a strategy trains in a process group: on several devices, or with `needs_group` on one, too."""
     return devices > 1 or bool(getattr(strategy, "needs_group", False))
 
 
-def join_group(init_method: str = "env://", device: str | None = None) -> None:
+COLLECTIVE_TIMEOUT = 600.0
+"""Seconds that a collective waits for the other ranks by default: long enough for a slow file system or the first
+compilation of a model, and a fraction of torch's half hour."""
+
+
+def join_group(
+    init_method: str = "env://", device: str | None = None, timeout: float = COLLECTIVE_TIMEOUT
+) -> None:
     """Join the process group that RANK and WORLD_SIZE describe.
 
     Gloo handles CPU tensors and, unless the ranks train on the CPU, NCCL handles CUDA tensors. Without `device`, this
@@ -51,6 +87,7 @@ def join_group(init_method: str = "env://", device: str | None = None) -> None:
     Args:
         init_method: as torch's.
         device: what the ranks train on: `"cpu"`, which uses no GPU, `"cuda"`, or None for CUDA if available.
+        timeout: seconds that joining and each collective may wait for the other ranks.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "gloo"
@@ -60,4 +97,5 @@ def join_group(init_method: str = "env://", device: str | None = None) -> None:
         # CPU-only jobs may run more ranks than there are GPUs.
         if own is not None and (here == 1 or own < here):
             torch.cuda.set_device(0 if here == 1 else own)
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=ranks)
+    patience = timedelta(seconds=timeout)
+    dist.init_process_group(backend, timeout=patience, init_method=init_method, rank=rank, world_size=ranks)

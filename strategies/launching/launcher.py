@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +16,9 @@ import cloudpickle
 
 from ...errors import StrategyError
 from .. import plugins
-from .group import in_group, is_rank, join_group
+from .agent import killed_with_agent
+from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group
+from .peers import LostRankError, lost_ranks_named
 from .ranks import Rank, Ranks, Report
 
 Result = TypeVar("Result")
@@ -29,6 +34,8 @@ def launch(
     timeout: float | None = None,
     device: str | None = None,
     patience: float = _INTERRUPT_PATIENCE,
+    collective_timeout: float = COLLECTIVE_TIMEOUT,
+    forward: Collection[signal.Signals] = (),
 ) -> list[Result]:
     """Call `function(*args)` on `devices` ranks in one process group, and return their results.
 
@@ -53,6 +60,10 @@ def launch(
         device: what the ranks compute on: `"cpu"`, for which only gloo is started and no GPU is used; `"cuda"`; or None
             (default) for CUDA if available. Ignored in an existing process group.
         patience: seconds that the ranks have to answer after Ctrl-C. Default 3; 0 if there is nothing to wait for.
+        collective_timeout: seconds that each collective waits for the other ranks. Default 600. Ignored in an existing
+            process group, which has its own.
+        forward: signals to this process that are forwarded to the ranks instead of their usual effect. Ignored if this
+            process is a rank, and in other threads than the main one.
 
     Returns:
         One result per rank, in order; under torchrun a list with only this rank's.
@@ -66,10 +77,10 @@ def launch(
     if devices < 1:
         raise StrategyError(f"launch: devices={devices} must be a positive integer.")
     if is_rank():
-        return [_call_here(function, args, devices, device)]
+        return [_call_here(function, args, devices, device, collective_timeout)]
     job = _pickle_job(function, args)
     deadline = None if timeout is None else time.monotonic() + timeout
-    with Ranks(job, devices, device) as ranks:
+    with Ranks(job, devices, device, collective_timeout) as ranks, _forwarded(ranks, forward):
         try:
             _wait_for_results(ranks, deadline, timeout)
             ranks.wait_for_exit()
@@ -79,8 +90,25 @@ def launch(
     return [_load_result(number, report) for number, report in enumerate(reports) if report]
 
 
+@contextmanager
+def _forwarded(ranks: Ranks, numbers: Collection[signal.Signals]) -> Iterator[None]:
+    """Forward these signals to the ranks inside the block."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    before = {number: signal.signal(number, lambda number, _: ranks.signal(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 def _call_here(
-    function: Callable[..., Result], args: tuple[Any, ...], devices: int, device: str | None
+    function: Callable[..., Result],
+    args: tuple[Any, ...],
+    devices: int,
+    device: str | None,
+    collective_timeout: float,
 ) -> Result:
     import torch.distributed as dist
 
@@ -92,8 +120,10 @@ def _call_here(
         )
     if in_group():
         return function(*args)
-    join_group(device=device)
-    result = function(*args)
+    with killed_with_agent():
+        join_group(device=device, timeout=collective_timeout)
+        with lost_ranks_named(dist.get_rank(), world_size, collective_timeout):
+            result = function(*args)
     # Not after an exception: leaving a broken group may wait for the others forever.
     dist.destroy_process_group()
     return result
@@ -154,7 +184,7 @@ def _first_cause(ranks: Ranks) -> StrategyError:
         message += f" Rank(s) {returned} had already returned: they made fewer collective calls."
     if report.traceback:
         message += f"\n\nTraceback of rank {rank.number}:\n{report.traceback}"
-    error = StrategyError(message)
+    error = (LostRankError if report.echo or report.kind == "died" else StrategyError)(message)
     error.__cause__ = _load_exception(report)
     return error
 
@@ -163,7 +193,7 @@ def _wait_after_interrupt(ranks: Ranks, patience: float) -> KeyboardInterrupt | 
     """Forward Ctrl-C and wait for `patience` seconds; return rank 0's KeyboardInterrupt if it sent one."""
     if not patience:
         return None
-    ranks.interrupt()
+    ranks.signal(signal.SIGINT)
     first = ranks.all[0]
     deadline = time.monotonic() + patience
     # An answer that is arriving (large weights) is worth waiting for.

@@ -21,6 +21,8 @@ from typing import Any
 
 import cloudpickle
 
+from .peers import is_echo
+
 # The interpreter's `-c` program. Unbuffered, so that no byte of the job is lost to a buffer; a parent
 # that died before it wrote the line leaves an empty one.
 BOOT = """
@@ -41,7 +43,7 @@ def main(order: dict[str, Any]) -> None:
 
     Args:
         order: the parent's first line: `bytes` (the job's length), `directory` (of the rendezvous, to be removed if the
-            parent dies), `answer` (the file descriptor to write to), `device` (of `launch`).
+            parent dies), `answer` (the file descriptor to write to), `device` and `timeout` (of `launch`).
     """
     orders = _take_stdin()
     # A parent started in the background has SIGINT ignored, and that is inherited.
@@ -49,7 +51,7 @@ def main(order: dict[str, Any]) -> None:
     faulthandler.enable()  # a segmentation fault leaves its Python stack on stderr
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        header, payload = _run(orders, order["bytes"], order["directory"], order["device"])
+        header, payload = _run(orders, order)
     except BaseException as error:  # SIGINT between two steps
         header, payload = _failure("raised", error)
     # The answer is sent before any connection closes, so the first cause is the first to arrive.
@@ -89,9 +91,9 @@ def _die_with_parent(orders: int, directory: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _run(orders: int, size: int, directory: str, device: str | None) -> Answer:
-    job = _read_exactly(orders, size)
-    threading.Thread(target=_die_with_parent, args=(orders, directory), daemon=True).start()
+def _run(orders: int, order: dict[str, Any]) -> Answer:
+    job = _read_exactly(orders, order["bytes"])
+    threading.Thread(target=_die_with_parent, args=(orders, order["directory"]), daemon=True).start()
     stage = "could not load the job:"
     try:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -101,7 +103,7 @@ def _run(orders: int, size: int, directory: str, device: str | None) -> Answer:
             signal.signal(number, handler)
         del job  # it may hold a data set
         stage = "could not join the other ranks:"
-        _join(directory, device)
+        _join(order["directory"], order["device"], order["timeout"])
         stage = "raised"
         result = function(*args)
     except BaseException as error:
@@ -113,7 +115,7 @@ def _run(orders: int, size: int, directory: str, device: str | None) -> Answer:
     return {"kind": "result", "what": f"returned a {type(result).__name__}"}, payload
 
 
-def _join(directory: str, device: str | None) -> None:
+def _join(directory: str, device: str | None, timeout: float) -> None:
     import torch
 
     from ... import machine
@@ -122,7 +124,7 @@ def _join(directory: str, device: str | None) -> None:
     # Ranks that each use every core would only slow each other down.
     share = machine.cores() // int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, min(share, torch.get_num_threads())))
-    join_group(f"file://{directory}/rendezvous", device)
+    join_group(f"file://{directory}/rendezvous", device, timeout)
 
 
 def _failure(stage: str, error: BaseException) -> Answer:
@@ -131,7 +133,7 @@ def _failure(stage: str, error: BaseException) -> Answer:
         "kind": "error",
         "what": f"{stage} {type(error).__name__}: {error}",
         "traceback": text,
-        "echo": _is_echo(error, text),
+        "echo": is_echo(error, text),
         "time": time.monotonic(),  # one clock for all processes of a machine
     }
     try:
@@ -139,14 +141,6 @@ def _failure(stage: str, error: BaseException) -> Answer:
     except Exception:
         payload = b""
     return header, payload
-
-
-def _is_echo(error: BaseException, text: str) -> bool:
-    """Whether this rank only noticed, through a connection, that another one has ended."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and isinstance(error, distributed.DistError):
-        return True
-    return "gloo/transport" in text  # gloo's errors are RuntimeErrors that begin with their C++ file
 
 
 def _send(descriptor: int, header: dict[str, Any], payload: bytes) -> None:

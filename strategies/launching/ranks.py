@@ -128,9 +128,9 @@ def _cause_of_death(pid: int) -> str:
 class Ranks:
     """`devices` running ranks; leaving the `with` block kills and reaps those that are still running."""
 
-    def __init__(self, job: bytes, devices: int, device: str | None = None) -> None:
+    def __init__(self, job: bytes, devices: int, device: str | None, timeout: float) -> None:
         self.all: list[Rank] = []
-        self._device = device
+        self._device, self._timeout = device, timeout
         self._job = job
         self._devices = devices
         self._selector = selectors.DefaultSelector()
@@ -166,6 +166,7 @@ class Ranks:
             "rank_main": f"{__package__}.rank_main",
             "directory": self._directory.name,
             "device": self._device,
+            "timeout": self._timeout,
             "answer": answer,
             "bytes": len(self._job),
         }
@@ -188,12 +189,12 @@ class Ranks:
         for rank in self.all:
             rank.look_for_death()
 
-    def interrupt(self) -> None:
-        """Send SIGINT to every rank that has not answered yet."""
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that has not answered yet."""
         for rank in self.all:
             if rank.report is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, signal.SIGINT)
+                    os.kill(rank.process.pid, number)
 
     def wait_for_exit(self) -> None:
         """Give ranks that have answered some time to run their exit handlers."""

@@ -20,7 +20,8 @@ class Durations:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._seen = config, dict[str, float]()
-        self._known: dict[str, float] = config.cache.get(_KEY, {}) if config.cache else {}
+        self._cache = getattr(config, "cache", None)  # missing with -p no:cacheprovider
+        self._known: dict[str, float] = {} if self._cache is None else self._cache.get(_KEY, {})
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Deselect what took long."""
@@ -37,5 +38,5 @@ class Durations:
 
     def pytest_sessionfinish(self) -> None:
         """Keep the durations; xdist's workers report to the controller."""
-        if self._config.cache is not None and not hasattr(self._config, "workerinput"):
-            self._config.cache.set(_KEY, {**self._known, **self._seen})
+        if self._cache is not None and not hasattr(self._config, "workerinput"):
+            self._cache.set(_KEY, {**self._known, **self._seen})

@@ -256,7 +256,7 @@ def cases(jobs: Any) -> dict[str, tuple[list[Transform], dict[str, Any]]]:
     }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow  # two ranks import Composer
 @pytest.mark.process
 def test_ranks_train_as_one_device(jobs: Any, cases: Any, toy: Toy) -> None:
     pipelines, alone = {}, {}

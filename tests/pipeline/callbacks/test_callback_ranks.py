@@ -88,7 +88,7 @@ def test_on_cuda_ranks_agree_one_step_later_and_at_the_end_of_an_epoch(
         assert error.startswith("OnRankOne.on_step_end failed on rank 1: ZeroDivisionError")
 
 
-@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize("every", [None, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_error_during_a_collective_of_another_rank_ends_the_run(every: int | None, toy: Toy) -> None:
     """Also at a step that is evaluated. Rank 0 never leaves its collective, so rank 1 raises alone."""
     pipeline = on_two(toy.pipeline(plain_model), "ddp")

@@ -196,7 +196,8 @@ def test_a_few_on_two_ranks(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "strategy", "ranks"), [("MultiLabel", "single", 1), ("Regression", "ddp", 2)]
+    ("task", "strategy", "ranks"),
+    [("MultiLabel", "single", 1), pytest.param("Regression", "ddp", 2, marks=pytest.mark.slow)],
 )
 def test_a_few_of_other_tasks(task: str, strategy: str, ranks: int, server: Server, tmp_path: Path) -> None:
     """Their metrics in the history are those of the uninterrupted run, too."""

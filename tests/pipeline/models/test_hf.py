@@ -76,6 +76,7 @@ def on_ranks(names: dict[str, str], toy: Toy) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.slow  # two ranks import transformers
 @pytest.mark.process
 @pytest.mark.usefixtures("one_thread")
 def test_the_same_on_two_ranks(names: dict[str, str], toy: Toy) -> None:

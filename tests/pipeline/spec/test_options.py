@@ -94,7 +94,7 @@ def test_every_option_is_a_key_of_recipes(name: str) -> None:
 
 
 NEW = '    {name}: int = field(default=3, metadata=option("number of {name}s", POSITIVE, check=whole(1)))\n'
-ADDED = {"loader: str": "lantern", "warmup: float": "oriole", "devices: int": "daisy"}
+ADDED = {"loader: str": "lantern", "warmup: float": "oriole", "accumulate: int": "daisy"}
 """Fields of the three configs, and an option to add before each."""
 
 FOUND = """

@@ -143,6 +143,7 @@ def hf_pipeline(files: Files, folder: str) -> Pipeline:
     return start.task(Classification(loss="model")).optimize("sgd", lr=0.05)
 
 
+@pytest.mark.slow  # five strategies
 @pytest.mark.process
 @pytest.mark.timeout(200)
 @pytest.mark.usefixtures("one_thread")

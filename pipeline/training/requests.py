@@ -1,0 +1,66 @@
+"""Requests to a run from outside: a signal asks it to save and stop, the clock of rank 0 asks for a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+STOP, SAVE = 1, 2
+
+
+class Requests:
+    """What this rank has been asked to do, and what all ranks have agreed on.
+
+    The agreement travels with the losses that `NonFiniteGuard` exchanges at every step.
+
+    Args:
+        every_minutes: minutes between two checkpoints, by this rank's clock; None: none. Only for rank 0.
+
+    Attributes:
+        stop: whether the ranks have agreed to stop after this step.
+        save: whether they have agreed to save after this step.
+        signal: the name of the signal that asked this rank to stop; "" if none did.
+    """
+
+    def __init__(self, every_minutes: float | None = None) -> None:
+        self.stop = self.save = False
+        self.signal = ""
+        self._interval = None if every_minutes is None else 60 * every_minutes
+        self._due = monotonic() + (self._interval or 0)
+
+    def flags(self) -> int:
+        """Return what this rank asks for, as `STOP` and `SAVE` bits."""
+        due = self._interval is not None and monotonic() >= self._due
+        return STOP * bool(self.signal) | SAVE * due
+
+    def agree(self, flags: Collection[float]) -> None:
+        """Note what any rank asks for; `flags` are those of all ranks."""
+        self.stop = self.stop or any(int(each) & STOP for each in flags)
+        self.save = self.save or any(int(each) & SAVE for each in flags)
+
+    def saved(self) -> None:
+        """Start counting the minutes to the next checkpoint."""
+        self.save = False
+        self._due = monotonic() + (self._interval or 0)
+
+    @contextmanager
+    def noted(self, names: Collection[str]) -> Iterator[None]:
+        """Note the signals with these names inside the block, instead of their usual effect.
+
+        Python delivers signals to the main thread; in others, this does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            names = ()
+
+        def note(number: int, _: object) -> None:
+            self.signal = self.signal or signal.Signals(number).name
+
+        before = {name: signal.signal(signal.Signals[name], note) for name in names}
+        try:
+            yield
+        finally:
+            for name, handler in before.items():
+                signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)

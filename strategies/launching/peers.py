@@ -1,0 +1,147 @@
+"""Which ranks of a torchrun job are still there, so that an error can say which one was lost.
+
+Every rank counts up a heartbeat in the store in which torchrun's ranks met. A rank whose collective fails looks whose
+heartbeat has stopped, or who left an error there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from ...errors import StrategyError
+
+BEAT = 1.0  # seconds between two heartbeats
+_MISSED = 3.5  # seconds without a heartbeat after which a rank counts as lost
+_ANSWER = timedelta(seconds=5)  # time limit of the store's answers
+
+
+class LostRankError(StrategyError):
+    """Another rank of the job failed, was lost, or did not take part in a collective in time."""
+
+
+def is_echo(error: BaseException, text: str) -> bool:
+    """Return whether an error, with the traceback `text`, only says that another rank has ended or does not answer."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(error, distributed.DistError):
+        return True
+    return "gloo/transport" in text  # gloo's errors are RuntimeErrors that begin with their C++ file
+
+
+class Peers:
+    """The heartbeats of the ranks.
+
+    Args:
+        rank: of this process.
+        ranks: their number.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._done = threading.Event()
+        self._store = self._connect()
+        self._post("who", f"{socket.gethostname()}, process {os.getpid()}")
+        self._thread = threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the heartbeat."""
+        self._done.set()
+        self._thread.join()
+
+    def fail(self, error: BaseException) -> None:
+        """Leave this rank's own error for the others."""
+        with suppress(Exception):
+            self._post("error", f"{type(error).__name__}: {error}")
+
+    def report(self, timeout: float) -> str:
+        """Return, after a few seconds, which ranks failed or are lost, as a sentence."""
+        try:
+            before = self._beats()
+            for _ in range(round(_MISSED / 0.5)):
+                if failed := self._failed():
+                    return failed
+                time.sleep(0.5)
+            after = self._beats()
+            lost = [rank for rank in range(self._ranks) if after.get(rank) == before.get(rank)]
+            names = [f"rank {rank} ({self._get('who', rank)})" for rank in lost if rank != self._rank]
+        except Exception:
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            return f"the host of rank 0 does not answer at {address}: it, or the network to it, is lost."
+        if names:
+            return f"{', '.join(names)} does not answer: its process, its host or the network is lost."
+        return (
+            f"no rank is lost, but one did not take part in a collective within {timeout:g} s. If it was busy, e.g. "
+            "with slow data, pass distribute(timeout=…)."
+        )
+
+    def _connect(self) -> Any:
+        """Return a connection of its own to the store: another call through torch's may wait for minutes."""
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(host, port, is_master=False, timeout=_ANSWER)
+        job = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
+        return PrefixStore("/".join(["drivetrain", *job]), store)
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._done.wait(BEAT if count else 0):
+            count += 1
+            with suppress(Exception):  # the store ends with the job
+                self._post("beat", str(count))
+
+    def _beats(self) -> dict[int, str]:
+        return {rank: self._get("beat", rank) for rank in range(self._ranks)}
+
+    def _failed(self) -> str:
+        errors = [(rank, self._get("error", rank)) for rank in range(self._ranks)]
+        said = [f"rank {rank} ({self._get('who', rank)}) failed: {text}" for rank, text in errors if text]
+        return " ".join(said)
+
+    def _post(self, what: str, value: str) -> None:
+        self._store.set(f"{what}/{self._rank}", value)
+
+    def _get(self, what: str, rank: int) -> str:
+        key = f"{what}/{rank}"
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+
+@contextmanager
+def lost_ranks_named(rank: int, ranks: int, timeout: float) -> Iterator[None]:
+    """Inside the block, post heartbeats; turn the failure of a collective into a `LostRankError` that names the rank.
+
+    Args:
+        rank: of this process, in a group that torchrun's variables describe.
+        ranks: their number.
+        timeout: of the collectives, in seconds, for the message.
+    """
+    try:
+        peers = Peers(rank, ranks)
+    except Exception:  # a launcher whose store is not torch's
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        if not is_echo(error, text):
+            peers.fail(error)
+            raise
+        said = peers.report(timeout)
+        raise LostRankError(
+            f"Rank {rank} of {ranks} ({socket.gethostname()}) stops, because {said}"
+        ) from error
+    except BaseException as error:
+        peers.fail(error)
+        raise
+    finally:
+        peers.close()

@@ -1,0 +1,104 @@
+"""Before a run, two ranks compare what they are about to train, and both say in one sentence what differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_jobs import Case, compare_before_training
+from drivetrain import EarlyStopping, Pipeline, PlanError, Regression, StrategyError, strategies
+from drivetrain.pipeline import Checkpoints
+from drivetrain.transforms import LabelSmoothing, MixUp
+from pipeline_data import Toy, batch_norm_model, write_toy
+
+
+@pytest.mark.process
+def test_both_ranks_name_what_differs(toy: Toy, tmp_path: Path) -> None:
+    def case(other: Any = None, **fit: Any) -> Case:
+        own = toy.pipeline().distribute("ddp", devices=2, timeout=20)
+        return own, own if other is None else other, {}, fit
+
+    def ddp(pipeline: Any, **options: Any) -> Any:
+        return pipeline.distribute("ddp", devices=2, timeout=20, **options)
+
+    base, shared = toy.pipeline(), tmp_path / "shared"
+    (tmp_path / "own").mkdir()
+    shared.mkdir()
+    other, same = write_toy(tmp_path / "train.beton", 128, seed=9), tmp_path / "same.beton"
+    same.write_bytes(Path(toy.train).read_bytes())
+    own = case()[0]
+    cases: dict[str, Case] = {
+        "nothing": case(),
+        "a copy elsewhere": case(ddp(base.replace(data=base.data.__class__(str(same), toy.val, **rest(base))))),
+        "samples": case(ddp(base.replace(data=base.data.__class__(str(other), toy.val, **rest(base))))),
+        "the learning rate": case(ddp(base.optimize("sgd", lr=0.5, momentum=0.9, schedule="constant"))),
+        "the seed": case(ddp(base.replace(seed=3))),
+        "a transform": case(ddp(base.transform(LabelSmoothing(0.1)))),
+        "the task": case(ddp(base.task(Regression()))),
+        "a model without a name": case(ddp(toy.pipeline(batch_norm_model()).transform(MixUp(0.1)))),
+        "precision": case(ddp(base, precision="bf16")),
+        "epochs": case(epochs=2),
+        "checkpoints": case(checkpoints=Checkpoints(every_steps=3)),
+        "callbacks": case(callbacks=[EarlyStopping("val_loss")]),
+        "a shared folder": (own, own, {"out": str(shared)}, {"out": str(shared)}),
+        "a folder of its own": (own, own, {"out": str(shared)}, {"out": str(tmp_path / "own")}),
+    }  # fmt: skip
+    first, second = strategies.launch(compare_before_training, cases, devices=2, device="cpu")
+    assert first == second
+    expected = {
+        "nothing": "", "a copy elsewhere": "", "a shared folder": "",
+        "samples": "training data = ", "the learning rate": "optimizer.lr = 0.5", "the seed": "seed = 3",
+        "a transform": "transforms = ", "the task": "task.name = 'Regression'", "a model without a name": "has ",
+        "precision": "precision = 'bf16'", "epochs": "fit(epochs) = 2", "checkpoints": "every_steps=3",
+        "callbacks": "fit(callbacks) = EarlyStopping", "a folder of its own": "does not see what rank 0",
+    }  # fmt: skip
+    for name, words in expected.items():
+        assert words in first[name], (name, first[name])
+        assert bool(words) == first[name].lower().count("rank 1 (") > 0 or not words, (name, first[name])
+    assert list(shared.iterdir()) == []
+
+
+def rest(pipeline: Any) -> dict[str, Any]:
+    """The options of `load` but the files."""
+    changed = pipeline.data.changed()
+    return {name: value for name, value in changed.items() if name not in ("train", "val")}
+
+
+def test_tasks_of_slurm_without_torchrun_are_refused(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    toy.pipeline().fit(epochs=1, progress=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    with pytest.raises(StrategyError, match=r"task 2 of 4 of a SLURM step.*--ntasks-per-node=1 torchrun"):
+        toy.pipeline().fit(epochs=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "words"),
+    [
+        (
+            32,
+            1,
+            r"devices=3 × accumulate=1 = 3. With this batch size, devices can be 1, 2, 4; .*batch_size=30",
+        ),
+        (32, 5, r"devices=3 × accumulate=5 = 15. Pass batch_size=30"),
+    ],
+)
+def test_a_batch_that_does_not_divide(toy: Toy, batch: int, accumulate: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        toy.pipeline(batch_size=batch).distribute("ddp", devices=3, accumulate=accumulate).plan()
+
+
+def test_automatic_devices(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a GPU; under torchrun its world size; the recipe keeps the word."""
+    pipeline = toy.pipeline("cifar_resnet").distribute("ddp", devices="auto", device="cpu")
+    assert '1 device(s) ("auto")' in str(pipeline.plan()).replace("\n", " ")
+    assert pipeline.to_recipe()["devices"] == "auto"
+    assert Pipeline.from_recipe(pipeline.to_recipe()).distributed == pipeline.distributed
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert pipeline.distributed.ranks == 4
+    for wrong in ("Auto", 0, True, 1.5, None):
+        with pytest.raises(PlanError, match="devices="):
+            pipeline.distribute("ddp", devices=wrong)  # type: ignore[arg-type]

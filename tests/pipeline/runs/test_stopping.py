@@ -1,0 +1,159 @@
+"""A signal asks a run to stop: all ranks save after a step, leave, and resume bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster_jobs import Signals, Slow
+from drivetrain import PlanError
+from drivetrain.pipeline import Checkpoints, FitResult, TrainingPreempted
+from drivetrain.pipeline.checkpoints.directory import CheckpointDir
+from drivetrain.strategies.launching.launcher import launch
+from pipeline_data import Toy, numbers
+from places import SUPPORT
+
+STEPS = 4  # in an epoch of the toy data
+
+
+def same(result: FitResult, expected: FitResult) -> None:
+    assert numbers(result) == numbers(expected)
+    state = expected.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in result.model.state_dict().items())
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5])
+def test_one_process(toy: Toy, tmp_path: Path, step: int) -> None:
+    """Also in the last step of an epoch, which is finished, and in the first of the next."""
+    pipeline = toy.pipeline()
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(TrainingPreempted) as ended:
+        pipeline.fit(epochs=2, out=tmp_path, progress=False, stop_on=["SIGUSR1"], callbacks=[Signals(step)])
+    assert signal.getsignal(signal.SIGUSR1) is before
+    assert (ended.value.code, ended.value.signal) == (75, "SIGUSR1")
+    assert ended.value.checkpoint == (tmp_path / "checkpoints" / f"step-{step + 1:08d}").resolve()
+    resumed = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto")
+    same(resumed, pipeline.fit(epochs=2, progress=False))
+
+
+def test_after_the_last_step_the_run_is_finished(toy: Toy, tmp_path: Path) -> None:
+    signals = Signals(2 * STEPS)
+    result = toy.pipeline().fit(
+        epochs=2, out=tmp_path, progress=False, stop_on=["SIGUSR1"], callbacks=[signals]
+    )
+    assert len(result.history.epochs) == 2
+
+
+def test_without_a_folder_nothing_is_saved(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TrainingPreempted) as ended:
+        toy.pipeline().fit(epochs=2, stop_on=("SIGUSR1",), callbacks=[Signals(1)])
+    assert ended.value.checkpoint is None
+    assert "Stopped by SIGUSR1 after step 2; nothing was saved" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("SIGTERM", "must be a list"),
+        (["SIGTER"], "'SIGTER' is not known. Known: SIGHUP, SIGTERM"),
+        (["SIGKILL"], "'SIGKILL' is not known"),
+    ],
+)
+def test_what_is_no_list_of_signals_is_refused(toy: Toy, value: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        toy.pipeline().fit(epochs=1, stop_on=value)
+
+
+@pytest.mark.process
+def test_ranks_agree_whoever_is_signalled(toy: Toy, tmp_path: Path) -> None:
+    """Rank 1 alone; then this process, which forwards the signal. Both save once, and the run ends as undisturbed."""
+    pipeline = toy.pipeline().distribute("ddp", devices=2)
+    with pytest.raises(TrainingPreempted) as ended:
+        pipeline.fit(
+            epochs=3, out=tmp_path, progress=False, stop_on=["SIGUSR1"], callbacks=[Signals(2, rank=1)]
+        )
+    assert ended.value.checkpoint is not None
+    assert ended.value.checkpoint.name == "step-00000003"
+
+    def send() -> None:
+        while not (tmp_path / "checkpoints" / "step-00000004").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    options: dict[str, Any] = {"out": tmp_path, "progress": False, "resume": "auto", "stop_on": ["SIGUSR1"]}
+    every = Checkpoints(every_steps=1, keep=20)
+    with pytest.raises(TrainingPreempted) as forwarded:
+        pipeline.fit(epochs=3, checkpoints=every, callbacks=[Slow()], **options)
+    thread.join()
+    assert forwarded.value.signal == "SIGUSR1"
+    same(pipeline.fit(epochs=3, **options), pipeline.fit(epochs=3, progress=False))
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_checkpoints_by_the_clock_of_rank_0(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.pipeline().distribute("ddp", devices=2)
+    pipeline.fit(epochs=1, out=tmp_path, progress=False, checkpoints=Checkpoints(every_minutes=1e-6, keep=20))
+    assert len(CheckpointDir(tmp_path / "checkpoints").checkpoints()) == STEPS
+
+
+def test_minutes_are_a_positive_number() -> None:
+    for value in (0, -1, "5", float("nan"), True):
+        with pytest.raises(PlanError, match="every_minutes="):
+            Checkpoints(every_minutes=value)  # type: ignore[arg-type]
+
+
+def test_launch_restores_handlers() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    launch(os.getpid, devices=1, device="cpu", forward=[signal.SIGUSR1])
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_the_command_ends_with_its_status_and_resumes(toy: Toy, tmp_path: Path) -> None:
+    """SIGTERM by default, on a run of one process."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"model: pipeline_data:Sleepy\nmodel_options: {{seconds: 0.2}}\ntrain: {toy.train}\nbatch_size: 32\n"
+        "image_size: 16\noptimizer: {name: sgd, lr: 0.1}\nepochs: 50\nstrategy_options: {device: cpu}\n"
+    )
+    out = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "drivetrain",
+        "train",
+        str(recipe),
+        "--out",
+        str(out),
+        "--every-steps",
+        "1",
+    ]
+    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 75, errors
+    assert "Stopped by SIGTERM after step" in output + errors
+    assert "--resume" in output + errors

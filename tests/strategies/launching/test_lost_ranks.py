@@ -1,0 +1,108 @@
+"""Under torchrun's variables: a rank that dies, stops or fails is named by the error of the one that is left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from drivetrain.errors import DataError
+from drivetrain.strategies import launch
+
+def train(how):
+    for step in range(1000):
+        dist.all_reduce(torch.ones(1))
+        if step == 20 and dist.get_rank() == 1:
+            if how == "fails":
+                raise DataError("no such picture")
+            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+        time.sleep(0.05)
+
+try:
+    launch(train, sys.argv[1], devices=2, device="cpu", collective_timeout=4)
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+    os._exit(3)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("dies", "does not answer"),
+        pytest.param("stops", "does not answer", marks=pytest.mark.slow),
+        pytest.param("fails", "failed: DataError: no such picture", marks=pytest.mark.slow),
+    ],
+)
+def test_the_other_rank_names_it(
+    tmp_path: Path, started: list[subprocess.Popen[str]], how: str, said: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    common["MASTER_PORT"] = str(free_port())
+    for rank in ("0", "1"):
+        environment = {**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(script), how], stdout=subprocess.PIPE, text=True, env=environment
+            )
+        )
+    output, _ = started[0].communicate(timeout=120)
+    assert started[0].returncode == 3
+    host = socket.gethostname()
+    assert output.startswith(f"LostRankError Rank 0 of 2 ({host}) stops, because "), output
+    assert f"rank 1 ({host}, process {started[1].pid}) {said}" in output
+
+
+AGENT = """
+import os, sys, time
+import torch.distributed as dist
+from drivetrain.strategies import launch
+
+def train(place):
+    open(place, "w").write(str(os.getpid()))
+    time.sleep(100)
+
+launch(train, sys.argv[1], devices=1, device="cpu")
+"""
+
+
+@pytest.mark.slow
+def test_no_worker_outlives_its_agent(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    script, place = tmp_path / "script.py", tmp_path / "pid"
+    script.write_text(AGENT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", str(script), str(place)]  # fmt: skip
+    agent = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    started.append(agent)
+    deadline = time.monotonic() + 90
+    while not (place.exists() and place.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    worker = int(place.read_text())
+    agent.kill()
+    agent.wait()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{worker}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{worker}").exists()
