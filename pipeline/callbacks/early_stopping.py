@@ -28,6 +28,7 @@ class EarlyStopping(Callback):
             torchmetrics class declares it (`higher_is_better`); for losses, lower is better.
 
     Attributes:
+        lower_is_better: the direction, for `mode="auto"` once `check` was called.
         best: the best value so far; None before the first evaluation.
         waited: evaluations since.
 
@@ -47,7 +48,7 @@ class EarlyStopping(Callback):
             raise PlanError(f"EarlyStopping: mode={mode!r} is not known.{suggest(str(mode), get_args(Mode))}")
         self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
         self.mode = mode
-        self._lower_is_better = mode != "max"  # for "auto", `check` finds it out
+        self.lower_is_better = mode != "max"
         self.best: float | None = None
         self.waited = 0
 
@@ -55,7 +56,7 @@ class EarlyStopping(Callback):
         """Raise `PlanError` unless the run measures the metric, and it is known which values are better."""
         if self.monitor in ("loss", *run.metrics):
             if self.mode == "auto":
-                self._lower_is_better = not self._declared(run)
+                self.lower_is_better = not self._declared(run)
             return
         if not run.metrics:
             raise PlanError(
@@ -90,7 +91,7 @@ class EarlyStopping(Callback):
 
     def _look(self, view: RunView, value: float | None) -> None:
         """Compare the value; one that is undefined, such as a mean over no sample, is no improvement."""
-        sign = 1.0 if self._lower_is_better else -1.0
+        sign = 1.0 if self.lower_is_better else -1.0
         if value is not None and (self.best is None or sign * (self.best - value) > self.min_delta):
             self.best, self.waited = value, 0
             return

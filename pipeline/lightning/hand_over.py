@@ -23,6 +23,7 @@ from ...strategies.common.sharding import give_channels_last_inputs, make_contig
 from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
 from ...transforms.composer_algorithms.transform import ComposerTransform
 from ...transforms.no_weight_decay import note_shape
+from ..runs.callbacks import run_options
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
 from ..tasks.metrics import compute
@@ -40,6 +41,7 @@ from ..training.build import (
 )
 from ..training.hooks import TrainingHooks, split_microbatches
 from ..training.schedule import torch_scheduler
+from .callbacks import translated
 from .strategies import check_trainer, share, trainer_arguments
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -71,6 +73,8 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
     distribution = plan.distribution
     _check_methods(plan.spec.transforms)
     arguments = trainer_arguments(distribution, given)
+    if arguments.get("callbacks") is not None:
+        arguments["callbacks"] = translated(arguments["callbacks"], run_options(plan, logs=False))
     if distribution.compile or distribution.activation_checkpointing:
         raise PlanError(
             "compile= and activation_checkpointing= require Drivetrain's strategies. Remove them from .distribute(), "

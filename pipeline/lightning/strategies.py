@@ -17,7 +17,6 @@ from lightning.pytorch.strategies import (
 
 from ... import strategies
 from ...errors import PlanError, suggest
-from ..callbacks.callback import Callback
 from ..spec.config import DistributedConfig
 from ..spec.optimizers import label, needs_whole_matrices
 from ..spec.resolve import ResolvedPlan
@@ -42,7 +41,6 @@ def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict
     for name, place in OWN.items():
         if name in given:
             raise PlanError(f"to_lightning({name}={given[name]!r}): set it in {place}.")
-    _check_callbacks(given.get("callbacks"))
     arguments: dict[str, Any] = {"devices": options.ranks}
     if "strategy" in given:
         _check_name(given["strategy"])
@@ -54,19 +52,6 @@ def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict
         if index:
             arguments["devices"] = [int(index)]
     return {**arguments, **given}
-
-
-def _check_callbacks(callbacks: object) -> None:
-    """Raise PlanError for a callback of Drivetrain, which needs Drivetrain's loop."""
-    for one in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
-        if isinstance(one, Callback):
-            name = type(one).__name__
-            same = {"EarlyStopping": "EarlyStopping(monitor='val_loss', patience=3)"}.get(name)
-            remedy = f"lightning.pytorch.callbacks.{same}" if same else "a callback of Lightning's"
-            raise PlanError(
-                f"to_lightning(callbacks=…): {name} is a callback of Drivetrain, which only runs in fit(). Pass "
-                f"{remedy}; the module logs 'loss', 'val_loss' and 'accuracy'."
-            )
 
 
 def _check_name(strategy: object) -> None:

@@ -16,6 +16,7 @@ from ...errors import CheckpointError, DrivetrainError, PlanError
 from ...strategies import Engine
 from ..callbacks.callback import Callback, RunOptions
 from ..callbacks.view import RunView
+from ..spec.resolve import ResolvedPlan
 from ..telemetry.history import Epoch, Evaluation
 from ..telemetry.observer import Observer, Phase
 from ..telemetry.state import TrainState
@@ -24,6 +25,13 @@ from ..training.agreement import Exchange, broadcast_text
 STOP, FAILED = 1, 2
 PATIENCE = 10.0  # seconds; longer than ranks that compute the same usually drift apart
 States = dict[str, dict[str, Any]]
+
+
+def run_options(plan: ResolvedPlan, logs: bool) -> RunOptions:
+    """Return what callbacks can check; there are no metrics without validation data."""
+    names = () if plan.data.val is None else ("val_loss", *plan.task.names)
+    meters = plan.task.meters(10) if names else {}  # any number of classes: directions do not depend on it
+    return RunOptions(names, logs, {name: meter.higher_is_better for name, meter in meters.items()})
 
 
 def check_callbacks(callbacks: Sequence[Callback], options: RunOptions, *, pickled: bool) -> None:

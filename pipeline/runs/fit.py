@@ -10,7 +10,6 @@ from pathlib import Path
 from ...errors import DrivetrainError, PlanError, StrategyError
 from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.peers import LostRankError
-from ..callbacks.callback import RunOptions
 from ..checkpoints.directory import CheckpointDir
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
@@ -20,7 +19,7 @@ from ..telemetry.progress import echo, in_cell
 from ..training.build import rebuild_model, resolve_data
 from ..training.requests import Requests
 from .artifacts import FitJob, RankResult
-from .callbacks import check_callbacks
+from .callbacks import check_callbacks, run_options
 from .config import FitConfig
 from .folder import descriptions, draw_curves, lock_run_dir, replaced
 from .initial import InitialWeights, check_source
@@ -39,7 +38,7 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
     folder, progress = config.folder, config.progress
     loggers = check_loggers(config.logger, config.log_every, folder, pickled=not trains_here(plan))
     if config.callbacks:
-        check_callbacks(config.callbacks, _run_options(plan, bool(loggers)), pickled=not trains_here(plan))
+        check_callbacks(config.callbacks, run_options(plan, bool(loggers)), pickled=not trains_here(plan))
     _check_evaluation(plan, config)
     if config.init_from is not None:
         check_source(config.init_from)
@@ -55,13 +54,6 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
         for text in (note, "" if folder is None else replaced(folder, job.resume)):
             _echo(text, progress)
         return _fit(plan, job)
-
-
-def _run_options(plan: ResolvedPlan, logs: bool) -> RunOptions:
-    """Return what callbacks can check; there are no metrics without validation data."""
-    names = () if plan.data.val is None else ("val_loss", *plan.task.names)
-    meters = plan.task.meters(10) if names else {}  # any number of classes: directions do not depend on it
-    return RunOptions(names, logs, {name: meter.higher_is_better for name, meter in meters.items()})
 
 
 def _check_evaluation(plan: ResolvedPlan, config: FitConfig) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import own_schedules
 import pytest
 import torch
-from drivetrain import DrivetrainError, EarlyStopping, Pipeline, PlanError
+from drivetrain import DrivetrainError, EarlyStopping, Pipeline, PlanError, Profile
 from drivetrain.pipeline.spec.config import DistributedConfig
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.transforms import (
@@ -43,7 +43,7 @@ def dropping_model() -> nn.Module:
     return nn.Sequential(nn.Dropout(0.2), plain_model())
 
 
-def trained(pipeline: Any, epochs: int) -> tuple[Any, list[dict[str, float]]]:
+def trained(pipeline: Any, epochs: int, *callbacks: Any) -> tuple[Any, list[dict[str, float]]]:
     """The module after Lightning's training, and what it logged of each epoch."""
     import lightning.pytorch as pl
 
@@ -54,7 +54,9 @@ def trained(pipeline: Any, epochs: int) -> tuple[Any, list[dict[str, float]]]:
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
             found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
-    module, data, arguments, _ = pipeline.to_lightning(epochs=epochs, callbacks=[Keeps()], **QUIET)
+    module, data, arguments, _ = pipeline.to_lightning(
+        epochs=epochs, callbacks=[Keeps(), *callbacks], **QUIET
+    )
     pl.Trainer(**arguments).fit(module, data)
     return module, found
 
@@ -175,10 +177,19 @@ def test_what_the_trainer_is_told(toy: Toy) -> None:
         pipeline.to_lightning(epochs=1, strategy="ddp_spwan")
     with pytest.raises(PlanError, match=r"max_epochs=5\): set it in to_lightning\(epochs=…\)"):
         pipeline.to_lightning(epochs=1, max_epochs=5)
-    with pytest.raises(
-        PlanError, match=r"EarlyStopping is a callback of Drivetrain.*lightning.*EarlyStopping\("
-    ):
-        pipeline.to_lightning(epochs=1, callbacks=[EarlyStopping()])
+    with pytest.raises(PlanError, match=r"Profile is a callback of Drivetrain.*profiler='pytorch'"):
+        pipeline.to_lightning(epochs=1, callbacks=[Profile("trace.json")])
+    with pytest.raises(PlanError, match="no metric is named 'top9'"):
+        pipeline.to_lightning(epochs=1, callbacks=EarlyStopping("top9"))
+
+
+def test_early_stopping_is_lightnings(toy: Toy) -> None:
+    """It stops after the same epoch as in our loop, by a metric whose direction its class declares."""
+    pipeline = toy.pipeline().optimize("sgd", lr=1e-9, schedule="constant")  # nothing improves
+    stopping = EarlyStopping("top1", patience=2)
+    _, found = trained(pipeline, 9, stopping)
+    result = pipeline.fit(epochs=9, progress=False, callbacks=[stopping])
+    assert len(found) == len(result.history.epochs) == 3
 
 
 def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:
