@@ -26,7 +26,6 @@ from drivetrain.pipeline.training.build import Built
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
-from drivetrain.pipeline.training.requests import Requests
 from drivetrain.strategies import Engine
 from measuring import Contender, handlers_kept
 from torch import nn
@@ -161,7 +160,7 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
             contextlib.redirect_stdout(nowhere),
         ):
             job = FitJob(epochs=1, out=Path(folder), checkpoints=None, logger=("csv",))
-            Run(plan, built, job, RankResult(), Requests()).train()
+            Run(plan, built, job, RankResult()).train()
             lines = (Path(folder) / "metrics.csv").read_text().splitlines()
             entries = len(lines) - 2  # without the header and the epoch
         if entries != len(batches) // job.log_every:

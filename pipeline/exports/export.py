@@ -131,7 +131,12 @@ def _format(format: str | None, out: Path) -> Format:
         CheckpointError: if it does not, or is unknown.
     """
     by_suffix: dict[str, Format] = {suffix: kind for kind, suffix in SUFFIXES.items()}
-    kind = by_suffix.get(out.suffix, "safetensors") if format is None else format
+    if format is None and out.suffix not in by_suffix:
+        raise CheckpointError(
+            f"{out} does not end in {' or '.join(by_suffix)} and might be a file of another kind; nothing was written. "
+            f"Pass a name with one of these suffixes, e.g. {out.parent / (out.stem or 'out')}.safetensors."
+        )
+    kind = by_suffix[out.suffix] if format is None else format
     if kind not in SUFFIXES:
         raise CheckpointError(f"No format is named {format!r}.{suggest(str(format), SUFFIXES)}")
     require_suffix(out, SUFFIXES[kind], CheckpointError)

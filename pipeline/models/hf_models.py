@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
@@ -15,7 +19,8 @@ from torch import nn
 from ...errors import DataError, PlanError, RecipeError, require
 from .weights import is_file_name, omitted, read_weights, unusable
 
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PROBE_SECONDS = 5.0
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _PROBLEMS = {
     "class indices": "single_label_classification",
     "labels": "multi_label_classification",
@@ -88,7 +93,8 @@ class HfModel:
             except OSError:
                 if folder:
                     raise
-                config, unused = read(self.name, **arguments)  # from the hub, if there is a network
+                check_hub()
+                config, unused = read(self.name, **arguments)
         except OSError as error:
             raise self._missing(error) from error
         except Exception as error:  # configurations check their values in many ways
@@ -136,6 +142,7 @@ class HfModel:
             except OSError:
                 if local:
                     raise
+                check_hub()
                 model, report = kind.from_pretrained(source, **given)
         except OSError as error:
             if local:
@@ -158,6 +165,30 @@ class HfModel:
             f"downloaded: {_line(error)}. Copy them there from a machine with a network (hf download {self.name}), or "
             "pass a local folder that has config.json: 'hf:path/to/folder'."
         )
+
+
+def check_hub() -> None:
+    """Raise OSError if Hugging Face's hub cannot be reached: transformers would try again for up to two minutes."""
+    hub = require("huggingface_hub.constants", "hf", "find the hub")
+    address = urlsplit(hub.ENDPOINT)
+    if (
+        hub.HF_HUB_OFFLINE or getproxies()
+    ):  # transformers knows the first, and a proxy answers instead of the hub
+        return
+    answered: list[bool] = []
+
+    def connect() -> None:
+        with suppress(OSError):
+            port = address.port or (80 if address.scheme == "http" else 443)
+            socket.create_connection((address.hostname or "", port), _PROBE_SECONDS).close()
+            answered.append(True)
+
+    # In a thread, because looking up a name has no time limit.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_PROBE_SECONDS)
+    if not answered:
+        raise OSError(f"{hub.ENDPOINT} does not answer within {_PROBE_SECONDS:g} s")
 
 
 def hf_model(name: str) -> HfModel:

@@ -133,7 +133,7 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
         with requests.noted(job.stop_on), built_here(plan, initial) as built:
             if job.plan and is_main_process():
                 print(job.plan, flush=True)
-            Run(plan, built, job, outcome, requests, None if initial is None else initial.matched).train()
+            Run(plan, built, job, outcome, None if initial is None else initial.matched, requests).train()
     except KeyboardInterrupt:
         raise TrainingInterrupted(outcome) from None
     return outcome

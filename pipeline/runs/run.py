@@ -56,8 +56,8 @@ class Run:
         built: what `build` built from it.
         job: the options of the run.
         outcome: the rank's result, updated after each epoch.
-        requests: to stop or save, from outside.
         initial: the weights that were loaded into the model, if any.
+        requests: to stop or save, from outside. Default None: there are none.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Run:
         built: Built,
         job: FitJob,
         outcome: RankResult,
-        requests: Requests,
         initial: Matched | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self._plan, self._built, self._job, self._outcome = plan, built, job, outcome
-        self._requests = requests
+        self._requests = requests = requests or Requests()
         self._initial = initial
         self._engine, self._hooks = built.engine, built.hooks
         self._lead = built.engine.rank == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def test_the_recipe_with_a_model_beside_it_trains(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["train", "recipes/mine.yaml", "strategy_options.device=cpu"])
+    del sys.modules["net"]  # another test has one of that name
     assert ended.value.code in (0, None), capsys.readouterr().err
     assert "after 2 epochs" in capsys.readouterr().out
     with pytest.raises(RecipeError, match="cannot be imported"):

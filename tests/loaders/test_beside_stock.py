@@ -38,7 +38,8 @@ print(stock(path), len(after[0]))
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("first", ["ours", pytest.param("stock", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", ["ours", "stock"])
+@pytest.mark.slow
 def test_both_loaders_in_one_process(tmp_path: Path, first: str) -> None:
     path = jpeg_beton(tmp_path / "photos.beton")
     done = subprocess.run(

@@ -192,8 +192,17 @@ def test_both_loaders_change_pictures_alike(policy: dict[str, Any], same: Path) 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("policy", EACH, ids=str)
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        pytest.param(
+            policy, kind, marks=pytest.mark.slow if kind is TorchLoader and policy != EACH[0] else ()
+        )
+        for policy in EACH
+        for kind in LOADERS
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else value.__name__,
+)
 def test_pixels_are_functions_of_seed_epoch_and_sample(
     kind: Any, policy: dict[str, Any], photos: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_an_error_during_a_collective_of_another_rank_ends_the_run(every: int | 
     assert "did not get through the same event within 1 s" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_fit_starts_send_back_the_callbacks_states(toy: Toy) -> None:
     pipeline = on_two(toy.pipeline(plain_model).optimize("sgd", lr=1e-9), "ddp")
     counting, early = OnRankOne(), EarlyStopping(patience=1, min_delta=0.1)

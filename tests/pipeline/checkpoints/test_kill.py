@@ -207,7 +207,10 @@ def test_a_few_of_other_tasks(task: str, strategy: str, ranks: int, server: Serv
     assert all(set(metrics) == names for *_, metrics in numbers(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "kills"), [("single", 1, 3), ("ddp", 2, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "kills"),
+    [("single", 1, 3), pytest.param("ddp", 2, 2, marks=pytest.mark.slow)],
+)
 def test_a_few_with_callbacks_and_early_stopping(
     strategy: str, ranks: int, kills: int, server: Server, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_the_command(run: Ran, toy: Toy, tmp_path: Path, monkeypatch: pytest.Mon
         export(folder, tmp_path / "own.onnx")
     for options, message in (
         (("own.onnx", "--format", "torch-export"), "does not end in .pt2"),
+        (("own.weights",), "does not end in .safetensors or .pt2 or .onnx"),
         (("own.pt2", "--format", "torchscript"), "Did you mean 'torch-export'?"),
         (("own.pt2", "--names", "trained"), "are of safetensors"),
         (("own.safetensors", "--data", toy.val), "compares a program"),

@@ -337,6 +337,7 @@ def test_what_means_nothing_is_refused_at_once(asked: dict[str, Any], message: s
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_the_command_measures_what_it_is_asked_for(toy: Toy, tmp_path: Path) -> None:
     file, out = tmp_path / "mine.yaml", tmp_path / "out"
     file.write_text(

@@ -145,6 +145,7 @@ def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     deliver = TorchLoader._batch
 

@@ -11,8 +11,10 @@ from typing import Any
 import hf_folders
 import pytest
 import torch
+from cifar10_files import closed_port
 from drivetrain import DataError, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline import export, load_run
+from drivetrain.pipeline.models import hf_models
 from drivetrain.pipeline.models.factories import model_factory
 from drivetrain.strategies import launch
 from pipeline_data import CLASSES, Toy, numbers, toy_arrays
@@ -141,6 +143,8 @@ def test_a_name_in_the_cache_and_one_that_is_not(
     import huggingface_hub.constants as hub
 
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setattr(hf_models, "getproxies", dict)
     snapshot = tmp_path / "models--someone--tiny/snapshots/0123"
     shutil.copytree(names["vit"][3:], snapshot)
     (tmp_path / "models--someone--tiny/refs").mkdir()
@@ -167,6 +171,7 @@ def test_refused(names: dict[str, str], toy: Toy, tmp_path: Path) -> None:
     for name, words in (
         (f"hf:{tmp_path / 'empty'}", r"empty of hf:.* has no config\.json"),
         ("hf:", r"^hf: is neither a folder nor a name"),
+        ("hf:../nowhere", "neither a folder nor a name on Hugging Face's hub"),
         ("hf:a/b/c", "neither a folder nor a name on Hugging Face's hub"),
     ):
         with pytest.raises(RecipeError, match=words):

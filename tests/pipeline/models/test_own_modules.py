@@ -47,6 +47,7 @@ def recipe(toy: Toy, tmp_path: Path) -> Path:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_model_beside_the_recipe_trains_and_is_exported(recipe: Path, tmp_path: Path) -> None:
     """From another working directory; then, for the export, from that of the model."""
     trained = run("train", str(recipe), "--out", "run", cwd=tmp_path)

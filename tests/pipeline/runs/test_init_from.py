@@ -202,7 +202,8 @@ def test_evaluate_refuses_what_is_not_of_its_model(toy: Toy, run: tuple[Path, Fi
 
 @pytest.mark.process
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.slow
 def test_both_on_two_ranks(strategy: str, toy: Toy, run: tuple[Path, FitResult], tmp_path: Path) -> None:
     folder, first = run
     ranks = averaged(toy).distribute(strategy, devices=2, device="cpu")

@@ -166,6 +166,7 @@ def test_what_cannot_log_is_refused_before_any_work(
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_loggers_of_ranks_that_are_started(toy: Toy, tmp_path: Path) -> None:
     """Names and objects work on rank 0; what cannot travel is an error before any rank is started."""
     pipeline = toy.pipeline().distribute("ddp", devices=2)

@@ -38,6 +38,7 @@ def test_recomputing_trains_to_the_same_weights_bit_for_bit(toy: Toy) -> None:
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
+@pytest.mark.slow
 def test_compiled_it_trains_to_the_same_loss(toy: Toy) -> None:
     pipeline = toy.pipeline(partial(small, 0.0))  # compiled code draws other random numbers
     plain = pipeline.fit(epochs=1, progress=False)

@@ -281,6 +281,7 @@ def check(ranks: list[dict[str, Any]], names: list[str], case: Case) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_its_state_moves_to_and_from_torchs() -> None:
     """Without the compiled part, in the place of which torch computes."""
     names, case = OFFLOAD[1:], MOVED[0]

@@ -174,6 +174,7 @@ launch(train, devices=2)
     assert list(script.temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_torchrun_joins(start) -> None:
     script = start(
         """
