@@ -110,6 +110,17 @@ def test_the_ledger_is_that_of_the_run() -> None:
         assert f"\n| ceiling: {name} | {figures} | |\n" in DOCS
 
 
+def test_muons_figures_are_those_of_the_run() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "muon.json").read_text())
+    text = " ".join(DOCS.split())
+    for runs in results["runs"].values():
+        accuracies = [run["accuracy"] for run in runs]
+        mean = f"{sum(accuracies) / len(accuracies):.2%}".replace("%", " %")
+        each = ", ".join(f"{accuracy:.2%}".replace("%", " %") for accuracy in accuracies)
+        assert mean in text
+        assert f"({each})" in text
+
+
 def test_the_libraries_beside_which_it_stands() -> None:
     (head,) = (line for line in DOCS.splitlines() if line.startswith("| | Drivetrain |"))
     columns = [name.strip() for name in head.strip("|").split("|")]
