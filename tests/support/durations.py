@@ -10,8 +10,8 @@ import os
 import pytest
 
 QUICK = bool(os.environ.get("DRIVETRAIN_QUICK"))
-LIMIT = 0.25
-"""Seconds. Half of a minute is spent in the few hundred tests above it."""
+LIMIT = 0.05
+"""Seconds. Three quarters of the tests that start no process take less, and together half a minute."""
 _KEY = "drivetrain/seconds"
 
 

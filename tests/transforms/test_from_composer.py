@@ -79,6 +79,7 @@ PARITY: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "accumulate"), [*((name, 1) for name in PARITY), ("MixUp, LabelSmoothing", 2), ("a user's", 2)]
