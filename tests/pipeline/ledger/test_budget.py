@@ -81,7 +81,8 @@ def staged(toy: Toy, seconds: float, **load: Any) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("sleep", "seconds"), [(0.05, 6.0), pytest.param(0.25, 12.0, marks=pytest.mark.slow), (0.02, 16.0)]
+    ("sleep", "seconds"),
+    [(0.05, 6.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.25, 12.0), (0.02, 16.0)))],
 )
 def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[float]) -> None:
     """Also on a machine that is slow, because the trials are measured in this very run."""

@@ -73,6 +73,7 @@ def test_what_is_no_list_of_signals_is_refused(toy: Toy, value: Any, words: str)
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_ranks_agree_whoever_is_signalled(toy: Toy, tmp_path: Path) -> None:
     """Rank 1 alone; then this process, which forwards the signal. Both save once, and the run ends as undisturbed."""
     pipeline = toy.pipeline().distribute("ddp", devices=2)

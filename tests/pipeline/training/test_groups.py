@@ -204,6 +204,7 @@ PAIRS = [
 
 @pytest.mark.process
 @pytest.mark.long
+@pytest.mark.slow
 def test_under_every_strategy(one_thread: None) -> None:  # noqa: ARG001
     """Groups, torch schedulers and optimizers by class: one device's numbers, and its groups, also after a resume."""
     alone = group_jobs.all_of([("single", config) for config in ("adamw", "nadam")])
