@@ -26,8 +26,9 @@ from drivetrain.pipeline.training.build import Built
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
+from drivetrain.signals import handlers_kept
 from drivetrain.strategies import Engine
-from measuring import Contender, handlers_kept
+from measuring import Contender
 from torch import nn
 from torch.nn import functional
 

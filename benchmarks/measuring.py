@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +27,6 @@ def measure(contenders: Mapping[str, Contender], rounds: int, warm_up: int = 1) 
             if number >= warm_up:
                 figures[name].append(figure)
     return figures
-
-
-@contextmanager
-def handlers_kept() -> Iterator[None]:
-    """Remove the signal handlers that Composer installs when it is imported, and when its Trainer is created."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def summarise(values: list[float]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torchvision
+from drivetrain.signals import handlers_kept
 from drivetrain.table import Table
 from drivetrain.transforms import (
     ALiBi,
@@ -39,7 +40,7 @@ from drivetrain.transforms import (
     Transform,
     WeightStandardization,
 )
-from measuring import Contender, handlers_kept, measure, save, summarise
+from measuring import Contender, measure, save, summarise
 from torch import nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from time import monotonic
+
+from ...signals import handled
 
 STOP, SAVE = 1, 2
 
@@ -48,19 +49,10 @@ class Requests:
 
     @contextmanager
     def noted(self, names: Collection[str]) -> Iterator[None]:
-        """Note the signals with these names inside the block, instead of their usual effect.
-
-        Python delivers signals to the main thread; in others, this does nothing.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            names = ()
+        """Note the signals with these names inside the block, instead of their usual effect, in the main thread."""
 
         def note(number: int, _: object) -> None:
             self.signal = self.signal or signal.Signals(number).name
 
-        before = {name: signal.signal(signal.Signals[name], note) for name in names}
-        try:
+        with handled([signal.Signals[name] for name in names], note):
             yield
-        finally:
-            for name, handler in before.items():
-                signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)

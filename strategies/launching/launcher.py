@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
 
 import cloudpickle
 
 from ...errors import StrategyError
+from ...signals import handled
 from .. import plugins
 from .agent import killed_with_agent
 from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group
@@ -80,7 +79,10 @@ def launch(
         return [_call_here(function, args, devices, device, collective_timeout)]
     job = _pickle_job(function, args)
     deadline = None if timeout is None else time.monotonic() + timeout
-    with Ranks(job, devices, device, collective_timeout) as ranks, _forwarded(ranks, forward):
+    with (
+        Ranks(job, devices, device, collective_timeout) as ranks,
+        handled(forward, lambda number, _: ranks.signal(number)),
+    ):
         try:
             _wait_for_results(ranks, deadline, timeout)
             ranks.wait_for_exit()
@@ -88,19 +90,6 @@ def launch(
         except KeyboardInterrupt as interrupt:
             raise (_wait_after_interrupt(ranks, patience) or interrupt) from None
     return [_load_result(number, report) for number, report in enumerate(reports) if report]
-
-
-@contextmanager
-def _forwarded(ranks: Ranks, numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """Forward these signals to the ranks inside the block."""
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    before = {number: signal.signal(number, lambda number, _: ranks.signal(number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _call_here(

@@ -21,6 +21,7 @@ from typing import Any
 
 import cloudpickle
 
+from ...signals import handlers_kept
 from .peers import is_echo
 
 # The interpreter's `-c` program. Unbuffered, so that no byte of the job is lost to a buffer; a parent
@@ -96,11 +97,8 @@ def _run(orders: int, order: dict[str, Any]) -> Answer:
     threading.Thread(target=_die_with_parent, args=(orders, order["directory"]), daemon=True).start()
     stage = "could not load the job:"
     try:
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        function, args = pickle.loads(job)
-        # Modules that the job imports may replace them, as Composer does.
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        with handlers_kept():  # modules that the job imports may replace them
+            function, args = pickle.loads(job)
         del job  # it may hold a data set
         stage = "could not join the other ranks:"
         _join(order["directory"], order["device"], order["timeout"])

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import inspect
 import itertools
-import signal
-import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,6 +20,8 @@ import torch
 from torch import nn
 
 from ...errors import PlanError
+from ...names import imported
+from ...signals import handlers_kept
 from .. import base
 from ..base import Kind, Report, Session, State
 from ..common.surgery import refuse_wrapped
@@ -118,15 +117,11 @@ def named_algorithm(name: str, options: Mapping[str, Any]) -> base.Transform:
     Raises:
         PlanError: if it cannot be imported, is not an algorithm, or does not take the arguments.
     """
-    module, _, path = name.partition(":")
     try:
-        with _signals_kept():
-            made: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(
-            f"The transform {name!r} cannot be imported: {error}. Write package.module:Class with an algorithm of "
-            "Composer's, which needs: pip install mosaicml."
-        ) from error
+        with handlers_kept():
+            made = imported("transform", name)
+    except PlanError as error:
+        raise PlanError(f"{error} An algorithm of Composer's needs: pip install mosaicml.") from error
     own = {
         each: options[each] for each in ("safe_with", "compile_safe", "depends_on_length") if each in options
     }
@@ -424,21 +419,6 @@ def _restored(algorithm: Any, sets: Sequence[str], declared: Mapping[str, Any]) 
     for name in sets:
         setattr(algorithm, name, weakref.WeakSet())
     return from_composer(algorithm, **declared)
-
-
-@contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Restore the handlers of Ctrl-C and SIGTERM, which Composer replaces when it is imported."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
