@@ -16,7 +16,7 @@ from typing import Any
 import torchvision  # noqa: F401
 from drivetrain.strategies.launching.rank_main import BOOT
 
-FREE = 200  # descriptors from here on are nobody's
+FREE = 200  # this process itself has no descriptor from here on
 
 
 def serve(control: socket.socket) -> None:
@@ -44,12 +44,13 @@ def serve(control: socket.socket) -> None:
 def become(order: dict[str, Any], descriptors: list[int]) -> None:
     """Make this process what `subprocess.Popen` would have started."""
     os.setsid()
+    free = max(FREE, order["answer"] + 1)
     for place, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, FREE + place)
-    os.closerange(3, FREE)
+        os.dup2(descriptor, free + place)
+    os.closerange(3, free)
     for place, number in enumerate((0, 1, 2, order["answer"])):
-        os.dup2(FREE + place, number)
-    os.closerange(FREE, FREE + 4)
+        os.dup2(free + place, number)
+    os.closerange(free, free + 4)
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])

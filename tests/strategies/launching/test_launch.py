@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -72,6 +73,7 @@ def ends(pid: int, seconds: float = 3.0) -> bool:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gc.collect()  # files of earlier tests, which would be closed at any moment
     before = traces()
     yield
     assert traces() == before
