@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -58,20 +58,21 @@ def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> dict[str, tor
         CheckpointError: if the model is unknown, or is not the trained one.
         RecipeError: if it cannot be imported.
     """
-    built, transforms = rebuild(
-        checkpoint, model, "use names='trained' (--names trained), or FitResult.plain_state()"
-    )
+    state = evaluated_state(checkpoint)
+    otherwise = "use names='trained' (--names trained), or FitResult.plain_state()"
+    built, transforms = rebuild(checkpoint, state, model, otherwise)
     with restoring(checkpoint):
-        return plain_state(evaluated_state(checkpoint), built, transforms)
+        return plain_state(state, built, transforms)
 
 
 def rebuild(
-    checkpoint: Checkpoint, model: ModelArg = None, otherwise: str = ""
+    checkpoint: Checkpoint, state: Mapping[str, torch.Tensor], model: ModelArg, otherwise: str
 ) -> tuple[nn.Module, tuple[Transform, ...]]:
     """Return the model of a checkpoint after surgery, with new weights, and its transforms in the plan's order.
 
     Args:
         checkpoint: what to rebuild.
+        state: its evaluated weights, which `model` must fit.
         model: the model before surgery: a name, a factory, which is called with the options of the training, or a
             module. None: the one that the checkpoint names; nothing is imported for it.
         otherwise: what the caller can do if the model is unknown, for the message.
@@ -95,11 +96,11 @@ def rebuild(
             return rebuild_model(spec, transforms)[0], transforms
     with weights_omitted():
         built, _ = rebuild_model(spec, transforms)
-    _check_fits(built, evaluated_state(checkpoint), spec.model_name, checkpoint.path)
+    _check_fits(built, state, spec.model_name, checkpoint.path)
     return built, transforms
 
 
-def _check_fits(model: nn.Module, state: dict[str, torch.Tensor], name: str, where: Path) -> None:
+def _check_fits(model: nn.Module, state: Mapping[str, torch.Tensor], name: str, where: Path) -> None:
     """Raise CheckpointError unless the model, after surgery, has the names and shapes of the trained weights."""
     own = {key: tuple(value.shape) for key, value in model.state_dict().items() if not is_lazy(value)}
     there = {

@@ -8,12 +8,10 @@ from typing import Any
 
 import yaml
 
-from ...errors import CheckpointError, DrivetrainError, RecipeError
+from ...errors import CheckpointError, DrivetrainError
 from ...files import atomic_file
 from ...table import Table
 from ..checkpoints.format import Checkpoint
-from ..recipes.files import read_recipe
-from ..runs.folder import RECIPE
 from ..spec.inputs import Inputs
 from ..telemetry.history import Epoch, History, shown
 from .programs import INPUT, OUTPUT, Difference
@@ -67,6 +65,7 @@ def write_card(
     names: str,
     checkpoint: Checkpoint,
     folder: Path | None,
+    recipe: Mapping[str, Any],
     difference: Difference | None,
 ) -> None:
     """Write the model card.
@@ -77,36 +76,22 @@ def write_card(
         kind: the file's format.
         names: of its weights: `"plain"` or `"trained"`.
         checkpoint: where the weights are from.
-        folder: the run's folder, with its recipe and ledger; None: unknown.
+        folder: the run's folder, with its ledger; None: unknown.
+        recipe: the run's; empty: unknown.
         difference: see `programs.write_program`.
     """
-    parts = _parts(exported, kind, names, checkpoint, folder, difference)
-    with atomic_file(path) as file:
-        file.write("\n\n".join(part for part in parts if part).encode() + b"\n")
-
-
-def _parts(
-    exported: Path,
-    kind: str,
-    names: str,
-    checkpoint: Checkpoint,
-    folder: Path | None,
-    difference: Difference | None,
-) -> Iterator[str]:
     facts = checkpoint.content.history.facts
-    recipe = _recipe(folder)
-    yield _front_matter(facts, kind)
-    yield MARK
-    yield f"# {exported.name}"
-    yield _origin(checkpoint, recipe)
-    yield from _use(exported, kind, names, facts, difference)
-    yield from _training(checkpoint, recipe)
-    yield from _results(checkpoint)
-    yield _ledger(folder)
-    yield from _environment(checkpoint)
+    recipe = {key: value for key, value in recipe.items() if key != "trained"}  # the card has it elsewhere
+    parts = [
+        _front_matter(facts, kind), MARK, f"# {exported.name}", _origin(checkpoint, recipe),
+        *_use(exported, kind, names, facts, difference), *_training(checkpoint, recipe), *_results(checkpoint),
+        _ledger(folder), *_environment(checkpoint),
+    ]  # fmt: skip
     if recipe:
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
-        yield f"## Recipe\n\n```yaml\n{text}```"
+        parts.append(f"## Recipe\n\n```yaml\n{text}```")
+    with atomic_file(path) as file:
+        file.write("\n\n".join(filter(None, parts)).encode() + b"\n")
 
 
 def _front_matter(facts: Mapping[str, Any], kind: str) -> str:
@@ -115,15 +100,6 @@ def _front_matter(facts: Mapping[str, Any], kind: str) -> str:
     if str(facts.get("task", "")).startswith(("Classification(", "MultiLabel(")):
         about = {"pipeline_tag": "image-classification", **about}
     return f"---\n{yaml.safe_dump(about, sort_keys=False)}---"
-
-
-def _recipe(folder: Path | None) -> dict[str, Any]:
-    """Return the run's recipe, without the facts that the card has elsewhere; empty if there is none."""
-    try:
-        recipe = {} if folder is None else read_recipe(folder / RECIPE)[0]
-    except RecipeError:
-        return {}
-    return {key: value for key, value in recipe.items() if key != "trained"}
 
 
 def _origin(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -113,14 +114,16 @@ def export(
     card = out.parent / CARD
     check_card(card)
     checkpoint = chosen(place, best=best)
-    difference = None
+    folder = run_folder(checkpoint)
+    recipe, difference = _recipe(folder), None
     facts = checkpoint.content.history.facts
     if kind == "safetensors":
         state = plain_names(checkpoint, model) if names == "plain" else evaluated_state(checkpoint)
         save_weights({name: value.contiguous() for name, value in state.items()}, out, about=metadata(facts))
     else:
-        difference = _program(checkpoint, out, kind, model, None if data is None else Path(data), tolerance)
-    write_card(card, out, kind, names, checkpoint, run_folder(checkpoint), difference)
+        source = None if data is None else Path(data)
+        difference = _program(checkpoint, out, kind, model, source, recipe, tolerance)
+    write_card(card, out, kind, names, checkpoint, folder, recipe, difference)
     return Exported(out, checkpoint, card, difference)
 
 
@@ -144,7 +147,13 @@ def _format(format: str | None, out: Path) -> Format:
 
 
 def _program(
-    checkpoint: Checkpoint, out: Path, kind: str, model: ModelArg, data: Path | None, tolerance: float
+    checkpoint: Checkpoint,
+    out: Path,
+    kind: str,
+    model: ModelArg,
+    data: Path | None,
+    recipe: Mapping[str, Any],
+    tolerance: float,
 ) -> Difference:
     facts = checkpoint.content.history.facts
     if "inputs" not in facts:
@@ -152,16 +161,17 @@ def _program(
             f"{checkpoint.path} does not know its preprocessing: its run was not trained by this version. Export "
             "safetensors instead."
         )
-    built, _ = rebuild(checkpoint, model, "export safetensors with names='trained' (--names trained)")
-    built.load_state_dict(evaluated_state(checkpoint))
-    images, about = _images(Inputs.from_dict(facts["inputs"]), checkpoint, data)
+    state = evaluated_state(checkpoint)
+    built, _ = rebuild(checkpoint, state, model, "export safetensors with names='trained' (--names trained)")
+    built.load_state_dict(state)
+    images, about = _images(Inputs.from_dict(facts["inputs"]), recipe, data)
     return write_program(kind, built.eval(), images, about, out, metadata(facts), tolerance)
 
 
-def _images(inputs: Inputs, checkpoint: Checkpoint, data: Path | None) -> tuple[torch.Tensor, str]:
+def _images(inputs: Inputs, recipe: Mapping[str, Any], data: Path | None) -> tuple[torch.Tensor, str]:
     """Return images to compare on, and what they are: the first of `data`, or of the run's validation data, or random
     ones."""
-    source = data or _validation_data(checkpoint)
+    source = data or _validation_data(recipe)
     if source is not None:
         try:
             with loaders.TorchLoader(
@@ -180,13 +190,16 @@ def _images(inputs: Inputs, checkpoint: Checkpoint, data: Path | None) -> tuple[
     return (random - mean) / std, f"{IMAGES} random images"
 
 
-def _validation_data(checkpoint: Checkpoint) -> Path | None:
-    """Return the `.beton` file of the run's validation data, else of its training data, if it exists."""
-    folder = run_folder(checkpoint)
+def _recipe(folder: Path | None) -> dict[str, Any]:
+    """Return the recipe in a run's folder; empty if there is none."""
     try:
-        recipe = {} if folder is None else read_recipe(folder / RECIPE)[0]
+        return {} if folder is None else read_recipe(folder / RECIPE)[0]
     except RecipeError:
-        return None
+        return {}
+
+
+def _validation_data(recipe: Mapping[str, Any]) -> Path | None:
+    """Return the `.beton` file of the run's validation data, else of its training data, if it exists."""
     for source in (recipe.get("val"), recipe.get("train")):
         if isinstance(source, str) and source.endswith(".beton") and Path(source).is_file():
             return Path(source)
