@@ -6,12 +6,15 @@ import fcntl
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from .errors import DrivetrainError
+
+_ROUND = 0.05  # seconds between two looks for a file
 
 
 def sync(path: Path) -> None:
@@ -21,6 +24,16 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def appears(path: Path, seconds: float) -> bool:
+    """Return whether `path` exists, or another machine's process creates it within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (there := path.exists()) and time.monotonic() < deadline:
+        with suppress(OSError):
+            os.listdir(path.parent)  # noqa: PTH208  makes NFS look again
+        time.sleep(_ROUND)
+    return there
 
 
 @contextmanager

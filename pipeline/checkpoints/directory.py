@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checks import check_flag, check_whole, is_number, make_plain
+from ...checks import check_flag, check_number, check_whole, make_plain
 from ...errors import CheckpointError, PlanError
 from ...files import atomic_file
 from .content import STATE
@@ -50,9 +50,9 @@ class Checkpoints:
         make_plain(self)
         if self.every_steps is not None:
             check_whole("Checkpoints: every_steps", self.every_steps, PlanError, 1, also=", or None")
-        if self.every_minutes is not None and not is_number(self.every_minutes, "(0, 1e6]"):
-            raise PlanError(
-                f"Checkpoints: every_minutes={self.every_minutes!r:.80} must be a positive number, or None."
+        if self.every_minutes is not None:
+            check_number(
+                "Checkpoints: every_minutes", self.every_minutes, PlanError, "(0, 1e6]", also=", or None"
             )
         check_whole("Checkpoints: keep", self.keep, PlanError, 1)
         check_flag("Checkpoints: keep_best", self.keep_best, PlanError)

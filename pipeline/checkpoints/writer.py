@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
+from ...files import appears
 from ...strategies import Engine
 from .content import CheckpointContent
 from .directory import CheckpointDir, Checkpoints
@@ -53,7 +54,7 @@ class CheckpointWriter:
         if self._engine.rank == 0:
             self._record_failure(self._make, temporary)
         self._agree()
-        if not self._sees(temporary):
+        if not appears(temporary, _PATIENCE):
             raise CheckpointError(
                 f"Rank {self._engine.rank} does not see {temporary}, which rank 0 has created. Pass a folder (out=…) "
                 f"on a file system that all ranks share."
@@ -92,13 +93,6 @@ class CheckpointWriter:
         self._given_up.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE)
-
-    def _sees(self, temporary: Path) -> bool:
-        """Return whether the folder that rank 0 has created is visible; a network file system may lag."""
-        deadline = time.monotonic() + _PATIENCE
-        while not (seen := temporary.is_dir()) and time.monotonic() < deadline:
-            time.sleep(_ROUND)
-        return seen
 
     def _make(self, temporary: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)

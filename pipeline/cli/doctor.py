@@ -15,7 +15,6 @@ import torch
 from ... import machine
 from ...errors import MissingExtra
 from ...table import Table
-from ..runs.preflight import host_note
 from ..telemetry.provenance import version
 
 CORE = (
@@ -127,7 +126,7 @@ def _devices() -> list[Finding]:
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     findings = [
         _machine(),
-        _host(),
+        reachable_host(),
         Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True),
     ]
     if not names and platform.libc_ver()[0] == "glibc":
@@ -137,10 +136,17 @@ def _devices() -> list[Finding]:
     return findings
 
 
-def _host() -> Finding:
-    """Return whether other machines can reach this one by its name."""
-    note = host_note()
-    return Finding("host name, for several machines", socket.gethostname(), not note, note)
+def reachable_host() -> Finding:
+    """Return whether this machine's name leads to an address that others can reach."""
+    name, remedy = platform.node(), ""
+    interface = "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface, e.g. eth0"
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address, remedy = "no address", f"for several machines, set {interface}"
+    if address.startswith("127."):
+        remedy = f"other machines cannot reach {address}. For several machines, set {interface}"
+    return Finding("host name, for several machines", f"{name}: {address}", not remedy, remedy)
 
 
 def _machine() -> Finding:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 import socket
 import time
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,10 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DrivetrainError, RecipeError, StrategyError
+from ...files import appears
 from ...strategies.launching.group import in_group
 from ...version import __version__
+from ..checkpoints.identity import identity
 from ..recipes.export import to_recipe
 from ..spec.resolve import ResolvedPlan
 from ..training.build import expected_device
@@ -33,18 +34,13 @@ from .artifacts import FitJob
 _EDGE = 1 << 20  # bytes of a file's beginning and end that are compared
 _LAG = 5.0  # seconds that a network file system may need to show a new file
 _OWN = (
-    "train",
-    "val",
-    "devices",
-    "loading",
-    "name",
-    "description",
-    "source",
-    "published",
-    "measured",
-    "notes",
-)
+    "train", "val", "devices", "loading", "name", "description", "source", "published", "measured", "notes",
+)  # fmt: skip
 """Keys of a recipe in which ranks may differ (paths), that preflight compares otherwise, or that describe it."""
+_SHARED = (
+    "epochs", "eval_every", "eval_every_steps", "on_nonfinite", "checkpoints", "resume", "init_from",
+)  # fmt: skip
+"""Options of `fit` that are the same on all ranks."""
 
 
 def preflight(plan: ResolvedPlan, job: FitJob) -> None:
@@ -57,19 +53,16 @@ def preflight(plan: ResolvedPlan, job: FitJob) -> None:
     if not in_group() or dist.get_world_size() == 1:
         return
     store, rank, ranks = _store(), dist.get_rank(), dist.get_world_size()
-    token = _Token(job.folder)
-    if rank == 0:
-        store.set("token", token.write())
-    name = store.get("token").decode()
     mine: dict[str, Any] = {"host": socket.gethostname(), "facts": {}, "sees out": True, "error": ""}
-    try:
-        mine |= {"facts": facts(plan, job), "sees out": token.seen(name)}
-    except (OSError, DrivetrainError) as error:
-        mine["error"] = f"{type(error).__name__}: {error}"
-    store.set(str(rank), json.dumps(mine))
-    if rank == 0:
-        store.set("verdict", _verdict(store, ranks, job, plan.distribution.timeout))
-        token.remove()
+    with ExitStack() as stack:
+        try:
+            token = stack.enter_context(_token(job.folder, store, rank))
+            mine |= {"facts": facts(plan, job), "sees out": token is None or appears(token, _LAG)}
+        except (OSError, DrivetrainError) as error:
+            mine["error"] = f"{type(error).__name__}: {error}"
+        store.set(str(rank), json.dumps(mine))
+        if rank == 0:
+            store.set("verdict", _verdict(store, ranks, job, plan.distribution.timeout))
     try:
         verdict = store.get("verdict").decode()
     except RuntimeError as error:
@@ -88,18 +81,9 @@ def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
         recipe["load settings"] = dict(plan.data.settings)
     except RecipeError:  # e.g. an own model: then the plan, whose text names everything
         recipe = {f"the step {step.what!r}": step.why for step in plan.steps}
-    found |= {key: _plain(value) for key, value in _flat(recipe).items()}
-    for key, value in vars(job).items():
-        if key in (
-            "epochs",
-            "eval_every",
-            "eval_every_steps",
-            "on_nonfinite",
-            "checkpoints",
-            "resume",
-            "init_from",
-        ):
-            found[f"fit({key})"] = _plain(value)
+    found |= {key: identity(value) for key, value in _flat(recipe).items()}
+    found |= {f"fit({name})": identity(getattr(job, name)) for name in _SHARED}
+    found["fit(out)"] = "none" if job.folder is None else "a folder"
     found["fit(callbacks)"] = ", ".join(type(one).__name__ for one in job.callbacks)
     found["device"] = expected_device(plan.distribution).type
     if plan.distribution.name.startswith("hsdp"):
@@ -123,34 +107,23 @@ def digest(path: Path) -> str:
         return f"{size:,} bytes, CRC {zlib.crc32(file.read(_EDGE), crc):08x}"
 
 
-class _Token:
-    """A file that rank 0 writes into the run's folder, to see whether all ranks share it."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder, self._file = folder, Path()
-
-    def write(self) -> str:
-        """Write the file; return its name, "" without a folder."""
-        if self._folder is None:
-            return ""
-        self._file = self._folder / f".preflight-{uuid.uuid4().hex}"
-        self._file.touch()
-        return self._file.name
-
-    def seen(self, name: str) -> bool:
-        """Return whether the file of rank 0 is in this rank's folder."""
-        if not name or self._folder is None:
-            return not name
-        deadline = time.monotonic() + _LAG
-        while not (there := (self._folder / name).exists()) and time.monotonic() < deadline:
-            list(self._folder.iterdir())  # makes NFS look again
-            time.sleep(0.05)
-        return there
-
-    def remove(self) -> None:
-        """Remove the file on rank 0."""
-        if self._file.name:
-            self._file.unlink(missing_ok=True)
+@contextmanager
+def _token(folder: Path | None, store: Any, rank: int) -> Iterator[Path | None]:
+    """Inside the block, rank 0 has a file in the run's folder; yield its path in this rank's folder."""
+    if rank == 0:
+        store.set("token", uuid.uuid4().hex)
+    name = store.get("token").decode()
+    if folder is None:
+        yield None
+        return
+    path = folder / f".preflight-{name}"
+    if rank == 0:
+        path.touch()
+    try:
+        yield path
+    finally:
+        if rank == 0:
+            path.unlink(missing_ok=True)
 
 
 def _store() -> Any:
@@ -183,7 +156,7 @@ def _difference(rank: int, info: Mapping[str, Any], first: Mapping[str, Any], jo
     who, lead = f"rank {rank} ({info['host']})", f"rank 0 ({first['host']})"
     if info["error"]:
         return f"{who[0].upper()}{who[1:]} cannot train: {info['error']}"
-    for key in sorted(set(first["facts"]) | set(info["facts"]), key=[*first["facts"], *info["facts"]].index):
+    for key in dict.fromkeys([*first["facts"], *info["facts"]]):
         own, there = info["facts"].get(key, "nothing"), first["facts"].get(key, "nothing")
         if own != there:
             return (
@@ -207,22 +180,3 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
         for inner, one in value.items()
         for key, each in _flat(one, f"{name}.{inner}" if name else str(inner)).items()
     }
-
-
-def _plain(value: Any) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # addresses differ between processes
-
-
-def host_note() -> str:
-    """Return a warning if this machine's name leads to itself only, which other machines cannot reach; else ""."""
-    name = platform.node()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        return f"the host name {name!r} has no address. Set GLOO_SOCKET_IFNAME to the network interface, e.g. eth0"
-    if address.startswith("127."):
-        return (
-            f"the host name {name!r} leads to {address}, which other machines cannot reach. For several machines, set "
-            "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface, e.g. eth0"
-        )
-    return ""

@@ -74,7 +74,6 @@ class Run:
         self._initial = initial
         self._engine, self._hooks = built.engine, built.hooks
         self._lead = built.engine.rank == 0
-        self._image_size = built.train.settings.image_size
         self._length = len(built.train)  # steps in an epoch
         self._facts = fingerprint(plan, built, job.epochs)
         self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length)
@@ -134,8 +133,6 @@ class Run:
             self._observer.on_start(self.state)
             while self.state.epoch < self._job.epochs and self.state.stop is None:
                 self._epoch()
-                if self._requests.stop and self.state.epoch < self._job.epochs and self.state.stop is None:
-                    self._leave()
             self._hooks.finish()
             self._outcome.callbacks = self._callbacks.finish()
             failed = False
@@ -167,7 +164,7 @@ class Run:
         self._hooks.begin(self._engine, self._job.epochs * self._length, self._built.train)
         states.load_hooks(checkpoint, self._built)
         with states.restoring(checkpoint):
-            self._hooks.begin_epoch(self._engine, self._built.train, self._image_size)
+            self._built.begin_epoch()
             self._built.train.load_state_dict(content.loader)
         history = self._history(checkpoint)
         self._take_folder(choice)
@@ -231,7 +228,7 @@ class Run:
         start, number = perf_counter(), state.epoch + 1
         earlier = state.meter.seconds + state.meter.evaluation_s
         if not state.meter.steps:
-            hooks.begin_epoch(self._engine, built.train, self._image_size)
+            built.begin_epoch()
         total, show = self._length * built.train.settings.batch_size, job.progress and self._lead
         file = progress_file(job.in_cell)
         with Progress(number, job.epochs, total, _latest(artifacts.history), show=show, file=file) as bar:
@@ -368,7 +365,7 @@ class Run:
 
 
 class LeaveOnRequest(Observer):
-    """Leave after a step within an epoch, if the ranks have agreed to; `Run.train` leaves after an epoch.
+    """Leave after a step or an epoch if the ranks have agreed to, unless it is the last of the run.
 
     Args:
         requests: what the ranks have agreed on.
@@ -382,6 +379,11 @@ class LeaveOnRequest(Observer):
     def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
         """Leave, once the other observers have processed the step."""
         if self._requests.stop and state.stop is None and state.meter.steps < self._length:
+            self._leave()
+
+    def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
+        """Leave, once the epoch is saved."""
+        if self._requests.stop and state.stop is None and state.step < state.total_steps:
             self._leave()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ... import strategies
-from ...checks import check_whole, is_number, is_whole
+from ...checks import check_number, check_whole, is_number, is_whole
 from ...errors import PlanError, suggest
 from .frozen import FrozenDict
 from .options import (
@@ -486,8 +486,7 @@ def _check_devices(name: str, value: Any) -> None:
 
 
 def _check_timeout(name: str, value: Any) -> None:
-    if not is_number(value, "(0, 1e6]"):
-        raise PlanError(f"{name}={value!r:.80} must be a positive number of seconds, at most a million.")
+    check_number(name, value, PlanError, "(0, 1e6]", also=" seconds")
 
 
 def _check_matmul_precision(name: str, value: Any) -> None:

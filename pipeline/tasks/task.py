@@ -343,6 +343,13 @@ class TaskLoss:
         return self.base(to_float(self.task.outputs(outputs)), targets)
 
 
+def loss_and_metric_inputs(task: Task, output: Any) -> tuple[Any, Any]:
+    """Return what the loss and the metrics receive of a model's output, in float32."""
+    output = to_float(output)
+    used = to_float(task.outputs(output))
+    return (output if task.loss_in_model else used), used
+
+
 def model_inputs(loss: LossFunction, targets: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return what the model receives besides the images for this loss; nothing unless it is a task's."""
     return loss.task.model_inputs(targets) if isinstance(loss, TaskLoss) else {}

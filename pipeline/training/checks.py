@@ -16,8 +16,7 @@ from ...strategies import Precision
 from ...strategies.options import HALF
 from ..models.hf_models import loss_mismatch
 from ..spec.config import DataConfig
-from ..tasks.nests import to_float
-from ..tasks.task import LossFunction, StandardTask, Targets, Task, loss_of_model
+from ..tasks.task import LossFunction, StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -84,11 +83,9 @@ def check_output(
         if wrong := loss_mismatch(model, task.kind):
             raise PlanError(wrong)
     for mode, each in (("", output), ("", judged), ("In training mode: ", trained)):
-        if wrong := task.output_error(to_float(task.outputs(to_float(each))), width, data.train):
+        if wrong := task.output_error(loss_and_metric_inputs(task, each)[1], width, data.train):
             raise PlanError(f"{mode}{wrong}")
-    outputs = to_float(judged)
-    used = to_float(task.outputs(outputs))
-    return (outputs if task.loss_in_model else used), used
+    return loss_and_metric_inputs(task, judged)
 
 
 def _further(inputs: Mapping[str, torch.Tensor]) -> str:

@@ -28,7 +28,7 @@ from ...transforms.common.tensors import buffers_kept
 from ...transforms.gyro_dropout import GyroDropoutLayer
 from ..spec.kinds import find
 from ..tasks.nests import to_float
-from ..tasks.task import Task, TaskLoss
+from ..tasks.task import Task, TaskLoss, loss_and_metric_inputs
 from ..telemetry.state import TrainState
 from .events import LoopEvents, loop_view
 
@@ -212,9 +212,7 @@ class TrainingHooks:
         for the metrics. With TestTimeFlip, both are one tensor."""
         inputs = task.model_inputs(targets)
         if self._flip is None:
-            outputs = to_float(model(images, **inputs))
-            used = to_float(task.outputs(outputs))
-            return outputs if task.loss_in_model else used, used
+            return loss_and_metric_inputs(task, model(images, **inputs))
         averaged = to_float(self._flip.predict(lambda seen: task.outputs(model(seen, **inputs)), images))
         return averaged, averaged
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,7 @@ import pytest
 from command_line import ENVIRONMENT, call, run, run_several, toy_values
 from drivetrain import RECIPES, Pipeline, loaders
 from drivetrain.pipeline.cli import data
-from drivetrain.pipeline.cli.doctor import EXTRAS, KEEPS_MEMORY, memory_kept
+from drivetrain.pipeline.cli.doctor import EXTRAS, KEEPS_MEMORY, memory_kept, reachable_host
 from drivetrain.pipeline.cli.parser import say
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes.presets import KEYS
@@ -302,6 +303,28 @@ def test_doctor_says_how_glibc_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(*setting.split("="))
     assert memory_kept().good
     assert memory_kept().remedy == ""
+
+
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [
+        ("10.0.0.7", ""),
+        ("127.0.1.1", "other machines cannot reach 127.0.1.1. For several machines, set GLOO_SOCKET_IFNAME"),
+        (OSError("unknown"), "for several machines, set GLOO_SOCKET_IFNAME"),
+    ],
+)
+def test_doctor_warns_of_a_name_that_leads_to_this_machine_only(
+    address: str | OSError, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(_: str) -> str:
+        if isinstance(address, OSError):
+            raise address
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    finding = reachable_host()
+    assert finding.good == (not remedy)
+    assert finding.remedy.startswith(remedy)
 
 
 @pytest.mark.process

@@ -43,6 +43,8 @@ def test_both_ranks_name_what_differs(toy: Toy, tmp_path: Path) -> None:
         "callbacks": case(callbacks=[EarlyStopping("val_loss")]),
         "a shared folder": (own, own, {"out": str(shared)}, {"out": str(shared)}),
         "a folder of its own": (own, own, {"out": str(shared)}, {"out": str(tmp_path / "own")}),
+        "no folder": (own, own, {"out": str(shared)}, {}),
+        "rank 0 without its folder": (own, own, {"out": str(tmp_path / "gone")}, {"out": str(shared)}),
     }  # fmt: skip
     first, second = strategies.launch(compare_before_training, cases, devices=2, device="cpu")
     assert first == second
@@ -52,10 +54,13 @@ def test_both_ranks_name_what_differs(toy: Toy, tmp_path: Path) -> None:
         "a transform": "transforms = ", "the task": "task.name = 'Regression'", "a model without a name": "has ",
         "precision": "precision = 'bf16'", "epochs": "fit(epochs) = 2", "checkpoints": "every_steps=3",
         "callbacks": "fit(callbacks) = EarlyStopping", "a folder of its own": "does not see what rank 0",
+        "no folder": "fit(out) = none",
+        "rank 0 without its folder": "cannot train: FileNotFoundError",
     }  # fmt: skip
     for name, words in expected.items():
         assert words in first[name], (name, first[name])
-        assert bool(words) == first[name].lower().count("rank 1 (") > 0 or not words, (name, first[name])
+        guilty = "rank 0 (" if "without its" in name else "rank 1 ("
+        assert guilty in first[name].lower() or not words, (name, first[name])
     assert list(shared.iterdir()) == []
 
 

@@ -123,7 +123,7 @@ def test_launch_restores_handlers() -> None:
 @pytest.mark.process
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_command_ends_with_its_status_and_resumes(toy: Toy, tmp_path: Path) -> None:
+def test_the_command_ends_with_its_status(toy: Toy, tmp_path: Path) -> None:
     """SIGTERM by default, on a run of one process."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
