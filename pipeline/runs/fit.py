@@ -133,7 +133,13 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
         with requests.noted(job.stop_on), built_here(plan, initial) as built:
             if job.plan and is_main_process():
                 print(job.plan, flush=True)
-            Run(plan, built, job, outcome, None if initial is None else initial.matched, requests).train()
+            run = Run(plan, built, job, outcome, None if initial is None else initial.matched, requests)
+            try:
+                run.train()
+            finally:
+                vars(
+                    run
+                ).clear()  # its observers refer to it, so that model and optimizer would stay for a while
     except KeyboardInterrupt:
         raise TrainingInterrupted(outcome) from None
     return outcome

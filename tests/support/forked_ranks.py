@@ -74,7 +74,7 @@ class RankServer:
         theirs, ours = os.pipe()
         try:
             with self._lock:
-                if self._process is None:
+                if self._process is None or self._process.poll() is not None:
                     self._begin()
                 with adopting():
                     socket.send_fds(self._control, [json.dumps(order).encode()], [theirs, 1, 2, answer])

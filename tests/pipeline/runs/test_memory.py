@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from drivetrain import DrivetrainError
 from drivetrain.pipeline.checkpoints.weights import save_weights
 from drivetrain.pipeline.runs import fit as fitting
+from drivetrain.pipeline.runs import ranks as run_ranks
 from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.strategies import launch
@@ -72,6 +76,32 @@ def test_the_rank_that_keeps_none_does_not_grow_by_a_copy(ranks: list[dict[str, 
     first, second = (rank["plain"]["growth"] for rank in ranks)
     assert min(first) > BYTES, first  # what is measured here would show it
     assert max(second[:2]) < 0.85 * BYTES, second
+
+
+def test_nothing_of_a_finished_run_waits_for_the_garbage_collector(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model, optimizer and open files are released when `fit` returns; on a GPU, the next run needs their memory."""
+    engines: list[weakref.ref[Any]] = []
+
+    def build(*arguments: Any) -> Any:
+        built = real(*arguments)
+        engines.append(weakref.ref(built.engine))
+        return built
+
+    real = run_ranks.build
+    monkeypatch.setattr(run_ranks, "build", build)
+    pipeline = toy.pipeline()
+    pipeline.fit(epochs=1, progress=False)  # torchmetrics' first import leaves frames in exceptions
+    gc.collect()
+    gc.disable()
+    try:
+        pipeline.fit(epochs=1, out=tmp_path, progress=False)
+        files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]  # noqa: PTH208
+    finally:
+        gc.enable()
+    assert [engine() for engine in engines] == [None, None]
+    assert not {toy.train, toy.val} & set(files)
 
 
 def test_writing_the_weights_takes_no_copy_of_them(tmp_path: Path) -> None:
