@@ -164,29 +164,29 @@ def test_the_example_runs_on_small_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)
 @pytest.mark.usefixtures("cifar")
 def test_the_example_runs_as_printed(tmp_path: Path) -> None:
-    told = _run_script(_example() + "\nprint('accuracy', result.accuracy)", tmp_path, 800)
+    told = _run_script(_example() + "\nprint('accuracy', result.accuracy)", tmp_path, 2600)
     accuracy = float(told.rsplit("accuracy ", 1)[1])
     assert accuracy > 0.4
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)
 @pytest.mark.usefixtures("cifar")
 def test_the_quickstart_trains_evaluates_and_measures(tmp_path: Path) -> None:
     done = subprocess.run(
         [BIN / "drivetrain", "train", "cifar10-quickstart", "--out", "out", "--ledger"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=2600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {
         "history.json", "model.safetensors", "ledger.json", "ledger.png"
     }  # fmt: skip
     last = json.loads((tmp_path / "out" / "history.json").read_text())["epochs"][-1]
-    assert last["accuracy"] >= 0.75
-    assert f"{last['accuracy']:.2%}" in done.stdout
+    assert last["metrics"]["top1"] >= 0.75
+    assert f"{last['metrics']['top1']:.2%}" in done.stdout
     ledger = json.loads((tmp_path / "out" / "ledger.json").read_text())
     assert ledger["bound"] in done.stdout.replace("\n", " ")
     assert [row["name"] for row in ledger["rows"]][:2] == ["plain PyTorch", "+ FFCV loader"]
