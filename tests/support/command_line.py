@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,15 @@ def call(*command: str) -> End:
     ):
         main(command)
     return End(int(end.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def call_several(*commands: list[str]) -> list[End]:
+    """Several commands in this process, in which warnings are shown, and not errors as in other tests."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("default")
+        for name in ("COLUMNS", "NO_COLOR", "TERM"):
+            patch.setenv(name, ENVIRONMENT[name])
+        return [call(*command) for command in commands]
 
 
 def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End]:

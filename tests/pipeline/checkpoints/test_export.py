@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from command_line import run_several, toy_values
+from command_line import call_several, toy_values
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, export
 from drivetrain.pipeline.checkpoints.content import TENSORS
@@ -141,7 +141,7 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     before = Path(toy.train).read_bytes()
     train = ["train", "cifar10-quickstart", *toy_values(toy), "--out", out]
     (tmp_path / "bad" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    first, again, other, nowhere, exported, unknown, missing, damaged, data = run_several(
+    first, again, other, nowhere, exported, unknown, missing, damaged, data = call_several(
         train,
         [*train, "--resume"],
         [*train, "seed=5", "--resume"],
