@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
-from ...errors import DrivetrainError, suggest
+from ...errors import DrivetrainError, PlanError, suggest
 from ...version import __version__
 from . import data, predict, training
 from .parser import Parser, listed, say
@@ -32,11 +32,31 @@ def recipes(
     print(keys_table() if keys else recipes_table() if name is None else recipe_table(name))
 
 
-def doctor() -> int:
+def doctor(
+    *,
+    ranks: Annotated[
+        bool, "Under torchrun: compare the ranks, and measure how fast they exchange tensors."
+    ] = False,
+    timeout: Annotated[
+        float | None, "With --ranks: how long to wait for a rank. Default: 60.", "SECONDS"
+    ] = None,
+) -> int:
     """Report what is installed, in which version, what is missing and how to install it.
 
-    The exit status is 1 if a core requirement is missing.
+    The exit status is 1 if a core requirement is missing. On several machines, this shows whether they find each other,
+    and how fast their network is:
+
+      torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 \\
+          -m drivetrain doctor --ranks
     """
+    if timeout is not None and (not ranks or not 0 < timeout < 1e6):
+        raise PlanError(
+            f"--timeout {timeout:g} limits how long --ranks waits, in seconds: pass a positive number, and --ranks."
+        )
+    if ranks:
+        from .doctor_ranks import examine_ranks
+
+        return 0 if examine_ranks(60.0 if timeout is None else timeout) else 1
     from .doctor import examine
 
     healthy, table = examine()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ...errors import StrategyError
 from ..devices import local_rank
+from .meeting import Meeting, meet, place
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -77,17 +78,27 @@ compilation of a model, and a fraction of torch's half hour."""
 
 
 def join_group(
-    init_method: str = "env://", device: str | None = None, timeout: float = COLLECTIVE_TIMEOUT
-) -> None:
+    init_method: str = "env://",
+    device: str | None = None,
+    timeout: float = COLLECTIVE_TIMEOUT,
+    meeting: Meeting | None = None,
+) -> Meeting | None:
     """Join the process group that RANK and WORLD_SIZE describe.
 
     Gloo handles CPU tensors and, unless the ranks train on the CPU, NCCL handles CUDA tensors. Without `device`, this
     rank's GPU becomes CUDA's current device if it has one; a strategy sets it by itself.
 
     Args:
-        init_method: as torch's.
+        init_method: as torch's. By default the ranks meet at MASTER_ADDR and MASTER_PORT; see `meet`.
         device: what the ranks train on: `"cpu"`, which uses no GPU, `"cuda"`, or None for CUDA if available.
         timeout: seconds that joining and each collective may wait for the other ranks.
+        meeting: of these ranks, if they have met already.
+
+    Returns:
+        The meeting; None with another `init_method`.
+
+    Raises:
+        StrategyError: if a rank does not arrive in time, or cannot be reached.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "gloo"
@@ -98,4 +109,19 @@ def join_group(
         if own is not None and (here == 1 or own < here):
             torch.cuda.set_device(0 if here == 1 else own)
     patience = timedelta(seconds=timeout)
-    dist.init_process_group(backend, timeout=patience, init_method=init_method, rank=rank, world_size=ranks)
+    if init_method != "env://":
+        dist.init_process_group(
+            backend, timeout=patience, init_method=init_method, rank=rank, world_size=ranks
+        )
+        return None
+    meeting = meeting or meet(timeout)
+    try:
+        dist.init_process_group(backend, timeout=patience, store=meeting.store, rank=rank, world_size=ranks)
+    except RuntimeError as error:
+        raise StrategyError(
+            f"Rank {rank} of {ranks} ({meeting.ranks[rank]['host']}) met the others at {place()}, but cannot exchange "
+            f"tensors with all of them: {str(error).partition(chr(10))[0]}. If their host names lead to 127.x, set "
+            "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface; drivetrain doctor --ranks shows "
+            "the addresses."
+        ) from error
+    return meeting

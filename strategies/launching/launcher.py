@@ -110,8 +110,9 @@ def _call_here(
     if in_group():
         return function(*args)
     with killed_with_agent():
-        join_group(device=device, timeout=collective_timeout)
-        with lost_ranks_named(dist.get_rank(), world_size, collective_timeout):
+        meeting = join_group(device=device, timeout=collective_timeout)
+        assert meeting is not None
+        with lost_ranks_named(dist.get_rank(), world_size, collective_timeout, meeting.name):
             result = function(*args)
     # Not after an exception: leaving a broken group may wait for the others forever.
     dist.destroy_process_group()

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from ...errors import StrategyError
+from .meeting import connect, place
 
 BEAT = 1.0  # seconds between two heartbeats
 _MISSED = 3.5  # seconds without a heartbeat after which a rank counts as lost
@@ -42,12 +43,13 @@ class Peers:
     Args:
         rank: of this process.
         ranks: their number.
+        name: of this start of the ranks, see `Meeting`. An earlier one's heartbeats are in the same store.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, name: str) -> None:
         self._rank, self._ranks = rank, ranks
         self._done = threading.Event()
-        self._store = self._connect()
+        self._store = self._connect(name)
         self._post("who", f"{socket.gethostname()}, process {os.getpid()}")
         self._thread = threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True)
         self._thread.start()
@@ -74,8 +76,7 @@ class Peers:
             lost = [rank for rank in range(self._ranks) if after.get(rank) == before.get(rank)]
             names = [f"rank {rank} ({self._get('who', rank)})" for rank in lost if rank != self._rank]
         except Exception:
-            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            return f"the host of rank 0 does not answer at {address}: it, or the network to it, is lost."
+            return f"the host of rank 0 does not answer at {place()}: it, or the network to it, is lost."
         if names:
             return f"{', '.join(names)} does not answer: its process, its host or the network is lost."
         return (
@@ -83,14 +84,12 @@ class Peers:
             "with slow data, pass distribute(timeout=…)."
         )
 
-    def _connect(self) -> Any:
+    @staticmethod
+    def _connect(name: str) -> Any:
         """Return a connection of its own to the store: another call through torch's may wait for minutes."""
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(host, port, is_master=False, timeout=_ANSWER)
-        job = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
-        return PrefixStore("/".join(["drivetrain", *job]), store)
+        return PrefixStore(f"drivetrain/peers/{name}", connect(_ANSWER))
 
     def _beat(self) -> None:
         count = 0
@@ -116,16 +115,17 @@ class Peers:
 
 
 @contextmanager
-def lost_ranks_named(rank: int, ranks: int, timeout: float) -> Iterator[None]:
+def lost_ranks_named(rank: int, ranks: int, timeout: float, name: str) -> Iterator[None]:
     """Inside the block, post heartbeats; turn the failure of a collective into a `LostRankError` that names the rank.
 
     Args:
         rank: of this process, in a group that torchrun's variables describe.
         ranks: their number.
         timeout: of the collectives, in seconds, for the message.
+        name: of this start of the ranks, see `Meeting`.
     """
     try:
-        peers = Peers(rank, ranks)
+        peers = Peers(rank, ranks, name)
     except Exception:  # a launcher whose store is not torch's
         yield
         return

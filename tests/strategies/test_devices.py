@@ -133,7 +133,7 @@ def test_the_backend_follows_the_device(
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: joined.append(name))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    group.join_group(device=device)
+    group.join_group("file:///nowhere", device=device)
     assert (joined, calls) == ([backend], current)
 
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import signal
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from drivetrain import Callback, DrivetrainError, Pipeline, RunView
+from drivetrain.pipeline.cli import doctor_ranks
 from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.preflight import preflight
 from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.strategies.launching.meeting import meet
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 class Signals(Callback):
@@ -49,3 +63,62 @@ def compare_before_training(cases: dict[str, Case]) -> dict[str, str]:
         else:
             said[name] = ""
     return said
+
+
+@contextmanager
+def as_torchrun(port: int) -> Iterator[int]:
+    """On each rank that `launch` has started: outside of its process group, with the variables of torchrun. Yields the
+    rank."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables["COLUMNS"] = "600"  # no line is wrapped
+    with mock.patch.dict(os.environ, variables):
+        yield rank
+
+
+def meet_repeatedly(port: int) -> list[str]:
+    """On each rank: the names of several meetings in one store, as after torchrun's restarts. One rank is late in each,
+    so that the others find what is left of the meeting before."""
+    names = []
+    with as_torchrun(port) as rank:
+        for late in (0, 1, 0, 0):
+            time.sleep(0.4 * (rank == late))
+            names.append(meet(20, {"own": rank}).name)
+        if rank == 1:  # leaves an answer to an old name, as a rank that was killed
+            store = meet(20).store
+            store.set("left", "behind")
+        else:
+            assert meet(20).store.get("left") == b"behind"
+        assert not meet(20).store.check(["left"])
+    return names
+
+
+def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
+    """On each rank: what `doctor --ranks` returns or raises, and prints, by case."""
+    ends: dict[str, tuple[Any, str]] = {}
+    with as_torchrun(port) as rank, mock.patch.object(doctor_ranks, "SIZES", (1 << 20,)):
+        other = rank == 1
+        cases: dict[str, Any] = {
+            "alike": mock.patch.dict(os.environ),
+            "another torch": mock.patch.object(torch, "__version__", "2.9.1" if other else "2.15.0+cpu"),
+            "another host": mock.patch.object(socket, "gethostname", return_value=f"node{rank}"),
+            "no interface": mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nix0" if other else "lo"}),
+            "missing": mock.patch.dict(os.environ),
+        }
+        for name, case in cases.items():
+            if name == "missing" and other:
+                continue
+            with case, redirect_stdout(io.StringIO()) as printed:
+                try:
+                    ends[name] = (
+                        doctor_ranks.examine_ranks(1 if name in ("missing", "no interface") else 20),
+                        "",
+                    )
+                except DrivetrainError as error:
+                    ends[name] = f"{type(error).__name__}: {error}", ""
+                finally:
+                    if dist.is_initialized():
+                        dist.destroy_process_group()
+            ends[name] = ends[name][0], printed.getvalue()
+    return ends
