@@ -1,0 +1,160 @@
+"""Machines of a cluster on loopback: each is an agent of torchrun with one worker that runs `drivetrain`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+from cluster_jobs import free_port
+from pipeline_data import TRAIN, Toy
+from places import SUPPORT
+
+PATIENCE = 90.0  # seconds that anything may take
+RDZV = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+class Agent:
+    """One machine.
+
+    Args:
+        job: the job that it belongs to.
+        number: names its log.
+        arguments: of `drivetrain`.
+    """
+
+    def __init__(self, job: Job, number: int, arguments: Sequence[str]) -> None:
+        self.log = job.folder / f"agent {number}.log"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={job.nodes}", "--nproc-per-node=1",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{job.port}", "--rdzv-id=test",
+            f"--rdzv-conf={RDZV},is_host={'true' if number == 0 else 'false'}", "--local-addr=127.0.0.1",
+            f"--max-restarts={job.restarts}", "--shutdown-timeout=20", "-m", "drivetrain", *arguments,
+        ]  # fmt: skip
+        path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
+        environment = {
+            **os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+            "SEEN_SAMPLES": str(job.seen), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if job.grows else "0",
+        }  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment
+            )
+
+    @property
+    def output(self) -> str:
+        """What agent and worker have printed."""
+        return self.log.read_text()
+
+    def worker(self) -> psutil.Process:
+        """The process that trains now."""
+        return psutil.Process(self.process.pid).children()[0]
+
+    def end(self) -> int:
+        """Wait for its end, and return its exit status."""
+        try:
+            return self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"an agent did not end:\n{self.output}") from None
+
+
+class Job:
+    """A job of several machines.
+
+    Args:
+        folder: for logs and results.
+        started: of the fixture, which kills what is left.
+        nodes: as torchrun's.
+        restarts: as torchrun's.
+        grows: whether torchrun lets machines join later.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        started: list[subprocess.Popen[str]],
+        nodes: str = "2",
+        restarts: int = 0,
+        grows: bool = False,
+    ) -> None:
+        self.folder, self.nodes, self.restarts, self.grows = folder, nodes, restarts, grows
+        self.seen, self.out, self.port = folder / "seen", folder / "run", free_port()
+        self.seen.mkdir()
+        self.agents: list[Agent] = []
+        self._started = started
+
+    def start(self, *arguments: str) -> Agent:
+        """Start another machine, with these arguments of `drivetrain`."""
+        agent = Agent(self, len(self.agents), arguments)
+        self.agents.append(agent)
+        self._started.append(agent.process)
+        return agent
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until the condition holds; fail if all agents end before, or it takes too long."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            ended = all(agent.process.poll() is not None for agent in self.agents)
+            if ended or time.monotonic() > deadline:
+                logs = "\n\n".join(agent.output for agent in self.agents)
+                raise AssertionError(f"{what} did not happen:\n{logs}")
+            time.sleep(0.02)
+
+    def starts(self) -> list[tuple[int, dict[int, list[list[int]]]]]:
+        """For each start of the workers, in order: the number of ranks, and the samples of each step by rank."""
+        files = sorted(self.seen.iterdir())
+        groups: dict[str, list[Path]] = defaultdict(list)
+        for file in files:
+            groups[file.name.split("-")[1]].append(file)
+        found = []
+        for group in groups.values():
+            steps: dict[int, list[list[int]]] = defaultdict(list)
+            for file in group:
+                for line in file.read_text().splitlines(keepends=True):
+                    if line.endswith("\n"):  # else it was killed while writing
+                        step, samples = json.loads(line)
+                        steps[step].append(samples)
+            found.append((int(group[0].name.split("-")[3]), dict(steps)))
+        return found
+
+    def steps(self) -> int:
+        """The last step that a rank has begun."""
+        return max((step for _, steps in self.starts() for step in steps), default=0)
+
+    def epochs(self, steps: int) -> list[list[int]]:
+        """The samples of each epoch of `steps` steps, sorted: of each step, what was seen when it was last trained."""
+        last: dict[int, list[int]] = {}
+        for _, found in self.starts():
+            last |= {step: sorted(sum(ranks, [])) for step, ranks in found.items()}
+        assert sorted(last) == list(range(1, max(last) + 1))
+        return [
+            sorted(sum((last[first + step] for step in range(steps)), []))
+            for first in range(1, max(last) + 1, steps)
+        ]
+
+
+def recipe(toy: Toy, path: Path, *, epochs: int, **more: object) -> str:
+    """A recipe whose model keeps the samples that it sees."""
+    lines = {
+        "model": "recording:Recording", "model_options": {"seconds": 0.05, "alone": 1.0}, "train": toy.train, "val": toy.val,
+        "batch_size": 32, "image_size": 16, "optimizer": {"name": "sgd", "lr": 0.1}, "loading": {"flip": False, "scale": [1, 1], "ratio": [1, 1]},
+        "workers": 1, "epochs": epochs, "strategy": "ddp", "strategy_options": {"device": "cpu"}, "devices": "auto",
+        "timeout": 30, "precision": "fp32",
+    } | more  # fmt: skip
+    path.write_text(json.dumps(lines))
+    return str(path)
+
+
+def resumed(output: str) -> list[str]:
+    """Where the starts have resumed."""
+    return re.findall(r"step-(\d+): step", output)
+
+
+SAMPLES = TRAIN
