@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...errors import StrategyError
 from ...strategies.devices import local_rank, pick_device
-from ...strategies.launching.agent import killed_with_agent
+from ...strategies.launching.agent import blocked_growth, killed_with_agent
 from ...strategies.launching.group import join_group, under_torchrun
 from ...strategies.launching.meeting import Meeting, meet
 from ...strategies.launching.peers import lost_ranks_named
@@ -69,6 +69,7 @@ def about_this_rank() -> dict[str, Any]:
         "torch": torch.__version__.partition("+")[0],
         "drivetrain": __version__,
         "address": own_address(),
+        "growth": blocked_growth(),
         **{name: os.environ.get(name, "") for name in INTERFACES},
     }
 
@@ -151,6 +152,8 @@ def _rank(number: int, info: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
         remedies.append(f"rank 0 has {ranks[0]['device']}: start as many ranks on a machine as it has GPUs")
     if info["address"] == "none" and (name := info["GLOO_SOCKET_IFNAME"]):
         remedies.append(f"GLOO_SOCKET_IFNAME={name} is not an interface of {info['host']}: see `ip address`")
+    if info["growth"]:
+        remedies.append(info["growth"])
     elsewhere = len({each["host"] for each in ranks}) > 1
     if elsewhere and (info["address"] == "none" or info["address"].startswith("127.")):
         remedies.append(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -81,7 +81,6 @@ def train(
     from ..recipes.importing import modules_of
     from ..runs.config import FitConfig
     from ..runs.fit import fit
-    from ..runs.result import TrainingInterrupted
     from ..telemetry.history import shown
 
     if ledger:
@@ -94,16 +93,13 @@ def train(
         )
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
-        try:
+        with _end_reported(out, quiet):
             config = FitConfig(
                 out=out, init_from=init_from, resume=resume, logger=list(logger) or None, progress=not quiet,
                 checkpoints=Checkpoints(every_steps=every_steps, every_minutes=every_minutes),
                 stop_on=("SIGTERM", "SIGUSR1"),
             )  # fmt: skip
             result = fit(pipeline, config, show_plan=not quiet)
-        except TrainingInterrupted as interrupt:
-            interrupt.add_note(what_is_left(interrupt, out))
-            raise
         if not is_main_process():  # under torchrun every rank runs this; only one prints
             return
         for report in () if quiet else result.reports:
@@ -115,6 +111,23 @@ def train(
             measure(pipeline, ledger_seconds, out, quiet)
         if out is not None and not quiet:
             print(f"{out}: " + ", ".join(sorted(path.name for path in out.iterdir() if path.is_file())))
+
+
+@contextmanager
+def _end_reported(out: Path | None, quiet: bool) -> Iterator[None]:
+    """Report how far a run got that Ctrl-C or another signal ends in the block."""
+    from ...strategies.launching.group import is_main_process
+    from ..runs.result import TrainingInterrupted, TrainingPreempted
+
+    try:
+        yield
+    except TrainingInterrupted as interrupt:
+        interrupt.add_note(what_is_left(interrupt, out))
+        raise
+    except TrainingPreempted as preempted:
+        if quiet and is_main_process():  # else the run has printed it
+            print(preempted.message)
+        raise
 
 
 def what_is_left(interrupt: TrainingInterrupted, out: Path | None) -> str:

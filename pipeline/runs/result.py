@@ -145,14 +145,15 @@ class TrainingPreempted(SystemExit):
     Attributes:
         signal: the name of the signal; "" if another rank received it.
         checkpoint: the checkpoint that was saved; None without `out`, or without checkpoints.
+        message: what happened, where it is saved, and how to continue, as a sentence.
     """
 
-    def __init__(self, signal: str = "", checkpoint: Path | None = None) -> None:
+    def __init__(self, signal: str = "", checkpoint: Path | None = None, message: str = "") -> None:
         super().__init__(75)
-        self.signal, self.checkpoint = signal, checkpoint
+        self.signal, self.checkpoint, self.message = signal, checkpoint, message
 
     def __reduce__(self) -> Any:
-        return type(self), (self.signal, self.checkpoint)
+        return type(self), (self.signal, self.checkpoint, self.message)
 
 
 class TrainingInterrupted(KeyboardInterrupt):

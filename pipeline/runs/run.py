@@ -316,7 +316,7 @@ class Run:
         if saved is not None:
             where = f"saved {saved}. Run the same command with --resume (resume='auto') to continue"
         self._artifacts.echo(f"{told}; {where}.")
-        raise TrainingPreempted(self._requests.signal, saved)
+        raise TrainingPreempted(self._requests.signal, saved, f"{told}; {where}.")
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

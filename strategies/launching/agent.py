@@ -6,9 +6,14 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import psutil
+
+NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""A variable of torchrun's: with 1, every start of the workers has a store of its own."""
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 
 
@@ -30,3 +35,46 @@ def killed_with_agent() -> Iterator[None]:
         yield
     finally:
         libc.prctl(_PR_SET_PDEATHSIG, before.value)
+
+
+class ElasticWarning(UserWarning):
+    """torchrun was started so that the number of machines cannot change as it should."""
+
+
+def blocked_growth() -> str:
+    """Return why a machine cannot join this job later, and the remedy; "" if it can, or the number is fixed.
+
+    Since torch 2.15, the agents keep the address of their workers' store. One that joins waits for it in vain, and so
+    do the others' workers for its ranks. Only the agent's environment can change that, not a worker.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    try:
+        command = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return ""
+    nodes = nodes_of(command) or os.environ.get("PET_NNODES", "1")
+    fewest, _, most = nodes.partition(":")
+    if not most or fewest == most:
+        return ""
+    return (
+        f"torchrun --nnodes={nodes} shares its store with the workers: the job survives the loss of a machine, but one "
+        f"that joins stops it for minutes. Set {NO_SHARED_STORE}=1 in the environment of torchrun on each machine."
+    )
+
+
+def nodes_of(command: Sequence[str]) -> str:
+    """Return the value of `--nnodes` in a command of torchrun's; "" if it is not given."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name == "--nnodes":
+            return value or following
+        if word == "-m" and following.startswith("drivetrain"):
+            break  # what follows is not torchrun's
+    return ""
+
+
+def warn_of_blocked_growth() -> None:
+    """Issue an ElasticWarning on rank 0 if no machine can join this job later."""
+    if os.environ.get("RANK") == "0" and (why := blocked_growth()):
+        warnings.warn(why, ElasticWarning, stacklevel=2)

@@ -15,7 +15,7 @@ import cloudpickle
 from ...errors import StrategyError
 from ...signals import handled
 from .. import plugins
-from .agent import killed_with_agent
+from .agent import killed_with_agent, warn_of_blocked_growth
 from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group
 from .peers import LostRankError, lost_ranks_named
 from .ranks import Rank, Ranks, Report
@@ -109,6 +109,7 @@ def _call_here(
         )
     if in_group():
         return function(*args)
+    warn_of_blocked_growth()
     with killed_with_agent():
         meeting = join_group(device=device, timeout=collective_timeout)
         assert meeting is not None

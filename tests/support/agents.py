@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -41,7 +41,8 @@ class Agent:
         path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
         environment = {
             **os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-            "SEEN_SAMPLES": str(job.seen), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if job.grows else "0",
+            "SEEN_SAMPLES": str(job.seen), "SLOW": str(job.slow),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if job.grows else "0",
         }  # fmt: skip
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -74,6 +75,10 @@ class Job:
         nodes: as torchrun's.
         restarts: as torchrun's.
         grows: whether torchrun lets machines join later.
+
+    Attributes:
+        out: the folder of the run.
+        seen, slow: see `Recording`.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Job:
     ) -> None:
         self.folder, self.nodes, self.restarts, self.grows = folder, nodes, restarts, grows
         self.seen, self.out, self.port = folder / "seen", folder / "run", free_port()
+        self.slow = folder / "slow"
         self.seen.mkdir()
         self.agents: list[Agent] = []
         self._started = started
@@ -112,7 +118,7 @@ class Job:
         files = sorted(self.seen.iterdir())
         groups: dict[str, list[Path]] = defaultdict(list)
         for file in files:
-            groups[file.name.split("-")[1]].append(file)
+            groups[file.name.partition("-")[0]].append(file)
         found = []
         for group in groups.values():
             steps: dict[int, list[list[int]]] = defaultdict(list)
@@ -121,7 +127,7 @@ class Job:
                     if line.endswith("\n"):  # else it was killed while writing
                         step, samples = json.loads(line)
                         steps[step].append(samples)
-            found.append((int(group[0].name.split("-")[3]), dict(steps)))
+            found.append((int(group[0].name.rpartition("-")[2]), dict(steps)))
         return found
 
     def steps(self) -> int:
@@ -132,10 +138,10 @@ class Job:
         """The samples of each epoch of `steps` steps, sorted: of each step, what was seen when it was last trained."""
         last: dict[int, list[int]] = {}
         for _, found in self.starts():
-            last |= {step: sorted(sum(ranks, [])) for step, ranks in found.items()}
+            last |= {step: sorted(chain(*ranks)) for step, ranks in found.items()}
         assert sorted(last) == list(range(1, max(last) + 1))
         return [
-            sorted(sum((last[first + step] for step in range(steps)), []))
+            sorted(chain(*(last[first + step] for step in range(steps))))
             for first in range(1, max(last) + 1, steps)
         ]
 
@@ -143,18 +149,13 @@ class Job:
 def recipe(toy: Toy, path: Path, *, epochs: int, **more: object) -> str:
     """A recipe whose model keeps the samples that it sees."""
     lines = {
-        "model": "recording:Recording", "model_options": {"seconds": 0.05, "alone": 1.0}, "train": toy.train, "val": toy.val,
-        "batch_size": 32, "image_size": 16, "optimizer": {"name": "sgd", "lr": 0.1}, "loading": {"flip": False, "scale": [1, 1], "ratio": [1, 1]},
-        "workers": 1, "epochs": epochs, "strategy": "ddp", "strategy_options": {"device": "cpu"}, "devices": "auto",
-        "timeout": 30, "precision": "fp32",
+        "model": "recording:Recording", "model_options": {"seconds": 0.05}, "train": toy.train,
+        "val": toy.val, "loading": {"flip": False, "scale": [1, 1], "ratio": [1, 1]}, "batch_size": 32,
+        "image_size": 16, "workers": 1, "optimizer": {"name": "sgd", "lr": 0.1}, "epochs": epochs, "strategy": "ddp",
+        "strategy_options": {"device": "cpu"}, "devices": "auto", "timeout": 30, "precision": "fp32",
     } | more  # fmt: skip
     path.write_text(json.dumps(lines))
     return str(path)
-
-
-def resumed(output: str) -> list[str]:
-    """Where the starts have resumed."""
-    return re.findall(r"step-(\d+): step", output)
 
 
 SAMPLES = TRAIN

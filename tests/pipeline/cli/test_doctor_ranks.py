@@ -60,13 +60,17 @@ def test_two_ranks() -> None:
 @pytest.mark.process
 @pytest.mark.slow
 def test_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "drivetrain", "doctor",
-               "--ranks"]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("drivetrain doctor --ranks: 2 rank(s)") == 1
-    assert done.stdout.count("GB/s (") == 3
+    """An elastic job, whose store is shared: the table tells that no machine can join it later."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2",
+               "--rdzv-conf=last_call_timeout=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+               "--local-addr=127.0.0.1", "-m", "drivetrain", "doctor", "--ranks"]  # fmt: skip
+    environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "600"}
+    for shared, status in (("0", 1), ("1", 0)):
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = shared
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False, env=environment
+        )
+        assert (done.returncode != 0) == status, done.stderr
+        assert done.stdout.count("drivetrain doctor --ranks: 2 rank(s)") == 1
+        assert done.stdout.count("GB/s (") == 3
+        assert done.stdout.count("torchrun --nnodes=1:2 shares its store") == 2 * status

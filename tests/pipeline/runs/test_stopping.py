@@ -57,6 +57,7 @@ def test_without_a_folder_nothing_is_saved(toy: Toy, capsys: pytest.CaptureFixtu
         toy.pipeline().fit(epochs=2, stop_on=("SIGUSR1",), callbacks=[Signals(1)])
     assert ended.value.checkpoint is None
     assert "Stopped by SIGUSR1 after step 2; nothing was saved" in "".join(capsys.readouterr())
+    assert ended.value.message.startswith("Stopped by SIGUSR1 after step 2; nothing was saved")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""Two machines, each an agent of torchrun on loopback: differences, signals and losses."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from agents import SAMPLES, Job, recipe
+from pipeline_data import Toy
+
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(200)]
+Started = list[subprocess.Popen[str]]
+HOST = socket.gethostname()
+STEPS = 4  # in an epoch
+
+
+def test_machines_with_different_recipes_fail_together(toy: Toy, tmp_path: Path, started: Started) -> None:
+    job = Job(tmp_path, started)
+    for number in range(2):
+        path = recipe(
+            toy, tmp_path / f"{number}.json", epochs=2, optimizer={"name": "sgd", "lr": 0.1 + number}
+        )
+        job.start("train", path, "--out", str(job.out))
+    assert [agent.end() for agent in job.agents] == [1, 1]
+    for agent in job.agents:
+        (line,) = [line for line in agent.output.splitlines() if line.startswith("StrategyError")]
+        assert "The ranks do not train the same: rank 1 (" in line
+        assert line.count(f"({HOST})") == 2
+        assert "optimizer.lr = " in line
+    assert job.steps() == 0
+
+
+def test_a_signal_to_one_machine_stops_both(toy: Toy, tmp_path: Path, started: Started) -> None:
+    """Both workers save, and end with the status 75; torchrun's own is 1."""
+    job = Job(tmp_path, started)
+    command = ["train", recipe(toy, tmp_path / "toy.json", epochs=200), "--out", str(job.out), "--quiet"]
+    first, second = job.start(*command), job.start(*command)
+    job.wait(lambda: job.steps() >= 3, "training")
+    second.process.send_signal(signal.SIGTERM)
+    assert [first.end(), second.end()] == [1, 1]
+    lead, other = (first, second) if "Stopped" in first.output else (second, first)
+    (line,) = [line for line in lead.output.splitlines() if line.startswith("Stopped")]
+    (saved,) = (job.out / "checkpoints").glob("step-*")
+    assert f"saved {saved.resolve()}. Run the same command with --resume" in line
+    assert int(saved.name.removeprefix("step-")) == job.steps()
+    assert "Stopped" not in other.output
+    assert "exitcode  : 75" in first.output  # of the machine that got no signal
+    assert "Error: " not in first.output.replace("ChildFailedError: ", "")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_starts_again(toy: Toy, tmp_path: Path, started: Started) -> None:
+    """In the store of torchrun's agent, where the addresses of the ranks before still are."""
+    job = Job(tmp_path, started, restarts=1)
+    command = ["train", recipe(toy, tmp_path / "toy.json", epochs=4), "--out", str(job.out), "--every-steps", "1",
+               "--resume"]  # fmt: skip
+    first, second = job.start(*command), job.start(*command)
+    job.wait(lambda: job.steps() >= 3, "training")
+    second.worker().kill()
+    assert [first.end(), second.end()] == [0, 0]
+    assert [ranks for ranks, _ in job.starts()] == [2, 2]
+    epochs = job.epochs(STEPS)
+    assert len(epochs) == 4
+    assert all(len(set(epoch)) == SAMPLES and epoch == epochs[0] for epoch in epochs)
+
+
+@pytest.mark.slow
+def test_without_restarts_the_loss_of_a_rank_ends_the_job(toy: Toy, tmp_path: Path, started: Started) -> None:
+    job = Job(tmp_path, started)
+    command = [
+        "train",
+        recipe(toy, tmp_path / "toy.json", epochs=200),
+        "--out",
+        str(job.out),
+        "--every-steps",
+        "1",
+    ]
+    first, second = job.start(*command), job.start(*command)
+    job.wait(lambda: job.steps() >= 3, "training")
+    worker = second.worker()
+    worker.kill()
+    assert [first.end(), second.end()] == [1, 1]
+    lines = [line for line in first.output.splitlines() if line.startswith("StrategyError: Rank ")]
+    if lines:  # else its agent has ended it before
+        assert f"({HOST}, process {worker.pid}) does not answer" in lines[0]
+        assert "The last complete checkpoint is" in first.output
