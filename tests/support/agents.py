@@ -18,7 +18,7 @@ from pipeline_data import TRAIN, Toy
 from places import SUPPORT
 
 PATIENCE = 90.0  # seconds that anything may take
-RDZV = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
+RDZV = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=6"
 
 
 class Agent:

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs/guide/cluster.md").read_text()
 LINES = "\n".join(re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)).replace("\\\n", " ").splitlines()
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if not line.startswith("export ")])
+@pytest.mark.parametrize("line", [line for line in LINES if line and not line.startswith("export ")])
 def test_each_command_parses(line: str) -> None:
     program, *words = shlex.split(line)
     if program == "torchrun":
