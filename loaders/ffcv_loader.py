@@ -36,7 +36,7 @@ class FFCVLoader(EpochLoader):
     next loop is the next epoch, unless `set_epoch` selects another.
 
     Args:
-        path: the file; it is validated before anything is decoded.
+        path: the file, or its address, such as `s3://bucket/train.beton`; it is validated before anything is decoded.
         batch_size: the *global* batch size, over all ranks.
         image_size: side of the square output images, in pixels; `set_image_size` changes it between epochs. A JPEG
             with a crop at least twice as large is decoded at half (a quarter, an eighth) of its size.
@@ -193,6 +193,8 @@ class FFCVLoader(EpochLoader):
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
         side = self.settings.image_size
         shape = len(indices), side, side, 3
+        if (mirror := self.beton.file.mirror) is not None:
+            mirror.prefetch(self.beton.pointers[indices], self.beton.sizes[indices])
         if self._feed is not None:
             images = self._feed.pinned(shape, torch.uint8)
         else:
@@ -222,6 +224,8 @@ class FFCVLoader(EpochLoader):
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
+        if (mirror := self.beton.file.mirror) is not None:
+            mirror.close()
         self._decoder.close()
         self._buffers.clear()
 

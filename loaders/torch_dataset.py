@@ -59,7 +59,7 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         beton = self.beton
-        if self._verify:
+        if self._verify or beton.file.mirror is not None:
             beton.require_unchanged(index)
         image, label = beton.image(index), beton.read(beton.label_name, np.array([index]))[0]
         label = label.item() if label.ndim == 0 else torch.from_numpy(label)

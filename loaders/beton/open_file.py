@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BetonError
+from ..remote.mirror import Mirror
 
 Identity = tuple[int, int, int]
 """A file's device, inode and size in bytes."""
@@ -32,12 +33,14 @@ class OpenFile:
         path: the file.
         descriptor: for `pread`; never seek in it.
         identity: of the file when it was opened.
+        mirror: the remote file that this one is a copy of; None if it is a file of its own.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor).atexit = False
+        self.mirror = Mirror.at(path)
         status = os.fstat(self.descriptor)
         self.identity: Identity = (status.st_dev, status.st_ino, status.st_size)
 
@@ -67,6 +70,16 @@ class OpenFile:
                 "Create a new loader."
             )
 
+    def fetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
+        """Return when the `sizes` bytes from each of `starts` `(n,)` are on this machine: at once unless it is a copy
+        of a remote file.
+
+        Raises:
+            DataError: if its source does not deliver them.
+        """
+        if self.mirror is not None:
+            self.mirror.fetch(starts, sizes)
+
     def read(self, start: int, size: int) -> bytes:
         """Return the `size` bytes that begin at `start`.
 
@@ -81,6 +94,7 @@ class OpenFile:
         Raises:
             BetonError: as `read`.
         """
+        self.fetch(starts, size)
         found: NDArray[np.uint8] = np.empty((len(starts), size), dtype=np.uint8)
         try:
             for row, start in zip(found, starts.tolist(), strict=True):

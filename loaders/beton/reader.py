@@ -18,8 +18,11 @@ from PIL import Image
 from ...errors import BetonError, suggest
 from ...files import renames_held, wait_for_renames
 from ..native import turbojpeg
-from .layout import MODE_RAW, tables_start
-from .manifest import manifest_path, read_manifest
+from ..remote.cache import local_copy
+from ..remote.mirror import Mirror
+from ..remote.source import is_address
+from .layout import HEADER, MODE_RAW, Field, metadata_dtype, tables_start
+from .manifest import SEAL_BYTES, manifest_path, read_manifest
 from .open_file import OpenFile
 from .tables import (
     Column,
@@ -139,9 +142,20 @@ class Beton:
         return self.checksums is None or self.checksum(index) == self.checksums[index]
 
     def require_unchanged(self, index: int) -> None:
-        """Raise `BetonError` unless the sample matches its checksum."""
-        if not self.is_unchanged(index):
-            raise self.sample_error(index, "its data changed since the conversion (CRC-32 mismatch)")
+        """Raise `BetonError` unless the sample matches its checksum. One of a remote file is fetched a second time."""
+        if self.is_unchanged(index):
+            return
+        if (mirror := self.file.mirror) is not None:
+            for column in self.columns.values():
+                if column.field.allocated:
+                    mirror.forget(int(column.pointers[index]), int(column.sizes[index]))
+            if self.is_unchanged(index):
+                return
+            raise self.sample_error(
+                index,
+                f"what {mirror.address} sends has another CRC-32 than the manifest: one of them was changed",
+            )
+        raise self.sample_error(index, "its data changed since the conversion (CRC-32 mismatch)")
 
     def stored(self, index: int) -> bytes:
         """Return a sample's image as stored: a JPEG file's bytes, or its pixels row by row."""
@@ -204,10 +218,15 @@ def open_beton(path: str | Path) -> Beton:
     sample and cross no page; lengths match the fields. A manifest must have the file's seal. If a conversion replaces
     both files at the same time, the result is the old or the new pair.
 
+    Args:
+        path: the file, or its address, such as `s3://bucket/train.beton`: then its tables are fetched here, and samples
+            when they are read; see `loaders.remote`.
+
     Raises:
         BetonError: naming the file, what is wrong, and where.
+        DataError: if the file at an address cannot be read.
     """
-    path = Path(path)
+    path = local_copy(str(path)) if is_address(path) else Path(path)
     for _ in range(_ATTEMPTS - 1):
         before = _identities(path)
         try:
@@ -239,9 +258,30 @@ def _open(path: Path) -> Beton:
         raise BetonError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
+def _fetched_tables(path: Path) -> tuple[Any, list[Field]]:
+    """Return header and fields; of a remote file, fetch all tables."""
+    mirror = Mirror.at(path)
+    if mirror is None:
+        header = read_header(path)
+        return header, read_fields(path, header)
+    try:
+        mirror.fetch(np.array([0]), min(HEADER.itemsize, mirror.size))
+        header = read_header(path)
+        start = min(tables_start(int(header["num_fields"])), mirror.size)
+        mirror.fetch(np.array([0]), start)
+        fields = read_fields(path, header)
+        rows = int(header["num_samples"]) * metadata_dtype(fields).itemsize + SEAL_BYTES
+        table = min(int(header["alloc_table_ptr"]), mirror.size)
+        mirror.fetch(
+            np.array([start, table]), np.array([min(rows, mirror.size - start), mirror.size - table])
+        )
+    finally:
+        mirror.close()
+    return header, fields
+
+
 def _validated(path: Path) -> Beton:
-    header = read_header(path)
-    fields = read_fields(path, header)
+    header, fields = _fetched_tables(path)
     file = OpenFile(path)
     with open(file.descriptor, "rb", closefd=False) as opened:  # the same file, even if it is replaced now
         try:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...errors import DataError
+from ..cache_folder import cache_folder
 
 Pixels = NDArray[np.uint8]
 Batches = Iterator[tuple[str, bytes]]  # name and content of each `.bin` file
@@ -68,7 +69,7 @@ def fetch_cifar10(root: Path | None = None) -> Path:
     Raises:
         DataError: if a file is damaged, every source failed (with the reasons), or the folder is not writable.
     """
-    folder = (_default_root() if root is None else Path(root)) / "cifar10"
+    folder = (cache_folder() if root is None else Path(root)) / "cifar10"
     try:
         if not _complete(folder):
             with _lock(folder.parent):
@@ -103,12 +104,6 @@ def load_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Pixels,
     rows = np.frombuffer(data, np.uint8).reshape(-1, ROW)
     images = np.ascontiguousarray(rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     return images, rows[:, 0].astype(np.int64)
-
-
-def _default_root() -> Path:
-    if chosen := os.environ.get("DRIVETRAIN_DATA"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain"
 
 
 def _checked(name: str, data: bytes, place: str) -> bytes:

@@ -8,18 +8,27 @@ from typing import Literal, cast
 from ...errors import BetonError, DataError, suggest
 from ..beton.reader import open_beton
 from ..conversion.convert import convert
+from ..remote.cache import local_copy
+from ..remote.source import is_address
 from . import cifar10
 
 NAMES = ("cifar10:train", "cifar10:test")
 
 
-def resolve(source: str | Path, *, progress: bool = True) -> Path:
+def resolve(
+    source: str | Path,
+    *,
+    progress: bool = True,
+    cache: str | Path | None = None,
+    cache_limit: float | None = None,
+) -> Path:
     """Return the `.beton` file of a data source.
 
     Args:
-        source: a path to a `.beton` file, or one of `NAMES`. A named data set is downloaded, verified and converted
-            at first use, and stored in the cache folder (`$DRIVETRAIN_DATA`, else `~/.cache/drivetrain`).
+        source: a path to a `.beton` file, its address, or one of `NAMES`. A named data set is downloaded, verified
+            and converted at first use, and stored in the cache folder (`$DRIVETRAIN_DATA`, else `~/.cache/drivetrain`).
         progress: whether to show progress bars.
+        cache, cache_limit: see `loaders.remote.cache.local_copy`.
 
     Raises:
         DataError: for a folder (which must be converted first), an unknown name, or data that cannot be downloaded,
@@ -28,6 +37,8 @@ def resolve(source: str | Path, *, progress: bool = True) -> Path:
     if str(source) in NAMES:
         split = cast(Literal["train", "test"], str(source).partition(":")[2])
         return _cifar10(split, progress)
+    if is_address(source):
+        return local_copy(str(source), cache, cache_limit)
     if source == "":
         raise DataError(f"The data source is empty. Pass a .beton file, or one of {', '.join(NAMES)}.")
     path = Path(source)

@@ -79,6 +79,8 @@ class Decoder:
         self._line, self._table = _normalisation(settings)
         self._fill = np.array([round(level * 255) for level in settings.mean], dtype=np.int64)
         self._augment = _policy_kernel(settings)
+        # Samples of a remote file are compared with their checksums when they are first used.
+        self._unseen = np.full(len(beton), beton.file.mirror is not None)
         self.part = max(_PART // (settings.image_size**2 * 3), 1)
         self._free: deque[_Workspace] = deque()
 
@@ -123,9 +125,10 @@ class Decoder:
 
     def _load(self, workspace: _Workspace, job: Job, part: slice) -> None:
         indices = np.ascontiguousarray(job.indices[part])
-        if self._settings.verify:
-            for index in indices.tolist():
-                self._beton.require_unchanged(index)
+        self._beton.file.fetch(self._beton.pointers[indices], self._beton.sizes[indices])
+        for index in (indices if self._settings.verify else indices[self._unseen[indices]]).tolist():
+            self._beton.require_unchanged(index)
+        self._unseen[indices] = False
         out = job.images[part]
         direct = out.dtype == torch.uint8
         images = out.numpy() if direct else workspace.images[: len(indices)]

@@ -39,6 +39,7 @@ EXTRAS = {
     "timm": (("timm",), "build timm's models by name"),
     "hf": (("transformers",), "build Hugging Face's image models by name"),
     "onnx": (("onnx", "onnxruntime", "onnxscript"), "export to ONNX"),
+    "remote": (("fsspec", "aiohttp"), "read data at an address"),
     "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
 }
 NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}

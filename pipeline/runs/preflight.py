@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ...errors import DrivetrainError, RecipeError, StrategyError
 from ...files import appears
+from ...loaders.remote.mirror import Mirror
 from ...strategies.launching.group import in_group
 from ...version import __version__
 from ..checkpoints.identity import identity
@@ -96,6 +97,8 @@ def digest(path: Path) -> str:
 
     A `.beton` file ends with a digest of all its samples, and begins with the labels and positions.
     """
+    if (mirror := Mirror.at(path)) is not None:
+        return f"{mirror.size:,} bytes, {mirror.version}"
     if path.is_dir():
         names = sorted(str(each.relative_to(path)) for each in path.rglob("*"))
         return f"{len(names)} entries, CRC {zlib.crc32(chr(0).join(names).encode()):08x}"

@@ -70,6 +70,11 @@ _NOT_SETTINGS = {
 }  # fmt: skip
 
 
+def _check_cache_limit(name: str, value: Any) -> None:
+    if value is not None:
+        check_number(name, value, PlanError, "(0, 1e9]", also=", in GB, or None")
+
+
 @dataclass(frozen=True)
 class DataConfig(Config):
     """The options of `Pipeline.load`.
@@ -82,8 +87,8 @@ class DataConfig(Config):
 
     train: str = field(
         metadata=option(
-            "training data: a .beton file (relative paths are relative to the working directory), or a data set by "
-            "name (cifar10:train)",
+            "training data: a .beton file (relative paths are relative to the working directory), its address "
+            "(s3://bucket/train.beton), or a data set by name (cifar10:train)",
             PATH,
             in_plan=False,
         )
@@ -131,6 +136,28 @@ class DataConfig(Config):
         default=None,
         metadata=option(
             "loader threads (ffcv) or processes (torch) per rank; None: one per core", INTEGER, NULL
+        ),
+    )
+    cache: str | None = field(
+        default=None,
+        metadata=option(
+            "folder of the local copies of files at an address; None: remote in $DRIVETRAIN_DATA, else in "
+            "~/.cache/drivetrain",
+            PATH,
+            NULL,
+            more="The ranks of a machine, and later jobs, share a copy.",
+            in_plan=False,
+        ),
+    )
+    cache_limit: float | None = field(
+        default=None,
+        metadata=option(
+            "GB that these copies may take on disk; None: no limit",
+            NUMBER,
+            NULL,
+            more="Copies that nobody uses are removed, the least recently used first.",
+            check=_check_cache_limit,
+            in_plan=False,
         ),
     )
     settings: Mapping[str, Any] = field(

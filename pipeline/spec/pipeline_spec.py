@@ -120,9 +120,11 @@ class PipelineSpec:
         eval_image_size: int | None = None,
         loader: str = "ffcv",
         workers: int | None = None,
+        cache: str | None = None,
+        cache_limit: float | None = None,
         **settings: Any,
     ) -> Self:
-        """Set the data: `.beton` files, or data sets by name such as `"cifar10:train"` and `"cifar10:test"`.
+        """Set the data: `.beton` files, their addresses, or data sets by name such as `"cifar10:train"` and `"cifar10:test"`.
 
         Raises:
             PlanError, DataError: naming the invalid value.

@@ -7,11 +7,12 @@ from pathlib import Path
 from ...errors import DataError
 from ...loaders.beton.tables import read_header
 from ...loaders.order import check_batch_size
+from ...loaders.remote.source import is_address
 from .config import DataConfig
 
 
 def check_sources(data: DataConfig, devices: int) -> None:
-    """Check the headers of a pipeline's files. Named data sets are not downloaded.
+    """Check the headers of a pipeline's files. Named data sets and remote files are not looked for.
 
     Raises:
         DataError: for a file that is missing, unreadable, or not a complete `.beton` file, for a folder instead of a
@@ -21,6 +22,8 @@ def check_sources(data: DataConfig, devices: int) -> None:
 
     for source in (data.train, data.val):
         if source is None or source in NAMES or (data.loader == "torch" and Path(source).is_dir()):
+            continue
+        if is_address(source):
             continue
         path = resolve(source)
         try:

@@ -231,10 +231,11 @@ def make_loader(
 
 
 def source_file(data: DataConfig, source: str, *, progress: bool = True) -> Path:
-    """Return the file (for the torch loader, also a folder) of a data source; download and convert a named data set."""
+    """Return the file (for the torch loader, also a folder) of a data source; download and convert a named data set,
+    and make a local copy, still empty, of a remote file."""
     if data.loader == "torch" and Path(source).is_dir():
         return Path(source)
-    return loaders.resolve(source, progress=progress)
+    return loaders.resolve(source, progress=progress, cache=data.cache, cache_limit=data.cache_limit)
 
 
 def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:

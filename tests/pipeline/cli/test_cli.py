@@ -223,7 +223,7 @@ def test_convert(tmp_path: Path) -> None:
 def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "runs" / "one"
     end = run(
-        "train", "cifar10-quickstart", *toy_values(toy), "--out", str(out), "--ledger", "--ledger-seconds", "12",
+        "train", "cifar10-quickstart", *toy_values(toy), "--out", str(out), "--ledger", "--ledger-seconds", "30",
         "--logger", "csv",
     )  # fmt: skip
     assert end.code == 0, end.err

@@ -1,0 +1,133 @@
+"""The folder of local copies: made atomically, found again by the next job, and removed when it grows too large."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from ...errors import DataError
+from ..cache_folder import cache_folder
+from .mirror import BLOCK, BLOCKS, FACTS
+from .source import RemoteFile
+
+
+def local_copy(address: str, cache: str | Path | None = None, limit: float | None = None) -> Path:
+    """Return the local copy of a remote `.beton` file, still empty if it is new; reading it fetches what is missing.
+
+    The copy belongs to one version of the file, by its size and entity tag or time of change, and to one start of the
+    machine, because a crash may lose blocks that were marked as written. The manifest next to it is complete.
+
+    Args:
+        address: e.g. `"s3://bucket/train.beton"`.
+        cache: folder of the copies. Default None: `remote` in `$DRIVETRAIN_DATA`, else in `~/.cache/drivetrain`.
+        limit: GB that the folder may take on disk. Copies that nobody uses are removed, the least recently used
+            first. Default None: no limit.
+
+    Raises:
+        DataError: if the file does not exist or cannot be read, if the disk or the limit is too small for it, or if the
+            folder cannot be written.
+        MissingExtra: if the protocol needs a package that is not installed.
+    """
+    source = RemoteFile(address)
+    size, version = source.facts()
+    root = cache_folder() / "remote" if cache is None else Path(cache)
+    facts = {"address": address, "size": size, "version": version, "boot": _boot()}
+    name = address.rstrip("/").rpartition("/")[2].partition("?")[0] or "data.beton"
+    folder = root / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not (folder / FACTS).exists():
+            _make_room(root, folder, size, limit)
+            _make(folder, name, facts, _manifest(address))
+        os.utime(folder / FACTS)  # the time of its last use
+    except OSError as error:
+        raise DataError(
+            f"The local copy of {address} cannot be made in {root}: {error.strerror or error}. Pass cache=FOLDER, a "
+            "folder that you can write."
+        ) from error
+    return folder / name
+
+
+def _manifest(address: str) -> bytes | None:
+    """Return the manifest of the file at an address; None if it has none."""
+    path, mark, query = address.partition("?")
+    return RemoteFile(f"{path}.json{mark}{query}").whole()
+
+
+def _make(folder: Path, name: str, facts: dict[str, object], manifest: bytes | None) -> None:
+    """Create the folder of a copy. Several processes may do so at the same time: the first one wins."""
+    size = int(str(facts["size"]))
+    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    try:
+        for file, length in ((name, size), (BLOCKS, max(-(-size // BLOCK), 1))):
+            with (temporary / file).open("wb") as made:
+                made.truncate(length)
+        if manifest is not None:
+            (temporary / f"{name}.json").write_bytes(manifest)
+        (temporary / FACTS).write_text(json.dumps(facts, indent=1))
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not (folder / FACTS).exists():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _make_room(root: Path, folder: Path, size: int, limit: float | None) -> None:
+    """Remove copies that nobody uses until one of `size` bytes fits.
+
+    Raises:
+        DataError: if it does not.
+    """
+    others = sorted(
+        (path for path in root.glob("*/" + FACTS) if path.parent != folder),
+        key=lambda path: path.stat().st_mtime,
+    )
+    taken = {path: _bytes_on_disk(path.parent) for path in others}
+    allowed = float("inf") if limit is None else limit * 1e9
+
+    def fits() -> bool:
+        return sum(taken.values()) + size <= allowed and size <= shutil.disk_usage(root).free
+
+    for path in others:
+        if fits():
+            return
+        if _remove_unused(path):
+            del taken[path]
+    if not fits():
+        free, used = shutil.disk_usage(root).free / 1e9, sum(taken.values()) / 1e9
+        raise DataError(
+            f"A copy of {size / 1e9:,.2f} GB does not fit into {root}: {free:,.2f} GB of the disk are free, copies in "
+            f"use take {used:,.2f} GB, and cache_limit is {'not set' if limit is None else f'{limit:g} GB'}. Pass "
+            "another cache=FOLDER, or a larger cache_limit=."
+        )
+
+
+def _bytes_on_disk(folder: Path) -> int:
+    return sum(each.stat().st_blocks * 512 for each in folder.iterdir())
+
+
+def _remove_unused(facts: Path) -> bool:
+    """Remove the copy that these facts belong to, unless a process uses it; return whether it is gone."""
+    with facts.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        facts.unlink()  # first, so that nobody takes the folder for a complete one
+        shutil.rmtree(facts.parent, ignore_errors=True)
+    return True
+
+
+def _boot() -> str:
+    """Return the name of this start of the machine; "" where the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

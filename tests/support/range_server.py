@@ -1,0 +1,111 @@
+"""An HTTP server of a folder, with ranges, which can be slow, stop within an answer, fail, or ignore ranges."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class RangeServer:
+    """Serves the files of a folder on this machine.
+
+    Attributes:
+        requests: path, first byte and length of each range that was asked for; the length is -1 for a whole file.
+        fail: number of requests to answer with status 503 before the next good one.
+        cut: number of range requests to answer with half of their bytes.
+        delay: seconds before each answer.
+        ranges: whether ranges are known.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.requests: list[tuple[str, int, int]] = []
+        self.fail = self.cut = 0
+        self.delay = 0.0
+        self.ranges, self._gone = True, False
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def address(self, name: str) -> str:
+        """The address of a file."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}/{name}"
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes of ranges were asked for."""
+        return sum(size for _, _, size in self.requests if size > 0)
+
+    def close(self) -> None:
+        """Stop, and answer nothing more on connections that are open."""
+        self._gone = True
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+            def do_HEAD(self) -> None:
+                server.answer(self, body=False)
+
+            def do_GET(self) -> None:
+                server.answer(self, body=True)
+
+        return Handler
+
+    def answer(self, to: BaseHTTPRequestHandler, *, body: bool) -> None:
+        """Answer a request."""
+        if self._gone:
+            to.close_connection = True
+            return
+        time.sleep(self.delay)
+        file = self.folder / to.path.lstrip("/")
+        if self.fail > 0:
+            self.fail -= 1
+            to.send_error(503)
+        elif not file.is_file():
+            to.send_error(404)
+        else:
+            self._send(to, file, body)
+
+    def _send(self, to: BaseHTTPRequestHandler, file: Path, body: bool) -> None:
+        data, asked = file.read_bytes(), re.fullmatch(r"bytes=(\d+)-(\d+)", to.headers.get("Range", ""))
+        start, end = 0, len(data)
+        if asked and self.ranges:
+            start, end = int(asked[1]), min(int(asked[2]) + 1, len(data))
+        to.send_response(206 if asked and self.ranges else 200)
+        to.send_header("ETag", f'"{file.stat().st_mtime_ns:x}"')
+        to.send_header("Content-Length", str(end - start))
+        if asked and self.ranges:
+            to.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+        to.end_headers()
+        if not body:
+            return
+        self.requests.append((file.name, start, end - start if asked else -1))
+        if asked and self.cut > 0:
+            self.cut -= 1
+            to.close_connection = True
+            end = (start + end) // 2
+        to.wfile.write(data[start:end])
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[RangeServer]:
+    """A server for the length of the block."""
+    server = RangeServer(folder)
+    try:
+        yield server
+    finally:
+        server.close()
