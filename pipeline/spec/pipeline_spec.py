@@ -124,7 +124,7 @@ class PipelineSpec:
         cache_limit: float | None = None,
         **settings: Any,
     ) -> Self:
-        """Set the data: `.beton` files, their addresses, or data sets by name such as `"cifar10:train"` and `"cifar10:test"`.
+        """Set the data: `.beton` files, their addresses, or data sets by name: `"cifar10:train"`, `"cifar10:test"`.
 
         Raises:
             PlanError, DataError: naming the invalid value.
