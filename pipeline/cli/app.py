@@ -1,5 +1,5 @@
-"""The command line: `drivetrain convert | inspect | verify | train | predict | export | ledger | recipes | completion |
-doctor`."""
+"""The command line: `drivetrain convert | inspect | verify | train | predict | export | ledger | job | recipes |
+completion | doctor`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 from ...errors import DrivetrainError, PlanError, suggest
 from ...version import __version__
-from . import data, predict, training
+from . import data, job, predict, training
 from .parser import Parser, listed, say
 
 
@@ -83,7 +83,7 @@ def completion(
 COMMANDS: dict[str, Callable[..., int | None]] = {
     function.__name__: function
     for function in (data.convert, data.inspect, data.verify, training.train, predict.predict, training.export,
-                     training.ledger, recipes, completion, doctor)
+                     training.ledger, job.job, recipes, completion, doctor)
 }  # fmt: skip
 """The commands by name. Each returns its exit status, or None for 0."""
 

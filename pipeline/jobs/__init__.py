@@ -1,0 +1,1 @@
+"""Job files for schedulers of clusters: text that the user submits."""

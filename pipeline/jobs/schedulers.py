@@ -1,0 +1,68 @@
+"""The schedulers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from ...errors import PlanError, suggest
+from .job import Job, make_job
+from .kubernetes import kubernetes
+from .ray import ray
+from .skypilot import skypilot
+from .slurm import slurm
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What `drivetrain job` writes for a scheduler.
+
+    Attributes:
+        text: returns the file.
+        options: the options that it uses, of those that not every scheduler has.
+        same_folder: whether a job starts in the folder from which it is submitted, so that `out` can be relative.
+    """
+
+    text: Callable[[Job], str]
+    options: Sequence[str] = ()
+    same_folder: bool = False
+
+
+SCHEDULERS = {
+    "slurm": Scheduler(slurm, ("time",), same_folder=True),
+    "kubernetes": Scheduler(kubernetes, ("image",)),
+    "ray": Scheduler(ray),
+    "skypilot": Scheduler(skypilot, ("image",)),
+}
+
+
+def job_file(
+    scheduler: str, recipe: str, overrides: Sequence[str], out: str | None, **options: Any
+) -> tuple[str, Job]:
+    """Return the text of a job file, and what it describes.
+
+    Args:
+        scheduler: a name in `SCHEDULERS`.
+        recipe, overrides, out, options: see `make_job`.
+
+    Raises:
+        PlanError, RecipeError: naming the invalid value and the remedy.
+    """
+    if scheduler not in SCHEDULERS:
+        raise PlanError(f"There are no job files for {scheduler!r:.80}.{suggest(scheduler, SCHEDULERS)}")
+    chosen = SCHEDULERS[scheduler]
+    for option in ("time", "image"):
+        if options.get(option) is not None and option not in chosen.options:
+            raise PlanError(
+                f"A job file for {scheduler} has no --{option}. Leave it out, or add it to the file."
+            )
+    job = make_job(recipe, overrides, out, **options)
+    path = PurePosixPath(job.out)
+    if not chosen.same_folder and (not path.is_absolute() or len(path.parts) < 2 or ".." in path.parts):
+        raise PlanError(
+            f"--out {job.out!r}: machines of {scheduler} start in a folder of their own. Pass an absolute path in a "
+            "folder that all of them see, e.g. /shared/runs/mine."
+        )
+    return chosen.text(job), job
