@@ -40,6 +40,7 @@ EXTRAS = {
     "hf": (("transformers",), "build Hugging Face's image models by name"),
     "onnx": (("onnx", "onnxruntime", "onnxscript"), "export to ONNX"),
     "remote": (("fsspec", "aiohttp"), "read data at an address"),
+    "ray": (("ray",), "train in Ray's process group (drivetrain job ray)"),
     "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
 }
 NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}

@@ -39,9 +39,10 @@ def refuse_lone_task() -> None:
     if tasks.isdecimal() and int(tasks) > 1 and not is_rank():
         raise StrategyError(
             f"This is task {os.environ.get('SLURM_PROCID', '?')} of {tasks} of a SLURM step, and nothing joins them: "
-            "each would run the whole training. Start one task per node with torchrun (srun --ntasks-per-node=1 "
-            "torchrun --nnodes=$SLURM_NNODES --nproc-per-node=… --rdzv-backend=c10d --rdzv-endpoint=… -m drivetrain "
-            "train …). For separate trainings, unset SLURM_STEP_NUM_TASKS."
+            "each would run the full training. Change the line that starts them to one task per node: torchrun "
+            "(srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=… --rdzv-backend=c10d "
+            "--rdzv-endpoint=… -m drivetrain train …); drivetrain job slurm prints such a script. For separate "
+            "trainings, unset SLURM_STEP_NUM_TASKS."
         )
 
 

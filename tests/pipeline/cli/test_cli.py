@@ -25,7 +25,7 @@ from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
 from places import ROOT
 from safetensors.torch import load_file
 
-COMMANDS = ("convert", "inspect", "verify", "train", "export", "ledger", "recipes", "doctor")
+COMMANDS = ("convert", "inspect", "verify", "train", "export", "ledger", "job", "recipes", "doctor")
 
 
 def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:

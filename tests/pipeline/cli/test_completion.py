@@ -73,6 +73,9 @@ def test_bash_completes_commands_options_recipes_and_files(script: Path) -> None
     assert offered("export", "a run", "x", "--format", "=", "to") == {"torch-export"}
     assert offered("recipes", "cifar10-q") == {"cifar10-quickstart"}
     assert offered("predict", "a run", "x.jpg", "mi") == {"mine.yaml"}
+    assert offered("job", "") == {"slurm", "kubernetes", "ray", "skypilot"}
+    assert offered("job", "slurm", "cifar10-q") == {"cifar10-quickstart"}
+    assert offered("job", "slurm", "mine.yaml", "--nodes", "1", "see") == {"seed="}
     assert offered("completion", "") == {"bash", "zsh", "fish"}
     assert offered("doctor", "") == set()
     assert offered("nonsense", "") == set()
