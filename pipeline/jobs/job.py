@@ -45,6 +45,7 @@ class Job:
         processes: processes per machine, each with one GPU.
         cpus: CPU cores per process.
         on_gpus: whether it trains on GPUs; a recipe whose strategy's device is the CPU does not.
+        timeout: seconds that the ranks wait for each other in a collective.
         gpu_type: the GPU's name in the words of the scheduler; None: any.
         time: time limit in the words of the scheduler; None: its default.
         image: container image; None: none.
@@ -57,7 +58,8 @@ class Job:
     nodes: tuple[int, ...]
     processes: int
     cpus: int
-    on_gpus: bool = True
+    on_gpus: bool
+    timeout: float
     gpu_type: str | None = None
     time: str | None = None
     image: str | None = None
@@ -148,7 +150,8 @@ def make_job(
         raise PlanError(f"--gpu-type {gpu_type}: the recipe trains on the CPU. Leave out one of the two.")
     return Job(
         recipe, tuple(overrides), out, name or _name_of(recipe), _fitting(batch_size, how, numbers, gpus),
-        processes=gpus, cpus=cpus, on_gpus=how.device != "cpu", gpu_type=gpu_type, time=time, image=image,
+        processes=gpus, cpus=cpus, on_gpus=how.device != "cpu", timeout=how.timeout, gpu_type=gpu_type, time=time,
+        image=image,
     )  # fmt: skip
 
 

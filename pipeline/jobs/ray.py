@@ -53,7 +53,7 @@ if __name__ == "__main__":
 {_note(job)}        scaling_config=ScalingConfig(
             num_workers={number}, use_gpu={job.on_gpus}, {accelerator}resources_per_worker={json.dumps(resources)}
         ),
-        torch_config=TorchConfig(backend="{backend}"),{_backend_note(job)}
+        {_backend_note(job)}torch_config=TorchConfig(backend="{backend}", timeout_s={round(job.timeout)}),
         # The number of times that Ray starts the workers again; they resume from the newest checkpoint.
         run_config=RunConfig(
             storage_path=os.path.join(OUT, "ray"), failure_config=FailureConfig(max_failures={_RESTARTS})
@@ -77,4 +77,4 @@ def _listed(job: Job) -> str:
 
 
 def _backend_note(job: Job) -> str:
-    return "  # Drivetrain exchanges a few numbers on the CPU" if job.on_gpus else ""
+    return "# Drivetrain exchanges a few numbers on the CPU.\n        " if job.on_gpus else ""

@@ -156,6 +156,7 @@ def test_ray(recipe: str) -> None:
         "OUT": "/shared/run",
     }
     assert "accelerator_type='H100'" in text
+    assert 'TorchConfig(backend="cpu:gloo,cuda:nccl", timeout_s=600)' in text
     assert '{"CPU": 4, "GPU": 1}' in text
     assert '{"CPU": 4}' in written("ray", recipe, 'strategy_options={"device": "cpu"}')
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from drivetrain.pipeline.recipes.importing import modules_of
 from job_scripts import SCONTROL, SRUN, programs, surroundings
 from pipeline_data import Toy
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROCESSES = 2
+LIMIT = 240  # seconds that a job may take; Ray takes most of a minute to start on two cores
 
 
 def recipe_for(toy: Toy, folder: Path, model: str, epochs: int) -> str:
@@ -63,8 +65,12 @@ def run_until(
                 time.sleep(0.05)
             if after is not None:
                 process.send_signal(number)
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=LIMIT)
         finally:
+            if process.poll() is None:
+                process.terminate()  # Ray's own processes end with it, and not with a killed one
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
             process.kill()
     print(output)
     return process.returncode
