@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import ceil
 
 from ..recipes.presets import parse_overrides
 from .job import CHECKPOINT_MINUTES, Job
@@ -53,7 +54,7 @@ if __name__ == "__main__":
 {_note(job)}        scaling_config=ScalingConfig(
             num_workers={number}, use_gpu={job.on_gpus}, {accelerator}resources_per_worker={json.dumps(resources)}
         ),
-        {_backend_note(job)}torch_config=TorchConfig(backend="{backend}", timeout_s={round(job.timeout)}),
+        {_backend_note(job)}torch_config=TorchConfig(backend="{backend}", timeout_s={ceil(job.timeout)}),
         # The number of times that Ray starts the workers again; they resume from the newest checkpoint.
         run_config=RunConfig(
             storage_path=os.path.join(OUT, "ray"), failure_config=FailureConfig(max_failures={_RESTARTS})
