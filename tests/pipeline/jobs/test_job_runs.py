@@ -23,7 +23,7 @@ from pipeline_data import Toy
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROCESSES = 2
-LIMIT = 240  # seconds that a job may take; Ray takes most of a minute to start on two cores
+LIMIT = 400  # seconds that a job may take; Ray takes most of a minute to start on two cores
 
 
 def recipe_for(toy: Toy, folder: Path, model: str, epochs: int) -> str:
