@@ -9,7 +9,7 @@ from typing import Annotated, Literal, cast
 from ...errors import DataError
 from .parser import Quiet, Verbose
 
-Beton = Annotated[Path, "A .beton file."]
+Beton = Annotated[str, "A .beton file, or its address.", None, "files"]
 WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
 Threads = Annotated[int | None, "Threads. Default: one per core.", "N"]
 

@@ -39,7 +39,7 @@ EXTRAS = {
     "timm": (("timm",), "build timm's models by name"),
     "hf": (("transformers",), "build Hugging Face's image models by name"),
     "onnx": (("onnx", "onnxruntime", "onnxscript"), "export to ONNX"),
-    "remote": (("fsspec", "aiohttp"), "read data at an address"),
+    "remote": (("fsspec", "aiohttp", "s3fs"), "read data at an address"),
     "ray": (("ray",), "train in Ray's process group (drivetrain job ray)"),
     "notebook": (("ipykernel", "ipywidgets"), "run the notebooks, with live progress bars"),
 }

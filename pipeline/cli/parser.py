@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 from ...errors import PlanError, suggest
+from ...loaders.remote.source import is_address
 
 Completes = str | tuple[str, ...]
 """What a shell completes an argument with: `"files"`; `"recipes"`; `"keys"`, of a recipe; these words; "": nothing."""
@@ -139,6 +140,8 @@ class _Once(argparse.Action):
 def _path(text: str) -> Path:
     if not text:  # Path("") is this folder; in a script, "" is usually an unset variable
         raise argparse.ArgumentTypeError("it is empty. Pass a path; '.' for this folder.")
+    if is_address(text):
+        raise argparse.ArgumentTypeError(f"{text} is an address. Pass a path of this machine.")
     return Path(text)
 
 

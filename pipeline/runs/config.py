@@ -9,6 +9,7 @@ from typing import Any
 
 from ...checks import check_flag
 from ...errors import PlanError, suggest
+from ...loaders.remote.source import is_address
 from ..callbacks.callback import Callback
 from ..checkpoints.directory import Checkpoints
 from ..spec.options import Config, option, whole
@@ -24,6 +25,15 @@ def _kind(kinds: Any, allowed: str) -> Callable[[str, Any], None]:
             raise PlanError(f"{name}={value!r:.80} must {allowed}.")
 
     return check
+
+
+def _check_out(name: str, value: Any) -> None:
+    _kind(str | Path | None, "be the path of a folder, or None for no files")(name, value)
+    if is_address(value):
+        raise PlanError(
+            f"{name}={value!r} is an address, and results are written to a folder. Pass one on a file system that all "
+            "machines share, and copy it when the run has ended."
+        )
 
 
 def check_callbacks(name: str, value: Any) -> None:
@@ -78,7 +88,7 @@ class FitConfig(Config):
             "folder for the results; None: no files",
             more="It contains `plan.txt` and `recipe.yaml`; `history.json` and `model.safetensors`, written after each "
             "epoch; `curves.png`, drawn at the end; and `checkpoints/`. With several machines, it must be shared.",
-            check=_kind(str | Path | None, "be the path of a folder, or None for no files"),
+            check=_check_out,
         ),
     )
     progress: bool = field(default=True, metadata=option("show a progress bar, and print a line per epoch"))

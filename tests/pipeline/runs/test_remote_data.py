@@ -38,7 +38,8 @@ def test_it_trains_as_on_local_files(toy: Toy, tmp_path: Path) -> None:
         assert remote.evaluate(out) == pytest.approx(local.evaluate(out))
 
 
-def test_a_recipe_and_the_command_line(toy: Toy, tmp_path: Path) -> None:
+def test_a_recipe_and_the_command_line(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "default"))
     recipe, out = tmp_path / "remote.yaml", tmp_path / "run"
     with serving(Path(toy.train).parent) as server:
         address = server.address(Path(toy.train).name)
@@ -53,6 +54,9 @@ def test_a_recipe_and_the_command_line(toy: Toy, tmp_path: Path) -> None:
         again = call("train", str(out / "recipe.yaml"), "--out", str(out), "--resume")
         assert again.code == 0, again.err
         assert "the training was finished" in again.out
+        for command in ("inspect", "verify"):
+            shown = call(command, address)
+            assert (shown.code, "samples" in shown.out) == (0, True), shown
         missing = call("train", str(recipe), "--train", server.address("missing.beton"))
         assert "missing.beton does not exist" in missing.line
 
@@ -61,3 +65,9 @@ def test_a_recipe_and_the_command_line(toy: Toy, tmp_path: Path) -> None:
 def test_a_limit_is_a_positive_number(toy: Toy, limit: object) -> None:
     with pytest.raises(PlanError, match="cache_limit="):
         Pipeline("cifar_resnet").load(toy.train, batch_size=8, image_size=16, cache_limit=limit)  # type: ignore[arg-type]
+
+
+def test_results_are_not_written_to_an_address(toy: Toy) -> None:
+    with pytest.raises(PlanError, match=r"out='s3://bucket/run' is an address"):
+        toy.pipeline().fit(epochs=1, out="s3://bucket/run")
+    assert "s3://bucket/run is an address" in call("train", "baseline", "--out", "s3://bucket/run").err
