@@ -207,8 +207,13 @@ class EpochLoader(ABC):
             "batches": len(self),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, within: bool = False) -> None:
         """Continue right after the last batch of `state`, also with another number of ranks.
+
+        Args:
+            state: from `state_dict`.
+            within: after the last batch of an epoch, whether the next loop is the rest of this epoch, without a batch.
+                Default False: it is the next epoch.
 
         Raises:
             DataError: if the state has another seed, batch size, order or data set, or if the rest of its epoch cannot
@@ -233,8 +238,9 @@ class EpochLoader(ABC):
                 f"which cannot be shared among {self.settings.world_size} ranks. Resume on fewer ranks, or start an "
                 "epoch with set_epoch."
             )
-        self.set_epoch(state["epoch"] + finished)
-        self._resume_at = self._position = 0 if finished else state["position"]
+        self.set_epoch(state["epoch"] + (finished and not within))
+        at = len(self) if finished else state["position"]
+        self._resume_at = self._position = 0 if finished and not within else at
 
     def __enter__(self) -> Self:
         return self

@@ -292,7 +292,7 @@ def _check_position(content: CheckpointContent) -> None:
     """Check that epochs, steps, the loader's position, the meter and the history agree."""
     epoch, within, step = content.epoch, content.step_in_epoch, content.step
     steps, rest = divmod(step - within, epoch) if epoch else (within + 1, step - within)
-    if rest or within >= steps:
+    if rest or within > steps:  # all of them: the evaluation is left
         raise _fault("step", step, f"possible after {epoch} epochs and {within} steps")
     position = (epoch, within) if within or not epoch else (epoch - 1, steps)
     loader, meter, history = content.loader, content.meter, content.history.epochs

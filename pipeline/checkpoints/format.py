@@ -174,7 +174,7 @@ class Checkpoint:
             CheckpointError: if such a run has no such position.
         """
         epoch, within, step = self.content.epoch, self.content.step_in_epoch, self.content.step
-        if step != epoch * steps + within or within >= steps:
+        if step != epoch * steps + within or within > steps:  # all of them: the evaluation is left
             raise CheckpointError(
                 f"{self.path} is damaged: its step is {step}, after {epoch} epochs and {within} steps of a run with "
                 f"{steps} steps in an epoch. {REMEDY}"

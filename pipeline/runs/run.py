@@ -123,7 +123,7 @@ class Run:
                 self._built, self._writer, options.every_steps, self._capture, self._guard, self._advice,
                 self._requests,
             )  # fmt: skip
-        leaving = LeaveOnRequest(self._requests, self._length, self._leave)
+        leaving = LeaveOnRequest(self._requests, self._leave)
         self._observer = Observers(
             self._guard, self._metrics, self._artifacts, self._callbacks, saving, leaving
         )
@@ -165,7 +165,8 @@ class Run:
         states.load_hooks(checkpoint, self._built)
         with states.restoring(checkpoint):
             self._built.begin_epoch()
-            self._built.train.load_state_dict(content.loader)
+            # A run that was left after the last step of an epoch has still to evaluate it.
+            self._built.train.load_state_dict(content.loader, within=content.step_in_epoch > 0)
         history = self._history(checkpoint)
         self._take_folder(choice)
         self._restore_results(checkpoint, history)
@@ -365,24 +366,24 @@ class Run:
 
 
 class LeaveOnRequest(Observer):
-    """Leave after a step or an epoch if the ranks have agreed to, unless it is the last of the run.
+    """Leave after a step if the ranks have agreed to, before an evaluation that is due.
 
     Args:
         requests: what the ranks have agreed on.
-        length: steps in an epoch.
         leave: leaves.
     """
 
-    def __init__(self, requests: Requests, length: int, leave: Callable[[], None]) -> None:
-        self._requests, self._length, self._leave = requests, length, leave
+    def __init__(self, requests: Requests, leave: Callable[[], None]) -> None:
+        self._requests, self._leave = requests, leave
 
     def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
         """Leave, once the other observers have processed the step."""
-        if self._requests.stop and state.stop is None and state.meter.steps < self._length:
+        if self._requests.stop and state.stop is None:
             self._leave()
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
-        """Leave, once the epoch is saved."""
+        """Leave, once the epoch is saved, unless it is the last: on CUDA, the ranks agree on the last step of an epoch
+        after `on_step_end`."""
         if self._requests.stop and state.stop is None and state.step < state.total_steps:
             self._leave()
 

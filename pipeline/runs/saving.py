@@ -46,11 +46,11 @@ class SaveCheckpoints(Observer):
         self._capture, self._guard, self._advice, self._requests = capture, guard, advice, requests
 
     def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
-        """Save within the epoch when due, or if the run is stopped there; `on_epoch_end` saves at its end."""
-        if state.meter.steps >= len(self._built.train):
-            return
+        """Save within the epoch when due, or if the run is stopped there; `on_epoch_end` saves at its end, after the
+        evaluation, for which a request to stop does not wait."""
         due = self._every is not None and state.step % self._every == 0
-        if due or state.stop is not None or self._requests.save or self._requests.stop:
+        within = state.meter.steps < len(self._built.train)
+        if self._requests.stop or (within and (due or state.stop is not None or self._requests.save)):
             self._guard.flush()
             self._save(state)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_kill_server import Losses
 from cluster_jobs import Signals, Slow
 from drivetrain import PlanError
 from drivetrain.pipeline import Checkpoints, FitResult, TrainingPreempted
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.strategies.launching.launcher import launch
-from pipeline_data import Toy, numbers
+from drivetrain.transforms import EMA, MixUp, ProgressiveResizing
+from pipeline_data import Toy, batch_norm_model, numbers
 from places import SUPPORT
 
 STEPS = 4  # in an epoch of the toy data
@@ -30,9 +33,9 @@ def same(result: FitResult, expected: FitResult) -> None:
     assert all(torch.equal(value, state[name]) for name, value in result.model.state_dict().items())
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 5])
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 7])
 def test_one_process(toy: Toy, tmp_path: Path, step: int) -> None:
-    """Also in the last step of an epoch, which is finished, and in the first of the next."""
+    """Also in the last step of an epoch, before its evaluation, in the first of the next, and in the last of all."""
     pipeline = toy.pipeline()
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(TrainingPreempted) as ended:
@@ -40,8 +43,30 @@ def test_one_process(toy: Toy, tmp_path: Path, step: int) -> None:
     assert signal.getsignal(signal.SIGUSR1) is before
     assert (ended.value.code, ended.value.signal) == (75, "SIGUSR1")
     assert ended.value.checkpoint == (tmp_path / "checkpoints" / f"step-{step + 1:08d}").resolve()
+    finished = json.loads((tmp_path / "history.json").read_text())["epochs"] if step > STEPS - 1 else []
+    assert len(finished) == step // STEPS
     resumed = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto")
     same(resumed, pipeline.fit(epochs=2, progress=False))
+
+
+def test_before_an_evaluation_with_everything_that_happens_there(toy: Toy, tmp_path: Path) -> None:
+    """Averages, statistics, callbacks and a schedule of the images' size."""
+    pipeline = toy.pipeline(batch_norm_model()).transform(EMA(half_life=2), MixUp(0.2), ProgressiveResizing())
+    options: dict[str, Any] = {
+        "progress": False,
+        "eval_every_steps": 2,
+        "checkpoints": Checkpoints(every_steps=2),
+    }
+    losses = Losses()
+    with pytest.raises(TrainingPreempted) as ended:
+        pipeline.fit(epochs=3, out=tmp_path, stop_on=["SIGUSR1"], callbacks=[Signals(7), losses], **options)
+    assert ended.value.checkpoint is not None
+    assert ended.value.checkpoint.name == "step-00000008"
+    resumed = pipeline.fit(epochs=3, out=tmp_path, resume="auto", callbacks=[again := Losses()], **options)
+    whole = pipeline.fit(epochs=3, out=tmp_path / "whole", callbacks=[expected := Losses()], **options)
+    same(resumed, whole)
+    assert resumed.history.evaluations == whole.history.evaluations
+    assert again.losses == expected.losses
 
 
 def test_after_the_last_step_the_run_is_finished(toy: Toy, tmp_path: Path) -> None:
@@ -99,6 +124,22 @@ def test_ranks_agree_whoever_is_signalled(toy: Toy, tmp_path: Path) -> None:
     thread.join()
     assert forwarded.value.signal == "SIGUSR1"
     same(pipeline.fit(epochs=3, **options), pipeline.fit(epochs=3, progress=False))
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_leave_before_an_evaluation(toy: Toy, tmp_path: Path, strategy: str) -> None:
+    pipeline = toy.pipeline(batch_norm_model()).transform(EMA(half_life=2)).distribute(strategy, devices=2)
+    with pytest.raises(TrainingPreempted) as ended:
+        pipeline.fit(
+            epochs=2, out=tmp_path, progress=False, stop_on=["SIGUSR1"], callbacks=[Signals(3, rank=1)]
+        )
+    assert ended.value.checkpoint is not None
+    assert ended.value.checkpoint.name == f"step-{STEPS:08d}"
+    assert not (tmp_path / "history.json").exists()
+    resumed = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto")
+    same(resumed, pipeline.fit(epochs=2, progress=False))
 
 
 @pytest.mark.slow
