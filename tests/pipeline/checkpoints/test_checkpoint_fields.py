@@ -194,7 +194,7 @@ def test_any_edited_value_is_refused_or_makes_no_difference(
     (("epoch",), -2, r"its epoch is -2, which is not"),
     (("step",), 10**30, r"its step is 1000000000000000000000000000000, which is not an integer"),
     (("step",), 7, r"its step is 7, after 1 epochs and 2 steps of a run with 4 steps"),
-    (("step_in_epoch",), 3, r"its step is 6, which is not possible after 1 epochs and 3 steps"),
+    (("step_in_epoch",), 4, r"its step is 6, which is not possible after 1 epochs and 4 steps"),
     (("run",), 5, r"its run is 5, which is not a text"),
     (("loader", "position"), 10**6, r"its loader.position is 1000000, which is not 2"),
     (("optimizer", "groups", 0, "weight_decay"), -5, r"its optimizer.groups\[0\].weight_decay is -5, and this"),
