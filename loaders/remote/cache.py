@@ -8,12 +8,15 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from ...errors import DataError
 from ..cache_folder import cache_folder
 from .mirror import BLOCK, BLOCKS, FACTS
 from .source import RemoteFile
+
+_RECENT = 60.0  # seconds after a copy was asked for, in which it is not removed although nobody has opened it
 
 
 def local_copy(address: str, cache: str | Path | None = None, limit: float | None = None) -> Path:
@@ -80,37 +83,42 @@ def _make(folder: Path, name: str, facts: dict[str, object], manifest: bytes | N
 
 
 def _make_room(root: Path, folder: Path, size: int, limit: float | None) -> None:
-    """Remove copies that nobody uses until one of `size` bytes fits.
+    """Remove copies that nobody uses until one of `size` bytes fits. Each other copy counts as what it will be when it
+    is full.
 
     Raises:
         DataError: if it does not.
     """
-    others = sorted(
-        (path for path in root.glob("*/" + FACTS) if path.parent != folder),
-        key=lambda path: path.stat().st_mtime,
-    )
-    taken = {path: _bytes_on_disk(path.parent) for path in others}
+    found = sorted((path for path in root.glob("*/" + FACTS) if path.parent != folder), key=_last_use)
+    others = {path: _bytes(path.parent) for path in found}
     allowed = float("inf") if limit is None else limit * 1e9
 
     def fits() -> bool:
-        return sum(taken.values()) + size <= allowed and size <= shutil.disk_usage(root).free
+        full, present = (sum(each[n] for each in others.values()) for n in (0, 1))
+        return full + size <= allowed and size + full - present <= shutil.disk_usage(root).free
 
-    for path in others:
+    for path in found:
         if fits():
             return
-        if _remove_unused(path):
-            del taken[path]
+        if time.time() - _last_use(path) > _RECENT and _remove_unused(path):
+            del others[path]
     if not fits():
-        free, used = shutil.disk_usage(root).free / 1e9, sum(taken.values()) / 1e9
+        free, used = shutil.disk_usage(root).free / 1e9, sum(full for full, _ in others.values()) / 1e9
         raise DataError(
             f"A copy of {size / 1e9:,.2f} GB does not fit into {root}: {free:,.2f} GB of the disk are free, copies in "
-            f"use take {used:,.2f} GB, and cache_limit is {'not set' if limit is None else f'{limit:g} GB'}. Pass "
-            "another cache=FOLDER, or a larger cache_limit=."
+            f"use take up to {used:,.2f} GB, and cache_limit is {'not set' if limit is None else f'{limit:g} GB'}. "
+            "Pass another cache=FOLDER, or a larger cache_limit=."
         )
 
 
-def _bytes_on_disk(folder: Path) -> int:
-    return sum(each.stat().st_blocks * 512 for each in folder.iterdir())
+def _last_use(facts: Path) -> float:
+    return facts.stat().st_mtime
+
+
+def _bytes(folder: Path) -> tuple[int, int]:
+    """Return the length of a copy's files, and what they take on disk."""
+    files = [each.stat() for each in folder.iterdir()]
+    return sum(each.st_size for each in files), sum(each.st_blocks * 512 for each in files)
 
 
 def _remove_unused(facts: Path) -> bool:

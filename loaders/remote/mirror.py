@@ -82,7 +82,10 @@ class Mirror:
         """End the threads; requests that have not begun are dropped. The mirror can be used again."""
         with self._lock:
             pool, self._pool = self._pool, None
+            source, self._source = self._source, None
             self._pending.clear()
+        if source is not None:
+            source.close()
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -110,10 +113,9 @@ class Mirror:
     def _fetch(self, run: range) -> None:
         """Fetch consecutive blocks."""
         try:
-            if self._source is None:
-                self._source = RemoteFile(self.address)
+            source = self._source = self._source or RemoteFile(self.address)
             start = run.start * BLOCK
-            data = memoryview(self._source.read(start, min(run.stop * BLOCK, self.size) - start))
+            data = memoryview(source.read(start, min(run.stop * BLOCK, self.size) - start))
             try:
                 while data:
                     written = os.pwrite(self._file, data, start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class RemoteFile:
     """
 
     def __init__(self, address: str) -> None:
-        self.address = address
+        self.address, self._closed = address, threading.Event()
         fsspec = require("fsspec", "remote", "read data at an address")
         try:
             self._system, self._path = fsspec.core.url_to_fs(address)
@@ -52,6 +52,10 @@ class RemoteFile:
             raise MissingExtra(f"{address} cannot be read: {error}.") from error
         except ValueError as error:
             raise DataError(f"{address} cannot be read: {error}. Pass an address or a path.") from error
+
+    def close(self) -> None:
+        """Do not repeat requests that fail from now on."""
+        self._closed.set()
 
     def facts(self) -> tuple[int, str]:
         """Return the file's size in bytes, and what changes with its content: its entity tag or time of change.
@@ -111,7 +115,9 @@ class RemoteFile:
         for attempt in range(ATTEMPTS):
             if attempt:
                 # Ranks that failed together do not ask again together.
-                time.sleep(_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                pause = _PAUSE * 2 ** (attempt - 1) * random.SystemRandom().uniform(0.5, 1.5)
+                if self._closed.wait(pause):
+                    break
             try:
                 result = request()
             except FileNotFoundError as error:

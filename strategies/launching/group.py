@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,10 +115,12 @@ def join_group(
         dist.init_process_group(
             backend, timeout=patience, init_method=init_method, rank=rank, world_size=ranks
         )
+        _wait_until_all_joined(patience)
         return None
     meeting = meeting or meet(timeout)
     try:
         dist.init_process_group(backend, timeout=patience, store=meeting.store, rank=rank, world_size=ranks)
+        _wait_until_all_joined(patience)
     except RuntimeError as error:
         raise StrategyError(
             f"Rank {rank} of {ranks} ({meeting.ranks[rank]['host']}) met the others at {place()}, but cannot exchange "
@@ -126,3 +129,10 @@ def join_group(
             "the addresses."
         ) from error
     return meeting
+
+
+def _wait_until_all_joined(patience: timedelta) -> None:
+    """Wait for all ranks: one that returned at once would close connections that another is still opening."""
+    store: Any = dist.PrefixStore("drivetrain/joined", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    store.set(str(dist.get_rank()), "")
+    store.wait([str(rank) for rank in range(dist.get_world_size())], patience)

@@ -8,11 +8,13 @@ import subprocess
 import time
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from drivetrain import strategies
 from drivetrain.errors import StrategyError
+from drivetrain.strategies.launching.group import join_group
 from drivetrain.transforms import NoWeightDecay
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -236,3 +238,20 @@ def fail_on_rank_1(how: str) -> None:
 def wait_for_ever() -> None:
     if dist.get_rank() == 1:
         time.sleep(600)
+
+
+def join_with_a_slow_rank(folder: str, seconds: float) -> float:
+    """Leave the group and join another one, in which rank 0 still opens its connections for `seconds`. Return how long
+    this rank took."""
+    rank, init = dist.get_rank(), dist.init_process_group
+    dist.barrier()
+    dist.destroy_process_group()
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        init(*arguments, **options)
+        time.sleep(seconds * (rank == 0))
+
+    dist.init_process_group = slowly
+    begin = time.monotonic()
+    join_group(f"file://{folder}/again", "cpu")
+    return time.monotonic() - begin

@@ -238,6 +238,10 @@ def test_the_folder_keeps_to_its_limit(server: RangeServer, tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"does not fit into .*small.*cache_limit is"):
         local_copy(server.address("two.beton"), cache, limit)
     del used
+    with pytest.raises(DataError, match="does not fit"):  # somebody has asked for it, and will open it
+        local_copy(server.address("two.beton"), cache, limit)
+    for facts in cache.glob("*/mirror.json"):
+        os.utime(facts, (1, 1))
     two = local_copy(server.address("two.beton"), cache, limit)
     assert [path.parent for path in cache.glob("*/blocks")] == [two.parent]
     with pytest.raises(DataError, match="does not fit"):

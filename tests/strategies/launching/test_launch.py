@@ -18,7 +18,7 @@ import torch
 from drivetrain.errors import StrategyError
 from drivetrain.strategies import launch
 from drivetrain.strategies.launching.group import is_main_process, is_rank
-from strategy_jobs import fail_on_rank_1, surroundings, wait_for_ever
+from strategy_jobs import fail_on_rank_1, join_with_a_slow_rank, surroundings, wait_for_ever
 from unloadable import Unloadable
 
 pytestmark = pytest.mark.process
@@ -78,6 +78,13 @@ def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     yield
     assert traces() == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_waits_until_all_have_joined(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Else one whose function returns at once closes connections that another is still opening."""
+    folder = str(tmp_path_factory.mktemp("again"))
+    taken = launch(join_with_a_slow_rank, folder, 0.7, devices=2, device="cpu", timeout=60)
+    assert min(taken) >= 0.7
 
 
 def test_every_rank_answers_in_order(capfd: pytest.CaptureFixture[str]) -> None:
