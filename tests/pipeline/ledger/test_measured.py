@@ -103,6 +103,7 @@ def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow  # half a minute
 def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
     pipeline = (
         toy.pipeline(Sleepy(0.02))
