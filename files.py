@@ -132,6 +132,18 @@ def _remove_leftovers(path: Path) -> None:
 
 
 @contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process, or thread, at a time into the block; `path` is a lock file, which stays.
+
+    Raises:
+        OSError: if it cannot be created, or the file system has no locks.
+    """
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def _turn(path: Path) -> Iterator[None]:
     """Serialize the writers of `path` by a lock file, which exists only inside the block."""
     place = _lock_file(path)

@@ -108,22 +108,22 @@ def container_limits(root: Path = Path("/")) -> Limits:
         root: folder that contains `proc` and the mounted groups.
     """
     quotas = [
-        *(_quota(folder, "cpu.max", None) for folder in _groups(root, "")),
-        *(_quota(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") for folder in _groups(root, "cpu")),
+        *(_quota(folder, "cpu.max", None) for folder in control_groups("", root)),
+        *(_quota(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") for folder in control_groups("cpu", root)),
     ]
     cpus = [
-        *(_cpus(folder / "cpuset.cpus.effective") for folder in _groups(root, "")),
-        *(_cpus(folder / "cpuset.cpus") for folder in _groups(root, "cpuset")),
+        *(_cpus(folder / "cpuset.cpus.effective") for folder in control_groups("", root)),
+        *(_cpus(folder / "cpuset.cpus") for folder in control_groups("cpuset", root)),
     ]
     memory = [
         *(
             _memory(folder, limit, "memory.current", "inactive_file")
-            for folder in _groups(root, "")
+            for folder in control_groups("", root)
             for limit in ("memory.max", "memory.high")
         ),
         *(
             _memory(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            for folder in _groups(root, "memory")
+            for folder in control_groups("memory", root)
         ),
     ]
     return Limits(
@@ -134,7 +134,7 @@ def container_limits(root: Path = Path("/")) -> Limits:
     )
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     """Yield the folders of this process's group for a controller (`""`: version 2) and of all its parents."""
     group = _group_name(root, controller)
     if group is None:

@@ -44,7 +44,7 @@ def compare(
     """
     rows: dict[str, Any] = {}
     cells = []
-    digits = 3 if unit == "s" else 0
+    digits = {"s": 3, "steps/s": 2}.get(unit, 0)
     for name, values in figures.items():
         pairs = list(zip(figures[ours], values, strict=True))
         own = summarise(values)

@@ -13,9 +13,19 @@ from numpy.typing import NDArray
 
 from ..checks import check_whole, plain
 from ..errors import DataError, suggest
-from .beton.reader import Beton, count_classes
+from .beton.data_set import BetonFiles
+from .beton.reader import count_classes
 from .exhaustion import exhaustion, is_exhaustion
-from .order import LastBatch, check_batch_size, epoch_batches, last_batch, rank_slice, require_pages
+from .order import (
+    LastBatch,
+    check_batch_size,
+    epoch_batches,
+    last_batch,
+    mixed,
+    rank_slice,
+    require_pages,
+    shares,
+)
 from .settings import Settings, check_indices, odd_size
 
 Batch = tuple[Any, ...]
@@ -33,13 +43,20 @@ class EpochLoader(ABC):
     _device: torch.device
     workers: int
     _ahead: int
-    beton: Beton | None
-    """The file; None if the source is not a `.beton`."""
+    beton: BetonFiles | None
+    """The files; None if the source is not a `.beton`."""
 
-    def __init__(self, settings: Settings, indices: Any, samples: int, beton: Beton | None) -> None:
+    def __init__(self, settings: Settings, indices: Any, samples: int, beton: BetonFiles | None) -> None:
         self.settings, self.samples, self.beton = settings, samples, beton
         _check_contents(settings, beton)
-        self._pages = None if beton is None else beton.pointers.astype(np.int64) // beton.page_size
+        self._pages = None if beton is None or settings.order != "quasi_random" else beton.pages
+        self._weighted = () if beton is None else beton.parts
+        self._weights = [weight for weight, _, _ in self._weighted]
+        if self._weighted and settings.order == "sequential":
+            raise DataError(
+                f"The mix {beton.name if beton else ''} has weights, which order='sequential' does not keep. To "
+                "evaluate, load each data set by itself, or all without weights: '{a,b}.beton'."
+            )
         self.set_indices(indices)
         if settings.order == "quasi_random":
             require_pages(self._pages)
@@ -110,7 +127,7 @@ class EpochLoader(ABC):
 
     def __iter__(self) -> Iterator[Batch]:
         if self.beton is not None:
-            self.beton.file.require_size()
+            self.beton.require_sizes()
         self._epoch, start = self._next_epoch, self._resume_at
         self._next_epoch, self._resume_at = self._epoch + 1, 0
         self._position = start
@@ -153,10 +170,15 @@ class EpochLoader(ABC):
         )
 
     def _shares(self, epoch: int) -> list[NDArray[np.int64]]:
-        """Return this rank's sample indices for each batch of an epoch."""
-        own = self.settings
+        """Return this rank's samples for each batch of an epoch.
+
+        An index; in a mix, a sample's k-th repetition in the epoch is its index plus k times the number of samples.
+        """
+        own, indices = self.settings, self.indices
+        if self._parts:
+            indices = mixed(self._parts, self._weights, seed=own.seed, epoch=epoch, samples=self.samples)
         batches = epoch_batches(
-            self.indices, order=own.order, seed=own.seed, epoch=epoch,
+            indices, order=own.order, seed=own.seed, epoch=epoch,
             batch_size=own.batch_size, drop_last=own.drop_last, pad_last=own.pad_last, train=own.train,
             world_size=own.world_size, pages=self._pages,
         )  # fmt: skip
@@ -175,7 +197,21 @@ class EpochLoader(ABC):
             full=(self.settings.train or self.settings.drop_last) and not self.settings.pad_last,
             world_size=self.settings.world_size,
         )
+        parts = [chosen[(chosen >= first) & (chosen < end)] for _, first, end in self._weighted]
+        drawn = shares(len(chosen), self._weights) if parts else []
+        for part, count, (weight, first, end) in zip(parts, drawn, self._weighted, strict=True):
+            if len(part) == 0:
+                raise DataError(
+                    f"indices= has no sample of the data set with the samples {first} to {end - 1}, which has a "
+                    "weight in the mix. Leave that data set out."
+                )
+            if count == 0:
+                raise DataError(
+                    f"The weight {weight:g} leaves no sample of {len(chosen)} for the data set with the samples "
+                    f"{first} to {end - 1}. Leave it out, or raise its weight."
+                )
         self.indices: NDArray[np.int64] = chosen
+        self._parts = parts
 
     def set_image_size(self, image_size: int) -> None:
         """Set the side of the images, in pixels, for the following epochs (progressive resizing).
@@ -197,6 +233,7 @@ class EpochLoader(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position: the epoch, and how many of its global batches have been yielded."""
+        mix = {"weights": self._weights} if self._weighted else {}
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -205,6 +242,7 @@ class EpochLoader(ABC):
             "samples": len(self.indices),
             "order": self.settings.order,
             "batches": len(self),
+            **mix,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, within: bool = False) -> None:
@@ -219,13 +257,13 @@ class EpochLoader(ABC):
             DataError: if the state has another seed, batch size, order or data set, or if the rest of its epoch cannot
                 be shared among these ranks.
         """
-        own = self.state_dict()
-        state = {"batches": len(self), **state}  # states of older versions lack it
+        own = {"weights": [], **self.state_dict()}
+        state = {"batches": len(self), "weights": [], **state}  # states of older versions lack them
         for key, value in own.items():
             given = state.get(key)
             if type(given) is not type(value) or (isinstance(given, int) and given < 0):
                 raise DataError(f"The loader's state has {key}={given!r}. Pass the result of state_dict().")
-        for key in ("seed", "batch_size", "samples", "order"):
+        for key in ("seed", "batch_size", "samples", "order", "weights"):
             if state[key] != own[key]:
                 raise DataError(
                     f"The loader's state has {key}={state[key]}, but this loader has {own[key]}. Create the loader "
@@ -238,9 +276,11 @@ class EpochLoader(ABC):
                 f"which cannot be shared among {self.settings.world_size} ranks. Resume on fewer ranks, or start an "
                 "epoch with set_epoch."
             )
-        self.set_epoch(state["epoch"] + (finished and not within))
-        at = len(self) if finished else state["position"]
-        self._resume_at = self._position = 0 if finished and not within else at
+        if finished and not within:
+            self.set_epoch(state["epoch"] + 1)
+        else:
+            self.set_epoch(state["epoch"])
+            self._resume_at = self._position = len(self) if finished else state["position"]
 
     def __enter__(self) -> Self:
         return self
@@ -249,7 +289,7 @@ class EpochLoader(ABC):
         self.close()
 
 
-def _collated(beton: Beton, name: str, indices: NDArray[np.int64]) -> Any:
+def _collated(beton: BetonFiles, name: str, indices: NDArray[np.int64]) -> Any:
     values = beton.read(name, indices)
     if isinstance(values, list):
         return values
@@ -257,13 +297,13 @@ def _collated(beton: Beton, name: str, indices: NDArray[np.int64]) -> Any:
     return tensor.float() if beton.fields[name] == "float" else tensor  # the file has no other float64
 
 
-def _check_contents(settings: Settings, beton: Beton | None) -> None:
+def _check_contents(settings: Settings, beton: BetonFiles | None) -> None:
     """Reject settings that require what the source does not have, or images of another size."""
     known = [] if beton is None else list(beton.fields)
     for name in settings.fields:
         if name not in known:
             where = (
-                beton.path
+                beton.name
                 if beton is not None
                 else "this source, which has none (convert it to a .beton file)"
             )
@@ -271,12 +311,12 @@ def _check_contents(settings: Settings, beton: Beton | None) -> None:
                 f"fields={list(settings.fields)}: {name!r} is not a field of {where}.{suggest(name, known)}"
             )
     if settings.verify and (beton is None or beton.checksums is None):
-        where = "the source is not a .beton file" if beton is None else f"{beton.path} has no manifest"
+        where = "the source is not a .beton file" if beton is None else f"{beton.name} has no manifest"
         raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
     if settings.shifts and beton is not None:
         odd = (beton.widths != settings.image_size) | (beton.heights != settings.image_size)
         if odd.any():
             at = int(np.argmax(odd))
             raise odd_size(
-                f"sample {at} of {beton.path}", beton.widths[at], beton.heights[at], settings.image_size
+                f"sample {at} of {beton.name}", beton.widths[at], beton.heights[at], settings.image_size
             )

@@ -1,11 +1,10 @@
-"""`FFCVLoader`: batches from a `.beton` file, decoded in Drivetrain's own threads."""
+"""`FFCVLoader`: batches from `.beton` files, decoded in Drivetrain's own threads."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,20 +12,21 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import DataError, require
-from .beton.reader import Beton, open_beton
+from .beton.data_set import BetonFiles, open_files
 from .buffers import Buffers
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
 from .native import libffcv
 from .settings import check_ahead, check_device, check_workers, make_settings
+from .sources import Source
 
 if TYPE_CHECKING:
     from .decode.decoder import Decoder
 
 
 class FFCVLoader(EpochLoader):
-    """Load a `.beton` file; samples and pixels do not depend on the number of workers and ranks.
+    """Load a `.beton` file, or several; samples and pixels do not depend on the number of workers and ranks.
 
     Yields `(images, labels)`: images `(B, 3, H, W)` with channels-last strides, normalised float32 or bfloat16, or
     uint8; labels `(B,)` int64 (class indices) or float32 (targets), or `(B, K)` float32 (vectors). Each batch has its
@@ -36,7 +36,11 @@ class FFCVLoader(EpochLoader):
     next loop is the next epoch, unless `set_epoch` selects another.
 
     Args:
-        path: the file, or its address, such as `s3://bucket/train.beton`; it is validated before anything is decoded.
+        source: the file, or its address, such as `s3://bucket/train.beton`; it is validated before anything is decoded.
+            A pattern such as `train-{000..127}.beton` stands for several files that are one data set, whose samples are
+            numbered through in this order. A dict of sources and weights, `{"photos.beton": 3, "scans.beton": 1}`, is a
+            mix: an epoch has as many samples as all of them together, and of each data set its share by weight; see
+            `order.mixed`. Files of a data set, and of a mix, have the same fields and classes.
         batch_size: the *global* batch size, over all ranks.
         image_size: side of the square output images, in pixels; `set_image_size` changes it between epochs. A JPEG
             with a crop at least twice as large is decoded at half (a quarter, an eighth) of its size.
@@ -99,7 +103,7 @@ class FFCVLoader(EpochLoader):
 
     def __init__(
         self,
-        path: str | Path,
+        source: Source,
         *,
         batch_size: int,
         image_size: int,
@@ -117,7 +121,7 @@ class FFCVLoader(EpochLoader):
         settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
         self.workers, self._device = check_workers(workers), check_device(device)
         self._ahead, self._operations = check_ahead(batches_ahead), tuple(operations)
-        self.beton: Beton = open_beton(path)
+        self.beton: BetonFiles = open_files(source)
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
         # Those in preparation, the one in use, and two spare ones.
@@ -193,8 +197,7 @@ class FFCVLoader(EpochLoader):
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
         side = self.settings.image_size
         shape = len(indices), side, side, 3
-        if (mirror := self.beton.file.mirror) is not None:
-            mirror.prefetch(self.beton.pointers[indices], self.beton.sizes[indices])
+        self.beton.prefetch(indices % len(self.beton))
         if self._feed is not None:
             images = self._feed.pinned(shape, torch.uint8)
         else:
@@ -207,7 +210,7 @@ class FFCVLoader(EpochLoader):
         return _Pending(parts, images)
 
     def _batch(self, images: torch.Tensor, indices: NDArray[np.int64]) -> Batch:
-        values = self._values(indices, (self.beton.label_name, *self.settings.fields))
+        values = self._values(indices % len(self.beton), (self.beton.label_name, *self.settings.fields))
         return images.permute(0, 3, 1, 2), *values
 
     @property
@@ -217,15 +220,14 @@ class FFCVLoader(EpochLoader):
 
     @property
     def labels(self) -> NDArray[Any]:
-        """The labels of all samples of the file, `(N,)` or `(N, K)`."""
+        """The labels of all samples, `(N,)` or `(N, K)`."""
         return self.beton.labels
 
     def _release(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
-        if (mirror := self.beton.file.mirror) is not None:
-            mirror.close()
+        self.beton.close()
         self._decoder.close()
         self._buffers.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,7 @@ def epoch_batches(
     epoch 0 repeats seed 1 at epoch 1.
 
     Args:
-        indices: the samples to use, `(n,)`.
+        indices: the samples to use, `(n,)`; in a mix, those of this epoch, from `mixed`.
         order: one of `ORDERS`.
         seed, epoch: of the permutation.
         batch_size: global.
@@ -47,7 +48,7 @@ def epoch_batches(
     if order == "random":
         indices = random.permutation(indices)
     elif order == "quasi_random":
-        indices = _by_pages(indices, require_pages(pages)[indices], random, WINDOW * batch_size)
+        indices = _by_pages(indices, _pages_of(indices, pages), random, WINDOW * batch_size)
     last = last_batch(
         len(indices), batch_size, drop_last=drop_last, pad_last=pad_last, train=train, world_size=world_size
     )
@@ -114,6 +115,53 @@ def require_pages(pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
             "order='random', or convert it."
         )
     return pages
+
+
+def _pages_of(indices: NDArray[np.int64], pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    pages = require_pages(pages)
+    return pages[indices % len(pages)]
+
+
+def mixed(
+    parts: Sequence[NDArray[np.int64]], weights: Sequence[float], *, seed: int, epoch: int, samples: int
+) -> NDArray[np.int64]:
+    """Return the samples of one epoch of a mix, `(n,)`; `epoch_batches` shuffles them.
+
+    An epoch has as many samples as all data sets together. Each data set has its exact share of them, rounded to a
+    sample. It goes through its own samples in random order, again and again, without regard to epochs: no sample is
+    seen twice before each other sample of its data set is seen once.
+
+    Args:
+        parts: the samples to use of each data set, as indices.
+        weights: the share of each data set, up to a common factor.
+        seed: of the random orders.
+        epoch: its number, from 0.
+        samples: number of samples in all files. A sample's k-th repetition in an epoch is its index plus k times this
+            number, so that each repetition has its own augmentation.
+    """
+    counts = shares(sum(map(len, parts)), weights)
+    found = []
+    for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
+        start, end = epoch * count, (epoch + 1) * count
+        first, last = start // len(part), -(-end // len(part))
+        rounds = []
+        for turn in range(first, last):
+            # A key that no epoch's own permutation has: spawn keys are separate from the entropy.
+            random = np.random.default_rng(np.random.SeedSequence([seed, turn], spawn_key=(number,)))
+            rounds.append(random.permutation(part) + (turn - first) * samples)
+        whole = np.concatenate(rounds) if rounds else part[:0]
+        found.append(whole[start - first * len(part) : end - first * len(part)])
+    return np.concatenate(found)
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Return `total` samples divided in proportion to the weights, by the largest remainders."""
+    exact = np.asarray(weights, dtype=np.float64) * total / np.sum(weights)
+    counts = np.floor(exact).astype(np.int64)
+    largest = np.argsort(counts - exact, kind="stable")  # the largest remainder first
+    counts[largest[: total - int(counts.sum())]] += 1
+    found: list[int] = counts.tolist()
+    return found
 
 
 def _by_pages(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +15,40 @@ from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
 
 from ..errors import DataError
+from .beton.data_set import BetonFiles, open_files
 from .beton.open_file import Identity
-from .beton.reader import Beton, open_beton
 from .conversion.sources import FolderSource
 from .native.turbojpeg import huffman_coded
 from .policies import torchvision_policy
 from .settings import Settings, odd_size
+from .sources import Files, Source, files_of
 
 
 class BetonDataset(VisionDataset):  # type: ignore[misc]
-    """A `.beton` file as a regular torchvision data set: PIL decodes, `transform` does the rest.
+    """`.beton` files as a regular torchvision data set: PIL decodes, `transform` does the rest.
 
     Args:
-        path: the file.
+        source: the file or files, as `FFCVLoader`'s.
         transform: from PIL image to an element of a batch.
         verify: whether to compare each sample with its CRC-32 in the manifest.
     """
 
-    def __init__(self, path: str | Path, transform: Any = None, verify: bool = False) -> None:
-        super().__init__(str(path), transform=transform)
-        self._beton: Beton | None = None
-        self._identity: Identity | None = None
+    def __init__(self, source: Source, transform: Any = None, verify: bool = False) -> None:
+        super().__init__(str(files_of(source)), transform=transform)
+        self._source = files_of(source)
+        self._beton: BetonFiles | None = None
+        self._identities: list[Identity] | None = None
         self._verify = verify
         self.classes = self.beton.classes
 
     @property
-    def beton(self) -> Beton:
+    def beton(self) -> BetonFiles:
         if self._beton is None:
-            opened = open_beton(self.root)
-            if self._identity is not None:
-                opened.file.require_identity(self._identity)
+            opened = open_files(self._source)
+            if self._identities is not None:
+                opened.require_identities(self._identities)
             # Set last: a worker continues after an error, and must not read from a file that was rejected.
-            self._beton, self._identity = opened, opened.file.identity
+            self._beton, self._identities = opened, opened.identities
         return self._beton
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,7 +61,7 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         beton = self.beton
-        if self._verify or beton.file.mirror is not None:
+        if self._verify or beton.remote:
             beton.require_unchanged(index)
         image, label = beton.image(index), beton.read(beton.label_name, np.array([index]))[0]
         label = label.item() if label.ndim == 0 else torch.from_numpy(label)
@@ -97,7 +99,7 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
     Raises:
         DataError, BetonError: for any other source.
     """
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | Path | Mapping | Files):
         if not hasattr(source, "transform") or not hasattr(source, "__len__"):
             raise DataError(
                 f"A {type(source).__name__} cannot be loaded. Pass a folder, a .beton file or a torchvision data set "
@@ -105,7 +107,7 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
             )
         source.transform = transform
         return source
-    if Path(source).is_dir():
+    if isinstance(source, str | Path) and Path(source).is_dir():
         return PictureFolder(str(source), transform=transform, loader=open_picture)
     return BetonDataset(source, transform, verify)
 

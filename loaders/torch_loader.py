@@ -136,7 +136,7 @@ class TorchLoader(EpochLoader):
 
     def _batch(self, images: torch.Tensor, labels: torch.Tensor, share: NDArray[np.int64]) -> Batch:
         fields = self.settings.fields
-        return images, labels, *(self._values(share, fields) if fields else [])
+        return images, labels, *(self._values(share % self.samples, fields) if fields else [])
 
     def _make_loader(self) -> DataLoader[Any]:
         parallel: dict[str, Any] = {}
@@ -234,7 +234,7 @@ class _Keyed(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, settings: Settings, wanted: str) -> None:
-        self._wanted = wanted
+        self._wanted, self._samples = wanted, len(dataset)
         self._dataset, self._seed = dataset, int(settings.seed)
         self._alternates = settings.alternates
 
@@ -251,7 +251,7 @@ class _Keyed(Dataset[Any]):
             flip = (torch.rand(()).item() < 0.5) ^ bool(epoch % 2)
         self._be_at(epoch, index)
         try:
-            sample = self._dataset[index]
+            sample = self._dataset[index % self._samples]
             return (sample[0].flip(-1), *sample[1:]) if flip else sample
         except DrivetrainError as error:
             return error
@@ -259,8 +259,8 @@ class _Keyed(Dataset[Any]):
             if is_exhaustion(error):
                 return exhaustion(error, self._wanted)
             failure = DataError(
-                f"Sample {index} of {type(self._dataset).__name__} could not be loaded: {_describe_error(error)}. "
-                "Exclude it with indices=, or repair it."
+                f"Sample {index % self._samples} of {type(self._dataset).__name__} could not be loaded: "
+                f"{_describe_error(error)}. Exclude it with indices=, or repair it."
             )
             failure.__cause__ = error
             return failure

@@ -101,19 +101,20 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def rank_device(device: str | None) -> torch.device:
+def rank_device(device: str | None, place: tuple[int, int] | None = None) -> torch.device:
     """Return this rank's device: the GPU with its local rank as index, or the only visible one.
 
     A launcher may make one GPU visible to each rank (Slurm's `--gpus-per-task=1`); it is `cuda:0` in each of them.
 
     Args:
         device: `"cpu"`, `"cuda"` or None; see `pick_device`.
+        place: rank and world size. Default None: those of the process group; 0 and 1 without one.
 
     Raises:
         StrategyError: as `pick_device`.
     """
     grouped = dist.is_available() and dist.is_initialized()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    rank, ranks = place or ((dist.get_rank(), dist.get_world_size()) if grouped else (0, 1))
     return pick_device(device, 0 if ranks > 1 and torch.cuda.device_count() == 1 else local_rank(rank, ranks))
 
 

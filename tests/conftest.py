@@ -15,6 +15,7 @@ from typing import Any
 import composer_reference
 import gpu_device
 import interpreters
+import machines
 import psutil
 import pytest
 from cifar10_files import FILE_BYTES, FakeNpm, closed_port
@@ -137,6 +138,18 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
                 child.kill()
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[machines.Cluster]:
+    """Two machines, in namespaces of this one; they end with whatever runs on them."""
+    if why := machines.why_not():
+        pytest.skip(why)
+    made = machines.Cluster(tmp_path, 2)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.fixture

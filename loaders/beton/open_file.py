@@ -80,6 +80,16 @@ class OpenFile:
         if self.mirror is not None:
             self.mirror.fetch(starts, sizes)
 
+    def announce(self, starts: NDArray[np.integer], sizes: NDArray[np.integer]) -> None:
+        """Ask the system to read the `sizes` bytes from each of `starts` `(n,)` into memory, without waiting.
+
+        Returns at once for what is there already.
+        """
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
+        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+            os.posix_fadvise(self.descriptor, start, size, os.POSIX_FADV_WILLNEED)
+
     def read(self, start: int, size: int) -> bytes:
         """Return the `size` bytes that begin at `start`.
 

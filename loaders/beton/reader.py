@@ -157,6 +157,47 @@ class Beton:
             )
         raise self.sample_error(index, "its data changed since the conversion (CRC-32 mismatch)")
 
+    def prefetch(self, indices: NDArray[np.int64], *, local: bool) -> None:
+        """Begin to read the images of the samples `indices` `(n,)`, which are wanted soon, without waiting for them.
+
+        Args:
+            indices: of the samples.
+            local: whether to do so also for a file of this machine: it pays if the file is larger than the memory.
+        """
+        if self.file.mirror is not None:
+            self.file.mirror.prefetch(self.pointers[indices], self.sizes[indices])
+        elif local:
+            self.file.announce(self.pointers[indices], self.sizes[indices])
+
+    def prepare(self, indices: NDArray[np.int64], *, verify: bool = False) -> None:
+        """Return when the images of the samples `indices` `(n,)` are on this machine.
+
+        Samples of a remote file are compared with their checksums when they are first used; with `verify`, those of any
+        file are, each time.
+
+        Raises:
+            BetonError: if a sample does not match its checksum.
+            DataError: if the source of a remote file does not deliver it.
+        """
+        remote = self.file.mirror is not None
+        if remote:
+            self.file.fetch(self.pointers[indices], self.sizes[indices])
+        suspect = indices if verify else indices[self._unseen[indices]] if remote else indices[:0]
+        for index in suspect.tolist():
+            self.require_unchanged(index)
+        if remote:
+            self._unseen[indices] = False
+
+    @cached_property
+    def _unseen(self) -> NDArray[np.bool_]:
+        """`(N,)` which samples of a remote file have not been used yet."""
+        return np.ones(len(self), dtype=np.bool_)
+
+    def close(self) -> None:
+        """End what `prefetch` has begun. The file stays open."""
+        if self.file.mirror is not None:
+            self.file.mirror.close()
+
     def stored(self, index: int) -> bytes:
         """Return a sample's image as stored: a JPEG file's bytes, or its pixels row by row."""
         return self.file.read(int(self.pointers[index]), int(self.sizes[index]))

@@ -1,4 +1,4 @@
-"""Conversion of a data set to one `.beton` file and its manifest."""
+"""Conversion of a data set to a `.beton` file, or several, and its manifest."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from typing import Any, Literal
 from ...errors import DataError, require_suffix
 from ...terminal import shortened
 from ..settings import check_workers
+from ..sources import expand
 from .encode import Encoding
 from .sampling import Job, encoded_samples, first_fields
 from .sources import open_source
 from .values import requested_fields
-from .writer import write_beton
+from .writer import write_betons
+
+_MOST = 256
+"""Files that a conversion writes at most: all are open until the last is complete, and systems allow 1,024."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +29,15 @@ class ConvertReport:
     """The result of a conversion.
 
     Attributes:
-        path: the `.beton` file.
-        samples: number of samples in it.
+        path: the `.beton` file, or the pattern of several.
+        samples: number of samples in all of them.
         classes: class names in label order; empty if the source has none.
         fields: name to kind of each field, `image` and `label` first.
         treatments: number of images by treatment, e.g. `{"copied unchanged": 390, "scaled down": 2}`.
         modes: number of images stored as `"jpg"` and as `"raw"` pixels.
         skipped: `(sample, reason)` of each skipped sample (`on_error="skip"` only).
         ignored: files in a folder's classes that are not images by their suffixes.
-        size: of the file, in bytes.
+        size: of the files, in bytes.
         seconds: duration of the conversion.
     """
 
@@ -104,9 +108,11 @@ def convert(
             WebDataset shards (a path or pattern such as `train-{000..003}.tar`, or a list of them); a pair of
             arrays `(images (N, H, W, 3) uint8, labels (N,) or (N, K))`; or an indexable data set of
             `(image, label, …)` or of dicts.
-        out: the `.beton` file to write; an existing one is replaced. Its manifest is written next to it, with
-            `.json` appended to the name; a seal ties the two together. The file does not depend on the number of
-            workers. If several conversions write to one name at a time, the last to finish wins.
+        out: the `.beton` file to write; an existing one is replaced. A pattern such as `train-{000..127}.beton` stands
+            for several files, which get equal numbers of samples, in order, and appear together at the end. A file's
+            manifest is written next to it, with `.json` appended to the name; a seal ties the two together. The file
+            does not depend on the number of workers. If several conversions write to one name at a time, the last to
+            finish wins.
         labels: for a folder, a CSV file with a header and one row per image: its path in the folder, then class names
             (one column of text), class indices (one of integers), a target (one of numbers), or several labels of 0
             and 1, or targets (several columns, whose names are kept as class names). The folders in it are then not
@@ -140,16 +146,18 @@ def convert(
             if the system refuses memory or threads. No file is left behind.
         DrivetrainError: if the file cannot be written.
     """
-    out, start = Path(out), perf_counter()
+    start, outs = perf_counter(), [Path(name) for name in expand(str(out))]
     encoding = Encoding(
         max_resolution, min_resolution, quality, write_mode, smart_threshold, compress_probability, check
     )
-    _check_arguments(out, on_error)
+    _check_arguments(outs, on_error)
     threads = check_workers(workers)
     wanted = requested_fields(fields)
     samples = open_source(source, list(wanted), labels, list(classes or ()))
     if len(samples) == 0:
         raise DataError(f"The {samples.kind} contains no samples, so there is nothing to convert.")
+    if len(outs) > len(samples):
+        raise DataError(f"{out} stands for {len(outs)} files, but there are only {len(samples)} samples.")
     job = Job(samples, encoding, first_fields(samples, wanted, on_error), on_error)
     names = list(classes or samples.classes)
     named = f" {source}" if isinstance(source, str | Path) else ""
@@ -161,14 +169,14 @@ def convert(
     }
     encoded = encoded_samples(job, threads, progress)
     try:
-        written = write_beton(out, encoded, len(samples), job.fields, about)
+        written = write_betons(outs, encoded, len(samples), job.fields, about)
     finally:
         encoded.close()
     return ConvertReport(
-        path=out,
-        samples=written.manifest["samples"],
+        path=Path(out),
+        samples=written.samples,
         classes=names,
-        fields=written.manifest["fields"],
+        fields=written.fields,
         treatments=dict(written.treatments.most_common()),
         modes=dict(written.modes),
         skipped=[(sample.name, sample.reason) for sample in written.skipped],
@@ -186,13 +194,18 @@ def _version() -> str | None:
         return None
 
 
-def _check_arguments(out: Path, on_error: str) -> None:
+def _check_arguments(outs: Sequence[Path], on_error: str) -> None:
     if on_error not in ("raise", "skip"):
         raise DataError(f"on_error={on_error!r} must be 'raise' or 'skip'.")
-    if out.is_dir():
-        raise DataError(f"{out} is a folder. Pass the file to write, e.g. {out / 'train.beton'}.")
-    require_suffix(out, ".beton", DataError)
-    if out.exists() and not out.is_file():
-        raise DataError(f"{out} is not a regular file and will not be replaced. Pass another name.")
-    if not out.parent.is_dir():
-        raise DataError(f"The folder {out.parent} does not exist. Create it first.")
+    if len(set(outs)) < len(outs) or len({out.parent for out in outs}) > 1 or len(outs) > _MOST:
+        raise DataError(
+            f"The {len(outs)} files from {outs[0]} to {outs[-1]} must be at most {_MOST} different ones in one folder."
+        )
+    for out in outs:
+        if out.is_dir():
+            raise DataError(f"{out} is a folder. Pass the file to write, e.g. {out / 'train.beton'}.")
+        require_suffix(out, ".beton", DataError)
+        if out.exists() and not out.is_file():
+            raise DataError(f"{out} is not a regular file and will not be replaced. Pass another name.")
+        if not out.parent.is_dir():
+            raise DataError(f"The folder {out.parent} does not exist. Create it first.")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import glob
 import io
 import json
-import re
 import tarfile
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...errors import DataError
+from ..sources import expand
 
 IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
 LABEL_MEMBERS = ("cls", "json")
@@ -44,27 +44,12 @@ def expand_shards(source: Any) -> list[str]:
     """
     patterns = [str(source)] if isinstance(source, str | Path) else [str(part) for part in source]
     paths = []
-    for pattern in (part for whole in patterns for part in _braces(whole)):
+    for pattern in (part for whole in patterns for part in expand(whole)):
         matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))  # noqa: PTH207 — any root
         if not matches:
             raise DataError(f"{pattern} does not exist. Pass a .tar file, a pattern, or a list.")
         paths += matches
     return paths
-
-
-def _braces(pattern: str) -> Iterator[str]:
-    match = re.search(r"\{([^{}]*)\}", pattern)
-    if match is None:
-        yield pattern
-        return
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if span:
-        width = len(span[1])
-        options = [f"{number:0{width}}" for number in range(int(span[1]), int(span[2]) + 1)]
-    else:
-        options = match[1].split(",")
-    for option in options:
-        yield from _braces(pattern[: match.start()] + option + pattern[match.end() :])
 
 
 class TarSource:

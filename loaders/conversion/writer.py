@@ -1,7 +1,8 @@
-"""Write a `.beton` file and its manifest: both appear complete, or neither."""
+"""Write `.beton` files and their manifests: all appear complete, or none."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections import Counter
@@ -32,9 +33,11 @@ class Skipped:
 
 @dataclass
 class Written:
-    """What was written: the manifest's head, image counts by treatment and mode, skipped samples, and the size."""
+    """What was written: the number of samples, the kind of each field, image counts by treatment and mode, skipped
+    samples, and the size in bytes of all files."""
 
-    manifest: dict[str, Any] = field(default_factory=dict)
+    samples: int = 0
+    fields: dict[str, str] = field(default_factory=dict)
     treatments: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
     skipped: list[Skipped] = field(default_factory=list)
@@ -67,39 +70,57 @@ class Pages:
         return start
 
 
-def write_beton(
-    out: Path, samples: Iterable[Sample | Skipped], most: int, fields: Sequence[Field], about: dict[str, Any]
+def write_betons(
+    outs: Sequence[Path],
+    samples: Iterable[Sample | Skipped],
+    most: int,
+    fields: Sequence[Field],
+    about: dict[str, Any],
 ) -> Written:
-    """Write the file and its manifest.
+    """Write the files and their manifests. All of them appear when the last one is complete.
+
+    The manifest of each of several files names the seal of the one before, so that files of different conversions are
+    never read as one data set.
 
     Args:
-        out: the file.
+        outs: the files, each for an equal share of the samples.
         samples: in file order, at most `most` of them.
+        most: their number, including those that are skipped.
         fields: of every sample, the image first and the label second.
-        about: further content of the manifest, including `"classes"` (their names, or none).
+        about: further content of the manifests, including `"classes"` (their names, or none).
 
     Raises:
-        DataError: if no sample is left, or a label has no class name.
+        DataError: if no sample is left for a file, or a label has no class name.
         DrivetrainError: if a file cannot be written.
     """
-    written, columns = Written(), Columns(fields)
-    pages = Pages(tables_start(len(fields)) + most * metadata_dtype(fields).itemsize + SEAL_BYTES)
-    with atomic_files(manifest_path(out), out) as (manifest_file, file):
-        _write_samples(file, samples, most, pages, columns, written)
-        _check_classes(columns, len(about["classes"]))
-        tables, digest = _write_tables(file, columns, pages)
-        written.manifest = {
-            "format": "beton 2",
-            "samples": len(columns),
-            "fields": {field.name: field.kind for field in columns.fields},
-            "page_size": pages.size,
-            "stored": dict(written.treatments.most_common()),
-            **about,
-            "tables_crc32": tables,
-            "seal": digest.hex(),
-        }
-        write_manifest(manifest_file, written.manifest, columns.checksums)
-        written.size = file.seek(0, os.SEEK_END)
+    written, follows, rest = Written(), "", iter(samples)
+    with atomic_files(*(path for out in outs for path in (manifest_path(out), out))) as opened:
+        for number, (manifest_file, file) in enumerate(zip(opened[::2], opened[1::2], strict=True)):
+            share = most * (number + 1) // len(outs) - most * number // len(outs)
+            columns, part = Columns(fields), Written()
+            pages = Pages(tables_start(len(fields)) + share * metadata_dtype(fields).itemsize + SEAL_BYTES)
+            _write_samples(file, itertools.islice(rest, share), share, pages, columns, part)
+            _check_classes(columns, len(about["classes"]))
+            tables, digest = _write_tables(file, columns, pages)
+            shard = {"number": number, "of": len(outs), "follows": follows}
+            manifest = {
+                "format": "beton 2",
+                "samples": len(columns),
+                "fields": {field.name: field.kind for field in columns.fields},
+                "page_size": pages.size,
+                "stored": dict(part.treatments.most_common()),
+                **about,
+                **({"shard": shard} if len(outs) > 1 else {}),
+                "tables_crc32": tables,
+                "seal": (follows := digest.hex()),
+            }
+            write_manifest(manifest_file, manifest, columns.checksums)
+            written.fields = manifest["fields"]
+            written.samples += len(columns)
+            written.treatments += part.treatments
+            written.modes += part.modes
+            written.skipped += part.skipped
+            written.size += file.seek(0, os.SEEK_END)
     return written
 
 

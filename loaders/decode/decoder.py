@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from ... import machine
 from ...errors import BetonError, DataError
+from ..beton.data_set import BetonFiles
 from ..beton.layout import MODE_JPEG
-from ..beton.reader import Beton
 from ..native import turbojpeg
 from ..settings import Settings
 from . import augmentation, draws, kernels, pixels
@@ -60,13 +60,13 @@ class Job:
 
 
 class Decoder:
-    """Loads chunks of batches from one file with one set of settings; thread-safe.
+    """Loads chunks of batches from one data set with one set of settings; thread-safe.
 
     Raises:
         BetonError, DataError: if the file's images do not match the settings, or do not fit into memory.
     """
 
-    def __init__(self, beton: Beton, settings: Settings, operations: Sequence[Any]) -> None:
+    def __init__(self, beton: BetonFiles, settings: Settings, operations: Sequence[Any]) -> None:
         self._beton, self._settings = beton, settings
         self._functions = kernels.functions()
         self._method = kernels.SHIFT if self._settings.shifts else _METHODS[settings.interpolation]
@@ -79,8 +79,6 @@ class Decoder:
         self._line, self._table = _normalisation(settings)
         self._fill = np.array([round(level * 255) for level in settings.mean], dtype=np.int64)
         self._augment = _policy_kernel(settings)
-        # Samples of a remote file are compared with their checksums when they are first used.
-        self._unseen = np.full(len(beton), beton.file.mirror is not None)
         self.part = max(_PART // (settings.image_size**2 * 3), 1)
         self._free: deque[_Workspace] = deque()
 
@@ -97,13 +95,18 @@ class Decoder:
             + policy
         )
 
-    def choose(self, indices: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
-        """Return the job that loads the samples `indices` `(n,)` of that epoch into `images`."""
+    def choose(self, numbers: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
+        """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`.
+
+        A number is an index; each time that a sample is repeated in an epoch, its number is larger by the number of all
+        samples.
+        """
         settings = self._settings
-        keys = draws.sample_keys(np.uint64(settings.seed), np.uint64(epoch), indices)
+        keys = draws.sample_keys(np.uint64(settings.seed), np.uint64(epoch), numbers)
         flips = None
         if settings.alternates:
-            flips = augmentation.alternating(settings.seed, epoch, indices)
+            flips = augmentation.alternating(settings.seed, epoch, numbers)
+        indices = numbers % len(self._beton)
         heights, widths = self._heights[indices], self._widths[indices]
         choices = augmentation.choose(settings, keys, heights, widths, flips)
         return Job(indices, keys, choices, images)
@@ -125,10 +128,7 @@ class Decoder:
 
     def _load(self, workspace: _Workspace, job: Job, part: slice) -> None:
         indices = np.ascontiguousarray(job.indices[part])
-        self._beton.file.fetch(self._beton.pointers[indices], self._beton.sizes[indices])
-        for index in (indices if self._settings.verify else indices[self._unseen[indices]]).tolist():
-            self._beton.require_unchanged(index)
-        self._unseen[indices] = False
+        self._beton.prepare(indices, verify=self._settings.verify)
         out = job.images[part]
         direct = out.dtype == torch.uint8
         images = out.numpy() if direct else workspace.images[: len(indices)]
@@ -156,7 +156,7 @@ class Decoder:
     ) -> None:
         beton, status = self._beton, np.empty(len(indices), dtype=np.int32)
         kernels.load_samples(
-            *self._functions, workspace.handle.address, beton.file.descriptor,
+            *self._functions, workspace.handle.address, beton.descriptors,
             self._modes, beton.widths, beton.heights, beton.pointers, beton.sizes,
             indices, choices.boxes[part], choices.flips[part], self._method,
             workspace.jpeg, workspace.readable, workspace.scratch,

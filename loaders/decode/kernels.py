@@ -229,7 +229,7 @@ def _copy(image: Any, top: Any, left: Any, target: Any) -> None:
 
 
 _SIGNATURE = types.void(
-    types.FunctionType(_DECOMPRESS), types.FunctionType(_RESIZE), types.FunctionType(_PREAD), nb.int64, nb.int64,
+    types.FunctionType(_DECOMPRESS), types.FunctionType(_RESIZE), types.FunctionType(_PREAD), nb.int64, nb.int32[::1],
     nb.int32[::1], nb.uint16[::1], nb.uint16[::1], nb.uint64[::1], nb.uint64[::1],
     nb.int64[::1], nb.int64[:, ::1], nb.boolean[::1], nb.int64,
     nb.int8[::1], _READONLY, nb.int8[::1], nb.uint16[::1], nb.uint8[:, ::1], nb.uint32[:, ::1], nb.uint32[:, ::1],
@@ -239,7 +239,7 @@ _SIGNATURE = types.void(
 
 @jit(_SIGNATURE)
 def load_samples(
-    decompress: Any, area: Any, pread: Any, handle: Any, file: Any,
+    decompress: Any, area: Any, pread: Any, handle: Any, files: Any,
     modes: Any, widths: Any, heights: Any, pointers: Any, sizes: Any,
     indices: Any, boxes: Any, flips: Any, method: Any,
     jpeg: Any, readable: Any, scratch: Any, sums: Any, rows: Any, columns: Any, small: Any,
@@ -247,10 +247,10 @@ def load_samples(
 ) -> None:  # fmt: skip
     """Load the samples `indices` `(n,)` into `pixels` `(n, side, side, 3)` and set their `status` `(n,)`.
 
-    `file` is the descriptor of the `.beton`, read by `pread`: reading a memory map of a truncated file kills the
-    process. `jpeg` receives a JPEG; `readable` is the same memory, read-only. `boxes` and `flips` are as in
-    `augmentation.Choices`; `method` is BILINEAR, AREA (FFCV's), or SHIFT (for the padded crop). `jpeg`, `scratch`,
-    `sums`, `rows`, `columns` and `small` are this thread's working memory.
+    `files` `(N,)` has the descriptor of each sample's `.beton`, read by `pread`: reading a memory map of a truncated
+    file kills the process. `jpeg` receives a JPEG; `readable` is the same memory, read-only. `boxes` and `flips` are
+    as in `augmentation.Choices`; `method` is BILINEAR, AREA (FFCV's), or SHIFT (for the padded crop). `jpeg`,
+    `scratch`, `sums`, `rows`, `columns` and `small` are this thread's working memory.
     """
     side = pixels.shape[1]
     for i in range(len(indices)):
@@ -260,8 +260,8 @@ def load_samples(
         share = denominator(h, w, side) if method == BILINEAR and modes[index] == 0 else 1
         flags = _FASTDCT if method == AREA else 0
         status[i] = _fetch(
-            decompress, pread, handle, file, nb.int64(pointers[index]), nb.int64(sizes[index]), modes[index],
-            height, width, share, flags, jpeg, readable, scratch,
+            decompress, pread, handle, nb.int64(files[index]), nb.int64(pointers[index]), nb.int64(sizes[index]),
+            modes[index], height, width, share, flags, jpeg, readable, scratch,
         )  # fmt: skip
         if status[i] != OK:
             continue

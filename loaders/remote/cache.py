@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from ...errors import DataError
+from ...files import locked
 from ..cache_folder import cache_folder
 from .mirror import BLOCK, BLOCKS, FACTS
 from .source import RemoteFile
@@ -45,8 +46,10 @@ def local_copy(address: str, cache: str | Path | None = None, limit: float | Non
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not (folder / FACTS).exists():
-            _make_room(root, folder, size, limit)
-            _make(folder, name, facts, _manifest(address))
+            manifest = _manifest(address)
+            with locked(root / ".lock"):  # each counts the copies of the others
+                _make_room(root, folder, size, limit)
+                _make(folder, name, size, facts, manifest)
         os.utime(folder / FACTS)  # the time of its last use
     except OSError as error:
         raise DataError(
@@ -62,9 +65,8 @@ def _manifest(address: str) -> bytes | None:
     return RemoteFile(f"{path}.json{mark}{query}").whole()
 
 
-def _make(folder: Path, name: str, facts: dict[str, object], manifest: bytes | None) -> None:
+def _make(folder: Path, name: str, size: int, facts: dict[str, object], manifest: bytes | None) -> None:
     """Create the folder of a copy. Several processes may do so at the same time: the first one wins."""
-    size = int(str(facts["size"]))
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:
         for file, length in ((name, size), (BLOCKS, max(-(-size // BLOCK), 1))):

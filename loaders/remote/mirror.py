@@ -25,14 +25,27 @@ BLOCK = 1 << 16
 """Bytes. A photograph of 100 KB takes two or three blocks, so little is fetched that is not needed."""
 _REQUEST = 128  # blocks in one request: 8 MiB
 _GAP = 4  # blocks that are fetched although they were not asked for, where that saves a request
-_THREADS = 16  # requests at a time, which hide each other's latency
+_THREADS = 16  # requests of a process at a time, which hide each other's latency
+_shared: weakref.ref[ThreadPoolExecutor] | None = None
+_shared_lock = threading.Lock()
+
+
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads that all mirrors of this process share; they end when no mirror uses them any more."""
+    global _shared
+    with _shared_lock:
+        pool = None if _shared is None else _shared()
+        if pool is None:
+            pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="drivetrain-fetch")
+            _shared = weakref.ref(pool)
+        return pool
 
 
 class Mirror:
     """A sparse local copy, which several threads and processes may use and fill at the same time.
 
-    A block is fetched by whoever needs it first. Two processes that need it at the same time both fetch it and write
-    the same bytes. A process that is killed leaves complete blocks only: a block is marked after it is written.
+    A block is fetched when it is first needed. Two processes that need it at the same time both fetch it and write the
+    same bytes. A process that is killed leaves complete blocks only: a block is marked after it is written.
 
     Args:
         path: the copy, whose folder `cache.local_copy` has made.
@@ -42,7 +55,10 @@ class Mirror:
         facts = json.loads((path.parent / FACTS).read_text())
         self.address, self.version = str(facts["address"]), str(facts["version"])
         self.size = int(facts["size"])
-        self._blocks = np.memmap(path.parent / BLOCKS, dtype=np.uint8, mode="r+")
+        # A plain array: every slice of a memmap costs microseconds.
+        self._blocks: NDArray[np.uint8] = np.asarray(
+            np.memmap(path.parent / BLOCKS, dtype=np.uint8, mode="r+")
+        )
         self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file).atexit = False
         self._lock_file = os.open(path.parent / FACTS, os.O_RDONLY | os.O_CLOEXEC)
@@ -79,15 +95,16 @@ class Mirror:
             self._blocks[start // BLOCK : -(-(start + size) // BLOCK)] = 0
 
     def close(self) -> None:
-        """End the threads; requests that have not begun are dropped. The mirror can be used again."""
+        """Drop the requests that have not begun, and the threads. The mirror can be used again."""
         with self._lock:
-            pool, self._pool = self._pool, None
+            self._pool = None
             source, self._source = self._source, None
+            pending = set(self._pending.values())
             self._pending.clear()
         if source is not None:
             source.close()
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for request in pending:
+            request.cancel()
 
     def _request(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> set[Future[None]]:
         """Return the requests, old and new, that the ranges wait for."""
@@ -103,8 +120,7 @@ class Mirror:
             for block in missing & self._pending.keys():
                 found.add(self._pending[block])
             for run in _runs(sorted(missing - self._pending.keys())):
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="drivetrain-fetch")
+                self._pool = self._pool or _threads()
                 future = self._pool.submit(self._fetch, run)
                 self._pending |= dict.fromkeys(run, future)
                 found.add(future)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -14,11 +13,10 @@ from typing import Any
 from ...checks import check_flag, check_number, check_whole, make_plain
 from ...errors import CheckpointError, PlanError
 from ...files import atomic_file
+from ...loaders.remote.source import is_address
 from .content import STATE
 from .format import Checkpoint, remove
-
-RUN = "run.json"
-_STEP = re.compile(r"step-(\d{8,})")
+from .remote import CHECKPOINTS, RUN, STEP, RemoteRun, opened, shown
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,25 @@ class CheckpointDir:
     Its `run.json` names the run that they belong to. A run that starts from scratch in a folder with checkpoints
     of an earlier run gets a new name, so that the two are never confused. The earlier checkpoints stay until the
     first one of the new run is complete.
+
+    Args:
+        folder: their folder.
+
+    Attributes:
+        remote: where the run is, if the folder is in the copy of a run at an address.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.remote = folder, RemoteRun.at(folder.absolute().parent)
 
     def path(self, step: int) -> Path:
         """Return the path of the checkpoint after `step` steps."""
         return self.folder / f"step-{step:08d}"
+
+    def place(self, step: int) -> str | Path:
+        """Return where the checkpoint after `step` steps is for the user: its path, or its address."""
+        path = self.path(step)
+        return path if self.remote is None else self.remote.shown(path)
 
     def temporary(self, step: int) -> Path:
         """Return the path under which it is written before it is complete."""
@@ -84,7 +93,7 @@ class CheckpointDir:
 
     def checkpoints(self) -> list[Path]:
         """Return all paths with the name of a complete checkpoint, the newest first."""
-        paths = [path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name)]
+        paths = [path for path in self.folder.glob("step-*") if STEP.fullmatch(path.name)]
         return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def begin(self, run: str, origin: Path | None) -> None:
@@ -94,7 +103,7 @@ class CheckpointDir:
         """
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
-        about = {"run": run, "continues": None if origin is None else str(origin.resolve())}
+        about = {"run": run, "continues": None if origin is None else shown(origin.resolve())}
         if about != self._about():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -105,10 +114,39 @@ class CheckpointDir:
                 ) from None
             with atomic_file(self.folder / RUN) as file:
                 file.write(json.dumps(about).encode())
+        if self.remote is not None:
+            self.remote.begin()
+
+    def catch_up(self) -> str:
+        """Upload the newest checkpoint if the address does not have it, because it could not be written before.
+
+        Returns:
+            A note for the user; "" if there is none.
+        """
+        there = None if self.remote is None else self.remote.files.read(f"{CHECKPOINTS}/{RUN}")
+        if self.remote is None or there is None or self.run is None or f'"{self.run}"'.encode() not in there:
+            return ""
+        newest = next(self.of_run(self.run), None)
+        if newest is None or newest.content.step <= self.remote.newest_step():
+            return ""
+        try:
+            newest.verify()
+        except CheckpointError:
+            return ""  # another machine has the other files
+        self.remote.discard(newest.path.name)
+        self.remote.send(newest.path, newest.path.name, [*newest.content.files, STATE])
+        return f"Uploaded {newest.place}, which was only on this machine."
+
+    def local(self, place: str | Path) -> Path:
+        """Return the path on this machine of a run or a checkpoint: of this run, or of another one."""
+        inside = None
+        if self.remote is not None and is_address(place):
+            inside = self.remote.local(str(place))
+        return opened(place) if inside is None else inside
 
     def holds(self, place: Path) -> bool:
         """Return whether `place` has the name of a checkpoint in this folder."""
-        return place.resolve().parent == self.folder.resolve() and _STEP.fullmatch(place.name) is not None
+        return place.resolve().parent == self.folder.resolve() and STEP.fullmatch(place.name) is not None
 
     def beyond(self, checkpoint: Checkpoint) -> list[Checkpoint]:
         """Return the complete checkpoints that resuming from `checkpoint` would delete, the newest first: later
@@ -121,7 +159,7 @@ class CheckpointDir:
     def clear(self) -> None:
         """Remove every checkpoint."""
         for path in self.checkpoints():
-            remove(path)
+            self._remove(path)
 
     @property
     def run(self) -> str | None:
@@ -138,7 +176,7 @@ class CheckpointDir:
             checkpoint = _load_complete(path, about.get("run"))
             if checkpoint is not None:
                 return checkpoint
-        return _load_complete(Path(about["continues"])) if about.get("continues") else None
+        return _load_complete(self.local(about["continues"])) if about.get("continues") else None
 
     def of_run(self, run: str | None) -> Iterator[Checkpoint]:
         """Yield the checkpoints of `run` (None: of any), the newest first; skip those with a damaged `state.json`."""
@@ -163,7 +201,12 @@ class CheckpointDir:
             kept.add(best.path)
         for path in self.checkpoints():
             if path not in kept:
-                remove(path)
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        if self.remote is not None:
+            self.remote.discard(path.name)
+        remove(path)
 
     def _about(self) -> dict[str, Any]:
         try:
@@ -196,7 +239,7 @@ def find(place: Path) -> Checkpoint:
     Raises:
         CheckpointError: if there is none, or it is damaged.
     """
-    if (place / STATE).exists() or _STEP.fullmatch(place.name):
+    if (place / STATE).exists() or STEP.fullmatch(place.name):
         checkpoint = Checkpoint(place)
         checkpoint.verify()
         return checkpoint
@@ -210,7 +253,9 @@ def find(place: Path) -> Checkpoint:
             if others
             else " Its run stopped before its first checkpoint, or saved none."
         )
-        raise CheckpointError(f"{place} is not a checkpoint, and has no complete one in {store.folder}.{why}")
+        raise CheckpointError(
+            f"{shown(place)} is not a checkpoint, and has no complete one in {shown(store.folder)}.{why}"
+        )
     return newest
 
 

@@ -84,7 +84,7 @@ def rebuild(
     saved = checkpoint.content.description
     if saved is None:
         raise CheckpointError(
-            f"{checkpoint.path} does not know how to build its model: its options, or a custom surgery, cannot be "
+            f"{checkpoint.place} does not know how to build its model: its options, or a custom surgery, cannot be "
             f"written as JSON. {otherwise[:1].upper()}{otherwise[1:]}."
         )
     if isinstance(model, str):

@@ -14,6 +14,7 @@ from torch import nn
 from ... import transforms
 from ...errors import CheckpointError
 from ...loaders.epochs import EpochLoader
+from ...loaders.sources import files_of
 from ...strategies.common.optimizer_state import IMPLEMENTATION
 from ...transforms import Transform, declares_length, follows_length
 from ..models.factories import LIBRARIES, name_of_factory
@@ -39,9 +40,11 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "seed": plan.seed,
         "training samples": len(train.indices),
         "training data (CRC-32)": _identity(train),
+        "weights of the training data": list(files_of(data.train).weights or ()),
         "batch_size": data.batch_size,
         "image_size": data.image_size,
         "loader": data.loader,
+        "order": data.order,
         "load settings": dict(data.settings),
         "transforms": [identity(transform) for transform in plan.transforms],
         "task": _task(plan.task),

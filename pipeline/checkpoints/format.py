@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from ...errors import CheckpointError
 from ...files import atomic_file, sync
 from .content import REMEDY, STATE, CheckpointContent, Fault, RankContent
+from .remote import RemoteRun, shown
 
 SHARED = ("model", "optimizer", "methods")
 """The kinds of tensors that all ranks share. The kind `OWN` holds the state of one rank."""
@@ -150,20 +151,33 @@ class Checkpoint:
                 f"{path} is not a complete checkpoint: {STATE}: {error}. {REMEDY}"
             ) from None
 
+    @property
+    def place(self) -> str:
+        """Its path, or its address if that is where its run is; for messages."""
+        return shown(self.path)
+
     def verify(self) -> None:
-        """Read every file once and compare it with its digest.
+        """Read every file once and compare it with its digest. In the copy of a run at an address, fetch those that are
+        missing or differ.
 
         Raises:
             CheckpointError: for the first file that is missing or differs.
         """
+        remote = RemoteRun.at(self.path.absolute().parent.parent)
+        if remote is not None:
+            remote.fetch(self.path, self.content.files)
         for name, about in self.content.files.items():
             try:
                 actual = _measure(self.path / name)
+                if actual != about and remote is not None:
+                    (self.path / name).unlink()
+                    remote.fetch(self.path, {name: about})
+                    actual = _measure(self.path / name)
             except OSError as error:
-                raise CheckpointError(f"The checkpoint {self.path} is damaged: {name}: {error}.") from None
+                raise CheckpointError(f"The checkpoint {self.place} is damaged: {name}: {error}.") from None
             if actual != about:
                 raise CheckpointError(
-                    f"The checkpoint {self.path} is damaged: {name} has {actual['bytes']} bytes that differ from "
+                    f"The checkpoint {self.place} is damaged: {name} has {actual['bytes']} bytes that differ from "
                     f"the {about['bytes']} bytes that were written. Use an older checkpoint."
                 )
 

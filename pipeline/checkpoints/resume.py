@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, DrivetrainError
+from ...loaders.remote.source import is_address
 from ...strategies import Engine
 from ..training.agreement import broadcast_text
 from .directory import CheckpointDir, find
 from .format import Checkpoint
+from .remote import opened, shown
 
 
 @dataclass
@@ -46,8 +48,9 @@ def choose(engine: Engine, resume: str | Path | None, store: CheckpointDir | Non
             that is not the newest, or if the folder cannot be read.
     """
     answer = _on_rank_0(engine, lambda: _look(resume, store))
-    path = answer["path"]
-    return ResumePoint(None if path is None else Checkpoint(Path(path)), answer["run"], answer["goes_on"])
+    place = answer["place"]
+    checkpoint = None if place is None else _opened(place, store, verified=engine.rank == 0)
+    return ResumePoint(checkpoint, answer["run"], answer["goes_on"])
 
 
 def begin(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, saves: bool) -> None:
@@ -75,6 +78,19 @@ def begin(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, save
     _on_rank_0(engine, claim)
 
 
+def _opened(place: str, store: CheckpointDir | None, verified: bool) -> Checkpoint:
+    """Return the checkpoint that rank 0 has chosen; from an address, once it is on this machine."""
+    if not is_address(place):
+        return Checkpoint(Path(place))
+    remote = None if store is None else store.remote
+    inside = None if remote is None else remote.local(place)
+    path = opened(place) if remote is None or inside is None else remote.pull_checkpoint(inside.name)
+    checkpoint = Checkpoint(path)
+    if not verified:
+        checkpoint.verify()
+    return checkpoint
+
+
 def _on_rank_0(engine: Engine, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run `work` on rank 0, and return its result, or raise its error, on every rank."""
     answer: dict[str, Any] = {}
@@ -96,14 +112,14 @@ def _look(resume: str | Path | None, store: CheckpointDir | None) -> dict[str, A
         checkpoint = store.newest()
         goes_on = checkpoint is not None and store.run == checkpoint.content.run
     elif resume is not None:
-        checkpoint = find(Path(resume))
+        checkpoint = find(opened(resume) if store is None else store.local(resume))
         if store is not None and store.holds(checkpoint.path):
             _check_newest(store, checkpoint)
             goes_on = True
     if checkpoint is None:
-        return {"path": None, "run": uuid.uuid4().hex, "goes_on": False}
+        return {"place": None, "run": uuid.uuid4().hex, "goes_on": False}
     run = checkpoint.content.run if goes_on else uuid.uuid4().hex
-    return {"path": str(checkpoint.path), "run": run, "goes_on": goes_on}
+    return {"place": checkpoint.place, "run": run, "goes_on": goes_on}
 
 
 def _check_newest(store: CheckpointDir, checkpoint: Checkpoint) -> None:
@@ -114,7 +130,7 @@ def _check_newest(store: CheckpointDir, checkpoint: Checkpoint) -> None:
     newest, names = ahead[0].content, ", ".join(each.path.name for each in ahead)
     other = "" if newest.run == checkpoint.content.run else ", of another run"
     raise CheckpointError(
-        f"{checkpoint.path} is not the newest checkpoint in {store.folder}: {names} would be deleted (the newest is "
-        f"after {newest.epoch} epochs and {newest.step_in_epoch} steps{other}). Resume from the newest with "
+        f"{checkpoint.place} is not the newest checkpoint in {shown(store.folder)}: {names} would be deleted (the "
+        f"newest is after {newest.epoch} epochs and {newest.step_in_epoch} steps{other}). Resume from the newest with "
         f"resume='auto' (--resume), pass another folder for this run (out=…, --out), or move {names} away first."
     )

@@ -221,7 +221,7 @@ def restoring(checkpoint: Checkpoint) -> Iterator[None]:
     except CheckpointError:
         raise
     except DrivetrainError as error:
-        raise CheckpointError(f"The checkpoint {checkpoint.path} is of another run: {error}") from error
+        raise CheckpointError(f"The checkpoint {checkpoint.place} is of another run: {error}") from error
     except (
         LookupError,
         TypeError,
@@ -232,7 +232,7 @@ def restoring(checkpoint: Checkpoint) -> Iterator[None]:
         MemoryError,
     ) as error:
         raise CheckpointError(
-            f"The checkpoint {checkpoint.path} is incomplete, or of another run ({type(error).__name__}: {error}). "
+            f"The checkpoint {checkpoint.place} is incomplete, or of another run ({type(error).__name__}: {error}). "
             f"{REMEDY}"
         ) from error
 

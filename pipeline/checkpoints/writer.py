@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,17 @@ import torch
 from ...errors import CheckpointError
 from ...files import appears
 from ...strategies import Engine
-from .content import CheckpointContent
+from ..training.agreement import broadcast_text
+from .content import STATE, CheckpointContent
 from .directory import CheckpointDir, Checkpoints
 from .format import Part, finish, note_path, write_part
+from .remote import shown
 
 _ROUND = 0.02  # seconds between polls for files of other ranks
+_REMOTE_ROUND = 0.5  # the same at an address, where each poll is a request
 _PATIENCE = 3.0  # seconds that a failing run waits for a checkpoint in progress
+UPLOAD_PATIENCE = 120.0
+"""Seconds that a run waits for the upload of its last checkpoint after Ctrl-C; a second Ctrl-C ends it."""
 
 
 class CheckpointWriter:
@@ -28,6 +36,9 @@ class CheckpointWriter:
     All ranks write to the same folder; several machines need a shared file system. Each rank writes its files and
     then a note; rank 0 waits for all notes, adds `state.json`, and renames the folder. Background threads only
     access files: collectives run in `save`.
+
+    Machines of a run at an address share nothing else. Each rank writes to the copy on its machine, uploads its files
+    and then its note; rank 0 fetches the notes, and uploads `state.json` last.
 
     Args:
         engine: this rank, and its communication with the others.
@@ -41,6 +52,9 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._pending: Path | None = None
+        self._remote = store.remote
+        self._attempt = "" if self._remote is None else broadcast_text(engine, uuid.uuid4().hex[:8])
+        self._deadline = 0.0  # until when to wait for other ranks after the run has given up
         self._written, self._given_up = threading.Event(), threading.Event()
 
     def save(self, part: Part, content: CheckpointContent) -> None:
@@ -52,9 +66,13 @@ class CheckpointWriter:
         self._settle()
         temporary = self._store.temporary(content.step)
         if self._engine.rank == 0:
-            self._record_failure(self._make, temporary)
+            self._record_failure(self._make, temporary, content.step)
         self._agree()
-        if not appears(temporary, _PATIENCE):
+        if self._pending != temporary:
+            self._clean()
+        if self._remote is not None:
+            temporary.mkdir(parents=True, exist_ok=True)  # on other machines than that of rank 0
+        elif not appears(temporary, _PATIENCE):
             raise CheckpointError(
                 f"Rank {self._engine.rank} does not see {temporary}, which rank 0 has created. Pass a folder (out=…) "
                 f"on a file system that all ranks share."
@@ -68,7 +86,7 @@ class CheckpointWriter:
             )
             self._thread.start()
         else:
-            self._record_failure(self._write, temporary, part)
+            self._record_failure(self._write, temporary, part, content)
             self._agree()
             self._record_failure(self._complete, temporary, content)
             self._agree()
@@ -81,6 +99,7 @@ class CheckpointWriter:
         """
         self._settle()
         self._agree()
+        self._clean()
 
     def wait_a_moment(self) -> None:
         """Wait briefly for the checkpoint in progress, without the other ranks."""
@@ -88,35 +107,113 @@ class CheckpointWriter:
         while self._pending is not None and self._pending.exists() and time.monotonic() < deadline:
             time.sleep(_ROUND)
 
-    def give_up(self) -> None:
-        """Stop without the other ranks, after an error or Ctrl-C. The checkpoint in progress may stay incomplete."""
+    def give_up(self, *, interrupted: bool = False) -> None:
+        """Stop without the other ranks, after an error or Ctrl-C. The checkpoint in progress may stay incomplete.
+
+        Args:
+            interrupted: whether by Ctrl-C, after which an upload has `UPLOAD_PATIENCE` seconds.
+        """
+        patience = _PATIENCE
+        if interrupted and self._remote is not None:
+            patience = UPLOAD_PATIENCE
+            self._deadline = time.monotonic() + patience
         self._given_up.set()
         if self._thread is not None:
-            self._thread.join(_PATIENCE)
+            self._thread.join(patience)
+        if self._remote is not None:
+            self._remote.files.close()
 
-    def _make(self, temporary: Path) -> None:
+    def _make(self, temporary: Path, step: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+        if self._remote is not None and self._store.path(step).exists():  # of an earlier run
+            self._remote.discard(self._store.path(step).name)
+
+    def _clean(self) -> None:
+        """Remove what this machine has uploaded, once rank 0 is ready; on its machine, it has renamed the folder."""
+        if self._remote is not None and self._pending is not None and self._engine.rank != 0:
+            shutil.rmtree(self._pending, ignore_errors=True)
 
     def _in_background(self, temporary: Path, part: Part, content: CheckpointContent) -> None:
-        self._record_failure(self._write, temporary, part)
+        self._record_failure(self._write, temporary, part, content)
         self._written.set()
         if self._failure is None:
             self._record_failure(self._complete, temporary, content)
 
-    def _write(self, temporary: Path, part: Part) -> None:
-        write_part(temporary, part, self._engine.rank, self._engine.world_size)
+    def _write(self, temporary: Path, part: Part, content: CheckpointContent) -> None:
+        """Write this rank's files and its note; upload them if the run is at an address."""
+        rank, ranks = self._engine.rank, self._engine.world_size
+        write_part(temporary, part, rank, ranks)
+        if self._remote is not None:
+            note, step = note_path(temporary, rank), self._store.path(content.step).name
+            with self._kept_here(temporary, content):
+                self._remote.send(temporary, step, json.loads(note.read_text())["files"])
+                if ranks > 1:
+                    self._remote.send_as(note, step, self._note(rank))
 
     def _complete(self, temporary: Path, content: CheckpointContent) -> None:
         """On rank 0, wait until all ranks have written, then give the checkpoint its final name."""
         if self._engine.rank != 0:
             return
-        waiting = list(range(self._engine.world_size))
-        while waiting := [rank for rank in waiting if not note_path(temporary, rank).exists()]:
-            if self._given_up.wait(_ROUND):
+        target, remote = self._store.path(content.step), self._remote
+        if remote is None:
+            if self._wait_for(lambda: self._are_written(temporary), _ROUND):
+                finish(temporary, target, content, self._engine.world_size)
+                self._store.prune(self._run, self._options)
+            return
+        ranks = self._engine.world_size
+        notes = {self._note(rank): note_path(temporary, rank) for rank in range(ranks) if ranks > 1}
+        with self._kept_here(temporary, content):
+            if not self._wait_for(lambda: not notes or remote.receive(target.name, notes), _REMOTE_ROUND):
+                self._keep(temporary, content)
                 return
-        finish(temporary, self._store.path(content.step), content, self._engine.world_size)
+        finish(temporary, target, content, ranks)
+        with self._kept_here(temporary, content):
+            indices = [path.name for path in target.glob("*.index.json")]
+            remote.send(target, target.name, [*indices, STATE])
+        remote.drop(target.name, list(notes))
         self._store.prune(self._run, self._options)
+
+    def _note(self, rank: int) -> str:
+        """Return the name of a rank's note at the address, where notes of an attempt that was killed may be left."""
+        return f"note-{rank:05d}-{self._attempt}.json"
+
+    def _wait_for(self, done: Callable[[], bool], pause: float) -> bool:
+        """Wait until `done`, or until the run has given up; return whether it is done."""
+        while not done():
+            if self._given_up.wait(pause):
+                if time.monotonic() > self._deadline:
+                    return False
+                time.sleep(pause)
+        return True
+
+    def _are_written(self, temporary: Path) -> bool:
+        """Return whether the notes of all ranks are in the folder."""
+        return all(note_path(temporary, rank).exists() for rank in range(self._engine.world_size))
+
+    @contextmanager
+    def _kept_here(self, temporary: Path, content: CheckpointContent) -> Iterator[None]:
+        """Keep a checkpoint whose upload in the block fails, and complete the error with where it is."""
+        try:
+            yield
+        except CheckpointError as error:
+            others = (one for one in self._store.of_run(self._run) if one.content.step != content.step)
+            last = next((f" The last complete checkpoint is {one.place}." for one in others), "")
+            raise CheckpointError(
+                f"{error}{last} What could not be uploaded is kept in {self._keep(temporary, content)}; the same "
+                "command with --resume (resume='auto') on this machine uploads a checkpoint that is complete here."
+            ) from error
+
+    def _keep(self, temporary: Path, content: CheckpointContent) -> Path:
+        """Complete a checkpoint on this machine, if all ranks have written here, and return where it is."""
+        target = self._store.path(content.step)
+        deadline = time.monotonic() + _PATIENCE
+        while self._engine.rank == 0 and temporary.exists() and time.monotonic() < deadline:
+            if self._are_written(temporary):
+                finish(temporary, target, content, self._engine.world_size)
+            else:
+                time.sleep(_ROUND)
+        return temporary if temporary.exists() else target
 
     def _settle(self) -> None:
         """Join the thread. All ranks synchronise first, because rank 0's thread waits for files of the others."""
@@ -143,7 +240,9 @@ class CheckpointWriter:
         if isinstance(failure, CheckpointError):
             raise failure
         if failure is not None:
-            raise CheckpointError(f"A checkpoint in {self._store.folder} failed: {failure}.") from failure
+            raise CheckpointError(
+                f"A checkpoint in {shown(self._store.folder)} failed: {failure}."
+            ) from failure
         raise CheckpointError(
-            f"{failures} other rank(s) could not write a checkpoint in {self._store.folder}."
+            f"{failures} other rank(s) could not write a checkpoint in {shown(self._store.folder)}."
         )

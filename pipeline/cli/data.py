@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Annotated, Literal, cast
 
 from ...errors import DataError
+from ...loaders.sources import expand
 from .parser import Quiet, Verbose
 
-Beton = Annotated[str, "A .beton file, or its address.", None, "files"]
+Beton = Annotated[
+    str, "A .beton file, its address, or several: 'train-{000..127}.beton' (quoted).", None, "files"
+]
 WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
 Threads = Annotated[int | None, "Threads. Default: one per core.", "N"]
 
@@ -21,7 +24,7 @@ def convert(
         None,
         "files",
     ],
-    out: Annotated[Path, "The .beton file to write."],
+    out: Annotated[Path, "The .beton file to write, or several: 'train-{000..127}.beton' (quoted)."],
     *,
     labels: Annotated[
         Path | None,
@@ -84,7 +87,9 @@ def convert(
 
 
 def inspect(
-    file: Beton, *, sheet: Annotated[Path | None, "Also write a contact sheet of images, as .png."] = None
+    file: Beton,
+    *,
+    sheet: Annotated[Path | None, "Also write a contact sheet of the first file's images, as .png."] = None,
 ) -> None:
     """Print the contents of a .beton file: fields, counts, classes, sizes.
 
@@ -93,9 +98,11 @@ def inspect(
     from ...loaders import contact_sheet
     from ...loaders import inspect as run
 
-    print(run(file))
+    files = expand(file)
+    for one in files:
+        print(run(one))
     if sheet is not None:
-        contact_sheet(file, sheet)
+        contact_sheet(files[0], sheet)
         print(sheet)
 
 
@@ -106,6 +113,9 @@ def verify(file: Beton, *, workers: Threads = None, quiet: Quiet = False, verbos
     """
     from ...loaders import verify as run
 
-    report = run(file, workers=workers, progress=not quiet)
-    print(report.text(verbose=verbose))
-    return 0 if report.sound else 1
+    sound = True
+    for one in expand(file):
+        report = run(one, workers=workers, progress=not quiet)
+        print(report.text(verbose=verbose))
+        sound &= report.sound
+    return 0 if sound else 1

@@ -140,15 +140,22 @@ def _devices() -> list[Finding]:
 
 def reachable_host() -> Finding:
     """Return whether this machine's name leads to an address that others can reach."""
-    name, remedy = platform.node(), ""
+    address, remedy = host_address(), ""
     interface = "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface, e.g. eth0"
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        address, remedy = "no address", f"for several machines, set {interface}"
-    if address.startswith("127."):
+    if address is None:
+        remedy = f"for several machines, set {interface}"
+    elif address.startswith("127."):
         remedy = f"other machines cannot reach {address}. For several machines, set {interface}"
-    return Finding("host name, for several machines", f"{name}: {address}", not remedy, remedy)
+    found = f"{platform.node()}: {address or 'no address'}"
+    return Finding("host name, for several machines", found, not remedy, remedy)
+
+
+def host_address() -> str | None:
+    """Return the address to which this machine's name leads; None if it leads to none."""
+    try:
+        return socket.gethostbyname(platform.node())
+    except OSError:
+        return None
 
 
 def _machine() -> Finding:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import StrategyError
-from ...strategies.devices import local_rank, pick_device
+from ...strategies.devices import rank_device
 from ...strategies.launching.agent import blocked_growth, killed_with_agent
 from ...strategies.launching.group import join_group, under_torchrun
 from ...strategies.launching.meeting import Meeting, meet
@@ -22,7 +20,7 @@ from ...strategies.launching.peers import lost_ranks_named
 from ...strategies.launching.speed import AllReduce, all_reduce_speed
 from ...table import Table
 from ...version import __version__
-from .doctor import Finding
+from .doctor import Finding, host_address
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SIZES = (1 << 20, 16 << 20, 64 << 20)
@@ -84,16 +82,13 @@ def own_address() -> str:
         kinds = (socket.AF_INET, socket.AF_INET6)
         found = [each.address for each in psutil.net_if_addrs().get(name, ()) if each.family in kinds]
         return found[0] if found else "none"
-    with suppress(OSError):
-        return socket.gethostbyname(platform.node())
-    return "none"
+    return host_address() or "none"
 
 
 def _device() -> torch.device:
     """Return what this rank would train on: its GPU if it has one, else the CPU."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        return pick_device(None, 0 if torch.cuda.device_count() == 1 else local_rank(rank, ranks))
+        return rank_device(None, (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
     except StrategyError:  # more ranks than GPUs
         return torch.device("cpu")
 
@@ -124,7 +119,7 @@ def _speeds(meeting: Meeting, timeout: float) -> list[Finding]:
         *(
             Finding(
                 f"all-reduce of {each.size >> 20} MiB, {backend}",
-                f"{each.bandwidth() / 1e9:.2f} GB/s ({_spread(each, 1e3, '.1f')} ms)",
+                f"{each.bandwidth / 1e9:.2f} GB/s ({_spread(each, 1e3, '.1f')} ms)",
                 True,
             )
             for each in others

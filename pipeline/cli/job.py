@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 from typing import Annotated
 
-from .parser import say
-from .training import RECIPE, Overrides
+from .parser import Place, say
+from .training import RECIPE, Overrides, Train, Val, check_sources
 
 SCHEDULERS = ("slurm", "kubernetes", "ray", "skypilot")
 
@@ -16,9 +16,11 @@ def job(
     recipe: Annotated[str, RECIPE, None, "recipes"],
     overrides: Overrides = (),
     *,
+    train: Train = None,
+    val: Val = None,
     out: Annotated[
-        Path | None,
-        "Folder for the results, which all machines share; a restarted job resumes from it.",
+        Place | None,
+        "Folder for the results, which all machines share, or an address; a restarted job resumes from it.",
         "FOLDER",
     ] = None,
     nodes: Annotated[str, "Number of machines, or the smallest and the largest, MIN:MAX.", "N"] = "1",
@@ -43,13 +45,20 @@ def job(
       drivetrain job slurm mine.yaml strategy=fsdp --nodes 1:4 --out /shared/runs/mine > mine.sbatch
       sbatch mine.sbatch
     """
-    from ..jobs.schedulers import job_file
+    from ..jobs import schedulers
+    from ..recipes.files import json_or_text
+    from ..recipes.presets import parse_overrides
 
-    text, made = job_file(
+    sources = check_sources(parse_overrides(overrides), train, val)
+    texts = {
+        key: each if json_or_text(key, each) == each else json.dumps(each) for key, each in sources.items()
+    }
+    overrides = [*overrides, *(f"{key}={text}" for key, text in texts.items())]
+    text, made = schedulers.job_file(
         scheduler, recipe, overrides, None if out is None else str(out), nodes=nodes, gpus=gpus_per_node,
         cpus=cpus_per_gpu, name=name, gpu_type=gpu_type, time=time, image=image,
     )  # fmt: skip
-    if made.left_out and scheduler in ("kubernetes", "ray"):
+    if made.left_out and schedulers.SCHEDULERS[scheduler].elastic:
         numbers = ", ".join(map(str, made.left_out))
         say(
             "Note",

@@ -23,6 +23,8 @@ Completes = str | tuple[str, ...]
 
 Quiet = Annotated[bool, "Print only errors, the result and what was requested: no progress, no warnings."]
 Verbose = Annotated[bool, "Print long lists in full."]
+Place = Path | str
+"""A path, or the address of a run."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Parser(argparse.ArgumentParser):
         completes: Completes = "",
     ) -> None:
         """Add the argument of a parameter. If not given, it has no value, and the function's default applies."""
+        anywhere = kind in (Place, Place | None)
         if get_origin(kind) is UnionType:
             kind = get_args(kind)[0]  # the other is None
         several, inner = get_origin(kind) is Sequence, get_args(kind) or (kind,)
@@ -105,8 +108,9 @@ class Parser(argparse.ArgumentParser):
         values = 0 if kind is bool else len(inner)
         completes = completes or ("files" if inner[0] is Path else "")
         self.arguments.append(Argument(name, text, values, several, completes))
+        convert = _place if anywhere else _path if inner[0] is Path else inner[0]
         self.add_argument(
-            name, action=action, nargs=nargs, type=_path if inner[0] is Path else inner[0], metavar=metavar, help=text,
+            name, action=action, nargs=nargs, type=convert, metavar=metavar, help=text,
             default=argparse.SUPPRESS,
         )  # fmt: skip
 
@@ -135,6 +139,10 @@ class _Once(argparse.Action):
         if hasattr(namespace, self.dest):
             raise PlanError(f"{option_string} is given 2 times. Pass it once.")
         setattr(namespace, self.dest, True if self.nargs == 0 else values)
+
+
+def _place(text: str) -> str | Path:
+    return text if is_address(text) else _path(text)
 
 
 def _path(text: str) -> Path:

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 from ...errors import DataError
 from ...table import Table
+from .parser import Place
 
 _SHOWN = 3  # most probable classes in the table
 
 
 def predict(
-    run: Annotated[Path, "Folder of a finished run (train --out)."],
+    run: Annotated[Place, "Folder or address of a finished run (train --out)."],
     image: Annotated[Sequence[str], "Image files.", None, "files"] = (),
     *,
     json: Annotated[bool, "Print one JSON object per image, with all probabilities."] = False,

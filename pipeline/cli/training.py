@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from ...errors import CheckpointError, LedgerError, PlanError
-from .parser import Quiet
+from ...loaders.remote.source import is_address
+from .parser import Place, Quiet
 
 if TYPE_CHECKING:
     from ..ledger.ledger import Ledger
@@ -29,7 +30,11 @@ Train = Annotated[
     str | None, "Training data: a .beton file, or a name such as cifar10:train.", "DATA", "files"
 ]
 Val = Annotated[str | None, "Validation data, likewise.", "DATA", "files"]
-Out = Annotated[Path | None, "Folder for the results; created if missing.", "FOLDER"]
+Out = Annotated[
+    Place | None,
+    "Folder for the results, created if missing; or an address, such as s3://bucket/run.",
+    "FOLDER",
+]
 
 
 def train(
@@ -40,7 +45,7 @@ def train(
     val: Val = None,
     out: Out = None,
     init_from: Annotated[
-        Path | None,
+        Place | None,
         "Begin with these weights: the folder of a run or of a checkpoint, or a .safetensors file.",
         "RUN_OR_FILE",
     ] = None,
@@ -110,11 +115,20 @@ def train(
         if ledger:
             measure(pipeline, ledger_seconds, out, quiet)
         if out is not None and not quiet:
-            print(f"{out}: " + ", ".join(sorted(path.name for path in out.iterdir() if path.is_file())))
+            print(f"{out}: " + ", ".join(_files_in(out)))
+
+
+def _files_in(out: Place) -> list[str]:
+    """Return the names of the files in a run's folder."""
+    if is_address(out):
+        from ...loaders.remote.folder import RemoteFolder
+
+        return sorted(name for name in RemoteFolder(str(out)).versions() if "/" not in name)
+    return sorted(path.name for path in Path(out).iterdir() if path.is_file())
 
 
 @contextmanager
-def _end_reported(out: Path | None, quiet: bool) -> Iterator[None]:
+def _end_reported(out: Place | None, quiet: bool) -> Iterator[None]:
     """Report how far a run got that Ctrl-C or another signal ends in the block."""
     from ...strategies.launching.group import is_main_process
     from ..runs.result import TrainingInterrupted, TrainingPreempted
@@ -130,7 +144,7 @@ def _end_reported(out: Path | None, quiet: bool) -> Iterator[None]:
         raise
 
 
-def what_is_left(interrupt: TrainingInterrupted, out: Path | None) -> str:
+def what_is_left(interrupt: TrainingInterrupted, out: Place | None) -> str:
     """Return how far an interrupted run got, and how to continue it."""
     if not interrupt.epochs:
         return "No epoch finished."
@@ -139,7 +153,7 @@ def what_is_left(interrupt: TrainingInterrupted, out: Path | None) -> str:
 
 
 def export(
-    place: Annotated[Path, "Folder of a run or of one checkpoint.", "RUN_OR_CHECKPOINT"],
+    place: Annotated[Place, "Folder or address of a run or of one checkpoint.", "RUN_OR_CHECKPOINT"],
     out: Annotated[Path, "The file to write: .safetensors, .pt2 or .onnx."],
     *,
     format: Annotated[
@@ -252,16 +266,30 @@ def ledger(
 
 
 def measure(
-    pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool = False, **accuracy: Any
+    pipeline: Pipeline, seconds: float, out: Place | None, quiet: bool = False, **accuracy: Any
 ) -> None:
     """Measure a ledger, print it, and write it to `out`; after Ctrl-C or an error, with the results so far."""
-    from ..ledger.ledger import LedgerInterrupted
     from ..ledger.measure import check_asked
+    from ..runs.config import check_out
     from ..runs.fit import make_folder
+    from ..runs.publishing import uploading_from
 
     check_asked(seconds)  # invalid options must not create a folder
+    check_out("--out", out)
     pipeline.plan()
-    folder = None if out is None else make_folder(out)  # fails before measuring, not after
+    if is_address(out):
+        with uploading_from(str(out)) as folder:
+            _measure(pipeline, seconds, folder, quiet, **accuracy)
+    else:
+        # The folder is made before measuring, so that it fails then.
+        _measure(pipeline, seconds, None if out is None else make_folder(Path(out)), quiet, **accuracy)
+
+
+def _measure(
+    pipeline: Pipeline, seconds: float, folder: Path | None, quiet: bool = False, **accuracy: Any
+) -> None:
+    from ..ledger.ledger import LedgerInterrupted
+
     if folder is not None:
         with suppress(ImportError):  # now rather than after Ctrl-C, when each second counts
             importlib.import_module("matplotlib.figure")
@@ -300,15 +328,24 @@ def _show(measured: Ledger | None, folder: Path | None) -> None:
             measured.save(folder / "ledger.png")
 
 
+def check_sources(overrides: Mapping[str, Any], train: str | None, val: str | None) -> dict[str, str]:
+    """Return the data of `--train` and `--val` as further overrides of a recipe.
+
+    Raises:
+        PlanError: if one of them is overridden, too.
+    """
+    given = {key: value for key, value in (("train", train), ("val", val)) if value is not None}
+    for key in given:
+        if key in overrides:
+            raise PlanError(f"--{key} and {key}= are both given. Pass only one of them.")
+    return given
+
+
 def _checked(recipe: str, pairs: Sequence[str], train: str | None, val: str | None) -> dict[str, Any]:
     """Return a recipe's overrides, checked together with it before torch is imported."""
     from ..recipes.presets import complete, parse_overrides
 
     overrides = parse_overrides(pairs)
-    for key, value in (("train", train), ("val", val)):
-        if value is not None:
-            if key in overrides:
-                raise PlanError(f"--{key} and {key}= are both given. Pass only one of them.")
-            overrides[key] = value
+    overrides |= check_sources(overrides, train, val)
     complete(recipe, overrides)
     return overrides

@@ -16,11 +16,12 @@ from ..checkpoints.content import STATE
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.export import ModelArg, chosen, evaluated_state, plain_names, rebuild
 from ..checkpoints.format import Checkpoint
+from ..checkpoints.remote import opened
 from ..checkpoints.weights import save_weights
 from ..recipes.files import read_recipe
 from ..runs.folder import RECIPE
 from ..spec.inputs import Inputs, metadata
-from .card import CARD, check_card, write_card
+from .card import CARD, LEDGER, check_card, write_card
 from .programs import Difference, write_program
 
 Names = Literal["plain", "trained"]
@@ -74,7 +75,7 @@ def export(
     the same images as the model.
 
     Args:
-        place: a checkpoint, or the folder of a run, which stands for its newest complete checkpoint.
+        place: a checkpoint, or the folder of a run, which stands for its newest complete checkpoint; also its address.
         out: the file to write, which ends in `.safetensors`, `.pt2` or `.onnx`; an existing one is replaced.
         format: `"safetensors"`, the weights; `"torch-export"`, a program for `torch.export.load`; `"onnx"`, a program
             for any ONNX runtime. None: by the suffix of `out`.
@@ -100,7 +101,7 @@ def export(
         MissingExtra: for ONNX without the extra `onnx`.
         RecipeError: if `model` cannot be imported.
     """
-    place, out = Path(place), Path(out)
+    place, out = opened(place, RECIPE, LEDGER), Path(out)
     kind = _format(format, out)
     check_number("tolerance", tolerance, CheckpointError, "(0, 1]")
     if kind != "safetensors" and names != "plain":
@@ -158,7 +159,7 @@ def _program(
     facts = checkpoint.content.history.facts
     if "inputs" not in facts:
         raise CheckpointError(
-            f"{checkpoint.path} does not know its preprocessing: its run was not trained by this version. Export "
+            f"{checkpoint.place} does not know its preprocessing: its run was not trained by this version. Export "
             "safetensors instead."
         )
     state = evaluated_state(checkpoint)

@@ -9,10 +9,12 @@ from pathlib import Path, PurePosixPath
 
 from ...checks import check_whole
 from ...errors import PlanError
+from ...loaders.remote.source import is_address
 from ..pipeline import Pipeline
 from ..recipes.files import is_file_name
 from ..recipes.importing import modules_of
 from ..recipes.presets import parse_overrides
+from ..runs.config import check_out
 from ..spec.config import DistributedConfig
 from ..spec.resolve import check_divides
 
@@ -38,7 +40,7 @@ class Job:
     Attributes:
         recipe: the recipe's name or file, as the user wrote it.
         overrides: values of the recipe to replace, `KEY=VALUE`.
-        out: the run's folder, which all machines share.
+        out: the run's folder, which all machines share, or its address.
         name: of letters, digits and dashes, so that every scheduler and the domain name system accept it.
         nodes: numbers of machines that the job can run on, ascending; those between that do not divide the batch are
             left out.
@@ -90,9 +92,9 @@ class Job:
         return Path(self.recipe) if is_file_name(self.recipe) else None
 
     @property
-    def top_folder(self) -> str:
-        """The first folder of the path `out`, in which a cluster mounts what its machines share."""
-        return f"/{PurePosixPath(self.out).parts[1]}"
+    def top_folder(self) -> str | None:
+        """The first folder of the path `out`, where a cluster mounts what its machines share; of an address, None."""
+        return None if is_address(self.out) else f"/{PurePosixPath(self.out).parts[1]}"
 
     def arguments(self, recipe: str | None = None) -> list[str]:
         """Return the arguments of `drivetrain train`, not quoted; `recipe` replaces the recipe's path."""
@@ -126,8 +128,10 @@ def make_job(
     """
     if out is None:
         raise PlanError(
-            "A job resumes from its folder when it is restarted. Pass --out, a folder that all machines see."
+            "A job resumes from its folder when it is restarted. Pass --out, a folder that all machines see, or an "
+            "address."
         )
+    check_out("--out", out)
     for what, value in (("The recipe", recipe), ("--out", out)):
         if value.startswith("-"):
             raise PlanError(f"{what} {value!r} begins with a dash, like an option. Write ./{value}.")

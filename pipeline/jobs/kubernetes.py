@@ -6,26 +6,14 @@ import textwrap
 
 from ...errors import PlanError
 from .job import WARNING_SECONDS, Job
-from .text import SIGNALS, TORCHRUN_PORT, literal, scalar, waiting
+from .text import SIGNALS, TORCHRUN_PORT, literal, scalar, stoppable
 
 _RESTARTS = 10
 _MAX_CONFIG = 1_000_000  # bytes; a ConfigMap may have 1 MiB
 _SYSTEM = (
-    "bin",
-    "boot",
-    "dev",
-    "etc",
-    "lib",
-    "lib64",
-    "opt",
-    "proc",
-    "root",
-    "run",
-    "sbin",
-    "sys",
-    "usr",
-    "var",
-)
+    "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "run", "sbin", "sys", "usr", "var",
+)  # fmt: skip
+"""Folders that an image needs itself."""
 
 
 def kubernetes(job: Job) -> str:
@@ -38,7 +26,7 @@ def kubernetes(job: Job) -> str:
         raise PlanError(
             "Kubernetes runs containers. Pass --image, one that has Drivetrain and its requirements."
         )
-    if job.top_folder[1:] in _SYSTEM:
+    if job.top_folder is not None and job.top_folder[1:] in _SYSTEM:
         raise PlanError(
             f"--out {job.out!r} is in {job.top_folder}, which the image needs itself. Pass a folder in a shared "
             "volume, e.g. --out /shared/runs/mine."
@@ -48,18 +36,7 @@ def kubernetes(job: Job) -> str:
     return f"""\
 # Trains with Drivetrain; written by `drivetrain job kubernetes`. Submit it with: kubectl apply -f FILE
 # To submit it again, first run: kubectl delete job {job.name}
-{_recipe(job)}# What all pods share, with the data and the run's folder. Remove this part if the claim exists.
-apiVersion: v1
-kind: PersistentVolumeClaim
-metadata:
-  name: {job.name}
-spec:
-  accessModes: [ReadWriteMany]
-  resources:
-    requests:
-      storage: 500Gi
----
-# Gives the pods names, so that they find the first of them: {job.name}-0.{job.name}
+{_recipe(job)}{_claim(job)}# Gives the pods names, so that they find the first of them: {job.name}-0.{job.name}
 apiVersion: v1
 kind: Service
 metadata:
@@ -98,8 +75,7 @@ spec:
 {_selector(job)}      containers:
       - name: train
         image: {scalar(job.image)}
-        workingDir: {scalar(job.top_folder)}
-        command:
+{_working_folder(job)}        command:
         - /bin/bash
         - -c
         - |
@@ -111,14 +87,10 @@ spec:
           requests:
             cpu: {job.cpus * job.processes}
 {_gpus(job)}        volumeMounts:
-        - name: shared
-          mountPath: {scalar(job.top_folder)}
-        - name: memory
+{_shared_mount(job)}        - name: memory
           mountPath: /dev/shm{_recipe_mount(job)}
       volumes:
-      - name: shared
-        persistentVolumeClaim:
-          claimName: {job.name}
+{_shared_volume(job)}\
       - name: memory  # of NCCL and of loaders with processes, for which the usual 64 MiB are too small
         emptyDir:
           medium: Memory{_recipe_volume(job)}
@@ -128,19 +100,63 @@ spec:
 def _script(job: Job) -> str:
     """Return the shell commands of a pod, which take the arguments of `drivetrain train`. They must not contain `$(`,
     which Kubernetes would replace."""
-    return f"""\
-{_elastic(job)}# The first pod is where the pods meet. Kubernetes may need some time to start all of them.
-if [ "$JOB_COMPLETION_INDEX" = 0 ]; then first=true; else first=false; fi
-stopped=""
-trap 'stopped=yes; kill -TERM "$agent" 2>/dev/null' TERM
+    command = f"""\
 torchrun --nnodes={job.nnodes} --nproc-per-node={job.processes} --max-restarts={_RESTARTS} \\
     --rdzv-backend=c10d --rdzv-endpoint={job.name}-0.{job.name}:{TORCHRUN_PORT} --rdzv-id={job.name} \\
     --rdzv-conf="is_host=$first,join_timeout=3600" \\
     {SIGNALS} \\
-    -m drivetrain train "$@" &
-{waiting("torchrun", "agent")}
+    -m drivetrain train "$@"
+"""
+    return f"""\
+{_elastic(job)}# The first pod is where the pods meet. Kubernetes may need some time to start all of them.
+if [ "$JOB_COMPLETION_INDEX" = 0 ]; then first=true; else first=false; fi
+{stoppable(command, "agent", "TERM")}
 exit "$status"
 """
+
+
+def _claim(job: Job) -> str:
+    """Return the manifest of the volume; nothing if the run is at an address."""
+    if job.top_folder is None:
+        return ""
+    return f"""\
+# What all pods share, with the data and the run's folder. Remove this part if the claim exists.
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  name: {job.name}
+spec:
+  accessModes: [ReadWriteMany]
+  resources:
+    requests:
+      storage: 500Gi
+---
+"""
+
+
+def _working_folder(job: Job) -> str:
+    """Return where the pods work; if the run is at an address, where they have its credentials from."""
+    if job.top_folder is not None:
+        return f"        workingDir: {scalar(job.top_folder)}\n"
+    return f"""\
+        # The results are at an address, and so should the data be. The store's credentials, as variables:
+        # kubectl create secret generic {job.name} --from-literal=AWS_ACCESS_KEY_ID=…
+        envFrom:
+        - secretRef:
+            name: {job.name}
+            optional: true  # if the pods have them otherwise, e.g. by their service account
+"""
+
+
+def _shared_mount(job: Job) -> str:
+    folder = job.top_folder
+    return "" if folder is None else f"        - name: shared\n          mountPath: {scalar(folder)}\n"
+
+
+def _shared_volume(job: Job) -> str:
+    if job.top_folder is None:
+        return ""
+    return f"      - name: shared\n        persistentVolumeClaim:\n          claimName: {job.name}\n"
 
 
 def _elastic(job: Job) -> str:

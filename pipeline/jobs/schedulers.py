@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ...errors import PlanError, suggest
+from ...loaders.remote.source import is_address
 from .job import Job, make_job
 from .kubernetes import kubernetes
 from .ray import ray
@@ -23,17 +24,19 @@ class Scheduler:
         text: returns the file.
         options: the options that it uses, of those that not every scheduler has.
         same_folder: whether a job starts in the folder from which it is submitted, so that `out` can be relative.
+        elastic: whether a job may get any number of machines in its range, also one that does not divide the batch.
     """
 
     text: Callable[[Job], str]
     options: Sequence[str] = ()
     same_folder: bool = False
+    elastic: bool = False
 
 
 SCHEDULERS = {
     "slurm": Scheduler(slurm, ("time",), same_folder=True),
-    "kubernetes": Scheduler(kubernetes, ("image",)),
-    "ray": Scheduler(ray),
+    "kubernetes": Scheduler(kubernetes, ("image",), elastic=True),
+    "ray": Scheduler(ray, elastic=True),
     "skypilot": Scheduler(skypilot, ("image",)),
 }
 
@@ -60,9 +63,10 @@ def job_file(
             )
     job = make_job(recipe, overrides, out, **options)
     path = PurePosixPath(job.out)
-    if not chosen.same_folder and (not path.is_absolute() or len(path.parts) < 2 or ".." in path.parts):
+    inside = path.is_absolute() and len(path.parts) > 1 and ".." not in path.parts
+    if not (chosen.same_folder or is_address(job.out) or inside):
         raise PlanError(
             f"--out {job.out!r}: machines of {scheduler} start in a folder of their own. Pass an absolute path in a "
-            "folder that all of them see, e.g. /shared/runs/mine."
+            "folder that all of them see, e.g. /shared/runs/mine, or an address."
         )
     return chosen.text(job), job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import PlanError
 from .job import Job
-from .text import SIGNALS, TORCHRUN_PORT, literal, scalar, shell_words, waiting
+from .text import SIGNALS, TORCHRUN_PORT, literal, scalar, shell_words, stoppable
 
 _RESTARTS = 3
 
@@ -40,11 +40,7 @@ resources:
     max_restarts_on_errors: {_RESTARTS}
     recover_on_exit_codes: [75]  # stopped and saved; without limit
 
-# What all machines share, with the data and the run's folder: a volume that several machines can mount, from
-# `sky volumes apply`.
-volumes:
-  {scalar(job.top_folder)}: {job.name}
-
+{_shared(job)}
 # The recipe and modules of your own are in this folder, which is copied to the machines.
 workdir: .
 
@@ -53,6 +49,18 @@ setup: |
   python -m drivetrain doctor
 
 {literal("run", _script(job), "")}
+"""
+
+
+def _shared(job: Job) -> str:
+    """Return where the results are."""
+    if job.top_folder is None:
+        return "# The results are at an address, and so should the data be. The machines need credentials for it.\n"
+    return f"""\
+# What all machines share, with the data and the run's folder: a volume that several machines can mount, from
+# `sky volumes apply`.
+volumes:
+  {scalar(job.top_folder)}: {job.name}
 """
 
 
@@ -65,17 +73,17 @@ def _fewer(job: Job) -> str:
 
 def _script(job: Job) -> str:
     """Return the shell commands of each machine."""
-    return f"""\
-# The first machine is where the machines meet.
-address=$(head -n 1 <<< "$SKYPILOT_NODE_IPS")
-if [ "$SKYPILOT_NODE_RANK" = 0 ]; then first=true; else first=false; fi
-stopped=""
-trap 'stopped=yes; kill -TERM "$agent" 2>/dev/null' TERM
+    command = f"""\
 torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node={job.processes} \\
   --rdzv-backend=c10d --rdzv-endpoint="$address:{TORCHRUN_PORT}" --rdzv-id="$SKYPILOT_TASK_ID" \\
   --rdzv-conf="is_host=$first" \\
   {SIGNALS} \\
-  -m drivetrain train {shell_words(job.arguments(), "  ")} &
-{waiting("torchrun", "agent")}
+  -m drivetrain train {shell_words(job.arguments(), "  ")}
+"""
+    return f"""\
+# The first machine is where the machines meet.
+address=$(head -n 1 <<< "$SKYPILOT_NODE_IPS")
+if [ "$SKYPILOT_NODE_RANK" = 0 ]; then first=true; else first=false; fi
+{stoppable(command, "agent", "TERM")}
 exit "$status"
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .job import WARNING_SECONDS, Job
-from .text import SIGNALS, shell_words, waiting
+from .text import SIGNALS, shell_words, stoppable
 
 
 def slurm(job: Job) -> str:
@@ -14,6 +14,13 @@ def slurm(job: Job) -> str:
         *([] if job.time is None else [f"#SBATCH --time={job.time}"]),
     ]
     lines = "".join(f"{line}\n" for line in optional)
+    command = f"""\
+srun --wait=300 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
+    torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={job.processes} \\
+    --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id="$SLURM_JOB_ID" \\
+    {SIGNALS} \\
+    -m drivetrain train {shell_words(job.arguments(), "    ")}
+"""
     return f"""\
 #!/bin/bash
 # Trains with Drivetrain; written by `drivetrain job slurm`. Submit it with: sbatch FILE
@@ -35,16 +42,8 @@ def slurm(job: Job) -> str:
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000))
 
-stopped=""
-trap 'stopped=yes; kill -USR1 "$step" 2>/dev/null' USR1  # srun forwards it to torchrun
-
 # When torchrun ends on one node, the others have five minutes.
-srun --wait=300 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
-    torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={job.processes} \\
-    --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id="$SLURM_JOB_ID" \\
-    {SIGNALS} \\
-    -m drivetrain train {shell_words(job.arguments(), "    ")} &
-{waiting("torchrun", "step")}
+{stoppable(command, "step", "USR1", "srun forwards it to torchrun")}
 if [ "$status" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"
 """

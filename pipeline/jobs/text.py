@@ -53,18 +53,23 @@ def literal(key: str, text: str, indent: str) -> str:
     return textwrap.indent(dumped, indent).removeprefix(indent).rstrip("\n")
 
 
-def waiting(process: str, name: str) -> str:
-    """Return shell commands that wait for `$name`, the process just started in the background, while signals forwarded
-    by a trap end `wait` early. Afterwards `$status` is its status; 75 if a signal has stopped it, because torchrun ends
-    with 1 then.
+def stoppable(command: str, name: str, signal: str, note: str = "") -> str:
+    """Return shell commands that run `command`, which is torchrun or starts it, forward a signal to it, and wait.
+
+    Afterwards `$status` is its status; 75 if the signal has stopped it, because torchrun ends with 1 then.
 
     Args:
-        process: what it is, for the comment.
-        name: the shell variable of its process id.
+        command: the shell command.
+        name: the shell variable for its process id.
+        signal: name of the signal.
+        note: comment on the line that forwards it.
     """
     return f"""\
+stopped=""
+trap 'stopped=yes; kill -{signal} "${name}" 2>/dev/null' {signal}{note and f"  # {note}"}
+{command.strip()} &
 {name}=$!
 wait "${name}"; status=$?
 while kill -0 "${name}" 2>/dev/null; do wait "${name}"; status=$?; done  # a signal ends "wait" early
-# Drivetrain has saved and left with 75; {process} makes a 1 of it.
+# Drivetrain has saved and left with 75; torchrun makes a 1 of it.
 if [ -n "$stopped" ] && [ "$status" -ne 0 ]; then status=75; fi"""

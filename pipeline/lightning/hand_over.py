@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ...errors import PlanError
 from ...loaders.epochs import EpochLoader
+from ...loaders.sources import Source
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
 from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
 from ...transforms.composer_algorithms.transform import ComposerTransform
@@ -279,7 +280,7 @@ class LitDataModule(pl.LightningDataModule):
         assert data is not None
         return [] if data.val is None else self._create_loader(data.val, False, 1)
 
-    def _create_loader(self, source: str, train: bool, accumulate: int) -> Microbatches:
+    def _create_loader(self, source: Source, train: bool, accumulate: int) -> Microbatches:
         trainer, data = self.trainer, self._plan.data
         assert trainer is not None
         assert data is not None

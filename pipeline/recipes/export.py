@@ -13,6 +13,7 @@ from torch import nn
 
 from ... import strategies
 from ...errors import PlanError, RecipeError, StrategyError
+from ...loaders.sources import Files
 from ...names import name_of
 from ...transforms import to_dict
 from ..models.factories import name_of_factory
@@ -153,6 +154,8 @@ def _plain(where: str, value: Any) -> Any:
     Raises:
         RecipeError: for any other value, naming its key.
     """
+    if isinstance(value, Files):
+        return value.source
     if isinstance(value, Mapping):
         return {str(key): _plain(f"{where}.{key}", each) for key, each in value.items()}
     if isinstance(value, enum.Enum) and type(value).__name__.endswith("_Weights"):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ...checks import check_flag
 from ...errors import PlanError, suggest
 from ...loaders.remote.source import is_address
 from ..callbacks.callback import Callback
 from ..checkpoints.directory import Checkpoints
+from ..checkpoints.remote import working_folder
 from ..spec.options import Config, option, whole
 from ..telemetry.loggers import LOG_EVERY, LoggerArg
 from ..training.guard import OnNonFinite, check_choice
@@ -27,13 +30,26 @@ def _kind(kinds: Any, allowed: str) -> Callable[[str, Any], None]:
     return check
 
 
-def _check_out(name: str, value: Any) -> None:
-    _kind(str | Path | None, "be the path of a folder, or None for no files")(name, value)
-    if is_address(value):
+def check_out(name: str, value: Any) -> None:
+    """Raise PlanError unless the value is a path, None, or an address that can be written."""
+    _kind(str | Path | None, "be the path of a folder, an address, or None for no files")(name, value)
+    if isinstance(value, Path) and re.match(r"\w+:/", str(value)):
+        raise PlanError(f"{name}={value!r} is the path of an address. Pass the address as text.")
+    if not is_address(value):
+        return
+    parts = urlsplit(value)
+    if parts.scheme in ("http", "https"):
         raise PlanError(
-            f"{name}={value!r} is an address, and results are written to a folder. Pass one on a file system that all "
-            "machines share, and copy it when the run has ended."
+            f"{name}={value!r}: a web server cannot be written. Pass a folder, or the address of a store, such as "
+            "s3://bucket/run."
         )
+    if "@" in parts.netloc:  # its text is not repeated
+        raise PlanError(
+            f"{name} is an address with credentials, which plans and logs would show. Set them in the environment, as "
+            "the store's own tools do, and pass the address without them."
+        )
+    if not (parts.netloc + parts.path).strip("/") or parts.query or parts.fragment:
+        raise PlanError(f"{name}={value!r} is not the address of a folder. Pass one like s3://bucket/run.")
 
 
 def check_callbacks(name: str, value: Any) -> None:
@@ -85,10 +101,11 @@ class FitConfig(Config):
     out: str | Path | None = field(
         default=None,
         metadata=option(
-            "folder for the results; None: no files",
+            "folder for the results, or its address, such as `s3://bucket/run`; None: no files",
             more="It contains `plan.txt` and `recipe.yaml`; `history.json` and `model.safetensors`, written after each "
-            "epoch; `curves.png`, drawn at the end; and `checkpoints/`. With several machines, it must be shared.",
-            check=_check_out,
+            "epoch; `curves.png`, drawn at the end; and `checkpoints/`. With several machines, it must be shared. "
+            "Files of an address are written to a local folder and uploaded in the background (extra `remote`).",
+            check=check_out,
         ),
     )
     progress: bool = field(default=True, metadata=option("show a progress bar, and print a line per epoch"))
@@ -221,7 +238,7 @@ class FitConfig(Config):
                 f"init_from={str(self.init_from)!r} begins a new run, and resume={str(self.resume)!r} continues one. "
                 "Pass only one of them."
             )
-        if self.init_from is not None and self.folder is not None and _is_inside(self.init_from, self.folder):
+        if self.init_from is not None and self.out is not None and _is_inside(self.init_from, self.out):
             raise PlanError(
                 f"init_from={str(self.init_from)!r} is in out={str(self.out)!r}, which the new run would overwrite. "
                 "Pass another out, or resume='auto' to continue the run."
@@ -233,9 +250,13 @@ class FitConfig(Config):
 
     @property
     def folder(self) -> Path | None:
-        """`out` as a path."""
-        return None if self.out is None else Path(self.out)
+        """`out` as a path; of an address, the folder of this machine whose files are uploaded."""
+        if self.out is None:
+            return None
+        return working_folder(str(self.out)) if is_address(self.out) else Path(self.out)
 
 
-def _is_inside(path: str | Path, folder: Path) -> bool:
-    return Path(path).resolve().is_relative_to(folder.resolve())
+def _is_inside(place: str | Path, out: str | Path) -> bool:
+    if is_address(place) or is_address(out):
+        return f"{str(place).rstrip('/')}/".startswith(f"{str(out).rstrip('/')}/")
+    return Path(place).resolve().is_relative_to(Path(out).resolve())

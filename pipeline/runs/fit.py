@@ -8,9 +8,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ...errors import DrivetrainError, PlanError, StrategyError
+from ...loaders.remote.source import is_address
 from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.peers import LostRankError
 from ..checkpoints.directory import CheckpointDir
+from ..checkpoints.remote import RemoteRun, shown
+from ..checkpoints.writer import UPLOAD_PATIENCE
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
@@ -24,6 +27,7 @@ from .config import FitConfig
 from .folder import descriptions, draw_curves, lock_run_dir, replaced
 from .initial import InitialWeights, check_source
 from .preflight import preflight
+from .publishing import published, taken_up
 from .ranks import built_here, on_ranks, trains_here
 from .result import FitResult, TrainingInterrupted
 from .run import Run
@@ -44,6 +48,8 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
         check_source(config.init_from)
     if folder is not None:  # last, so that invalid options do not create a folder
         make_folder(folder)
+        if is_address(config.out):
+            RemoteRun.create(folder, str(config.out))
     texts, note = descriptions(plan) if folder is not None else ({}, "")
     job = FitJob(
         **vars(config) | {"epochs": epochs, "logger": loggers}, texts=texts, in_cell=in_cell(),
@@ -51,9 +57,11 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
     )  # fmt: skip
     with lock_run_dir(folder) if folder is not None and is_main_process() else nullcontext():
         plan = resolve_data(plan, progress)
-        for text in (note, "" if folder is None else replaced(folder, job.resume)):
+        uploaded = taken_up(folder, job.resume)
+        for text in (note, uploaded, "" if folder is None else replaced(folder, job.resume)):
             _echo(text, progress)
-        return _fit(plan, job)
+        with published(folder):
+            return _fit(plan, job)
 
 
 def _check_evaluation(plan: ResolvedPlan, config: FitConfig) -> None:
@@ -71,7 +79,8 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
     folder, progress = job.folder, job.progress
     interrupted: TrainingInterrupted | None = None
     try:
-        outcome = on_ranks(plan, train_rank, job, forward=job.stop_on)
+        patience = UPLOAD_PATIENCE if is_address(job.out) else None
+        outcome = on_ranks(plan, train_rank, job, forward=job.stop_on, patience=patience)
     except KeyboardInterrupt as interrupt:
         outcome = getattr(interrupt, "outcome", None) or RankResult()
         result = _finish(plan, outcome) if outcome.state else None
@@ -97,7 +106,8 @@ def _how_to_go_on(folder: Path | None) -> str:
     last = None if store is None or store.run is None else store.last(store.run)
     if last is None:
         return "There is no complete checkpoint; start the training again."
-    return f"The last complete checkpoint is {last}. Run the same command with --resume (resume='auto') to continue."
+    how = "Run the same command with --resume (resume='auto') to continue."
+    return f"The last complete checkpoint is {shown(last)}. {how}"
 
 
 def _echo(note: str, progress: bool) -> None:
@@ -137,9 +147,7 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
             try:
                 run.train()
             finally:
-                vars(
-                    run
-                ).clear()  # its observers refer to it, so that model and optimizer would stay for a while
+                vars(run).clear()  # its observers refer to it: model and optimizer would stay for a while
     except KeyboardInterrupt:
         raise TrainingInterrupted(outcome) from None
     return outcome

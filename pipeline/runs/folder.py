@@ -17,6 +17,7 @@ from ...errors import DrivetrainError, RecipeError
 from ...files import atomic_file
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
+from ..checkpoints.remote import RemoteRun, shown
 from ..recipes.export import to_recipe
 from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan
@@ -42,7 +43,8 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DrivetrainError(
-                f"Another run is training in {folder}. Wait until it ends, or pass another folder: out=… (--out)."
+                f"Another run is training in {shown(folder)}. Wait until it ends, or pass another folder: out=… "
+                "(--out)."
             ) from None
         except OSError:  # NFS can only lock what is open for writing
             pass
@@ -58,18 +60,18 @@ def replaced(folder: Path, resume: str | Path | None) -> str:
     store = CheckpointDir(folder / "checkpoints")
     if resume == "auto" and store.run is not None:
         return ""
-    if resume not in (None, "auto") and (
-        Path(resume).resolve() == folder.resolve() or store.holds(Path(resume))
-    ):
-        return ""
+    if resume not in (None, "auto"):
+        place = store.local(resume)
+        if place.resolve() == folder.resolve() or store.holds(place):
+            return ""
     hint = " (resume='auto', --resume, would continue it)" if store.checkpoints() else ""
     try:
         epochs = len(json.loads((folder / HISTORY).read_bytes())["epochs"])
     except FileNotFoundError:
-        return f"{folder} held an unfinished run; it is replaced{hint}." if hint else ""
+        return f"{shown(folder)} held an unfinished run; it is replaced{hint}." if hint else ""
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return f"{folder} held a run; it is replaced{hint}."
-    return f"{folder} held a run of {epochs} epoch{'s' * (epochs != 1)}; it is replaced{hint}."
+        return f"{shown(folder)} held a run; it is replaced{hint}."
+    return f"{shown(folder)} held a run of {epochs} epoch{'s' * (epochs != 1)}; it is replaced{hint}."
 
 
 def clear_results(folder: Path) -> None:
@@ -124,6 +126,8 @@ def _remove(path: Path) -> None:
             f"{path} is in the way of this run's results and cannot be removed: {error.strerror or error}. Move it, or "
             f"pass another folder: out=… (--out)."
         ) from None
+    if (remote := RemoteRun.at(path.parent)) is not None:
+        remote.remove(path.name)
 
 
 def read_history(folder: Path) -> History | None:

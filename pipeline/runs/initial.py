@@ -16,11 +16,12 @@ from ..checkpoints.content import STATE
 from ..checkpoints.directory import find
 from ..checkpoints.export import evaluated_state
 from ..checkpoints.format import Checkpoint, open_tensors
+from ..checkpoints.remote import opened
 from .folder import MODEL
 
 State = Mapping[str, torch.Tensor]
 WeightsArg = str | Path | State
-"""The folder of a run or of a checkpoint, a `.safetensors` file, or a state dict."""
+"""The folder of a run or of a checkpoint, a `.safetensors` file, the address of one of them, or a state dict."""
 SHOWN = 3  # names in a message
 
 
@@ -126,10 +127,10 @@ def check_source(weights: WeightsArg) -> None:
             f"{weights!r:.80} is not a source of weights. Pass the folder of a run or of a checkpoint, a .safetensors "
             "file, or a state dict."
         )
-    place = Path(weights)
+    place = opened(weights, MODEL)
     if not place.exists():
         raise PlanError(
-            f"{place} does not exist. Pass the folder of a run or of a checkpoint, or a .safetensors file."
+            f"{weights} does not exist. Pass the folder of a run or of a checkpoint, or a .safetensors file."
         )
     if place.is_file() and place.suffix != ".safetensors":
         raise PlanError(
@@ -148,7 +149,7 @@ def read_weights(weights: WeightsArg) -> State:
     check_source(weights)
     if isinstance(weights, Mapping):
         return weights
-    place = Path(weights)
+    place = opened(weights, MODEL)
     if place.is_file():
         return open_tensors(place)
     if (place / STATE).exists():
@@ -160,4 +161,4 @@ def read_weights(weights: WeightsArg) -> State:
     try:
         return evaluated_state(find(place))
     except CheckpointError as error:
-        raise CheckpointError(f"{place} has no {MODEL}. {error}") from None
+        raise CheckpointError(f"{weights} has no {MODEL}. {error}") from None

@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +23,11 @@ import torch.distributed as dist
 
 from ...errors import DrivetrainError, RecipeError, StrategyError
 from ...files import appears
+from ...loaders.remote.folder import RemoteFolder
 from ...loaders.remote.mirror import Mirror
-from ...strategies.launching.group import in_group
+from ...loaders.remote.source import is_address
+from ...loaders.sources import Source, files_of
+from ...strategies.launching.group import group_store, in_group
 from ...version import __version__
 from ..checkpoints.identity import identity
 from ..recipes.export import to_recipe
@@ -34,6 +37,7 @@ from .artifacts import FitJob
 
 _EDGE = 1 << 20  # bytes of a file's beginning and end that are compared
 _LAG = 5.0  # seconds that a network file system may need to show a new file
+_REMOTE_LAG = 60.0  # seconds that rank 0 may need to write one to an address, with retries
 _OWN = (
     "train", "val", "devices", "loading", "name", "description", "source", "published", "measured", "notes",
 )  # fmt: skip
@@ -52,13 +56,15 @@ def preflight(plan: ResolvedPlan, job: FitJob) -> None:
             not answered within the time limit of collectives.
     """
     if not in_group() or dist.get_world_size() == 1:
+        if is_address(job.out):
+            RemoteFolder(str(job.out)).probe()
         return
     store, rank, ranks = _store(), dist.get_rank(), dist.get_world_size()
     mine: dict[str, Any] = {"host": socket.gethostname(), "facts": {}, "sees out": True, "error": ""}
     with ExitStack() as stack:
         try:
-            token = stack.enter_context(_token(job.folder, store, rank))
-            mine |= {"facts": facts(plan, job), "sees out": token is None or appears(token, _LAG)}
+            is_seen = stack.enter_context(_token(job, store, rank))
+            mine |= {"facts": facts(plan, job), "sees out": is_seen()}
         except (OSError, DrivetrainError) as error:
             mine["error"] = f"{type(error).__name__}: {error}"
         store.set(str(rank), json.dumps(mine))
@@ -76,7 +82,7 @@ def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
     """Return what must be the same on all ranks, as text by name."""
     found = {"drivetrain": __version__, "torch": torch.__version__.partition("+")[0]}
     for name, source in (("training data", plan.data.train), ("validation data", plan.data.val)):
-        found[name] = "none" if source is None else digest(Path(source))
+        found[name] = "none" if source is None else digest(source)
     try:
         recipe = {key: value for key, value in to_recipe(plan.spec).items() if key not in _OWN}
         recipe["load settings"] = dict(plan.data.settings)
@@ -84,7 +90,7 @@ def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
         recipe = {f"the step {step.what!r}": step.why for step in plan.steps}
     found |= {key: identity(value) for key, value in _flat(recipe).items()}
     found |= {f"fit({name})": identity(getattr(job, name)) for name in _SHARED}
-    found["fit(out)"] = "none" if job.folder is None else "a folder"
+    found["fit(out)"] = "none" if job.out is None else str(job.out) if is_address(job.out) else "a folder"
     found["fit(callbacks)"] = ", ".join(type(one).__name__ for one in job.callbacks)
     found["device"] = expected_device(plan.distribution).type
     if plan.distribution.name.startswith("hsdp"):
@@ -92,8 +98,18 @@ def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
     return found
 
 
-def digest(path: Path) -> str:
-    """Return the size and a CRC-32 of a file's first and last MiB, or of a folder's names; at once for any size.
+def digest(source: Source) -> str:
+    """Return what distinguishes a data source from others, at once for any size."""
+    files = files_of(source)
+    digests = [_digest(Path(file)) for file in files.names]
+    if len(digests) == 1:
+        return digests[0]
+    weights = "" if files.weights is None else f", weights {', '.join(map('{:g}'.format, files.weights))}"
+    return f"{len(digests)} files, CRC {zlib.crc32(' '.join(digests).encode()):08x}{weights}"
+
+
+def _digest(path: Path) -> str:
+    """Return the size and a CRC-32 of a file's first and last MiB, or of a folder's names.
 
     A `.beton` file ends with a digest of all its samples, and begins with the labels and positions.
     """
@@ -111,29 +127,36 @@ def digest(path: Path) -> str:
 
 
 @contextmanager
-def _token(folder: Path | None, store: Any, rank: int) -> Iterator[Path | None]:
-    """Inside the block, rank 0 has a file in the run's folder; yield its path in this rank's folder."""
+def _token(job: FitJob, store: Any, rank: int) -> Iterator[Callable[[], bool]]:
+    """Inside the block, rank 0 has a file in the run's folder, or at its address; yield what waits for this rank to see
+    it, and returns whether it does. At an address, every rank writes one, because each uploads what it saves."""
     if rank == 0:
         store.set("token", uuid.uuid4().hex)
-    name = store.get("token").decode()
-    if folder is None:
-        yield None
-        return
-    path = folder / f".preflight-{name}"
-    if rank == 0:
-        path.touch()
-    try:
-        yield path
-    finally:
+    name = f".preflight-{store.get('token').decode()}"
+    if job.folder is None:
+        yield lambda: True
+    elif is_address(job.out):
+        files = RemoteFolder(str(job.out))
+        files.write(f"{name}-{rank}", b"")
+        try:
+            yield lambda: files.appears(f"{name}-0", _REMOTE_LAG)
+        finally:
+            files.remove([f"{name}-{rank}"])
+    else:
+        path = job.folder / name
         if rank == 0:
-            path.unlink(missing_ok=True)
+            path.touch()
+        try:
+            yield lambda: appears(path, _LAG)
+        finally:
+            if rank == 0:
+                path.unlink(missing_ok=True)
 
 
 def _store() -> Any:
     """Return the store of this call, the same on every rank."""
-    store = dist.distributed_c10d._get_default_store()
-    call = store.add(f"drivetrain/preflight/{dist.get_rank()}", 1)  # several runs may share a process group
-    return dist.PrefixStore(f"drivetrain/preflight/{call}", store)  # type: ignore[attr-defined]
+    call = group_store("preflight").add(str(dist.get_rank()), 1)  # several runs may share a process group
+    return group_store(f"preflight/{call}")
 
 
 def _verdict(store: Any, ranks: int, job: FitJob, timeout: float) -> str:
@@ -167,9 +190,10 @@ def _difference(rank: int, info: Mapping[str, Any], first: Mapping[str, Any], jo
                 "the same recipe, options, versions and copies of the data."
             )
     if not info["sees out"]:
-        return (
-            f"{who[0].upper()}{who[1:]} does not see what {lead} writes to out={str(job.folder)!r}. Pass a folder on a "
-            "file system that all machines share."
+        return f"{who[0].upper()}{who[1:]} does not see what {lead} writes to out={str(job.out)!r}. " + (
+            "Set the same endpoint and credentials on all machines."
+            if is_address(job.out)
+            else "Pass a folder on a file system that all machines share."
         )
     return ""
 

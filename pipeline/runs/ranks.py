@@ -21,10 +21,14 @@ Result = TypeVar("Result")
 
 
 def on_ranks(
-    plan: ResolvedPlan, function: Callable[..., Result], *args: Any, forward: Collection[str] = ()
+    plan: ResolvedPlan,
+    function: Callable[..., Result],
+    *args: Any,
+    forward: Collection[str] = (),
+    patience: float | None = None,
 ) -> Result:
     """Return the result of `function(plan, *args)` of rank 0. Raise a rank's Drivetrain errors as if they occurred
-    here. Signals named by `forward` reach launched ranks instead of this process."""
+    here. Signals named by `forward` reach launched ranks instead of this process; `patience` is as in `launch`."""
     refuse_lone_task()
     if is_alone(plan):
         return function(plan, *args)
@@ -38,6 +42,7 @@ def on_ranks(
             device=how.device,
             collective_timeout=how.timeout,
             forward=[signal.Signals[name] for name in forward],
+            **({} if patience is None else {"patience": patience}),
         )[0]
     except StrategyError as error:
         if isinstance(error.__cause__, DrivetrainError | SystemExit):

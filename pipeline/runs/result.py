@@ -144,11 +144,11 @@ class TrainingPreempted(SystemExit):
 
     Attributes:
         signal: the name of the signal; "" if another rank received it.
-        checkpoint: the checkpoint that was saved; None without `out`, or without checkpoints.
+        checkpoint: path or address of the checkpoint that was saved; None without `out`, or without checkpoints.
         message: what happened, where it is saved, and how to continue, as a sentence.
     """
 
-    def __init__(self, signal: str = "", checkpoint: Path | None = None, message: str = "") -> None:
+    def __init__(self, signal: str = "", checkpoint: str | Path | None = None, message: str = "") -> None:
         super().__init__(75)
         self.signal, self.checkpoint, self.message = signal, checkpoint, message
 

@@ -27,6 +27,7 @@ from ..checkpoints.fingerprint import (
     tied_to_length,
 )
 from ..checkpoints.format import Checkpoint, Part
+from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.writer import CheckpointWriter
 from ..spec.inputs import Inputs
 from ..spec.resolve import ResolvedPlan
@@ -44,6 +45,7 @@ from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks
 from .initial import Matched
+from .publishing import PublishResults
 from .result import TrainingPreempted
 from .saving import SaveCheckpoints
 
@@ -124,8 +126,9 @@ class Run:
                 self._requests,
             )  # fmt: skip
         leaving = LeaveOnRequest(self._requests, self._leave)
+        publishing = PublishResults(RemoteRun.at(self._job.folder) if self._lead else None)
         self._observer = Observers(
-            self._guard, self._metrics, self._artifacts, self._callbacks, saving, leaving
+            self._guard, self._metrics, self._artifacts, self._callbacks, saving, publishing, leaving
         )
         failed = True
         try:
@@ -154,7 +157,7 @@ class Run:
         check_compatible(content.facts, self._facts, checkpoint.path, tied_to_length(self._plan))
         if content.epoch + (content.step_in_epoch > 0) > self._job.epochs:
             raise CheckpointError(
-                f"The checkpoint {checkpoint.path} was saved after {content.epoch} epochs and "
+                f"The checkpoint {checkpoint.place} was saved after {content.epoch} epochs and "
                 f"{content.step_in_epoch} steps, more than epochs={self._job.epochs}. Pass more epochs."
             )
         checkpoint.check_length(self._length)
@@ -194,7 +197,7 @@ class Run:
         self.state.stop = history.stopped
         if history.stopped is not None:
             self._artifacts.echo(
-                f"{checkpoint.path} is of a run that was stopped: {history.stopped}. This is its result; "
+                f"{checkpoint.place} is of a run that was stopped: {history.stopped}. This is its result; "
                 "fit(continue_stopped=True) would continue it."
             )
             keeps = self._lead or self._job.each_rank
@@ -202,9 +205,9 @@ class Run:
             self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else {}, within)
             return
         self._artifacts.echo(
-            f"Resumed from {checkpoint.path}: step {content.step_in_epoch} of epoch {content.epoch + 1}."
+            f"Resumed from {checkpoint.place}: step {content.step_in_epoch} of epoch {content.epoch + 1}."
             if content.epoch < self._job.epochs
-            else f"Resumed from {checkpoint.path}: the training was finished."
+            else f"Resumed from {checkpoint.place}: the training was finished."
         )
         if not content.step_in_epoch:
             keeps = self._keeps(content.epoch)
@@ -219,7 +222,7 @@ class Run:
         unknown = self._callbacks.restore(ranks[own].callbacks)
         if unknown and self.state.stop is None:
             self._artifacts.echo(
-                f"{checkpoint.path} has the state of {', '.join(unknown)}, which is not among callbacks=[…]; it is "
+                f"{checkpoint.place} has the state of {', '.join(unknown)}, which is not among callbacks=[…]; it is "
                 "ignored."
             )
         self._callbacks.history(self._artifacts.history.epochs)
@@ -311,13 +314,14 @@ class Run:
         state, saved = self.state, None
         if self._writer is not None and self._store is not None:
             self._writer.close()
-            saved = self._store.path(state.step)
-        told = f"Stopped{f' by {self._requests.signal}' if self._requests.signal else ''} after step {state.step:,}"
+            saved = self._store.place(state.step)
+        by = f" by {self._requests.signal}" if self._requests.signal else ""
         where = "nothing was saved, because there are no checkpoints (--out)"
         if saved is not None:
             where = f"saved {saved}. Run the same command with --resume (resume='auto') to continue"
-        self._artifacts.echo(f"{told}; {where}.")
-        raise TrainingPreempted(self._requests.signal, saved, f"{told}; {where}.")
+        message = f"Stopped{by} after step {state.step:,}; {where}."
+        self._artifacts.echo(message)
+        raise TrainingPreempted(self._requests.signal, saved, message)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -357,7 +361,11 @@ class Run:
         if self._writer is not None:
             self._writer.wait_a_moment()
         last = None if self._store is None else self._store.last(self._name)
-        good = "There is no earlier checkpoint." if last is None else f"The last good checkpoint is {last}."
+        good = (
+            "There is no earlier checkpoint."
+            if last is None
+            else f"The last good checkpoint is {shown(last)}."
+        )
         optimization = self._plan.optimization
         return (
             f"{good} Lower the learning rate ({optimization.describe()}), add warm-up, set "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ..checkpoints.remote import opened
 from ..checkpoints.weights import load_weights
 from ..recipes.build import build_pipeline
 from ..spec.kinds import sort_transforms
@@ -20,20 +21,23 @@ def load_run(folder: str | Path) -> FitResult:
 
     The recipe may name a model in a module, which is imported: load only runs that you trust.
 
+    Args:
+        folder: the run's folder, or its address.
+
     Raises:
         CheckpointError: if one of these files is missing or damaged, or they are not of one run.
         RecipeError: if the recipe cannot be built.
     """
-    folder = Path(folder)
+    place, folder = folder, opened(folder, RECIPE, HISTORY, MODEL)
     history = read_history(folder)
     if history is None or not history.epochs:
         raise CheckpointError(
-            f"{folder} has no finished epoch of a run: {folder / HISTORY} is missing or damaged. Pass the folder of a "
+            f"{place} has no finished epoch of a run: its {HISTORY} is missing or damaged. Pass the folder of a "
             "run (fit(out=…), --out)."
         )
     if not (folder / RECIPE).exists():
         raise CheckpointError(
-            f"{folder} has no {RECIPE}, because its pipeline could not be written as one. Build the pipeline again, "
+            f"{place} has no {RECIPE}, because its pipeline could not be written as one. Build the pipeline again, "
             "and load model.safetensors into its model."
         )
     spec = build_pipeline(folder / RECIPE, {}, PipelineSpec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -61,7 +62,8 @@ class SaveCheckpoints(Observer):
     def on_end(self, *, failed: bool) -> None:
         """Wait for pending writes; after a failure, only briefly and without the other ranks."""
         with ExitStack() as stack:
-            stack.callback(self._writer.give_up)
+            interrupted = isinstance(sys.exception(), KeyboardInterrupt)
+            stack.callback(self._writer.give_up, interrupted=interrupted)
             if not failed:
                 self._writer.close()
                 stack.pop_all()

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ... import strategies
-from ...checks import check_number, check_whole, is_number, is_whole
+from ...checks import check_whole, is_number, is_whole
 from ...errors import PlanError, suggest
+from ...loaders.sources import Files, files_of
 from .frozen import FrozenDict
 from .options import (
     AUTO,
@@ -28,11 +29,13 @@ from .options import (
     POSITIVE,
     TEXT,
     TEXTS,
+    WEIGHTS,
     Config,
     OptionalGroups,
     Source,
     known,
     named_options,
+    number,
     option,
     whole,
 )
@@ -70,9 +73,16 @@ _NOT_SETTINGS = {
 }  # fmt: skip
 
 
-def _check_cache_limit(name: str, value: Any) -> None:
-    if value is not None:
-        check_number(name, value, PlanError, "(0, 1e9]", also=", in GB, or None")
+def _check_train(_: str, value: Any) -> None:
+    files_of(value)
+
+
+def _check_val(name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        raise PlanError(
+            f"{name}={dict(value)!r:.80} is a mix, but evaluation sees each sample once. Pass one data set, or a "
+            "pattern such as '{a,b}.beton'."
+        )
 
 
 @dataclass(frozen=True)
@@ -85,18 +95,27 @@ class DataConfig(Config):
 
     EXTRA: ClassVar[str] = "settings"
 
-    train: str = field(
+    train: str | Mapping[str, float] | Files = field(
         metadata=option(
             "training data: a .beton file (relative paths are relative to the working directory), its address "
-            "(s3://bucket/train.beton), or a data set by name (cifar10:train)",
+            "(s3://bucket/train.beton), files that are one data set (train-{000..127}.beton), a data set by name "
+            "(cifar10:train); or a mix of several, with their weights: {a.beton: 3, b.beton: 1}",
             PATH,
+            WEIGHTS,
+            more="Files of one data set, and of a mix, have the same fields and classes. An epoch of a mix has as many "
+            "samples as all its data sets together, of each its share by weight: `loaders.order.mixed`.",
+            check=_check_train,
             in_plan=False,
         )
     )
-    val: str | None = field(
+    val: str | Files | None = field(
         default=None,
         metadata=option(
-            "data to evaluate on after each epoch, likewise; None: none", PATH, NULL, in_plan=False
+            "data to evaluate on after each epoch, likewise, but not a mix; None: none",
+            PATH,
+            NULL,
+            check=_check_val,
+            in_plan=False,
         ),
     )
     _: KW_ONLY
@@ -132,6 +151,15 @@ class DataConfig(Config):
             in_plan=False,
         ),
     )
+    order: str = field(
+        default="random",
+        metadata=option(
+            "order of the training samples: random; or quasi_random, which mixes about 16 batches at a time, so that "
+            "files larger than the memory are read in long runs",
+            TEXT,
+            check=known("order", ("random", "quasi_random")),
+        ),
+    )
     workers: int | None = field(
         default=None,
         metadata=option(
@@ -156,7 +184,7 @@ class DataConfig(Config):
             NUMBER,
             NULL,
             more="Copies that nobody uses are removed, the least recently used first.",
-            check=_check_cache_limit,
+            check=number("(0, 1e9]", unit=", in GB", none=True),
             in_plan=False,
         ),
     )
@@ -173,6 +201,8 @@ class DataConfig(Config):
         from ...loaders.settings import Settings
 
         super().__post_init__()
+        if isinstance(self.train, Mapping):
+            object.__setattr__(self, "train", FrozenDict(self.train))
         if self.workers is not None:
             also = f" with loader={self.loader!r}, or None for one per core"
             check_whole("workers", self.workers, PlanError, 0 if self.loader == "torch" else 1, also=also)
@@ -192,7 +222,7 @@ class DataConfig(Config):
 
     def arguments(self) -> Arguments:
         """Return the arguments of `load()` that create this config."""
-        sources = [self.train] if self.val is None else [self.train, self.val]
+        sources: list[object] = [self.train] if self.val is None else [self.train, self.val]
         named = {name: value for name, value in self.changed().items() if name not in ("train", "val")}
         return [*map(repr, sources)], named | dict(self.settings)
 
@@ -512,10 +542,6 @@ def _check_devices(name: str, value: Any) -> None:
         raise PlanError(f'{name}={value!r} must be a positive integer, or "auto".')
 
 
-def _check_timeout(name: str, value: Any) -> None:
-    check_number(name, value, PlanError, "(0, 1e6]", also=" seconds")
-
-
 def _check_matmul_precision(name: str, value: Any) -> None:
     if value is not None and value not in tuple(PRECISIONS):
         raise PlanError(f"{name}={value!r} is not known.{suggest(str(value), PRECISIONS)}")
@@ -616,7 +642,7 @@ class DistributedConfig(Config):
             NUMBER,
             more="Then every rank that is left raises a StrategyError. Default: ten minutes, enough for a slow file "
             "system or a compilation; torch's half hour wastes more of a job that has lost a rank.",
-            check=_check_timeout,
+            check=number("(0, 1e6]", unit=" seconds"),
             in_plan=False,
         ),
     )
@@ -669,6 +695,13 @@ class DistributedConfig(Config):
         return self.strategy if isinstance(self.strategy, str) else self.strategy.name
 
 
+def train_source(source: object) -> str | dict[str, float]:
+    """Return the source of training data: as `source_name`, or those of a mix with their weights."""
+    if not isinstance(source, Mapping):
+        return source_name(source, "train")
+    return {source_name(name, "train"): weight for name, weight in source.items()}
+
+
 def source_name(source: object, argument: str) -> str:
     """Return a data source as a string.
 
@@ -678,6 +711,7 @@ def source_name(source: object, argument: str) -> str:
     if not isinstance(source, str | Path):
         raise PlanError(
             f"load() takes the path of a .beton file (or a name such as 'cifar10:train') as {argument}, not "
-            f"a {type(source).__name__}. Convert a data set first: drivetrain.loaders.convert(it, 'train.beton')."
+            f"a {type(source).__name__}. Convert a data set first: drivetrain.loaders.convert(it, 'train.beton'). "
+            "Several files are a pattern, '{a,b}.beton', or a dict with weights."
         )
     return str(source)

@@ -14,7 +14,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeGuard, TypeVar, cast
 
-from ...checks import check_whole, is_flag, is_number, is_whole, make_plain, plain
+from ...checks import check_number, check_whole, is_flag, is_number, is_whole, make_plain, plain
 from ...errors import PlanError, suggest
 from .frozen import FrozenDict
 
@@ -48,6 +48,10 @@ TEXT = Kind(lambda value: isinstance(value, str), "text")
 PATH = Kind(lambda value: isinstance(value, str | Path) and value != "", "text that is not empty")
 FLAG = Kind(is_flag, "true or false")
 MAPPING = Kind(_is_mapping, "a dict")
+WEIGHTS = Kind(
+    lambda value: _is_mapping(value) and all(is_number(each, "(0, inf)") for each in value.values()),
+    "a dict of sources and their weights, positive numbers",
+)
 NOTES = Kind(lambda value: _is_mapping(value) and _is_texts([*value.values()]), "a dict of texts")
 TEXTS = Kind(_is_texts, "a list of texts")
 LIST = Kind(lambda value: isinstance(value, list | tuple), "a list")
@@ -253,6 +257,22 @@ def whole(low: int, *, none: str = "") -> Check:
     def check(name: str, value: Any) -> None:
         if not (none and value is None):
             check_whole(name, value, PlanError, low, also=f", or None for {none}" if none else "")
+
+    return check
+
+
+def number(interval: str, *, unit: str = "", none: bool = False) -> Check:
+    """Return a check for a number in `interval`, written as `"(0, 1]"`; with `none`, None is valid, too.
+
+    Args:
+        interval: the valid numbers.
+        unit: completes "a finite number in (0, 1]" in the message.
+        none: whether None is valid.
+    """
+
+    def check(name: str, value: Any) -> None:
+        if not (none and value is None):
+            check_number(name, value, PlanError, interval, also=unit + (", or None" if none else ""))
 
     return check
 

@@ -21,7 +21,7 @@ from ...transforms import Transform
 from ..models.factories import model_factory
 from ..tasks.classification import Classification
 from ..tasks.task import Task
-from .config import DataConfig, DistributedConfig, MatmulPrecision, OptimizerConfig, source_name
+from .config import DataConfig, DistributedConfig, MatmulPrecision, OptimizerConfig, source_name, train_source
 from .frozen import FrozenDict
 from .kinds import check_hook, sort_transforms
 from .options import documented
@@ -112,13 +112,14 @@ class PipelineSpec:
     @documented(DataConfig)
     def load(
         self,
-        train: str | Path,
+        train: str | Path | Mapping[str, float],
         val: str | Path | None = None,
         *,
         batch_size: int,
         image_size: int,
         eval_image_size: int | None = None,
         loader: str = "ffcv",
+        order: str = "random",
         workers: int | None = None,
         cache: str | None = None,
         cache_limit: float | None = None,
@@ -126,11 +127,14 @@ class PipelineSpec:
     ) -> Self:
         """Set the data: `.beton` files, their addresses, or data sets by name: `"cifar10:train"`, `"cifar10:test"`.
 
+        A pattern such as `"train-{000..127}.beton"` is one data set in several files, and a dict of sources and weights
+        is a mix.
+
         Raises:
             PlanError, DataError: naming the invalid value.
         """
         arguments = locals()
-        arguments["train"] = source_name(train, "train")
+        arguments["train"] = train_source(train)
         arguments["val"] = None if val is None else source_name(val, "val")
         data, before, optimization = DataConfig.of(arguments), self.data, self.optimization
         replaced = before is not None and before.batch_size != batch_size

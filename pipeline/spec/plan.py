@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ... import machine, strategies
+from ...loaders.sources import files_of
 from ...strategies import Strategy
 from ...table import Table
 from ...transforms import CHANGES_MODEL, Transform
@@ -76,7 +77,7 @@ def lay_out(
     """Return the steps of a pipeline; `transforms` are sorted."""
     how, optimization = spec.distributed, spec.optimized
     steps = [
-        Step(f"load {data.train}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
+        Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{data.image_size} px{_eval_size(data)}{data.for_plan()}; every rank loads its slice of each batch"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()", f"with seed {spec.seed}, the same on every rank"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from ... import strategies
 from ...errors import PlanError
+from ...loaders.sources import Files
 from ...strategies import Strategy
 from ...strategies.launching.group import needs_ranks
 from ...transforms import Transform
@@ -68,7 +69,7 @@ class ResolvedPlan:
         """The name of the recipe it is built from."""
         return self.spec.recipe
 
-    def with_sources(self, train: str, val: str | None) -> ResolvedPlan:
+    def with_sources(self, train: str | Files, val: str | Files | None) -> ResolvedPlan:
         """Return the plan with other sources of the same data, e.g. the files converted from named data sets."""
         data = dataclasses.replace(self.data, train=train, val=val)
         return dataclasses.replace(self, spec=self.spec.replace(data=data), data=data)

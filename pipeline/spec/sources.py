@@ -8,6 +8,7 @@ from ...errors import DataError
 from ...loaders.beton.tables import read_header
 from ...loaders.order import check_batch_size
 from ...loaders.remote.source import is_address
+from ...loaders.sources import files_of
 from .config import DataConfig
 
 
@@ -21,14 +22,17 @@ def check_sources(data: DataConfig, devices: int) -> None:
     from ...loaders.datasets.names import NAMES, resolve  # here: it imports all of conversion
 
     for source in (data.train, data.val):
-        if source is None or source in NAMES or (data.loader == "torch" and Path(source).is_dir()):
+        if source is None or (data.loader == "torch" and isinstance(source, str) and Path(source).is_dir()):
             continue
-        if is_address(source):
-            continue
-        path = resolve(source)
-        try:
-            samples = int(read_header(path)["num_samples"])
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-        if source == data.train:
+        files = files_of(source).names
+        local = [resolve(file) for file in files if file not in NAMES and not is_address(file)]
+        samples = sum(map(_samples, local))
+        if source == data.train and len(local) == len(files):
             check_batch_size(data.batch_size, samples, full=True, world_size=devices)
+
+
+def _samples(path: Path) -> int:
+    try:
+        return int(read_header(path)["num_samples"])
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None

@@ -19,6 +19,7 @@ from torch import nn
 from ... import loaders
 from ...errors import PlanError, StrategyError
 from ...loaders.epochs import EpochLoader
+from ...loaders.sources import Files, Source, files_of
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
@@ -166,8 +167,8 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
         PlanError: if they do not match.
     """
     data, task = plan.data, plan.task
-    targets = targets_of(train, data.train)
-    width = task.check(targets, None if val is None or data.val is None else targets_of(val, data.val))
+    targets = targets_of(train, str(files_of(data.train)))
+    width = task.check(targets, None if val is None or data.val is None else targets_of(val, str(data.val)))
     model, reports = build_model(plan.spec, plan.transforms)
     for transform in plan.transforms:
         transform.begin(model, len(train))  # one epoch, until training sets the actual length
@@ -203,7 +204,7 @@ def make_loaders(plan: ResolvedPlan, device: torch.device) -> tuple[EpochLoader,
 
 def make_loader(
     plan: ResolvedPlan,
-    source: str,
+    source: Source,
     *,
     train: bool,
     device: torch.device,
@@ -215,11 +216,12 @@ def make_loader(
         ranks = (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
     kind: Any = loaders.FFCVLoader if data.loader == "ffcv" else loaders.TorchLoader
     loader: EpochLoader = kind(
-        source_file(data, source),
+        source_files(data, source),
         batch_size=data.batch_size,
         image_size=data.image_size if train else data.eval_size,
         train=train,
         seed=plan.seed,
+        order=data.order if train else None,
         workers=data.workers,
         device=device,
         drop_last=train,  # a partial batch would give its samples more weight, and another weight on each rank
@@ -230,19 +232,28 @@ def make_loader(
     return loader
 
 
-def source_file(data: DataConfig, source: str, *, progress: bool = True) -> Path:
-    """Return the file (for the torch loader, also a folder) of a data source; download and convert a named data set,
-    and make a local copy, still empty, of a remote file."""
-    if data.loader == "torch" and Path(source).is_dir():
-        return Path(source)
-    return loaders.resolve(source, progress=progress, cache=data.cache, cache_limit=data.cache_limit)
+def source_files(data: DataConfig, source: Source, *, progress: bool = True) -> str | Files:
+    """Return the files (for the torch loader, also a folder) of a data source.
+
+    Named data sets are downloaded and converted; of remote files, local copies are made, still empty.
+    """
+    if data.loader == "torch" and isinstance(source, str) and Path(source).is_dir():
+        return source
+
+    def local(file: str) -> Path:
+        return loaders.resolve(file, progress=progress, cache=data.cache, cache_limit=data.cache_limit)
+
+    files = files_of(source)
+    if len(files.names) == 1 and files.weights is None:
+        return str(local(files.names[0]))
+    return files.map(local)
 
 
 def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
-    """Return the plan with named data sets replaced by their files, downloaded and converted if necessary."""
+    """Return the plan with its data sources replaced by their files; see `source_files`."""
     data = plan.data
-    train = str(source_file(data, data.train, progress=progress))
-    val = None if data.val is None else str(source_file(data, data.val, progress=progress))
+    train = source_files(data, data.train, progress=progress)
+    val = None if data.val is None else source_files(data, data.val, progress=progress)
     return plan.with_sources(train, val)
 
 

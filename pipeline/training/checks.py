@@ -12,6 +12,7 @@ from torch import nn
 
 from ...errors import DrivetrainError, PlanError
 from ...loaders.epochs import EpochLoader
+from ...loaders.sources import files_of
 from ...strategies import Precision
 from ...strategies.options import HALF
 from ..models.hf_models import loss_mismatch
@@ -83,7 +84,9 @@ def check_output(
         if wrong := loss_mismatch(model, task.kind):
             raise PlanError(wrong)
     for mode, each in (("", output), ("", judged), ("In training mode: ", trained)):
-        if wrong := task.output_error(loss_and_metric_inputs(task, each)[1], width, data.train):
+        if wrong := task.output_error(
+            loss_and_metric_inputs(task, each)[1], width, str(files_of(data.train))
+        ):
             raise PlanError(f"{mode}{wrong}")
     return loss_and_metric_inputs(task, judged)
 

@@ -131,8 +131,13 @@ def join_group(
     return meeting
 
 
+def group_store(name: str) -> Any:
+    """Return the process group's store, with keys of its own: `drivetrain/`, `name` and a slash precede them."""
+    return dist.PrefixStore(f"drivetrain/{name}", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+
+
 def _wait_until_all_joined(patience: timedelta) -> None:
     """Wait for all ranks: one that returned at once would close connections that another is still opening."""
-    store: Any = dist.PrefixStore("drivetrain/joined", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    store = group_store("joined")
     store.set(str(dist.get_rank()), "")
     store.wait([str(rank) for rank in range(dist.get_world_size())], patience)

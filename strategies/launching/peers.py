@@ -22,7 +22,7 @@ from .meeting import connect, place
 
 BEAT = 1.0  # seconds between two heartbeats
 _MISSED = 3.5  # seconds without a heartbeat after which a rank counts as lost
-_ANSWER = timedelta(seconds=5)  # time limit of the store's answers
+_ANSWER = 5.0  # seconds that the store has for an answer
 
 
 class LostRankError(StrategyError):
@@ -49,6 +49,7 @@ class Peers:
     def __init__(self, rank: int, ranks: int, name: str) -> None:
         self._rank, self._ranks = rank, ranks
         self._done = threading.Event()
+        self._answers = True  # the store does, as far as is known
         self._store = self._connect(name)
         self._post("who", f"{socket.gethostname()}, process {os.getpid()}")
         self._thread = threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True)
@@ -57,7 +58,7 @@ class Peers:
     def close(self) -> None:
         """End the heartbeat."""
         self._done.set()
-        self._thread.join()
+        self._thread.join(_ANSWER if self._answers else 0)
 
     def fail(self, error: BaseException) -> None:
         """Leave this rank's own error for the others."""
@@ -65,7 +66,19 @@ class Peers:
             self._post("error", f"{type(error).__name__}: {error}")
 
     def report(self, timeout: float) -> str:
-        """Return, after a few seconds, which ranks failed or are lost, as a sentence."""
+        """Return, after a few seconds, which ranks failed or are lost, as a sentence.
+
+        Not every call of torch's store has a time limit: when a network is silent, some wait until the system gives up
+        the connection, a quarter of an hour. They are made in a thread that may be left behind.
+        """
+        found: list[str] = []
+        asking = threading.Thread(target=lambda: found.append(self._report(timeout)), daemon=True)
+        asking.start()
+        asking.join(_MISSED + _ANSWER)
+        self._answers = bool(found)
+        return found[0] if found else _no_answer()
+
+    def _report(self, timeout: float) -> str:
         try:
             before = self._beats()
             for _ in range(round(_MISSED / 0.5)):
@@ -76,7 +89,7 @@ class Peers:
             lost = [rank for rank in range(self._ranks) if after.get(rank) == before.get(rank)]
             names = [f"rank {rank} ({self._get('who', rank)})" for rank in lost if rank != self._rank]
         except Exception:
-            return f"the host of rank 0 does not answer at {place()}: it, or the network to it, is lost."
+            return _no_answer()
         if names:
             return f"{', '.join(names)} does not answer: its process, its host or the network is lost."
         return (
@@ -89,7 +102,7 @@ class Peers:
         """Return a connection of its own to the store: another call through torch's may wait for minutes."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        return PrefixStore(f"drivetrain/peers/{name}", connect(_ANSWER))
+        return PrefixStore(f"drivetrain/peers/{name}", connect(timedelta(seconds=_ANSWER)))
 
     def _beat(self) -> None:
         count = 0
@@ -112,6 +125,10 @@ class Peers:
     def _get(self, what: str, rank: int) -> str:
         key = f"{what}/{rank}"
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+
+def _no_answer() -> str:
+    return f"the host of rank 0 does not answer at {place()}: it, or the network to it, is lost."
 
 
 @contextmanager

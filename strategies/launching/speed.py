@@ -33,14 +33,11 @@ class AllReduce:
         """The median of `seconds`."""
         return statistics.median(self.seconds)
 
-    def bandwidth(self, seconds: float | None = None) -> float:
-        """Return bytes per second that each rank sends, in a ring: `2 (n - 1) / n` times the size. nccl-tests names
-        it "busbw"; unlike the size by the time, it does not depend on the number of ranks.
-
-        Args:
-            seconds: of one all-reduce. Default None: the median.
-        """
-        return 2 * (self.ranks - 1) / self.ranks * self.size / (self.median if seconds is None else seconds)
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that each rank sends, in a ring and in the median time: `2 (n - 1) / n` times the size.
+        nccl-tests names it "busbw"; unlike the size by the time, it does not depend on the number of ranks."""
+        return 2 * (self.ranks - 1) / self.ranks * self.size / self.median
 
 
 def all_reduce_speed(size: int, device: torch.device) -> AllReduce:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from machines import Cluster
 from places import ROOT
 
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
@@ -23,6 +24,10 @@ OURS = ["by hand", "Drivetrain", "Drivetrain, no guard", "Drivetrain, all extras
         ("loop", ["--rounds", "2", "--steps", "50", "--only", *OURS]),
         ("transforms", ["--rounds", "2", "--seconds", "0.05", "--mode", "eager", "--only", "BlurPool"]),
         ("strategies", ["--rounds", "2", "--steps", "1", "--ranks", "1"]),
+        (
+            "cluster",
+            ["--rounds", "2", "--steps", "1", "--ranks", "1", "--images", "100", "--latency", "0.005"],
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -40,3 +45,19 @@ def test_a_short_run(script: str, arguments: list[str], tmp_path: Path) -> None:
     results = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert results
     assert all("provenance" in each for each in results)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_bytes_on_the_wire(cluster: Cluster, tmp_path: Path) -> None:
+    """On a machine whose network nothing else uses."""
+    command = [sys.executable, str(ROOT / "benchmarks/cluster.py"), "--only", "steps", "--ranks", "2", "--rounds", "1",
+               "--steps", "2", "--out", str(tmp_path)]  # fmt: skip
+    process = cluster.machines[0].start(*command, env=ENVIRONMENT, stdout=subprocess.PIPE)
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    results = json.loads((tmp_path / "cluster.json").read_text())["steps"]["by_strategy"]
+    for strategy, expected in (("ddp", 1), ("fsdp", 4 / 3)):  # gloo's reduce-scatter is an all-reduce
+        figures = results[strategy]["2"]
+        for sizes in figures["bytes_per_step_and_rank"].values():
+            assert sizes["median"] / figures["formula"] == pytest.approx(expected, rel=0.03)

@@ -170,7 +170,7 @@ def resized(image: np.ndarray, box: tuple[int, int, int, int], side: int, flip: 
     file = os.memfd_create("image")
     os.write(file, data.tobytes())
     load_samples(
-        *functions(), 0, file,
+        *functions(), 0, np.array([file], np.int32),
         np.array([1], np.int32), np.array([width], np.uint16), np.array([height], np.uint16),
         np.array([0], np.uint64), np.array([data.size], np.uint64),
         np.array([0]), np.array([box]), np.array([flip]), BILINEAR,

@@ -1,4 +1,5 @@
-"""Machines of a cluster on loopback: each is an agent of torchrun with one worker that runs `drivetrain`."""
+"""Machines of a cluster, on loopback or in namespaces: each is an agent of torchrun with one worker that runs
+`drivetrain`."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 from cluster_jobs import free_port
+from machines import Machine
 from pipeline_data import TRAIN, Toy
 from places import SUPPORT
 
@@ -28,26 +30,30 @@ class Agent:
         job: the job that it belongs to.
         number: names its log.
         arguments: of `drivetrain`.
+        machine: where it runs; None for loopback.
     """
 
-    def __init__(self, job: Job, number: int, arguments: Sequence[str]) -> None:
-        self.log = job.folder / f"agent {number}.log"
+    def __init__(self, job: Job, number: int, arguments: Sequence[str], machine: Machine | None) -> None:
+        self.log, self.machine = job.folder / f"agent {number}.log", machine
+        host, conf, where = ("127.0.0.1" if machine is None else "node0"), RDZV, []
+        if machine is None:  # several on one host cannot find out which of them is the one that is named
+            conf += f",is_host={'true' if number == 0 else 'false'}"
+            where = ["--local-addr=127.0.0.1"]
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={job.nodes}", "--nproc-per-node=1",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{job.port}", "--rdzv-id=test",
-            f"--rdzv-conf={RDZV},is_host={'true' if number == 0 else 'false'}", "--local-addr=127.0.0.1",
-            f"--max-restarts={job.restarts}", "--shutdown-timeout=20", "-m", "drivetrain", *arguments,
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{job.port}", "--rdzv-id=test", f"--rdzv-conf={conf}",
+            *where, f"--max-restarts={job.restarts}", "--shutdown-timeout=20", "-m", "drivetrain", *arguments,
         ]  # fmt: skip
         path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
         environment = {
-            **os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-            "SEEN_SAMPLES": str(job.seen), "SLOW": str(job.slow),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if job.grows else "0",
-        }  # fmt: skip
+            **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SEEN_SAMPLES": str(job.seen),
+            "SLOW": str(job.slow), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if job.grows else "0",
+        } | ({"GLOO_SOCKET_IFNAME": "lo"} if machine is None else {})  # fmt: skip
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment
-            )
+                command if machine is None else machine.command(*command),
+                stdout=log, stderr=subprocess.STDOUT, text=True, env=environment,
+            )  # fmt: skip
 
     @property
     def output(self) -> str:
@@ -56,7 +62,10 @@ class Agent:
 
     def worker(self) -> psutil.Process:
         """The process that trains now."""
-        return psutil.Process(self.process.pid).children()[0]
+        agent = psutil.Process(self.process.pid)
+        if self.machine is not None:
+            (agent,) = agent.children()  # of nsenter
+        return agent.children()[0]
 
     def end(self) -> int:
         """Wait for its end, and return its exit status."""
@@ -96,9 +105,10 @@ class Job:
         self.agents: list[Agent] = []
         self._started = started
 
-    def start(self, *arguments: str) -> Agent:
-        """Start another machine, with these arguments of `drivetrain`."""
-        agent = Agent(self, len(self.agents), arguments)
+    def start(self, *arguments: str, on: Machine | None = None) -> Agent:
+        """Start another machine, with these arguments of `drivetrain`; `on` one with namespaces of its own, which ends
+        what runs there."""
+        agent = Agent(self, len(self.agents), arguments, on)
         self.agents.append(agent)
         self._started.append(agent.process)
         return agent

@@ -14,7 +14,7 @@ from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton, verify
 from drivetrain.loaders.beton.layout import MODE_JPEG, Field
 from drivetrain.loaders.conversion.columns import Sample
 from drivetrain.loaders.conversion.encode import Encoded, Encoding, encode_image
-from drivetrain.loaders.conversion.writer import write_beton
+from drivetrain.loaders.conversion.writer import write_betons
 from drivetrain.loaders.native import turbojpeg
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
@@ -131,7 +131,7 @@ def test_a_file_with_arithmetic_codes_is_read_by_both_loaders(tmp_path: Path) ->
     path, fields = tmp_path / "a.beton", [Field("image", "rgb_image"), Field("label", "int")]
     images = [long_arithmetic(), jpeg_bytes(PICTURE, quality=60)]
     samples = [Sample(Encoded(MODE_JPEG, 64, 48, image, ""), (0,)) for image in images]
-    write_beton(path, samples, len(samples), fields, {"classes": []})
+    write_betons([path], samples, len(samples), fields, {"classes": []})
     assert verify(path, progress=False).sound
     assert open_beton(path).image(0).tobytes() == open_beton(path).image(1).tobytes()
     options = {"batch_size": 2, "image_size": 32, "train": False, "workers": 1}

@@ -62,7 +62,7 @@ def test_the_samples_of_the_local_file_each_fetched_once(
     address = server.address("train.beton")
     local = epochs(FFCVLoader(folder / "train.beton", order=order, **OPTIONS))
     loader = FFCVLoader(address, order=order, **OPTIONS)
-    size = len(loader.beton.data)
+    size = len(loader.beton.files[0].data)
     tables = server.bytes
     assert tables < 8 * BLOCK < size / 8
     remote = epochs(loader)

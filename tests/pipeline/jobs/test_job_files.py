@@ -132,6 +132,24 @@ def test_kubernetes(recipe: str) -> None:
         schema.validate(found["Job"], "1.37", strict=True)
 
 
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_results_at_an_address_need_no_shared_folder(recipe: str, tmp_path: Path, scheduler: str) -> None:
+    text = written(scheduler, recipe, out="s3://bucket/run")
+    if scheduler == "ray":
+        assert "OUT = 's3://bucket/run'" in text
+        return
+    given = arguments(scheduler, text, tmp_path)
+    assert given[given.index("--out") + 1] == "s3://bucket/run"
+    if scheduler == "kubernetes":
+        found = manifests(text)
+        assert "PersistentVolumeClaim" not in found
+        assert [one["name"] for one in container(text)["volumeMounts"]] == ["memory", "recipe"]
+        schema = pytest.importorskip("kubernetes_validate", reason="the published schemas are not installed")
+        schema.validate(found["Job"], "1.37", strict=True)
+    elif scheduler == "skypilot":
+        assert "volumes" not in yaml.safe_load(text)
+
+
 def test_skypilot(recipe: str) -> None:
     """By the keys of its documentation: the package itself is too large for a test."""
     task = yaml.safe_load(written("skypilot", recipe, nodes="2", image="team/image:1"))
@@ -197,6 +215,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "another scheduler": ("slrum", [], {}, "'slrum'. Did you mean 'slurm'?"),
     "no folder": ("slurm", [], {"out": None}, "Pass --out"),
     "a relative folder": ("ray", [], {"out": "runs/mine"}, "Pass an absolute path"),
+    "a web server": ("slurm", [], {"out": "https://host/run"}, "a web server cannot be written"),
     "a folder above": ("skypilot", [], {"out": "/shared/../mine"}, "Pass an absolute path"),
     "a folder of the system": ("kubernetes", [], {"out": "/usr/run"}, "in /usr, which the image needs itself"),
     "no image": ("kubernetes", [], {"image": None}, "Pass --image"),
@@ -266,3 +285,15 @@ def test_the_command_prints_the_file_and_warns_of_numbers_that_fail(recipe: str)
         == "Note: The batch cannot be divided among the GPUs of 3 nodes: a job that gets so many fails.\n"
     )
     assert "Pass --out" in call("job", "slurm", recipe).line
+
+
+def test_the_command_takes_data(recipe: str, tmp_path: Path) -> None:
+    """As `drivetrain train` does; also a name that JSON would read as a number."""
+    data = ["--train", "https://data.example.org/train.beton", "--val", "2026"]
+    end = call("job", "slurm", recipe, "seed=3", *data, "--out", "/shared/run")
+    assert (end.code, end.err) == (0, "")
+    words = arguments("slurm", end.out, tmp_path)
+    assert "train=https://data.example.org/train.beton" in words
+    assert 'val="2026"' in words
+    twice = call("job", "slurm", recipe, "train=a.beton", *data, "--out", "/shared/run")
+    assert (twice.code, "--train and train= are both given" in twice.line) == (1, True)

@@ -22,7 +22,7 @@ from drivetrain.strategies import launch
 def train(how):
     for step in range(1000):
         dist.all_reduce(torch.ones(1))
-        if step == 20 and dist.get_rank() == 1:
+        if step == 20 and dist.get_rank() == (how != "stops with the store"):
             if how == "fails":
                 raise DataError("no such picture")
             os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
@@ -54,6 +54,27 @@ def free_port() -> int:
 def test_the_other_rank_names_it(
     tmp_path: Path, started: list[subprocess.Popen[str]], how: str, said: str
 ) -> None:
+    start(tmp_path, started, how)
+    output, _ = started[0].communicate(timeout=120)
+    assert started[0].returncode == 3
+    host = socket.gethostname()
+    assert output.startswith(f"LostRankError Rank 0 of 2 ({host}) stops, because "), output
+    assert f"rank 1 ({host}, process {started[1].pid}) {said}" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_store_that_is_silent(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    """Rank 0 hosts it here. Its connections stay open, as when a cable is cut."""
+    start(tmp_path, started, "stops with the store")
+    output, _ = started[1].communicate(timeout=120)
+    assert started[1].returncode == 3
+    said = "stops, because the host of rank 0 does not answer at 127.0.0.1:"
+    assert output.startswith(f"LostRankError Rank 1 of 2 ({socket.gethostname()}) {said}"), output
+
+
+def start(tmp_path: Path, started: list[subprocess.Popen[str]], how: str) -> None:
+    """Start two ranks."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -65,11 +86,6 @@ def test_the_other_rank_names_it(
                 [sys.executable, str(script), how], stdout=subprocess.PIPE, text=True, env=environment
             )
         )
-    output, _ = started[0].communicate(timeout=120)
-    assert started[0].returncode == 3
-    host = socket.gethostname()
-    assert output.startswith(f"LostRankError Rank 0 of 2 ({host}) stops, because "), output
-    assert f"rank 1 ({host}, process {started[1].pid}) {said}" in output
 
 
 AGENT = """

@@ -1,0 +1,105 @@
+"""Serve a folder over HTTP with ranges, as an object store at a distance: `cluster.py` starts it.
+
+    python benchmarks/range_server.py FOLDER [--latency 0.02] [--rate 125e6]
+
+Prints its port, and ends with its standard input. Each answer begins after the latency, and all answers together send
+no more than `--rate` bytes per second (0: no limit).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+CHUNK = 1 << 16  # bytes that are sent at a time
+
+
+class Line:
+    """The line that all answers share: bytes leave one after the other.
+
+    Args:
+        rate: bytes per second; 0 for no limit.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
+
+    def send(self, size: int) -> None:
+        """Wait until so many bytes would have been sent."""
+        if not self._rate:
+            return
+        with self._lock:
+            self._free = max(self._free, time.perf_counter()) + size / self._rate
+            pause = self._free - time.perf_counter()
+        if pause > 0:
+            time.sleep(pause)
+
+
+def handler(folder: Path, latency: float, line: Line) -> type[BaseHTTPRequestHandler]:
+    """Return what answers requests for the files of a folder."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def log_message(self, *_: object) -> None:
+            """Log nothing."""
+
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def _answer(self, *, body: bool) -> None:
+            time.sleep(latency)
+            path = folder / Path(self.path).name
+            if not path.is_file():
+                self.send_error(404)
+                return
+            size = path.stat().st_size
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            start, end = (int(asked[1]), min(int(asked[2]) + 1, size)) if asked else (0, size)
+            self.send_response(206 if asked else 200)
+            self.send_header("ETag", f'"{path.stat().st_mtime_ns:x}"')
+            self.send_header("Content-Length", str(end - start))
+            if asked:
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+            self.end_headers()
+            if body:
+                self._send(path, start, end)
+
+        def _send(self, path: Path, start: int, end: int) -> None:
+            with path.open("rb") as file:
+                for position in range(start, end, CHUNK):
+                    data = os.pread(file.fileno(), min(CHUNK, end - position), position)
+                    line.send(len(data))
+                    self.wfile.write(data)
+
+    return Handler
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds")
+    parser.add_argument("--rate", type=float, default=0.0, help="bytes per second")
+    options = parser.parse_args()
+    served = handler(options.folder, options.latency, Line(options.rate))
+    with ThreadingHTTPServer(("127.0.0.1", 0), served) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print(server.server_address[1], flush=True)
+        sys.stdin.read()
+        server.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""One or several `.beton` files, read as one data set: their samples one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ... import machine
+from ...errors import BetonError
+from ..sources import Files, Source, files_of, in_threads
+from .open_file import Identity
+from .reader import Beton, count_classes, open_beton
+
+
+class BetonFiles:
+    """The samples of several files with the same fields and classes, numbered through in the files' order.
+
+    Args:
+        files: the source, and for a mix its weights.
+        betons: its files, opened.
+
+    Attributes:
+        files: the files.
+        starts: `(F + 1,)` the index of each file's first sample; the last entry is the number of all samples.
+        parts: of a mix, the samples of each data set, as `(weight, first, end)`; empty if it is one data set.
+        name: the source, for messages.
+
+    Raises:
+        BetonError: if the files do not belong together.
+    """
+
+    def __init__(self, files: Files, betons: list[Beton]) -> None:
+        self.files, self.name = tuple(betons), str(files)
+        self.starts = np.cumsum([0, *map(len, betons)], dtype=np.int64)
+        self.parts: tuple[tuple[float, int, int], ...] = ()
+        if files.weights is not None:
+            ends = np.cumsum([0, *(len(part.files) for part in files.parts)])
+            bounds = self.starts[ends].tolist()
+            self.parts = tuple(zip(files.weights, bounds[:-1], bounds[1:], strict=True))
+        self._check()
+        self.modes = self._joined(lambda one: one.modes)
+        self.widths = self._joined(lambda one: one.widths)
+        self.heights = self._joined(lambda one: one.heights)
+        self.pointers = self._joined(lambda one: one.pointers)
+        self.sizes = self._joined(lambda one: one.sizes)
+        self.descriptors = np.repeat(
+            np.array([one.file.descriptor for one in betons], dtype=np.int32), np.diff(self.starts)
+        )
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Map field name to kind, as `Beton.fields`."""
+        return self.files[0].fields
+
+    @property
+    def label_name(self) -> str:
+        """The label's field."""
+        return self.files[0].label_name
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names in label order; empty without a manifest."""
+        return self.files[0].classes
+
+    @cached_property
+    def labels(self) -> NDArray[Any]:
+        """`(N,)` or `(N, K)`, as `Beton.labels`."""
+        return self._joined(lambda one: one.labels)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; see `count_classes`."""
+        return count_classes(self.classes, self.labels)
+
+    @cached_property
+    def checksums(self) -> NDArray[np.uint32] | None:
+        """`(N,)` CRC-32 of each sample when it was converted; None if a file has no manifest."""
+        if any(one.checksums is None for one in self.files):
+            return None
+        return self._joined(lambda one: one.checksums)
+
+    @cached_property
+    def pages(self) -> NDArray[np.int64]:
+        """`(N,)` the page that each sample is on, numbered through all files."""
+        pages, first = [], 0
+        for one in self.files:
+            own = one.pointers.astype(np.int64) // one.page_size
+            pages.append(own + first)
+            first += int(own.max()) + 1
+        return _concatenated(pages)
+
+    def read(self, name: str, indices: NDArray[np.int64]) -> Any:
+        """Return the values of one field for the samples `indices` `(n,)`, as `Beton.read`."""
+        if len(self.files) == 1:
+            return self.files[0].read(name, indices)
+        read = [(at, one.read(name, own)) for one, at, own in self._by_file(np.asarray(indices))]
+        if read and isinstance(read[0][1], np.ndarray):
+            array = np.empty((len(indices), *read[0][1].shape[1:]), read[0][1].dtype)
+            for at, values in read:
+                array[at] = values
+            return array
+        found: list[Any] = [None] * len(indices)
+        for at, values in read:
+            for place, value in zip(at.tolist(), values, strict=True):
+                found[place] = value
+        return found
+
+    def prefetch(self, indices: NDArray[np.int64]) -> None:
+        """Begin to read the images of the samples `indices` `(n,)`, which are wanted soon, without waiting for them."""
+        if self.remote or self.exceeds_memory:
+            for one, _, own in self._by_file(indices):
+                one.prefetch(own, local=self.exceeds_memory)
+
+    def prepare(self, indices: NDArray[np.int64], *, verify: bool = False) -> None:
+        """Return when the images of the samples `indices` `(n,)` are on this machine; see `Beton.prepare`."""
+        if self.remote or verify:
+            for one, _, own in self._by_file(indices):
+                one.prepare(own, verify=verify)
+
+    @cached_property
+    def remote(self) -> bool:
+        """Whether a file is the copy of one at an address."""
+        return any(one.file.mirror is not None for one in self.files)
+
+    @cached_property
+    def exceeds_memory(self) -> bool:
+        """Whether the files are larger than the free memory, so that the system cannot keep what it has read."""
+        return sum(one.file.size for one in self.files) > machine.free_memory()
+
+    def checksum(self, index: int) -> int:
+        """Return the CRC-32 of the sample's current data; see `Beton.checksum`."""
+        one, own = self._at(index)
+        return one.checksum(own)
+
+    def require_unchanged(self, index: int) -> None:
+        """Raise `BetonError` unless the sample matches its checksum."""
+        one, own = self._at(index)
+        one.require_unchanged(own)
+
+    def require_sizes(self) -> None:
+        """Raise `BetonError` if a file's length has changed since it was opened."""
+        for one in self.files:
+            one.file.require_size()
+
+    @property
+    def identities(self) -> list[Identity]:
+        """The files' identities when they were opened."""
+        return [one.file.identity for one in self.files]
+
+    def require_identities(self, identities: list[Identity]) -> None:
+        """Raise `BetonError` unless these are the files with those identities."""
+        for one, identity in zip(self.files, identities, strict=True):
+            one.file.require_identity(identity)
+
+    def stored(self, index: int) -> bytes:
+        """Return a sample's image as stored; see `Beton.stored`."""
+        one, own = self._at(index)
+        return one.stored(own)
+
+    def image(self, index: int) -> Image.Image:
+        """Return a sample's image, decoded by Pillow; see `Beton.image`."""
+        one, own = self._at(index)
+        return one.image(own)
+
+    def sample_error(self, index: int, reason: str) -> BetonError:
+        """Return the error for an unusable sample."""
+        one, own = self._at(index)
+        return one.sample_error(own, reason)
+
+    def close(self) -> None:
+        """End what `prefetch` has begun. The files stay open."""
+        for one in self.files:
+            one.close()
+
+    def _at(self, index: int) -> tuple[Beton, int]:
+        """Return the file of a sample, and its index in it."""
+        number = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return self.files[number], index - int(self.starts[number])
+
+    def _by_file(
+        self, indices: NDArray[np.int64]
+    ) -> Iterator[tuple[Beton, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield each file that has some of the samples, their places in `indices`, and their indices in the file."""
+        if len(self.files) == 1:
+            yield self.files[0], np.arange(len(indices)), indices
+            return
+        numbers = np.searchsorted(self.starts, indices, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            at = np.flatnonzero(numbers == number)
+            yield self.files[number], at, indices[at] - self.starts[number]
+
+    def _joined(self, values: Callable[[Beton], Any]) -> NDArray[Any]:
+        """Return an array of all files; that of a single file is not copied."""
+        return _concatenated([values(one) for one in self.files])
+
+    def _check(self) -> None:
+        first = self.files[0]
+        for one in self.files[1:]:
+            for what, own, there in (
+                ("fields", _types(one), _types(first)),
+                ("classes", one.classes, first.classes),
+            ):
+                if own != there:
+                    raise BetonError(
+                        f"{one.path} has the {what} {_brief(own)}, and {first.path} has {_brief(there)}. Files of one "
+                        f"data set, and of a mix, must have the same {what} in the same order. Convert them alike "
+                        "(classes=)."
+                    )
+        for before, one in itertools.pairwise(self.files):
+            if not _follows(one.manifest.get("shard"), before.manifest):
+                raise BetonError(
+                    f"{one.path} does not follow {before.path}: they are from different conversions. Convert the data "
+                    "again."
+                )
+
+
+def _follows(shard: Any, before: dict[str, Any]) -> bool:
+    """Return whether a file is what the conversion wrote after the file with the manifest `before`.
+
+    True if that is not known: for other files, and where files between the two were left out.
+    """
+    known = isinstance(shard, dict) and isinstance(before.get("shard"), dict)
+    return not known or shard["number"] != before["shard"]["number"] + 1 or shard["follows"] == before["seal"]
+
+
+def _concatenated(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _types(beton: Beton) -> dict[str, str]:
+    return {name: str(column.field) for name, column in beton.columns.items()}
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def open_files(source: Source) -> BetonFiles:
+    """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights.
+
+    Raises:
+        BetonError: naming the file, what is wrong, and where; also if the files do not belong together.
+        DataError: if a file at an address cannot be read, or for an unusable pattern.
+    """
+    files = files_of(source)
+    return BetonFiles(files, in_threads(open_beton, files.names))

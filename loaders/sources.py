@@ -1,0 +1,146 @@
+"""Data sources: a file, a pattern of numbered files that are read as one data set, or several of them with weights."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from ..checks import is_number, plain
+from ..errors import DataError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_MOST = 100_000  # files of a pattern; more is a typing error
+_THREADS = 16  # files that are asked for at a time, which hides the latency of a store
+
+
+@dataclass(frozen=True)
+class Part:
+    """One data set: its name as given, its files (paths or addresses) in order, and its weight in a mix."""
+
+    name: str
+    files: tuple[str, ...]
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a data source.
+
+    Attributes:
+        parts: one data set, or the data sets of a mix, which have weights.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All files, in order."""
+        return tuple(file for part in self.parts for file in part.files)
+
+    def __str__(self) -> str:
+        if self.weights is None:
+            return self.parts[0].name
+        return " + ".join(f"{part.weight:g} × {part.name}" for part in self.parts)
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """The weights of a mix, one per part; None if it is one data set."""
+        weights = tuple(part.weight for part in self.parts if part.weight is not None)
+        return weights or None
+
+    @property
+    def source(self) -> str | dict[str, float]:
+        """The source, as a recipe has it."""
+        if self.weights is None:
+            return self.parts[0].name
+        return {part.name: weight for part, weight in zip(self.parts, self.weights, strict=True)}
+
+    def map(self, function: Callable[[str], str | Path]) -> Files:
+        """Return the same parts with other files, e.g. with local copies of those at an address."""
+        found = iter(in_threads(function, self.names))
+        return Files(
+            tuple(
+                replace(part, files=tuple(str(each) for each in itertools.islice(found, len(part.files))))
+                for part in self.parts
+            )
+        )
+
+
+Source = str | Path | Mapping[str, float] | Files
+"""A path or an address; with a range of numbers, such as `train-{000..127}.beton`, all these files in order. Or several
+of them, with their weights."""
+
+
+def files_of(source: Source) -> Files:
+    """Return the files that a source names. They are not looked for.
+
+    Raises:
+        DataError: for anything else, and for weights that are not positive numbers.
+    """
+    if isinstance(source, Files):
+        return source
+    if not isinstance(source, str | Path | Mapping):
+        raise DataError(
+            f"A data source is a path, a pattern such as '{{a,b}}.beton', or a dict of them with weights, not a "
+            f"{type(source).__name__}."
+        )
+    if not isinstance(source, Mapping):
+        return Files((Part(str(source), expand(str(source))),))
+    if not source:
+        raise DataError(
+            "The data source is empty. Pass a .beton file, or several with weights: {'a.beton': 3, …}."
+        )
+    parts = []
+    for name, weight in source.items():
+        weight = plain(weight)
+        if not isinstance(name, str | Path) or not is_number(weight, "(0, inf)"):
+            raise DataError(
+                f"The data source {{{name!r}: {weight!r}}} must map a .beton file to its weight, a positive number."
+            )
+        parts.append(Part(str(name), expand(str(name)), float(weight)))
+    return Files(tuple(parts))
+
+
+def expand(pattern: str) -> tuple[str, ...]:
+    """Return the names that a pattern stands for, in order: `{000..127}` counts with leading zeros, `{a,b}` lists.
+
+    As in bash and WebDataset. Other braces stay as they are.
+
+    Raises:
+        DataError: if a range runs backwards, or there are more than 100,000 names.
+    """
+    found = tuple(itertools.islice(_expanded(pattern), _MOST + 1))
+    if len(found) > _MOST:
+        raise DataError(f"{pattern} stands for more than {_MOST:,} files. Use fewer, larger ones.")
+    return found
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    match = re.search(r"\{(?:(\d+)\.\.(\d+)|[^{}]*,[^{}]*)\}", pattern)
+    if match is None:
+        yield pattern
+        return
+    low, high = match.groups()
+    options: Iterable[str] = match.group()[1:-1].split(",")
+    if low is not None:
+        if int(high) < int(low):
+            raise DataError(f"{pattern}: the range {match.group()} must run upwards.")
+        options = (f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1))
+    for option in options:
+        yield from _expanded(pattern[: match.start()] + option + pattern[match.end() :])
+
+
+def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return the results of `function`, which waits for files, in order. A single item needs no thread."""
+    items = list(items)
+    if len(items) == 1:
+        return [function(items[0])]
+    with ThreadPoolExecutor(min(_THREADS, len(items)), thread_name_prefix="drivetrain-open") as pool:
+        return list(pool.map(function, items))

@@ -1,0 +1,258 @@
+"""A run at an address, such as `s3://bucket/run`, and its copy on this machine.
+
+A run with such an `out` works in a local folder. What it writes there is uploaded: a checkpoint file by file, and last
+its `state.json`, which has the digests of the others. A checkpoint at an address is therefore complete, or it has no
+`state.json` and is ignored. When one is removed, its `state.json` goes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from ...files import atomic_file, locked
+from ...loaders.cache_folder import cache_folder
+from ...loaders.remote.folder import RemoteFolder
+from ...loaders.remote.source import is_address
+from .content import STATE
+
+RUN = "run.json"
+CHECKPOINTS = "checkpoints"
+STEP = re.compile(r"step-(\d{8,})")
+_ADDRESS, _SEEN, _LOCK = ".address", ".uploaded.json", ".lock"
+_WEIGHTS = ".safetensors"
+
+
+class RemoteRun:
+    """The local copy of a run at an address.
+
+    Args:
+        folder: the copy; see `working_folder` and `opened`.
+        address: of the run.
+    """
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder, self.address = folder, address.rstrip("/")
+        self.files = RemoteFolder(self.address)
+
+    @classmethod
+    def create(cls, folder: Path, address: str) -> RemoteRun:
+        """Make `folder` the copy of the run at an address."""
+        run = cls(folder, address)
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_file(folder / _ADDRESS) as file:
+            file.write(run.address.encode())
+        return run
+
+    @classmethod
+    def at(cls, folder: Path | None) -> RemoteRun | None:
+        """Return the run whose copy `folder` is; None for any other folder."""
+        if folder is None or not (folder / _ADDRESS).is_file():
+            return None
+        return cls(folder, (folder / _ADDRESS).read_text())
+
+    def pull(self, names: Sequence[str]) -> None:
+        """Make the copy what is at the address: these files of the run, and the `state.json` of each checkpoint. The
+        other files of a checkpoint are fetched when it is verified."""
+        with self._locked():
+            there, seen = self.files.versions(), self._seen()
+            for name in (*names, f"{CHECKPOINTS}/{RUN}"):
+                path = self.folder / name
+                if name not in there:
+                    path.unlink(missing_ok=True)
+                elif not path.exists() or seen.get(name) != [*_stat(path), there[name][1]]:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    self.files.download(name, path, there[name][0])
+                    seen[name] = [*_stat(path), there[name][1]]
+            self._remember(seen)
+            steps = self._complete(there)
+            for path in (self.folder / CHECKPOINTS).glob("step-*"):
+                if path.name not in steps:
+                    shutil.rmtree(path)
+            for step in steps:
+                self._pull_state(step)
+
+    def pull_checkpoint(self, step: str) -> Path:
+        """Return the path of a checkpoint in the copy, with its `state.json` from the address."""
+        with self._locked():
+            self._pull_state(step)
+        return self.folder / CHECKPOINTS / step
+
+    def fetch(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Download the files of a checkpoint that are not in the copy, or have another size.
+
+        Args:
+            path: of the checkpoint in the copy.
+            files: from its `state.json`.
+        """
+        with self._locked():
+            for name, about in files.items():
+                file, size = path / name, int(about["bytes"])
+                if not file.exists() or file.stat().st_size != size:
+                    self.files.download(f"{CHECKPOINTS}/{path.name}/{name}", file, size)
+
+    def newest_step(self) -> int:
+        """Return the step of the newest complete checkpoint at the address; -1 if there is none."""
+        return max((int(step[5:]) for step in self._complete(self.files.versions(CHECKPOINTS))), default=-1)
+
+    def push(self) -> None:
+        """Upload the files of the run, other than checkpoints, that have changed since the last call."""
+        seen = self._seen()
+        for path in sorted(self.folder.rglob("*")):
+            name = path.relative_to(self.folder).as_posix()
+            if name.startswith(f"{CHECKPOINTS}/") or "/." in f"/{name}" or not path.is_file():
+                continue
+            stat = _stat(path)
+            if seen.get(name, [])[:2] != stat:
+                self.files.upload(path, name)
+                seen[name] = [*stat, ""]
+                self._remember(seen)
+
+    def remove(self, name: str) -> None:
+        """Remove a file of the run at the address."""
+        self.files.remove([name])
+
+    def begin(self) -> None:
+        """Upload `run.json`, and remove checkpoints that are not complete from the address."""
+        there = self.files.versions(CHECKPOINTS)
+        complete = self._complete(there)
+        steps = {name.split("/")[1] for name in there if name.count("/") > 1}
+        for step in sorted(steps - complete):
+            self.discard(step)
+        self.files.upload(self.folder / CHECKPOINTS / RUN, f"{CHECKPOINTS}/{RUN}")
+
+    def discard(self, step: str) -> None:
+        """Remove a checkpoint from the address, its `state.json` first."""
+        place = f"{CHECKPOINTS}/{step}"
+        names = sorted(self.files.versions(place), key=lambda name: name != f"{place}/{STATE}")
+        self.files.remove(names)
+
+    def send(self, folder: Path, step: str, names: Sequence[str]) -> None:
+        """Upload files of a checkpoint, in this order.
+
+        Args:
+            folder: where they are.
+            step: the checkpoint's name.
+            names: of the files.
+        """
+        for name in names:
+            self.send_as(folder / name, step, name)
+
+    def send_as(self, path: Path, step: str, name: str) -> None:
+        """Upload a file of a checkpoint under another name."""
+        self.files.upload(path, f"{CHECKPOINTS}/{step}/{name}")
+
+    def receive(self, step: str, paths: Mapping[str, Path]) -> bool:
+        """Download files of a checkpoint that other ranks upload, and return whether all are there.
+
+        Args:
+            step: the checkpoint's name.
+            paths: where to write each file, by name; those that exist are not downloaded.
+        """
+        place = f"{CHECKPOINTS}/{step}"
+        there = self.files.versions(place)
+        for name, path in paths.items():
+            if f"{place}/{name}" in there and not path.exists():
+                self.files.download(f"{place}/{name}", path, there[f"{place}/{name}"][0])
+        return all(f"{place}/{name}" in there for name in paths)
+
+    def drop(self, step: str, names: Sequence[str]) -> None:
+        """Remove files of a checkpoint from the address."""
+        self.files.remove([f"{CHECKPOINTS}/{step}/{name}" for name in names])
+
+    def shown(self, path: Path) -> str:
+        """Return the address of a file or folder in the copy."""
+        inside = path.absolute().relative_to(self.folder.absolute()).as_posix()
+        return self.address if inside == "." else f"{self.address}/{inside}"
+
+    def local(self, address: str) -> Path | None:
+        """Return the path in the copy of an address; None if it is elsewhere."""
+        plain = address.rstrip("/")
+        if plain != self.address and not plain.startswith(f"{self.address}/"):
+            return None
+        return self.folder / plain[len(self.address) + 1 :]
+
+    def _complete(self, names: Mapping[str, object]) -> set[str]:
+        """Return the names of the checkpoints that have a `state.json`."""
+        parts = [name.split("/") for name in names]
+        return {part[1] for part in parts if len(part) == 3 and part[2] == STATE and STEP.fullmatch(part[1])}
+
+    def _pull_state(self, step: str) -> None:
+        path = self.folder / CHECKPOINTS / step
+        text = self.files.read(f"{CHECKPOINTS}/{step}/{STATE}")
+        if text is None or ((path / STATE).exists() and (path / STATE).read_bytes() == text):
+            return
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        with atomic_file(path / STATE) as file:
+            file.write(text)
+
+    def _locked(self) -> AbstractContextManager[None]:
+        """Let one process at a time download into the copy."""
+        return locked(self.folder / _LOCK)
+
+    def _seen(self) -> dict[str, list[Any]]:
+        """Return size, time of change and remote version of the files that are the same in both places."""
+        try:
+            seen: dict[str, list[Any]] = json.loads((self.folder / _SEEN).read_text())
+        except (OSError, ValueError):
+            return {}
+        return seen
+
+    def _remember(self, seen: dict[str, list[Any]]) -> None:
+        with atomic_file(self.folder / _SEEN) as file:
+            file.write(json.dumps(seen).encode())
+
+
+def working_folder(address: str) -> Path:
+    """Return the folder of this machine in which a run works whose `out` is an address."""
+    return cache_folder() / "runs" / _name(address)
+
+
+def opened(place: str | Path, *names: str) -> Path:
+    """Return a path to read from: `place` itself, or the copy of the run, checkpoint or file of weights at an address.
+
+    Args:
+        place: a path or an address.
+        names: the files of the run that are needed.
+
+    Raises:
+        CheckpointError: if the address cannot be read.
+    """
+    if not is_address(place):
+        return Path(place)
+    address, checkpoint = str(place).rstrip("/"), ""
+    head, _, tail = address.rpartition("/")
+    if STEP.fullmatch(tail) and head.endswith(f"/{CHECKPOINTS}"):
+        address, checkpoint = head.removesuffix(f"/{CHECKPOINTS}"), tail
+    elif tail.endswith(_WEIGHTS):
+        address, names = head, (tail,)
+    run = RemoteRun.create(cache_folder() / "copies" / _name(address), address)
+    run.pull(names)
+    if checkpoint:
+        return run.folder / CHECKPOINTS / checkpoint
+    return run.folder / tail if tail.endswith(_WEIGHTS) else run.folder
+
+
+def shown(path: Path) -> str:
+    """Return a path for messages: of a checkpoint, a run or its checkpoints in a copy, the address."""
+    for folder in (path, *path.parents[:2]):
+        if (run := RemoteRun.at(folder)) is not None:
+            return run.shown(path)
+    return str(path)
+
+
+def _name(address: str) -> str:
+    plain = address.rstrip("/")
+    return f"{plain.rpartition('/')[2] or 'run'}-{hashlib.sha256(plain.encode()).hexdigest()[:16]}"
+
+
+def _stat(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]

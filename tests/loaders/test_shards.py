@@ -1,0 +1,287 @@
+"""Several files as one data set, and mixes of data sets: the same samples as from one file, and exact shares."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain import DataError
+from drivetrain.errors import BetonError
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert
+from drivetrain.loaders.beton.data_set import open_files
+from drivetrain.loaders.order import epoch_batches, mixed
+from drivetrain.loaders.remote.cache import local_copy
+from drivetrain.loaders.sources import expand, files_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from range_server import serving
+
+SAMPLES = 60
+OPTIONS: dict[str, Any] = {"batch_size": 10, "image_size": 32, "workers": 2, "dtype": torch.uint8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`whole.beton`, the same samples in `part-{0..2}.beton`, and other samples in `other.beton`."""
+    made = tmp_path_factory.mktemp("shards")
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (SAMPLES, 40, 44, 3), dtype=np.uint8)
+    labels = np.arange(SAMPLES) % 5
+    options: dict[str, Any] = {"progress": False, "classes": list("abcde")}
+    convert((images, labels), made / "whole.beton", **options)
+    for number, part in enumerate((slice(0, 7), slice(7, 40), slice(40, 60))):
+        convert((images[part], labels[part]), made / f"part-{number}.beton", **options)
+    convert((255 - images[:20], labels[:20]), made / "other.beton", **options)
+    return made
+
+
+def loaded(loader: Any, epochs: int = 2) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    with loader:
+        return [tuple(map(torch.cat, zip(*list(loader), strict=True))) for _ in range(epochs)]  # type: ignore[misc]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("order", ["random", "sequential"])
+def test_files_in_parts_are_the_data_set_in_one(folder: Path, order: str) -> None:
+    whole = loaded(FFCVLoader(folder / "whole.beton", order=order, **OPTIONS))
+    assert same(whole, loaded(FFCVLoader(folder / "part-{0..2}.beton", order=order, **OPTIONS)))
+    halves: list[Any] = []
+    for rank in range(2):
+        shard = {"rank": rank, "world_size": 2}
+        with FFCVLoader(folder / "part-{0..2}.beton", order=order, **OPTIONS, **shard) as loader:
+            halves.append([images for images, _ in loader])
+    joined = torch.cat([torch.cat(pair) for pair in zip(*halves, strict=True)])
+    assert torch.equal(joined, whole[0][0])
+
+
+def test_torchs_loader_reads_parts_too(folder: Path) -> None:
+    options = OPTIONS | {"workers": 0}
+    whole = loaded(TorchLoader(folder / "whole.beton", **options))
+    assert same(whole, loaded(TorchLoader(folder / "part-{0..2}.beton", **options)))
+    mix = {folder / "whole.beton": 1, folder / "other.beton": 1}
+    labels = [labels for _, labels in loaded(TorchLoader(mix, **options))]
+    assert [
+        torch.equal(a, b[1]) for a, b in zip(labels, loaded(FFCVLoader(mix, **OPTIONS)), strict=True)
+    ] == [True] * 2
+
+
+def test_quasi_random_order_runs_through_all_files(folder: Path) -> None:
+    with FFCVLoader(folder / "part-{0..2}.beton", order="quasi_random", **OPTIONS) as loader:
+        assert sorted(np.concatenate(loader._shares(0)).tolist()) == list(range(SAMPLES))
+        assert len(np.unique(loader.beton.pages)) == 3
+        epochs = loaded(loader)
+    assert sorted(epochs[0][1].tolist()) == sorted(np.arange(SAMPLES) % 5)
+
+
+def test_one_value_of_each_kind_by_sample(folder: Path) -> None:
+    whole, parts = open_files(folder / "whole.beton"), open_files(folder / "part-{0..2}.beton")
+    indices = np.array([59, 3, 39, 40, 7, 6])
+    assert parts.read("label", indices).tolist() == whole.read("label", indices).tolist()
+    assert parts.read("image", indices) == whole.read("image", indices)
+    assert [parts.checksum(index) for index in indices] == [whole.checksum(index) for index in indices]
+    assert np.array_equal(parts.checksums, whole.checksums)
+    assert parts.image(41).tobytes() == whole.image(41).tobytes()
+    assert (len(parts), parts.num_classes, parts.classes) == (SAMPLES, 5, list("abcde"))
+
+
+def test_a_damaged_sample_is_named_by_its_file(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("part-*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    beton = open_files(tmp_path / "part-1.beton")
+    data = bytearray((tmp_path / "part-1.beton").read_bytes())
+    data[int(beton.pointers[5]) + 9] ^= 1
+    (tmp_path / "part-1.beton").write_bytes(data)
+    with pytest.raises(BetonError, match=r"part-1.beton: sample 5: its data changed"):
+        loaded(FFCVLoader(tmp_path / "part-{0..2}.beton", verify=True, **OPTIONS))
+
+
+@pytest.mark.parametrize("order", ["random", "quasi_random"])
+def test_a_mix_has_exact_shares(folder: Path, order: str) -> None:
+    mix = {str(folder / "part-{0..2}.beton"): 1, str(folder / "other.beton"): 3}
+    with FFCVLoader(mix, order=order, **OPTIONS) as loader:
+        assert len(loader) * 10 == 80
+        drawn = [np.concatenate(loader._shares(epoch)) for epoch in range(6)]
+        for epoch in drawn:
+            assert Counter((epoch % 80 >= 60).tolist()) == {False: 20, True: 60}
+            assert len(np.unique(epoch)) == 80  # each repetition has its own augmentation
+        seen = Counter(np.concatenate(drawn[:3]) % 80)
+        assert {seen[index] for index in range(60)} == {1}  # 3 × 20 of 60 samples
+        assert {seen[index] for index in range(60, 80)} == {9}
+        assert not np.array_equal(drawn[0], drawn[1])
+        first = loaded(loader)
+        loader.set_epoch(0)
+        assert same(first, loaded(loader))
+    with FFCVLoader(mix, order=order, **OPTIONS) as loader:
+        state = loader.state_dict() | {"position": 3, "epoch": 1}
+        loader.load_state_dict(state)
+        rest = torch.cat([images for images, _ in loader])
+        assert torch.equal(rest, first[1][0][30:])
+    with (
+        FFCVLoader(folder / "{part-0,part-1,part-2,other}.beton", order=order, **OPTIONS) as loader,
+        pytest.raises(DataError, match=r"has weights=\[1.0, 3.0\], but this loader has \[\]"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_repetitions_within_an_epoch_differ(folder: Path) -> None:
+    mix = {str(folder / "whole.beton"): 1, str(folder / "other.beton"): 3}
+    with FFCVLoader(mix, **OPTIONS) as loader:
+        numbers = np.concatenate(loader._shares(0))
+        images = loaded(loader, 1)[0][0]
+    one = np.flatnonzero(numbers % 80 == 70)
+    assert len(one) == 3
+    assert not torch.equal(images[one[0]], images[one[1]])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 100)), min_size=1, max_size=4),
+    st.integers(0, 20),
+    st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_shares_and_turns_of_any_mix(sets: list[tuple[int, float]], epoch: int, seed: int) -> None:
+    bounds = np.cumsum([0, *(size for size, _ in sets)])
+    parts = [np.arange(a, b) for a, b in itertools.pairwise(bounds)]
+    weights, total = [weight for _, weight in sets], int(bounds[-1])
+    epochs = [mixed(parts, weights, seed=seed, epoch=e, samples=total) for e in range(epoch + 1)]
+    for part, weight in zip(parts, weights, strict=True):
+        counts = [int(np.isin(one % total, part).sum()) for one in epochs]
+        assert len(set(counts)) == 1
+        assert abs(counts[0] - total * weight / sum(weights)) <= 1
+        seen = Counter((np.concatenate(epochs) % total).tolist())
+        times = {seen[index] for index in part.tolist()}
+        assert max(times) - min(times) <= 1
+    assert all(len(np.unique(one)) == len(one) == total for one in epochs)
+    batches = epoch_batches(epochs[-1], order="random", seed=seed, epoch=epoch, batch_size=7, drop_last=False)
+    assert sorted(np.concatenate(batches)) == sorted(epochs[-1])
+
+
+def test_selected_samples_of_a_mix(folder: Path) -> None:
+    mix = {str(folder / "whole.beton"): 1, str(folder / "other.beton"): 1}
+    with FFCVLoader(mix, indices=[0, 1, 2, 3, 4, 5, 6, 60, 61, 62], **OPTIONS) as loader:
+        drawn = np.concatenate(loader._shares(0)) % 80
+    assert Counter((drawn >= 60).tolist()) == {True: 5, False: 5}
+    assert set(drawn.tolist()) <= {0, 1, 2, 3, 4, 5, 6, 60, 61, 62}
+    with pytest.raises(DataError, match="no sample of the data set with the samples 60 to 79"):
+        FFCVLoader(mix, indices=range(20), **OPTIONS)
+    with pytest.raises(DataError, match=r"weight 0.001 leaves no sample of 80"):
+        FFCVLoader({str(folder / "whole.beton"): 1, str(folder / "other.beton"): 0.001}, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("train.beton", ["train.beton"]),
+        ("t-{08..11}", ["t-08", "t-09", "t-10", "t-11"]),
+        ("{a,b}-{1..2}", ["a-1", "a-2", "b-1", "b-2"]),
+        ("a{b}c", ["a{b}c"]),
+        ("s3://b/{000..001}.beton?x=1", ["s3://b/000.beton?x=1", "s3://b/001.beton?x=1"]),
+    ],
+)
+def test_patterns(pattern: str, names: list[str]) -> None:
+    assert list(expand(pattern)) == names
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("t-{3..1}.beton", "must run upwards"),
+        ("t-{0..999999}.beton", "more than 100,000 files"),
+        ({}, "is empty"),
+        ({"a.beton": 0}, "a positive number"),
+        ({"a.beton": True}, "a positive number"),
+        ({"a.beton": float("nan")}, "a positive number"),
+        ({3: 1.0}, "must map a .beton file"),
+        (["a.beton"], "not a list"),
+    ],
+)
+def test_unusable_sources(source: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        files_of(source)
+
+
+def test_files_that_do_not_belong_together(folder: Path, tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    images = random.integers(0, 256, (20, 40, 44, 3), dtype=np.uint8)
+    convert((images, np.arange(20) % 5), tmp_path / "named.beton", classes=list("vwxyz"), progress=False)
+    convert((images, np.arange(20) / 5), tmp_path / "targets.beton", progress=False)
+    other = str(folder / "other.beton")
+    with pytest.raises(BetonError, match=r"named.beton has the classes .*'v'.* and .*other.beton has"):
+        FFCVLoader({other: 1, str(tmp_path / "named.beton"): 1}, **OPTIONS)
+    with pytest.raises(BetonError, match=r"targets.beton has the fields .*float"):
+        FFCVLoader({other: 1, str(tmp_path / "targets.beton"): 1}, **OPTIONS)
+    with pytest.raises(BetonError, match=r"part-3.beton does not exist"):
+        FFCVLoader(folder / "part-{0..3}.beton", **OPTIONS)
+    with pytest.raises(DataError, match="order='sequential' does not keep"):
+        FFCVLoader({other: 1, str(folder / "whole.beton"): 1}, train=False, **OPTIONS)
+
+
+def test_parts_at_an_address(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+    whole = loaded(FFCVLoader(folder / "whole.beton", **OPTIONS))
+    with serving(folder) as server:
+        address = server.address("part-{0..2}.beton")
+        assert same(whole, loaded(FFCVLoader(address, **OPTIONS)))
+        mix = {address: 1, str(folder / "other.beton"): 2}
+        plain = {str(folder / "part-{0..2}.beton"): 1, str(folder / "other.beton"): 2}
+        assert same(loaded(FFCVLoader(mix, **OPTIONS)), loaded(FFCVLoader(plain, **OPTIONS)))
+
+
+def test_a_conversion_to_several_files(folder: Path, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    images, labels = random.integers(0, 256, (SAMPLES, 40, 44, 3), dtype=np.uint8), np.arange(SAMPLES) % 5
+    options: dict[str, Any] = {"progress": False, "classes": list("abcde")}
+    pattern = tmp_path / "set-{00..03}.beton"
+    report = convert((images, labels), pattern, **options)
+    assert (report.samples, report.modes, report.path) == (SAMPLES, {"raw": SAMPLES}, pattern)
+    files = sorted(tmp_path.glob("set-*.beton"))
+    assert [len(open_files(file)) for file in files] == [15, 15, 15, 15]
+    assert report.size == sum(file.stat().st_size for file in files)
+    assert same(loaded(FFCVLoader(pattern, **OPTIONS)), loaded(FFCVLoader(folder / "whole.beton", **OPTIONS)))
+    # A selection, in any order, is a data set; files of two conversions are none.
+    assert len(open_files(tmp_path / "set-{00,02}.beton")) == 30
+    kept = [(file, file.read_bytes()) for file in sorted(tmp_path.glob("set-02*"))]
+    convert((255 - images, labels), pattern, **options)
+    for file, content in kept:
+        file.write_bytes(content)
+    with pytest.raises(BetonError, match=r"set-02.beton does not follow .*set-01.beton"):
+        open_files(pattern)
+
+
+def test_a_conversion_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    images, labels = np.zeros((9, 8, 8, 3), dtype=np.uint8), np.arange(9)
+    pattern = tmp_path / "set-{0..2}.beton"
+    with pytest.raises(DataError, match="there are 7 classes"):
+        convert((images, labels), pattern, classes=list("abcdefg"), progress=False)
+    assert list(tmp_path.iterdir()) == []
+    for wrong, message in (
+        ("set-{0..9}.beton", "stands for 10 files, but there are only 9 samples"),
+        ("set-{0..999}.beton", "at most 256 different ones"),
+        ("set-{0,0}.beton", "different ones"),
+        ("{a,b}/set.beton", "in one folder"),
+        ("set-{0..1}", "beton"),
+    ):
+        with pytest.raises(DataError, match=message):
+            convert((images, labels), tmp_path / wrong, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_copies_that_are_made_together_keep_the_limit(folder: Path, tmp_path: Path) -> None:
+    for number in range(16):
+        (tmp_path / f"{number:02}.beton").write_bytes((folder / "part-0.beton").read_bytes())
+    size = (folder / "part-0.beton").stat().st_size
+    with serving(tmp_path) as server:
+        files = files_of(server.address("{00..15}.beton"))
+        with pytest.raises(DataError, match="does not fit"):
+            files.map(lambda file: local_copy(file, tmp_path / "cache", 8.5 * size / 1e9))
+        assert len([*(tmp_path / "cache").glob("*/*.beton")]) == 8
+        copies = files.map(lambda file: local_copy(file, tmp_path / "other", 17 * size / 1e9))
+        assert len(open_files(copies)) == 16 * 7

@@ -1,0 +1,105 @@
+"""Pipelines on several files and on mixes: training, resuming, ranks, recipes and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from command_line import call
+from drivetrain import CheckpointError, PlanError
+from drivetrain.loaders import FFCVLoader, convert
+from drivetrain.pipeline.runs.preflight import digest
+from pipeline_data import Toy, numbers
+
+
+@pytest.fixture(scope="module")
+def parts(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The toy data set in three files."""
+    folder = tmp_path_factory.mktemp("parts")
+    with FFCVLoader(toy.train, batch_size=1, image_size=16, train=False) as loader:
+        beton = loader.beton
+        assert beton is not None
+        pixels = np.stack([np.asarray(beton.image(index)) for index in range(len(beton))])
+        convert((pixels, beton.labels), folder / "train-{0..2}.beton", classes=beton.classes, progress=False)
+    return str(folder / "train-{0..2}.beton")
+
+
+@pytest.mark.process
+def test_parts_train_as_the_whole_and_a_mix_resumes(toy: Toy, parts: str, tmp_path: Path) -> None:
+    whole = toy.pipeline()
+    _, options = whole.data.arguments()
+    expected = numbers(whole.fit(epochs=2, progress=False))
+    assert numbers(whole.load(parts, toy.val, **options).fit(epochs=2, progress=False)) == expected
+    mix = whole.load({parts: 3, toy.train: 1}, toy.val, **options)
+    assert mix.plan().steps[0].what == f"load 3 × {parts} + 1 × {toy.train}"
+    undisturbed = mix.fit(epochs=3, progress=False)
+    mix.fit(epochs=2, out=tmp_path / "run", progress=False)
+    on_ranks = mix.distribute("ddp", devices=2).fit(
+        epochs=3, out=tmp_path / "run", resume="auto", progress=False
+    )
+    np.testing.assert_allclose(numbers(on_ranks), numbers(undisturbed), atol=2e-6)
+    other = whole.load({parts: 2, toy.train: 1}, toy.val, **options)
+    with pytest.raises(CheckpointError, match="weights of the training data"):
+        other.fit(epochs=4, out=tmp_path / "run", resume="auto", progress=False)
+    assert digest(parts).startswith("3 files, CRC ")
+    assert digest({parts: 3, toy.train: 1}).endswith("weights 3, 1")
+    assert digest({parts: 2, toy.train: 1}) != digest({parts: 3, toy.train: 1})
+
+
+def test_a_mix_in_a_recipe_and_on_the_command_line(toy: Toy, parts: str, tmp_path: Path) -> None:
+    recipe, out = tmp_path / "mix.yaml", tmp_path / "run"
+    content = {
+        "model": "cifar_resnet", "model_options": {"num_classes": 4, "width": 4}, "batch_size": 32, "image_size": 16,
+        "train": {parts: 3, toy.train: 1}, "optimizer": {"name": "sgd", "lr": 0.1}, "epochs": 1, "workers": 1,
+    }  # fmt: skip
+    recipe.write_text(yaml.safe_dump(content))
+    ended = call("train", str(recipe), "--out", str(out))
+    assert ended.code == 0, ended.err
+    assert yaml.safe_load((out / "recipe.yaml").read_text())["train"] == {parts: 3, toy.train: 1}
+    ended = call(
+        "train",
+        str(recipe),
+        f"train={json.dumps({toy.train: 1, parts: 1})}",
+        "--out",
+        str(tmp_path / "other"),
+    )
+    assert ended.code == 0, ended.err
+    ended = call("train", str(recipe), "--train", parts, "--out", str(tmp_path / "third"))
+    assert ended.code == 0, ended.err
+    for wrong, message in (
+        ('train={"a.beton": 0}', "a dict of sources and their weights"),
+        ("train={}", "is empty"),
+        (f"val={json.dumps({toy.train: 1})}", "val="),
+        (f"train={parts.replace('..2', '..3')}", "train-3.beton"),
+    ):
+        assert message in call("train", str(recipe), wrong).err
+
+
+def test_evaluation_is_not_a_mix(toy: Toy) -> None:
+    with pytest.raises(PlanError, match="val, not a dict"):
+        toy.pipeline().load(toy.train, {toy.train: 1.0}, batch_size=8, image_size=16)  # type: ignore[arg-type]
+
+
+def test_commands_take_each_file(parts: str) -> None:
+    for command in ("inspect", "verify"):
+        shown = call(command, parts)
+        assert (shown.code, shown.out.count("train-")) == (0, 3), shown
+
+
+def test_quasi_random_order_of_a_pipeline(toy: Toy, tmp_path: Path) -> None:
+    random = toy.pipeline()
+    _, options = random.data.arguments()
+    quasi = random.load(toy.train, toy.val, **options, order="quasi_random")
+    assert "order=quasi_random" in str(quasi.plan())
+    assert quasi.to_recipe()["order"] == "quasi_random"
+    with quasi.build() as built:
+        assert built.val is not None
+        assert (built.train.settings.order, built.val.settings.order) == ("quasi_random", "sequential")
+    quasi.fit(epochs=1, out=tmp_path / "run", progress=False)
+    with pytest.raises(CheckpointError, match="order"):
+        random.fit(epochs=2, out=tmp_path / "run", resume="auto", progress=False)
+    with pytest.raises(PlanError, match="No order is named 'sequential'"):
+        random.load(toy.train, **options, order="sequential")

@@ -1,0 +1,168 @@
+"""Machines with networks of their own, whose cables are cut: namespaces of this machine (see `support/machines.py`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from agents import SAMPLES, Job, recipe
+from drivetrain import Pipeline
+from drivetrain.pipeline.runs.result import FitResult
+from machines import Cluster
+from pipeline_data import Toy
+from places import SUPPORT
+from process_state import wait_until_ended
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(500)]
+Started = list[subprocess.Popen[str]]
+STEPS = 4  # in an epoch
+TIMEOUT = 10  # seconds of a collective
+SLACK = 20.0  # seconds in which a rank finds out who is lost, and ends
+
+
+def losses(out: Path) -> list[float]:
+    epochs = json.loads((out / "history.json").read_text())["epochs"]
+    return [value for epoch in epochs for value in (epoch["loss"], epoch["val_loss"])]
+
+
+def undisturbed(recipe: str, out: Path, **overrides: Any) -> FitResult:
+    """A run on ranks of one machine, unless the overrides change that."""
+    plain = {"model": "pipeline_data:Sleepy", "model_options": {"seconds": 0}, "devices": 2}
+    return Pipeline.from_recipe(recipe, **plain | overrides).fit(out=out, progress=False)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_machines_train_as_one(
+    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, strategy: str
+) -> None:
+    job = Job(tmp_path, started)
+    path = recipe(toy, tmp_path / "toy.json", epochs=2, strategy=strategy)
+    for machine in cluster.machines:
+        job.start("train", path, "--out", str(job.out), on=machine)
+    assert [agent.end() for agent in job.agents] == [0, 0], job.agents[0].output
+    assert [ranks for ranks, _ in job.starts()] == [2]
+    expected = undisturbed(path, tmp_path / "one machine").model.state_dict()
+    assert losses(job.out) == losses(tmp_path / "one machine")
+    state = load_file(job.out / "model.safetensors")
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def test_doctor_shows_both(cluster: Cluster, tmp_path: Path, started: Started) -> None:
+    job = Job(tmp_path, started)
+    for machine in cluster.machines:
+        job.start("doctor", "--ranks", on=machine)
+    assert [agent.end() for agent in job.agents] == [0, 0], job.agents[0].output
+    output = "".join(agent.output for agent in job.agents)
+    for machine in cluster.machines:
+        assert machine.name in output
+        assert machine.address in output
+
+
+@pytest.mark.parametrize("where", ["switch", "node0"])
+def test_a_link_goes_down(cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, where: str) -> None:
+    """The ranks on both of its ends stop, and continue when it is up again."""
+    job = Job(tmp_path, started)
+    path = recipe(toy, tmp_path / "toy.json", epochs=6, timeout=TIMEOUT)
+    command = ["train", path, "--out", str(job.out), "--every-steps", "2", "--resume"]
+    for machine in cluster.machines:
+        job.start(*command, on=machine)
+    job.wait(lambda: job.steps() >= 7, "training")
+    workers = [agent.worker() for agent in job.agents]
+    if where == "switch":
+        cluster.machines[1].unplug()
+    else:
+        cluster.machines[int(where[-1])].run("ip", "link", "set", "eth0", "down")
+    begin = time.monotonic()
+    assert not wait_until_ended(workers, TIMEOUT + SLACK), "a rank does not end"
+    assert time.monotonic() - begin > TIMEOUT / 2
+    for rank, agent in enumerate(job.agents):
+        (line,) = [line for line in agent.output.splitlines() if line.startswith("StrategyError")]
+        assert line.startswith(f"StrategyError: Rank {rank} of 2 (node{rank}) stops, because ")
+        assert (
+            "rank 1 (node1, process " if rank == 0 else "the host of rank 0 does not answer at node0:"
+        ) in line
+        saved = max((job.out / "checkpoints").glob("step-*"))
+        assert f"The last complete checkpoint is {saved}. Run the same command with --resume" in agent.output
+    if where == "switch":
+        cluster.machines[1].plug()
+    else:
+        cluster.machines[int(where[-1])].run("ip", "link", "set", "eth0", "up")
+    assert [agent.end() for agent in job.agents] == [1, 1]
+    again = [job.start(*command, on=machine) for machine in cluster.machines]
+    assert [agent.end() for agent in again] == [0, 0], again[0].output
+    assert [ranks for ranks, _ in job.starts()] == [2, 2]
+    assert min(job.starts()[1][1]) == int(saved.name.removeprefix("step-")) + 1
+    undisturbed(path, tmp_path / "undisturbed")
+    assert losses(job.out) == losses(tmp_path / "undisturbed")
+
+
+def test_the_machine_with_the_rendezvous_goes_on_alone(
+    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started
+) -> None:
+    """The other one comes back by itself when its link is up again."""
+    job = Job(tmp_path, started, nodes="1:2", restarts=9, grows=True)
+    path = recipe(toy, tmp_path / "toy.json", epochs=12, timeout=TIMEOUT)
+    job.slow.touch()
+    for machine in cluster.machines:
+        job.start("train", path, "--out", str(job.out), "--every-steps", "1", "--resume", on=machine)
+    job.wait(lambda: job.steps() >= 6, "training on two")
+    worker = job.agents[1].worker()
+    cluster.machines[1].unplug()
+    job.wait(lambda: [ranks for ranks, _ in job.starts()] == [2, 1], "training on one")
+    assert not wait_until_ended([worker], SLACK), "a rank does not end"
+    cluster.machines[1].plug()
+    job.wait(lambda: [ranks for ranks, _ in job.starts()] == [2, 1, 2], "training on two again")
+    job.slow.unlink()
+    assert [agent.end() for agent in job.agents] == [0, 0], job.agents[0].output
+    begun, last = ([pick(steps) for _, steps in job.starts()] for pick in (min, max))
+    assert begun[1] in (last[0], last[0] + 1), "what a cut link loses is one step at most"
+    assert begun[2] == last[1] + 1, "a machine that joins loses none"
+    epochs = job.epochs(STEPS)
+    assert len(epochs) == 12
+    assert all(len(set(epoch)) == SAMPLES and epoch == epochs[0] for epoch in epochs)
+    undisturbed(path, tmp_path / "undisturbed", devices=1, strategy="single")
+    assert losses(job.out) == pytest.approx(losses(tmp_path / "undisturbed"), rel=0, abs=1e-6)
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from machines import Cluster
+
+cluster = Cluster(Path(sys.argv[1]), 2)
+for machine in cluster.machines:
+    machine.start("sleep", "1000")
+while not all(machine.processes() for machine in cluster.machines):
+    time.sleep(0.01)
+print(*[one.pid for machine in cluster.machines for one in machine.processes()], flush=True)
+time.sleep(1000)
+"""
+
+
+def test_machines_end_with_the_tests(cluster: Cluster, tmp_path: Path) -> None:
+    """However these end."""
+    kept = cluster.machines[0].start("sleep", "1000")
+    environment = {"PYTHONPATH": str(SUPPORT), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    (tmp_path / "other").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path / "other")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as other:
+        assert other.stdout is not None
+        there = [psutil.Process(int(pid)) for pid in other.stdout.readline().split()]
+        assert len(there) == 2
+        other.kill()
+    assert not wait_until_ended(there, 10)
+    cluster.close()
+    assert kept.wait(10) != 0
+    assert not any(machine.processes() for machine in cluster.machines)

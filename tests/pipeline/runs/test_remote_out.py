@@ -1,0 +1,349 @@
+"""Results at an address: those of a folder, complete or absent, and taken up by a machine that has nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import s3fs
+import torch
+from cluster_jobs import Signals
+from command_line import call
+from drivetrain import Callback, CheckpointError, Checkpoints, Pipeline, PlanError, RunView, strategies
+from drivetrain.loaders.remote import folder as folders
+from drivetrain.loaders.remote import source as sources
+from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
+from object_store import SECRET, Store, object_store
+from PIL import Image
+from pipeline_data import Toy, left_in, numbers
+from places import SUPPORT
+from process_state import wait_until_ended
+from remote_jobs import train_apart
+from safetensors.torch import load_file
+
+OUT = "s3://bucket/team/run"
+EVERY_2 = Checkpoints(every_steps=2, background=False)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with object_store() as one:
+        yield one
+
+
+def named(toy: Toy) -> Pipeline:
+    """A pipeline that a recipe can express."""
+    _, options = toy.pipeline().data.arguments()
+    pipeline = Pipeline("cifar_resnet", num_classes=4, width=4).load(toy.train, toy.val, **options)
+    return pipeline.optimize("sgd", lr=0.1, schedule="constant")
+
+
+def test_an_address_is_like_a_folder(toy: Toy, tmp_path: Path, cache: Path) -> None:
+    pipeline, out, local = named(toy), f"file://{tmp_path}/store/run", tmp_path / "local"
+    expected = numbers(pipeline.fit(epochs=3, out=local, progress=False))
+    first = pipeline.fit(
+        epochs=2, out=out, progress=False, logger="csv", checkpoints=Checkpoints(every_steps=3)
+    )
+    assert numbers(first) == expected[:2]
+    there = tmp_path / "store/run"
+    assert left_in(there) == sorted([*left_in(local), "metrics.csv"])
+    assert sorted(path.name for path in (there / "checkpoints").iterdir() if path.is_file()) == ["run.json"]
+    assert list((cache / "runs").iterdir()) == []  # nothing is kept of a run that is finished
+    resumed = pipeline.fit(epochs=3, out=out, progress=False, logger="csv", resume="auto")
+    assert numbers(resumed) == expected
+    assert (
+        len((there / "metrics.csv").read_text().splitlines()) == 1 + 3
+    )  # the header, and the epochs of both runs
+    assert numbers(load_run(out)) == expected
+    assert pipeline.evaluate(out) == pytest.approx(pipeline.evaluate(local))
+    weights = tmp_path / "model.safetensors"
+    assert export(out, weights).checkpoint.path.name == "step-00000012"
+    for name, value in load_file(weights).items():
+        torch.testing.assert_close(value, resumed.plain_state()[name])
+    for source in (out, f"{out}/checkpoints/step-00000012", f"{out}/model.safetensors"):
+        begun = pipeline.fit(epochs=1, progress=False, init_from=source)
+        assert begun.history.facts["init_from"]["source"] == source
+    branch = pipeline.fit(
+        epochs=3, out=tmp_path / "branch", progress=False, resume=f"{out}/checkpoints/step-00000008"
+    )
+    assert numbers(branch) == expected
+    with pytest.raises(PlanError, match="which the new run would overwrite"):
+        pipeline.fit(epochs=1, out=out, init_from=f"{out}/model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{out}/checkpoints/step-00000008 is not the newest"):
+        pipeline.fit(epochs=3, out=out, progress=False, resume=f"{out}/checkpoints/step-00000008")
+
+
+def test_a_new_run_replaces_the_old_one(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = f"file://{tmp_path}/store"
+    toy.pipeline().fit(epochs=2, out=out, progress=False)
+    capsys.readouterr()
+    toy.pipeline().fit(epochs=1, out=out, checkpoints=None)
+    assert f"{out} held a run of 2 epochs; it is replaced" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "store/history.json").read_text())["epochs"]) == 1
+    assert not list((tmp_path / "store").rglob("state.json"))
+
+
+@pytest.mark.process
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_machines_that_share_nothing(strategy: str, toy: Toy, tmp_path: Path) -> None:
+    out = tmp_path / strategy
+    pipeline = toy.pipeline().distribute(strategy, devices=2, device="cpu")
+    ends = strategies.launch(train_apart, pipeline, tmp_path / "machines", f"file://{out}", devices=2)
+    for expected, resumed, left in ends:
+        assert resumed == expected
+        assert not [name for name in left if name.startswith("note-")]
+    newest = {path.name for path in (out / "checkpoints/step-00000012").iterdir()}
+    assert "rank-00002-of-00002.safetensors" in newest
+    assert ("model-00002-of-00002.safetensors" in newest) == (strategy == "fsdp")
+    assert not [name for name in newest if name.startswith("note-")]
+
+
+class Does(Callback):
+    """Calls a function after a step."""
+
+    def __init__(self, step: int, function: Any) -> None:
+        self.step, self.function = step, function
+
+    def on_step_end(self, view: RunView) -> None:
+        if view.step == self.step:
+            self.function()
+
+
+@pytest.mark.long
+def test_an_object_store(toy: Toy, store: Store, cache: Path) -> None:
+    pipeline = toy.pipeline()
+    expected = numbers(pipeline.fit(epochs=2, progress=False))
+    with pytest.raises(TrainingPreempted) as preempted:
+        pipeline.fit(epochs=2, out=OUT, progress=False, stop_on=["SIGUSR1"], callbacks=[Signals(5)])
+    assert preempted.value.checkpoint == f"{OUT}/checkpoints/step-00000006"
+    assert f"saved {OUT}/checkpoints/step-00000006" in preempted.value.message
+    for step in (4, 6):  # state.json is the last file, and the first that is removed
+        written = [line for line in store.requests if re.match(rf"PUT .*/step-{step:08d}/", line)]
+        assert [line.split("/")[-2].split()[0] for line in written].index("state.json") == 4
+    store.remove("team/run/checkpoints/step-00000006/state.json")  # as after a kill before the last file
+    shutil.rmtree(cache)  # another machine continues; this one would upload what only it has
+    resumed = pipeline.fit(
+        epochs=2, out=OUT, progress=False, resume="auto", checkpoints=Checkpoints(keep=1, keep_best=False)
+    )
+    assert numbers(resumed) == expected
+    assert resumed.history.facts["resumed"][0]["step"] == 4
+    removed = [line for line in store.requests if re.match(r"DELETE .*/step-00000004/", line)]
+    assert "/state.json" in removed[0]
+    steps = {name.split("/")[0] for name in store.names("team/run/checkpoints/")}
+    assert steps == {"run.json", "step-00000008"}
+
+
+@pytest.mark.slow
+def test_a_store_that_dies_midway(
+    toy: Toy, store: Store, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die() -> None:
+        store.gone = True
+        monkeypatch.setattr(sources, "SECONDS", 0.5)
+
+    pipeline, given_up = toy.pipeline(), sources.SECONDS
+    expected = numbers(pipeline.fit(epochs=2, progress=False))
+    monkeypatch.setattr(folders, "ATTEMPTS", 2)
+    with pytest.raises(CheckpointError) as failed:
+        pipeline.fit(epochs=2, out=OUT, progress=False, checkpoints=EVERY_2, callbacks=[Does(5, die)])
+    message = "\n".join([str(failed.value), *failed.value.__notes__])
+    assert f"{OUT} cannot be written: 2 requests failed" in message
+    assert f"The last complete checkpoint is {OUT}/checkpoints/step-00000004." in message
+    (kept,) = cache.glob("runs/*/checkpoints/step-00000006")
+    assert f"kept in {kept}" in message
+    assert f"Not all results could be uploaded; they are in {kept.parent.parent}." in message
+    assert SECRET not in message
+    store.gone = False
+    monkeypatch.setattr(sources, "SECONDS", given_up)
+    s3fs.S3FileSystem.clear_instance_cache()
+    capsys.readouterr()
+    assert numbers(pipeline.fit(epochs=2, out=OUT, resume="auto", callbacks=[Does(0, die)])) == expected
+    printed = capsys.readouterr().out
+    assert f"Uploaded {OUT}/checkpoints/step-00000006, which was only on this machine." in printed
+    assert f"Resumed from {OUT}/checkpoints/step-00000006: step 2 of epoch 2." in printed
+
+
+@pytest.mark.slow
+def test_ctrl_c_waits_for_the_upload(toy: Toy, store: Store) -> None:
+    def interrupt() -> None:
+        assert not [name for name in store.names("team/run/checkpoints/") if "step-00000004/state" in name]
+        raise KeyboardInterrupt
+
+    callbacks = [Does(4, lambda: setattr(store, "delay", 0.2)), Stops(interrupt)]
+    every_4 = Checkpoints(every_steps=4)
+    with pytest.raises(TrainingInterrupted):
+        toy.pipeline().fit(epochs=2, out=OUT, progress=False, checkpoints=every_4, callbacks=callbacks)
+    assert "state.json" in store.names("team/run/checkpoints/step-00000004/")
+
+
+class Stops(Does):
+    """Calls a function after step 5."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(5, function)
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("https://host/run", "a web server cannot be written"),
+        ("s3://", "is not the address of a folder"),
+        ("ftp://me:secret@host/run", "is an address with credentials"),
+        (Path("s3://bucket/run"), "Pass the address as text"),
+        ("nothing://bucket/run", "Protocol not known: nothing"),
+        ("gs://bucket/run", "gcsfs"),
+    ],
+)
+def test_addresses_that_cannot_be_used(toy: Toy, out: Any, words: str) -> None:
+    with pytest.raises((PlanError, CheckpointError, ImportError), match=words) as failed:
+        toy.pipeline().fit(epochs=1, out=out, progress=False)
+    assert "secret" not in str(failed.value)
+    if not isinstance(out, Path):
+        said = call("ledger", "baseline", "--train", toy.train, "batch_size=8", "--out", out).err
+        assert words in said
+        assert "secret" not in said
+
+
+def test_the_command_line(toy: Toy, tmp_path: Path) -> None:
+    recipe, out, image = tmp_path / "mine.yaml", f"file://{tmp_path}/store/run", tmp_path / "image.png"
+    recipe.write_text(
+        f"model: cifar_resnet\nmodel_options: {{num_classes: 4, width: 4}}\ntrain: {toy.train}\nval: {toy.val}\n"
+        "batch_size: 32\nimage_size: 16\noptimizer: {name: sgd, lr: 0.1}\nepochs: 1\nworkers: 1\n"
+    )
+    trained = call("train", str(recipe), "--out", out)
+    assert trained.code == 0, trained.err
+    assert f"{out}: curves.png, history.json, model.safetensors, plan.txt, recipe.yaml" in trained.out
+    again = call("train", str(recipe), "--out", out, "--resume")
+    assert f"Resumed from {out}/checkpoints/step-00000004: the training was finished." in again.out
+    Image.fromarray(np.zeros((20, 20, 3), dtype=np.uint8)).save(image)
+    predicted = call("predict", out, str(image), "--json")
+    assert (predicted.code, "probabilities" in predicted.out) == (0, True), predicted
+    exported = call("export", out, str(tmp_path / "model.safetensors"))
+    assert exported.code == 0, exported.err
+    begun = call("train", str(recipe), "--init-from", out)
+    assert f"Weights from {out}: loaded" in begun.out
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """Answers as S3 does to a key that may not write."""
+
+    def do_PUT(self) -> None:
+        self._answer(403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
+
+    def do_GET(self) -> None:
+        self._answer(
+            200,
+            b"<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>",
+        )
+
+    def do_HEAD(self) -> None:
+        self._answer(404, b"")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_a_store_that_refuses_is_found_before_training(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a-key-id")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        s3fs.S3FileSystem.clear_instance_cache()
+        trained = Does(1, lambda: pytest.fail("it trains"))
+        with pytest.raises(
+            CheckpointError, match=f"{OUT} cannot be written: .*Access Denied.*credentials"
+        ) as failed:
+            toy.pipeline().fit(epochs=1, out=OUT, progress=False, callbacks=[trained])
+        assert SECRET not in str(failed.value)
+        server.shutdown()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_bucket_that_does_not_exist(toy: Toy, store: Store) -> None:  # noqa: ARG001
+    with pytest.raises(CheckpointError, match=r"s3://nowhere/run cannot be written: .*Create the bucket"):
+        toy.pipeline().fit(epochs=1, out="s3://nowhere/run", progress=False)
+
+
+SCRIPT = """
+import sys
+from drivetrain import Checkpoints
+from pipeline_data import Toy, numbers
+from pathlib import Path
+
+folder, strategy, out = sys.argv[1:]
+toy = Toy.__new__(Toy)
+toy.train, toy.val = f"{folder}/train.beton", f"{folder}/val.beton"
+pipeline = toy.pipeline().distribute(strategy, devices=2, device="cpu")
+result = pipeline.fit(
+    epochs=3, out=out, progress=False, resume="auto", checkpoints=Checkpoints(every_steps=2)
+)
+print(result.history.facts.get("resumed", [{}])[0].get("step"), numbers(result))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("strategy", "held"),
+    [("fsdp", "model-00002-of-00002"), ("ddp", "state.json")],
+)
+def test_killed_within_an_upload(strategy: str, held: str, toy: Toy, store: Store, tmp_path: Path) -> None:
+    """Two ranks are killed while a file of the checkpoint of step 6 does not arrive; another machine continues."""
+
+    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
+
+    def start(out: str, machine: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": path, "DRIVETRAIN_DATA": str(tmp_path / machine)}
+        command = [sys.executable, "-c", SCRIPT, str(Path(toy.train).parent), strategy, out]
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+        assert SECRET not in out + err
+        step, _, result = out.strip().splitlines()[-1].partition(" ")
+        return step, result
+
+    expected = numbers(
+        toy.pipeline().distribute(strategy, devices=2, device="cpu").fit(epochs=3, progress=False)
+    )
+    store.hold = rf"PUT .*/step-00000006/{held}"
+    first = start(OUT, "one")
+    assert store.held.wait(200)
+    family = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+    for process in family:
+        process.kill()
+    first.communicate()
+    assert wait_until_ended(family, 10) == []
+    store.hold = None
+    assert "step-00000006/state.json" not in store.names("team/run/checkpoints/")
+    assert ended(start(OUT, "two")) == ("4", f"{expected}")

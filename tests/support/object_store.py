@@ -1,0 +1,110 @@
+"""An object store that speaks S3: moto's server, behind a proxy that can be slow, hold a request back, or go away."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from unittest import mock
+
+import boto3
+import s3fs
+from moto.server import ThreadedMotoServer
+
+SECRET = "a-very-secret-key"
+
+
+class Store:
+    """A store with the bucket `bucket`.
+
+    Attributes:
+        requests: first line of each request.
+        delay: seconds before each part of a request is passed on.
+        hold: requests whose first line this matches are not passed on; `held` is set when there is one.
+        gone: whether connections are closed at once.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        self.delay, self.gone = 0.0, False
+        self.hold: str | None = None
+        self.held = threading.Event()
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        self._proxy = socketserver.ThreadingTCPServer(("127.0.0.1", 0), self._handler())
+        self._proxy.daemon_threads = True
+        self._proxy.block_on_close = False
+        self._thread = threading.Thread(target=self._proxy.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+        self.environment = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._proxy.server_address[1]}",
+            "AWS_ACCESS_KEY_ID": "a-key-id", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1",
+        }  # fmt: skip
+
+    def names(self, prefix: str) -> list[str]:
+        """The names of the objects whose names begin with `prefix`, without it."""
+        found = self._client().list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", [])
+        return [each["Key"].removeprefix(prefix) for each in found]
+
+    def remove(self, name: str) -> None:
+        """Remove an object."""
+        self._client().delete_object(Bucket="bucket", Key=name)
+
+    def _client(self) -> object:
+        host, port = self._server.get_host_and_port()
+        return boto3.client("s3", endpoint_url=f"http://{host}:{port}")
+
+    def close(self) -> None:
+        """Stop."""
+        self.gone = True
+        self._proxy.shutdown()
+        self._proxy.server_close()
+        self._thread.join()
+        self._server.stop()
+
+    def _handler(self) -> type[socketserver.BaseRequestHandler]:
+        store = self
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                if store.gone:
+                    return
+                with socket.create_connection(store._server.get_host_and_port()) as server, suppress(OSError):
+                    threading.Thread(target=self.answer, args=(server,), daemon=True).start()
+                    while (data := self.request.recv(1 << 16)) and not store.gone:
+                        line = data.partition(b"\r\n")[0].decode(errors="replace")
+                        if line.endswith("HTTP/1.1"):
+                            store.requests.append(line)
+                        while store.hold is not None and re.search(store.hold, line) and not store.gone:
+                            store.held.set()
+                            time.sleep(0.01)
+                        time.sleep(store.delay)
+                        server.sendall(data)
+
+            def answer(self, server: socket.socket) -> None:
+                with suppress(OSError):
+                    while (data := server.recv(1 << 16)) and not store.gone:
+                        self.request.sendall(data)
+                with suppress(OSError):
+                    self.request.shutdown(socket.SHUT_RDWR)
+
+        return Handler
+
+
+@contextmanager
+def object_store() -> Iterator[Store]:
+    """A store, whose endpoint and credentials are in the environment inside the block."""
+    store = Store()
+    try:
+        with mock.patch.dict(os.environ, store.environment):
+            s3fs.S3FileSystem.clear_instance_cache()
+            boto3.client("s3").create_bucket(Bucket="bucket")
+            yield store
+    finally:
+        store.close()
+        s3fs.S3FileSystem.clear_instance_cache()
