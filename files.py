@@ -171,10 +171,15 @@ def wait_for_renames(path: Path) -> None:
 
 @contextmanager
 def renames_held(path: Path) -> Iterator[None]:
-    """Inside the block, no writer of the set named by `path` (see `atomic_files`) renames."""
+    """Inside the block, no writer of the set named by `path` (see `atomic_files`) renames.
+
+    Where no lock file can be created, as in a folder of somebody else, only the writer of this moment is waited for.
+    """
     with ExitStack() as stack:
-        with suppress(OSError):  # no file: no writer
-            _lock(stack.enter_context(_lock_file(path).open("rb")))
+        try:
+            stack.enter_context(_turn(path))
+        except OSError:
+            wait_for_renames(path)
         yield
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from drivetrain.errors import DrivetrainError
-from drivetrain.files import atomic_file, atomic_files, wait_for_renames
+from drivetrain.files import atomic_file, atomic_files, renames_held, wait_for_renames
 
 
 def test_atomic_file(tmp_path: Path) -> None:
@@ -131,3 +131,25 @@ def test_renames_wait_for_those_of_another_writer(tmp_path: Path) -> None:
         writer.result(timeout=30)
         reader.result(timeout=30)
     assert names(tmp_path) == ["a", "b"]
+
+
+def test_a_reader_holds_writers_that_come_later(tmp_path: Path) -> None:
+    """A writer that begins while the reader reads waits, too; afterwards no lock file is left."""
+
+    def write() -> None:
+        with atomic_files(tmp_path / "b", tmp_path / "a"):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        with renames_held(tmp_path / "a"):
+            writer = pool.submit(write)
+            with pytest.raises(TimeoutError):
+                writer.result(timeout=0.3)
+            assert not (tmp_path / "b").exists()
+        writer.result(timeout=30)
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_a_reader_needs_no_right_to_write_the_folder(tmp_path: Path) -> None:
+    with renames_held(tmp_path / "nowhere" / "a"):  # where no lock file can be created either
+        pass
