@@ -13,6 +13,7 @@ BIN := .venv/bin
 PACKAGES := loaders pipeline strategies transforms
 GPU_PYTHON ?= python3.12
 NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
+NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
 .PHONY: quickstart install test test-all quick check bytecode lock bench gpu gpu-kit notebooks clean
@@ -23,7 +24,7 @@ quickstart: export MALLOC_TRIM_THRESHOLD_ ?= 8589934592
 quickstart: install
 	$(BIN)/drivetrain train cifar10-quickstart --out runs/quickstart --ledger --ledger-seconds 150
 
-install: .venv/installed
+install: .venv/installed $(NATIVE)
 
 # The stamp file is newer than everything that determines the installation, so a second call does nothing. Bytecode is
 # compiled here, because with PYTHONDONTWRITEBYTECODE every rank would recompile hundreds of library files.
@@ -33,6 +34,11 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep -oE '^uv==[^ ;]+' requirements.txt)"
 	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --compile-bytecode -r requirements.txt
 	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps -e .
+	touch $@
+
+# Again whenever a source has changed; the installation above has built it the first time.
+$(NATIVE): setup.py $(wildcard loaders/native/*.[ch]) | .venv/installed
+	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
 # Waiting OpenMP threads sleep instead of spinning, which would take the cores from the other test.
