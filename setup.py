@@ -14,7 +14,15 @@ SOURCES = sorted(str(path) for path in Path("loaders/native").glob("*.c"))
 HEADERS = sorted(str(path) for path in Path("loaders/native").glob("*.h"))
 # No contraction to fused multiply-add: results are the same on every processor. No flags of the build machine: the
 # compiler makes variants of the inner loops, and the library chooses between them when it is loaded.
-FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra"]
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+]
 
 
 class BuildLibrary(build_ext):

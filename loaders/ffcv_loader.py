@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import DataError, require
+from ..errors import DataError
 from .beton.data_set import BetonFiles, open_files
 from .buffers import Buffers
+from .decode.decoder import Decoder, check_memory
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
-from .native import libffcv
 from .settings import check_ahead, check_device, check_workers, make_settings
 from .sources import Source
-
-if TYPE_CHECKING:
-    from .decode.decoder import Decoder
 
 
 class FFCVLoader(EpochLoader):
@@ -98,7 +95,7 @@ class FFCVLoader(EpochLoader):
         BetonError: for an unusable file, or (while iterating) a sample that cannot be decoded, or has changed since the
             conversion (`verify`).
         DataError: for an invalid argument, or settings that need more memory than available.
-        MissingExtra: if FFCV is not installed.
+        MissingExtra: for `operations`, if FFCV is not installed.
     """
 
     def __init__(
@@ -139,11 +136,6 @@ class FFCVLoader(EpochLoader):
             raise exhaustion(error, self._wanted()) from error
 
     def _make_decoder(self) -> Decoder:
-        require("numba", "ffcv", "load .beton files")
-        libffcv.library()
-        # Compiles, or reads numba's cache: only when a loader is created.
-        from .decode.decoder import Decoder, check_memory
-
         decoder = Decoder(self.beton, self.settings, self._operations)
         each = 1 if self._feed is not None else self.settings.dtype.itemsize
         share = (

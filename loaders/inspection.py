@@ -21,7 +21,7 @@ from ..terminal import is_interactive, shortened
 from .beton.layout import MODE_JPEG
 from .beton.reader import Beton, open_beton
 from .exhaustion import exhaustion, is_exhaustion
-from .native import libffcv, turbojpeg
+from .native import jpeg
 from .settings import check_workers
 
 
@@ -200,11 +200,9 @@ def verify(path: str | Path, *, workers: int | None = None, progress: bool = Tru
     Raises:
         DataError: for an invalid number of `workers`, or if the system refuses memory or threads.
         BetonError: if the structure is damaged, so that samples cannot be located.
-        MissingExtra: if FFCV is not installed.
     """
     threads = check_workers(workers)
     beton = open_beton(path)
-    libffcv.library()  # raises here, not in a thread, if it is missing
     try:
         bad = _bad_samples(beton, threads, progress)
     except Exception as error:
@@ -244,7 +242,7 @@ def _decodes(beton: Beton, number: int) -> bool:
     stored, size = beton.stored(number), (int(beton.widths[number]), int(beton.heights[number]))
     try:
         with Image.open(io.BytesIO(stored)) as image:  # reads only the header
-            return image.size == size and turbojpeg.decodes(stored, *size)
+            return image.size == size and jpeg.decodes(stored, *size)
     except Exception:  # damaged files make Pillow's readers raise many types
         return False
 

@@ -16,6 +16,7 @@ from ...checks import check_whole, is_number, is_whole, make_plain
 from ...errors import DataError, suggest
 from ..beton.layout import MODE_JPEG, MODE_RAW
 from ..native import turbojpeg
+from ..native.jpeg import PLAIN_FRAMES, decodes, frame_type
 
 RAW_LIMIT = 64 * 64 * 3
 """In mode auto, images with at most this many bytes of pixels are stored raw: lossless, and faster to read."""
@@ -147,7 +148,7 @@ def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
         plain = turbojpeg.huffman_coded(data)
         with Image.open(io.BytesIO(plain)) as image:
             is_jpeg, whole = image.format in _JPEG_FORMATS, False
-            if is_jpeg and image.mode == "RGB" and turbojpeg.frame_type(plain) in turbojpeg.PLAIN_FRAMES:
+            if is_jpeg and image.mode == "RGB" and frame_type(plain) in PLAIN_FRAMES:
                 width, height = image.size
                 whole = _turn(image) is None and encoding.target_size(image.size) == image.size
                 whole = whole and encoding.as_jpeg(number, image.size, is_jpeg)
@@ -173,7 +174,7 @@ def _is_sound(jpeg: bytes, width: int, height: int, check: str) -> bool:
     """Whether a JPEG, whose header Pillow has read, can be copied unchanged."""
     if check == "structure" and jpeg.endswith(_END_OF_IMAGE):
         return True
-    return turbojpeg.decodes(jpeg, width, height)
+    return decodes(jpeg, width, height)
 
 
 def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:

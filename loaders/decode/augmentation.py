@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +10,7 @@ from numpy.typing import NDArray
 from ..settings import Settings
 from . import draws
 from .centers import central_squares
-
-if TYPE_CHECKING:
-    from .policy_draws import Drawn
+from .policy_draws import Drawn, draw
 
 # Which draws of a sample's key decide what; the crop uses 0 to 39, and a policy those from 100 (see
 # policy_draws.py). A number, once used, keeps its meaning.
@@ -70,7 +67,7 @@ def choose(
 
 def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return flips `(n,)`: random in epoch 0, and inverted in every odd epoch."""
-    keys = draws.sample_keys(np.uint64(seed), np.uint64(0), indices)
+    keys = draws.sample_keys(seed, 0, indices)
     flips: NDArray[np.bool_] = draws.uniforms(keys, FLIP, 1)[:, 0] < 0.5
     return ~flips if epoch % 2 else flips
 
@@ -106,6 +103,4 @@ def _corners(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.int64]:
 def _policy(keys: NDArray[np.uint64], settings: Settings) -> Drawn | None:
     if settings.policy is None:
         return None
-    from .policy_draws import draw  # its operations take 6 s to compile the first time
-
     return draw(settings.policy, keys, settings.image_size)

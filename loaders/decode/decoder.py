@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,31 +17,16 @@ from ... import machine
 from ...errors import BetonError, DataError
 from ..beton.data_set import BetonFiles
 from ..beton.layout import MODE_JPEG
-from ..native import turbojpeg
+from ..native import jpeg, library
 from ..settings import Settings
-from . import augmentation, draws, kernels, pixels
-from .operations import Operations
+from . import augmentation, draws
 
-_PART = 1 << 20  # bytes of pixels that a thread processes at a time: they stay in its cache
-_METHODS = {"bilinear": kernels.BILINEAR, "area": kernels.AREA}
+if TYPE_CHECKING:
+    from .operations import Operations
 
-
-@dataclass
-class _Workspace:
-    """A thread's working memory: a decoder handle, and buffers for the largest image and a chunk's pixels.
-
-    `readable` is the memory of `jpeg`, read-only.
-    """
-
-    handle: turbojpeg.Handle
-    jpeg: NDArray[np.int8]
-    readable: NDArray[np.uint8]
-    scratch: NDArray[np.int8]
-    sums: NDArray[np.uint16]
-    rows: NDArray[np.uint8]
-    columns: NDArray[np.uint32]
-    small: NDArray[np.uint32]
-    images: NDArray[np.uint8]
+_PART = 1 << 20  # bytes of pixels that a thread processes at a time
+_METHODS = {"bilinear": library.BILINEAR, "area": library.AREA}
+_DTYPES = {torch.uint8: library.UINT8, torch.float32: library.FLOAT32, torch.bfloat16: library.BFLOAT16}
 
 
 @dataclass(frozen=True)
@@ -59,6 +46,24 @@ class Job:
     images: torch.Tensor
 
 
+class _Workspace:
+    """A thread's working memory in the native core; it grows to what the largest sample needs.
+
+    It is freed by `close`, or when it is no longer referenced. Not at interpreter exit: the system reclaims everything
+    then, and a thread may still use it.
+
+    Raises:
+        MemoryError: if there is no memory for it.
+    """
+
+    def __init__(self) -> None:
+        self.address = library.library().dt_workspace_new()
+        if self.address is None:
+            raise MemoryError("There is no memory for another decoder.")
+        self.close = weakref.finalize(self, library.library().dt_workspace_free, self.address)
+        self.close.atexit = False
+
+
 class Decoder:
     """Loads chunks of batches from one data set with one set of settings; thread-safe.
 
@@ -68,17 +73,27 @@ class Decoder:
 
     def __init__(self, beton: BetonFiles, settings: Settings, operations: Sequence[Any]) -> None:
         self._beton, self._settings = beton, settings
-        self._functions = kernels.functions()
-        self._method = kernels.SHIFT if self._settings.shifts else _METHODS[settings.interpolation]
-        self._operations = Operations(operations, settings.image_size)
+        self._core = library.library()
+        self._operations = _compiled(operations, settings.image_size)
         self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
         self._widest = int(self._widths.max())
         self._largest = int((self._heights * self._widths).max()) * 3  # bytes of pixels
         self._longest = int(beton.sizes[beton.modes == MODE_JPEG].max(initial=1))  # bytes of a JPEG
-        self._modes = beton.modes.astype(np.int32)
-        self._line, self._table = _normalisation(settings)
-        self._fill = np.array([round(level * 255) for level in settings.mean], dtype=np.int64)
-        self._augment = _policy_kernel(settings)
+        columns = (
+            beton.descriptors, beton.modes.astype(np.int32), beton.widths, beton.heights, beton.pointers, beton.sizes
+        )  # fmt: skip
+        self._samples = library.Samples(*map(library.address, columns))
+        line, table = self._tables = _normalisation(settings)
+        method = library.SHIFT if settings.shifts else _METHODS[settings.interpolation]
+        fill = (ctypes.c_uint8 * 3)(*(round(level * 255) for level in settings.mean))
+        self._made = {
+            dtype: library.Settings(
+                settings.image_size, settings.image_size, method, number, library.address(line[0]),
+                library.address(line[1]), library.address(table), settings.cutout, fill,
+            )
+            for dtype, number in _DTYPES.items()
+        }  # fmt: skip
+        self._columns = columns  # keeps their memory
         self.part = max(_PART // (settings.image_size**2 * 3), 1)
         self._free: deque[_Workspace] = deque()
 
@@ -86,13 +101,10 @@ class Decoder:
     def workspace_bytes(self) -> int:
         """Return the memory that each thread needs besides the batches, in bytes."""
         side, widest = self._settings.image_size, self._widest
-        policy = 0 if self._augment is None else side * side * 18  # two pictures, and a sum in float32
+        policy = 18 * side * side  # a sum in float32, and two pictures
+        images = 3 * side * side * (self.part if self._operations else 1)
         return (
-            self._longest
-            + self._largest
-            + widest * (3 * side + 6 + 4 * side)
-            + side * side * (4 + 3 * self.part)
-            + policy
+            self._longest + self._largest + widest * (3 * side + 4 * side) + 4 * side * side + images + policy
         )
 
     def choose(self, numbers: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
@@ -102,7 +114,7 @@ class Decoder:
         samples.
         """
         settings = self._settings
-        keys = draws.sample_keys(np.uint64(settings.seed), np.uint64(epoch), numbers)
+        keys = draws.sample_keys(settings.seed, epoch, numbers)
         flips = None
         if settings.alternates:
             flips = augmentation.alternating(settings.seed, epoch, numbers)
@@ -120,95 +132,87 @@ class Decoder:
         try:
             workspace = self._free.pop()
         except IndexError:
-            workspace = self._make_workspace()
+            workspace = _Workspace()
         try:
             self._load(workspace, job, part)
         finally:
             self._free.append(workspace)
 
     def _load(self, workspace: _Workspace, job: Job, part: slice) -> None:
-        indices = np.ascontiguousarray(job.indices[part])
+        indices, out = np.ascontiguousarray(job.indices[part]), job.images[part]
         self._beton.prepare(indices, verify=self._settings.verify)
-        out = job.images[part]
-        direct = out.dtype == torch.uint8
-        images = out.numpy() if direct else workspace.images[: len(indices)]
-        self._decode(workspace, indices, job.choices, part, images)
-        if len(job.choices.color):
-            pixels.jitter_color(images, job.choices.color[part])
-        if job.choices.policy is not None:
-            drawn = job.choices.policy
-            self._augment(images, drawn.operations[part], drawn.magnitudes[part], drawn.weights[part])
-        self._operations.apply(images, job.keys[part], indices)
-        if len(job.choices.corners):
-            pixels.cut_out(images, job.choices.corners[part], self._settings.cutout, self._fill)
-        if out.dtype == torch.float32:
-            pixels.normalise(images, self._line, out.numpy())
-        elif not direct:
-            pixels.look_up(images, self._table, out.view(torch.int16).numpy().view(np.uint16))
+        choices = _native(job.choices, part, indices)
+        if self._operations is None:
+            self._decode(workspace, choices, indices, out)
+            return
+        images = out if out.dtype == torch.uint8 else torch.empty(out.shape, dtype=torch.uint8)
+        corners, choices.corners = choices.corners, None
+        self._decode(workspace, choices, indices, images)
+        self._operations.apply(images.numpy(), job.keys[part], indices)
+        choices.corners = corners
+        self._core.dt_finish(self._made[out.dtype], choices, len(indices), images.data_ptr(), out.data_ptr())
 
     def _decode(
         self,
         workspace: _Workspace,
+        choices: library.Choices,
         indices: NDArray[np.int64],
-        choices: augmentation.Choices,
-        part: slice,
-        images: NDArray[np.uint8],
+        images: torch.Tensor,
     ) -> None:
-        beton, status = self._beton, np.empty(len(indices), dtype=np.int32)
-        kernels.load_samples(
-            *self._functions, workspace.handle.address, beton.descriptors,
-            self._modes, beton.widths, beton.heights, beton.pointers, beton.sizes,
-            indices, choices.boxes[part], choices.flips[part], self._method,
-            workspace.jpeg, workspace.readable, workspace.scratch,
-            workspace.sums, workspace.rows, workspace.columns, workspace.small,
-            images, status,
+        status = np.empty(len(indices), dtype=np.int32)
+        self._core.dt_load(
+            workspace.address, self._samples, self._made[images.dtype], choices, len(indices), images.data_ptr(),
+            status.ctypes.data,
         )  # fmt: skip
         if status.any():
             at = int(np.argmax(status))
-            raise beton.sample_error(int(indices[at]), self._reason(int(indices[at]), int(status[at])))
+            raise self._error(int(indices[at]), int(status[at]))
 
-    def _reason(self, index: int, status: int) -> str:
-        if status == kernels.UNREADABLE:
-            self._beton.stored(index)  # which raises the reason
-            return "it cannot be read"
-        if status == kernels.WRONG_SIZE:
-            return "its JPEG header and the file's metadata disagree on the size"
-        width, height = int(self._widths[index]), int(self._heights[index])
-        message = turbojpeg.complaint(self._beton.stored(index), width, height)
-        return (
-            f"its JPEG data cannot be decoded ({message})" if message else "its JPEG data cannot be decoded"
-        )
-
-    def _make_workspace(self) -> _Workspace:
-        side, widest = self._settings.image_size, self._widest
-        jpeg = np.empty(self._longest, dtype=np.int8)
-        readable = jpeg.view(np.uint8)
-        readable.flags.writeable = False
-        return _Workspace(
-            handle=turbojpeg.Handle(),
-            jpeg=jpeg,
-            readable=readable,
-            scratch=np.empty(self._largest, dtype=np.int8),
-            sums=np.empty(max(3 * widest, 4 * side), dtype=np.uint16),
-            rows=np.empty((side, 3 * widest), dtype=np.uint8),
-            columns=np.empty((widest, side), dtype=np.uint32),
-            small=np.empty((side, side), dtype=np.uint32),
-            images=np.empty((self.part, side, side, 3), dtype=np.uint8),
-        )
+    def _error(self, index: int, status: int) -> Exception:
+        """Return the error for a sample with that status."""
+        if status == library.NO_MEMORY:
+            return MemoryError(f"There is no memory to decode sample {index}.")
+        stored = self._beton.stored(index)  # raises the reason why a sample cannot be read
+        if status == library.UNREADABLE:
+            return self._beton.sample_error(index, "it cannot be read")
+        if status == library.WRONG_SIZE:
+            reason = "its JPEG header and the file's metadata disagree on the size"
+            return self._beton.sample_error(index, reason)
+        message = jpeg.complaint(stored, int(self._widths[index]), int(self._heights[index]))
+        reason = "its JPEG data cannot be decoded" + (f" ({message})" if message else "")
+        return self._beton.sample_error(index, reason)
 
     def close(self) -> None:
         """Release the threads' memory and decoders. No thread may be loading."""
         while self._free:
-            self._free.pop().handle.close()
+            self._free.pop().close()
 
 
-def _policy_kernel(settings: Settings) -> Any:
-    """Return the compiled operations of an augmentation policy, which take 6 s to compile the first time."""
-    if not settings.train or settings.policy is None:
+def _native(choices: augmentation.Choices, part: slice, indices: NDArray[np.int64]) -> library.Choices:
+    """Return where the choices for a chunk of a batch, the samples `indices`, are in memory."""
+    of = library.Choices(
+        indices=library.address(indices),
+        boxes=library.address(choices.boxes[part]),
+        flips=library.address(choices.flips[part]),
+        colors=library.address(choices.color[part]),
+        corners=library.address(choices.corners[part]),
+    )
+    if choices.policy is not None:
+        drawn = choices.policy
+        of.chains, of.steps = drawn.operations.shape[1:]
+        of.operations = library.address(drawn.operations[part])
+        of.magnitudes = library.address(drawn.magnitudes[part])
+        of.weights = library.address(drawn.weights[part])
+    return of
+
+
+def _compiled(operations: Sequence[Any], side: int) -> Operations | None:
+    """Return FFCV's operations, compiled; None without any: then neither FFCV nor numba is imported."""
+    if not operations:
         return None
-    from .policy_pixels import augment
+    from .operations import Operations
 
-    return augment
+    return Operations(operations, side)
 
 
 def _normalisation(settings: Settings) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:

@@ -16,13 +16,16 @@ from numpy.typing import NDArray
 
 from ..policies import LONGEST, complete
 from . import draws
-from .policy_pixels import IDENTITY, POSTERIZE, SHEAR_X, SOLARIZE
 
-# torchvision's names of the operations, in the order of their numbers in policy_pixels.
+# torchvision's names of the operations, in the order of their numbers in policies.c.
 NAMES = (
     "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast",
     "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize",
 )  # fmt: skip
+
+IDENTITY, SHEAR_X, POSTERIZE, SOLARIZE = (
+    NAMES.index(name) for name in ("Identity", "ShearX", "Posterize", "Solarize")
+)
 
 # Draws of a sample's key (see augmentation.py). AugMix: a chain's depth takes one, a weight _PER_WEIGHT; and
 # each operation takes three: which one, its bin, its sign.

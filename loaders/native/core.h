@@ -1,7 +1,7 @@
-/* The native core's own declarations: what its files share. Everything is plain C11 over libjpeg-turbo; no Python.
+/* What the files of the native core share. Plain C11 over libjpeg-turbo, without Python's API.
  *
- * Functions that Python calls are marked DT_API and listed in library.py. They hold no global state, never exit, and
- * may be called from any number of threads, each with a workspace of its own.
+ * Functions that Python calls are marked DT_API, and declared to ctypes in library.py. They keep no global state, never
+ * exit, and may be called from any number of threads, each with a workspace of its own.
  */
 #ifndef DRIVETRAIN_CORE_H
 #define DRIVETRAIN_CORE_H
@@ -11,21 +11,102 @@
 
 #define DT_API __attribute__((visibility("default")))
 
-/* The compiler makes a variant of the function for each instruction set, and the loader chooses one. Results are the
- * same: integers, or floats without contraction. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(DT_NO_CLONES)
-#define DT_CLONES __attribute__((target_clones("avx512bw", "avx2", "default")))
-#else
+/* The compiler makes a variant of the function for each instruction set, and the system chooses one when the library is
+ * loaded. All have the same results: integers, or floats without contraction to fused multiply-adds. */
+#if !defined(__x86_64__) || !defined(__GLIBC__)
 #define DT_CLONES
+#elif defined(__clang__) || __GNUC__ < 12
+#define DT_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define DT_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
 
+/* A sample's status. */
 enum { DT_OK = 0, DT_UNDECODABLE = 1, DT_WRONG_SIZE = 2, DT_UNREADABLE = 3, DT_NO_MEMORY = 4 };
 
-/* Part of a picture in memory: `rows` lines of `columns` pixels of `channels` bytes, `stride` bytes apart. */
+/* ---- memory.c ---- */
+
+/* Inner loops read and write whole blocks of this many bytes: all buffers are longer by as much. */
+#define DT_BLOCK 128
+
+/* Memory that grows on demand; {0} at first. */
+typedef struct {
+    uint8_t *data;
+    size_t size;
+} dt_buffer;
+
+/* Return at least `size` bytes, aligned to 64, and DT_BLOCK further ones; NULL without memory. The content is lost. */
+void *dt_reserve(dt_buffer *buffer, size_t size);
+void dt_release(dt_buffer *buffer);
+
+/* ---- jpeg.c ---- */
+
+/* Part of a picture: `rows` lines of `columns` pixels of three bytes, `stride` bytes apart. */
 typedef struct {
     const uint8_t *data;
     size_t stride;
     int64_t rows, columns;
 } dt_image;
+
+/* A rectangle of pixels, without `bottom` and `right`. */
+typedef struct {
+    int64_t top, left, bottom, right;
+} dt_region;
+
+typedef struct dt_decoder dt_decoder;
+
+dt_decoder *dt_decoder_new(void);
+void dt_decoder_free(dt_decoder *decoder);
+
+/* Decode `wanted` of a JPEG that must have `height` × `width` pixels, at 1/`share` (1, 2, 4 or 8) of its size; `wanted`
+ * is in pixels of that smaller picture. `fast` selects libjpeg's fast inverse DCT. The pixels are in `memory`. */
+int dt_decode(dt_decoder *decoder, const uint8_t *data, size_t size, int64_t height, int64_t width, int share, int fast,
+              dt_region wanted, dt_buffer *memory, dt_image *image);
+
+/* ---- resize.c ---- */
+
+/* The working memory of `dt_resize`. */
+typedef struct {
+    dt_buffer first, weights, rows, columns, turned;
+} dt_resizing;
+
+/* Resize the part of a picture that begins at (`top`, `left`) and has `height` × `width` pixels, in fractions of pixels,
+ * to `target` (`out_height`, `out_width`, 3), antialiased bilinear, and mirror it if `flip`. `image` holds the whole
+ * pixels that the part touches, and its first one is (`floor(top)`, `floor(left)`). Returns DT_OK or DT_NO_MEMORY. */
+int dt_resize(dt_image image, double top, double left, double height, double width, int flip, uint8_t *target,
+              int64_t out_height, int64_t out_width, dt_resizing *memory);
+
+
+/* ---- pixels.c: on images (`height`, `width`, 3), in place unless there is a target ---- */
+
+void dt_flip(uint8_t *image, int64_t height, int64_t width);
+/* Copy `image` shifted by pixels, with edges reflected. */
+void dt_shifted_copy(dt_image image, int64_t down, int64_t right, uint8_t *target);
+/* Pillow's arithmetic of one level: from `base` to `value` by `factor`, cut to 0–255, truncated. */
+uint8_t dt_blend(float base, float value, float factor);
+/* Pillow's grey value: ITU-R 601-2 luma in 16 bits of fraction. */
+int64_t dt_grey(const uint8_t *pixel);
+int64_t dt_mean_grey(const uint8_t *image, int64_t pixels);
+/* torchvision's ColorJitter; `factors`: brightness, contrast, saturation, and the index of their order, one of six. */
+void dt_jitter_color(uint8_t *image, int64_t pixels, const double *factors);
+void dt_cut_out(uint8_t *image, int64_t width, int64_t top, int64_t left, int64_t side, const uint8_t *fill);
+/* `values` = byte · `factors` + `summands`, each (3 · width), line by line. */
+void dt_normalise(const uint8_t *image, int64_t height, int64_t width, const float *factors, const float *summands,
+                  float *values);
+/* `values` = each level's entry in its channel's row of `table` (3, 256): bfloat16. */
+void dt_look_up(const uint8_t *image, int64_t pixels, const uint16_t *table, uint16_t *values);
+
+/* ---- policies.c ---- */
+
+/* The drawn operations of an augmentation policy on one image: `chains` chains of `steps` operations each. */
+typedef struct {
+    int64_t chains, steps;
+    const int64_t *operations;
+    const double *magnitudes;
+    const float *weights; /* (1 + chains): of the image and of each chain's result; NULL: the only chain replaces it */
+} dt_policy;
+
+/* Returns DT_OK or DT_NO_MEMORY. */
+int dt_augment(uint8_t *image, int64_t height, int64_t width, const dt_policy *policy, dt_buffer *memory);
 
 #endif

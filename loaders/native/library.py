@@ -4,25 +4,100 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint64,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from ...errors import DrivetrainError
+
+OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY = range(5)
+"""A sample's status; as in core.h."""
+BILINEAR, AREA, SHIFT = range(3)
+UINT8, FLOAT32, BFLOAT16 = range(3)
 
 _FILE = Path(__file__).with_name("libdrivetrain.dylib" if sys.platform == "darwin" else "libdrivetrain.so")
 
 
+class Samples(Structure):
+    """`dt_samples`: addresses of the columns of a data set, each `(N,)`."""
+
+    _fields_ = [
+        (name, c_void_p) for name in ("descriptors", "modes", "widths", "heights", "pointers", "sizes")
+    ]
+
+
+class Settings(Structure):
+    """`dt_settings`: what becomes of every sample of a loader."""
+
+    _fields_ = (
+        ("height", c_int64), ("width", c_int64), ("method", c_int32), ("dtype", c_int32),
+        ("factors", c_void_p), ("summands", c_void_p), ("table", c_void_p), ("cut", c_int64), ("fill", c_uint8 * 3),
+    )  # fmt: skip
+
+
+class Choices(Structure):
+    """`dt_choices`: what was drawn for n samples; None where nothing is."""
+
+    _fields_ = (
+        ("indices", c_void_p), ("boxes", c_void_p), ("flips", c_void_p), ("colors", c_void_p), ("corners", c_void_p),
+        ("chains", c_int64), ("steps", c_int64), ("operations", c_void_p), ("magnitudes", c_void_p),
+        ("weights", c_void_p),
+    )  # fmt: skip
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    # name: result, arguments
+    "dt_workspace_new": (c_void_p,),
+    "dt_workspace_free": (None, c_void_p),
+    "dt_load": (
+        None, c_void_p, POINTER(Samples), POINTER(Settings), POINTER(Choices), c_int64, c_void_p, c_void_p,
+    ),
+    "dt_finish": (None, POINTER(Settings), POINTER(Choices), c_int64, c_void_p, c_void_p),
+    "dt_jpeg_check": (c_int32, c_char_p, c_size_t, c_int64, c_int64, c_int32, c_char_p),
+    "dt_sample_keys": (None, c_uint64, c_uint64, c_void_p, c_int64, c_void_p),
+    "dt_uniforms": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    "dt_random_resized_crops": (
+        None, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
+    ),
+}  # fmt: skip
+
+
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library. Its functions run without the GIL.
+    """Return the library, with its functions' types declared. They run without the GIL.
 
     Raises:
         DrivetrainError: if it was not built, or libjpeg-turbo is missing.
     """
     try:
-        return ctypes.CDLL(str(_FILE))
+        loaded = ctypes.CDLL(str(_FILE))
     except OSError as error:
         raise DrivetrainError(
-            f"Drivetrain's native library cannot be loaded ({error}). Install Drivetrain again: pip install . builds it "
-            "with a C compiler and libjpeg-turbo's headers (Debian: gcc libjpeg62-turbo-dev)."
+            f"Drivetrain's native library cannot be loaded ({error}). Install Drivetrain again: pip install . "
+            "builds it with a C compiler and libjpeg-turbo's headers (Debian: gcc libjpeg62-turbo-dev)."
         ) from error
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def address(array: NDArray[Any] | None) -> int | None:
+    """Return where a contiguous array's memory begins; None for no array, or an empty one."""
+    if array is None or array.size == 0:
+        return None
+    assert array.flags.c_contiguous
+    return int(array.ctypes.data)

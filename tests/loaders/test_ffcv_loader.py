@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 import torch
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.decode.augmentation import choose
-from drivetrain.loaders.decode.draws import random_resized_crop, sample_key, sample_keys, uniform
-from drivetrain.loaders.decode.kernels import BILINEAR, denominator, functions, load_samples, shifted_copy
+from drivetrain.loaders.decode.draws import random_resized_crops, sample_keys, uniforms
+from drivetrain.loaders.native.library import SHIFT
 from drivetrain.loaders.settings import Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_pictures import jpeg_beton, jpeg_bytes, picture, raw_beton, raw_pictures
+from native_pixels import load_pictures
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -149,45 +149,17 @@ def test_bilinear_is_pillows(photos: Path, side: int) -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_crop_of_raw_pixels_is_pillows(data: st.DataObject) -> None:
-    """The kernel alone, on noise: the worst case for a filter, whose weights have 8 bits."""
+    """The native core alone, on noise: the worst case for a filter, whose weights have 8 bits."""
     height, width = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 90))
     h, w = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
     top, left = data.draw(st.integers(0, height - h)), data.draw(st.integers(0, width - w))
     side, flip = data.draw(st.integers(1, 40)), data.draw(st.booleans())
     image = np.random.default_rng(height * width).integers(0, 256, (height, width, 3), np.uint8)
-    found = resized(image, (top, left, h, w), side, flip)
+    box = (top, left, h, w)
+    found = load_pictures([image], (side, side), boxes=[box], flips=[flip])[0].astype(int)
     expected = pillows(Image.fromarray(image), (top, left, h, w), side)
     allowed = 2 if max(h, w) <= 8 * side else 4  # so far only raw images shrink at once
     assert np.abs(found - (expected[:, ::-1] if flip else expected)).max() <= allowed
-
-
-def resized(image: np.ndarray, box: tuple[int, int, int, int], side: int, flip: bool) -> np.ndarray:
-    """What `load_samples` makes of one raw image."""
-    height, width = image.shape[:2]
-    data = image.reshape(-1)
-    data.flags.writeable = False
-    pixels, status = np.empty((1, side, side, 3), np.uint8), np.empty(1, np.int32)
-    file = os.memfd_create("image")
-    os.write(file, data.tobytes())
-    load_samples(
-        *functions(), 0, np.array([file], np.int32),
-        np.array([1], np.int32), np.array([width], np.uint16), np.array([height], np.uint16),
-        np.array([0], np.uint64), np.array([data.size], np.uint64),
-        np.array([0]), np.array([box]), np.array([flip]), BILINEAR,
-        np.empty(1, np.int8), data[:1], np.empty(data.size, np.int8), np.empty(4 * max(width, side), np.uint16),
-        np.empty((side, 3 * width), np.uint8), np.empty((width, side), np.uint32), np.empty((side, side), np.uint32),
-        pixels, status,
-    )  # fmt: skip
-    os.close(file)
-    assert status[0] == 0
-    return pixels[0].astype(int)
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "share"), [(63, 200, 1), (64, 64, 2), (200, 128, 4), (900, 256, 8)]
-)
-def test_jpegs_are_decoded_at_the_smallest_share_that_will_do(height: int, width: int, share: int) -> None:
-    assert denominator(height, width, 32) == share
 
 
 def test_small_images_of_large_jpegs(tmp_path: Path) -> None:
@@ -200,7 +172,7 @@ def test_small_images_of_large_jpegs(tmp_path: Path) -> None:
         options = {"image_size": side, "dtype": torch.uint8, "seed": 3, "order": "sequential"}
         images, _ = load(tmp_path / "large.beton", **options)
         made = settings_of(**options)
-        keys = sample_keys(np.uint64(3), np.uint64(0), np.arange(4))
+        keys = sample_keys(3, 0, np.arange(4))
         chosen = choose(made, keys, np.full(4, 261), np.full(4, 335))
         for index, found in enumerate(images):
             expected = pillows(
@@ -215,10 +187,10 @@ def settings_of(**options: Any) -> Settings:
 
 
 def crops(height: int, width: int, scale: Any, ratio: Any, count: int) -> np.ndarray:
-    """`(count, 4)`: top, left, height, width, as the kernel draws them for `count` samples."""
-    limits = np.array(scale), np.array(ratio)
-    keys = (sample_key(np.uint64(1), np.uint64(2), np.uint64(index)) for index in range(count))
-    return np.array([random_resized_crop(key, height, width, *limits) for key in keys])
+    """`(count, 4)`: top, left, height, width, as the native core draws them for `count` samples."""
+    limits = np.array(scale, np.float64), np.array(ratio, np.float64)
+    keys = sample_keys(1, 2, np.arange(count))
+    return random_resized_crops(keys, np.full(count, height), np.full(count, width), *limits)
 
 
 @pytest.mark.parametrize(
@@ -275,11 +247,11 @@ def test_images_of_extreme_shapes_load(tmp_path: Path) -> None:
 def test_shifted_copy_is_a_reflected_pad_and_crop(padding: int) -> None:
     image = raw_pictures(1, SIDE)[0][0]
     padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
-    target = np.empty_like(image)
     for top in range(2 * padding + 1):
         for left in range(2 * padding + 1):
-            shifted_copy(image.reshape(SIDE, -1), padding - top, padding - left, target)
-            assert np.array_equal(target, padded[top : top + SIDE, left : left + SIDE])
+            box = (padding - top, padding - left, SIDE, SIDE)
+            found = load_pictures([image], boxes=[box], method=SHIFT)[0]
+            assert np.array_equal(found, padded[top : top + SIDE, left : left + SIDE])
 
 
 def test_padded_crop_gives_every_offset_and_nothing_else(tmp_path: Path) -> None:
@@ -312,8 +284,8 @@ def test_padded_crop_gives_every_offset_and_nothing_else(tmp_path: Path) -> None
 
 
 def test_flip_share_and_switch(raws: Path) -> None:
-    keys = [sample_key(np.uint64(0), np.uint64(e), np.uint64(i)) for e in range(40) for i in range(100)]
-    share = np.mean([uniform(key, 40) < 0.5 for key in keys])
+    keys = np.concatenate([sample_keys(0, epoch, np.arange(100)) for epoch in range(40)])
+    share = (uniforms(keys, 40, 1) < 0.5).mean()
     assert abs(share - 0.5) < 0.03
     options = {
         "image_size": SIDE,
@@ -333,8 +305,7 @@ def test_flip_share_and_switch(raws: Path) -> None:
 
 
 def test_uniform_draws_are_uniform_and_unrelated() -> None:
-    keys = [sample_key(np.uint64(0), np.uint64(0), np.uint64(index)) for index in range(4000)]
-    draws = np.array([[uniform(key, draw) for draw in (0, 1, 40)] for key in keys])
+    draws = uniforms(sample_keys(0, 0, np.arange(4000)), 0, 41)[:, [0, 1, 40]]
     assert (draws >= 0).all()
     assert (draws < 1).all()
     for column in draws.T:

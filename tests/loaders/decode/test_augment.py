@@ -13,9 +13,9 @@ from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.decode.augmentation import choose
 from drivetrain.loaders.decode.draws import sample_keys
-from drivetrain.loaders.decode.pixels import jitter_color
 from drivetrain.loaders.settings import Settings
 from loader_pictures import jpeg_beton, load, picture
+from native_pixels import load_pictures
 from PIL import Image, ImageEnhance
 from torchvision.transforms import v2
 
@@ -40,8 +40,7 @@ def test_colours_are_pillows_bit_for_bit() -> None:
     rng = np.random.default_rng(0)
     images = np.stack([picture(seed, 30, 30) for seed in range(12)])
     factors = np.concatenate([rng.uniform(0, 2.5, (12, 3)), np.arange(12)[:, None] % 6], axis=1)
-    found = images.copy()
-    jitter_color(found, factors)
+    found = load_pictures(images, colors=factors)
     enhancers = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
     for number, (image, drawn) in enumerate(zip(images, factors, strict=True)):
         expected = Image.fromarray(image)
@@ -53,7 +52,7 @@ def test_colours_are_pillows_bit_for_bit() -> None:
 def test_colours_are_drawn_as_torchvision_draws_them() -> None:
     """Range, mean and spread of each factor; each order of the three about as often."""
     made = Settings(batch_size=1, image_size=8, color_jitter=(0.4, 0.2, 1.5))
-    keys = sample_keys(np.uint64(1), np.uint64(2), np.arange(6000))
+    keys = sample_keys(1, 2, np.arange(6000))
     drawn = choose(made, keys, np.full(6000, 9), np.full(6000, 9)).color
     torch.manual_seed(0)
     jitter = v2.ColorJitter(0.4, 0.2, 1.5)

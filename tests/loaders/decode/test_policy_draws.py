@@ -52,7 +52,7 @@ def test_operations_are_drawn_as_torchvision_draws_them(policy: dict[str, Any]) 
     """The same magnitudes of each operation and no others, each (operation, magnitude) about as often."""
     count, side = 6000, 48
     theirs = torchvisions_draws(policy, count, side)
-    keys = sample_keys(np.uint64(3), np.uint64(1), np.arange(count))
+    keys = sample_keys(3, 1, np.arange(count))
     drawn = draw(policy, keys, side)
     mine = np.stack([drawn.operations.ravel(), drawn.magnitudes.ravel()], axis=1)
     if policy["name"] == "aug_mix":  # there Identity only says that a chain has ended
@@ -76,7 +76,7 @@ def test_operations_are_drawn_as_torchvision_draws_them(policy: dict[str, Any]) 
 def test_aug_mix_weighs_as_torchvision_does(alpha: float, width: int) -> None:
     """Mean, spread and distribution of the image's own weight and of each chain's; all of them sum to 1."""
     count = 20000
-    keys = sample_keys(np.uint64(1), np.uint64(2), np.arange(count))
+    keys = sample_keys(1, 2, np.arange(count))
     found = draw({"name": "aug_mix", "alpha": alpha, "width": width}, keys, 16).weights
     torch.manual_seed(0)
     share = torch._sample_dirichlet(torch.full((count, 2), alpha)).numpy()

@@ -14,9 +14,9 @@ from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.decode.policy_draws import NAMES, draw, magnitudes
-from drivetrain.loaders.decode.policy_pixels import augment
 from drivetrain.loaders.policies import POLICIES
 from loader_pictures import jpeg_beton, load, picture
+from native_pixels import load_pictures
 from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms import InterpolationMode
@@ -26,7 +26,7 @@ SIDE = 24
 LOADERS = [FFCVLoader, TorchLoader]
 EACH = [{"name": name} for name in POLICIES]
 GEOMETRY = NAMES[1:6]
-NONE = np.empty((1, 0), dtype=np.float32)
+NONE = np.empty((1, 0))
 
 
 def torchvisions(image: Any, name: str, magnitude: float, interpolation: InterpolationMode) -> Any:
@@ -54,10 +54,11 @@ def torchvisions(image: Any, name: str, magnitude: float, interpolation: Interpo
 
 
 def ours(image: NDArray[np.uint8], *steps: tuple[str, float]) -> NDArray[np.uint8]:
-    found = image[None].copy()
-    operations = np.array([[[NAMES.index(name) for name, _ in steps]]])
-    augment(found, operations, np.array([[[float(magnitude) for _, magnitude in steps]]]), NONE)
-    return found[0]
+    operations = [[[NAMES.index(name) for name, _ in steps]]]
+    found: NDArray[np.uint8] = load_pictures(
+        [image], policy=(operations, [[[magnitude for _, magnitude in steps]]], NONE)
+    )[0]
+    return found
 
 
 def cases(policy: str, side: int) -> list[tuple[str, float]]:
@@ -129,9 +130,8 @@ def test_each_operation_of_aug_mix_is_torchvisions_on_tensors_within_one_level(s
     for image in odd_pictures(side):
         tensor = torch.from_numpy(image).permute(2, 0, 1).contiguous()
         for name, magnitude in cases("aug_mix", side):
-            found = image[None].copy()
-            operations, levels = np.array([[[NAMES.index(name)]]]), np.array([[[magnitude]]])
-            augment(found, operations, levels, np.array([[0.0, 1.0]], dtype=np.float32))
+            policy = [[[NAMES.index(name)]]], [[[magnitude]]], [[0.0, 1.0]]
+            found = load_pictures([image], policy=policy)
             expected = torchvisions(tensor, name, magnitude, InterpolationMode.BILINEAR)
             off = np.abs(found[0].astype(int) - expected.permute(1, 2, 0).numpy().astype(int)).max()
             assert off <= TENSOR_LEVELS.get(name, 0), (name, magnitude, off)
@@ -140,13 +140,13 @@ def test_each_operation_of_aug_mix_is_torchvisions_on_tensors_within_one_level(s
 def test_aug_mix_mixes_as_torchvision_does() -> None:
     """Its arithmetic with operations that are the same in both: float32 sums, cut off."""
     image = odd_pictures(32)[0]
-    keys = sample_keys(np.uint64(0), np.uint64(0), np.arange(50))
+    keys = sample_keys(0, 0, np.arange(50))
     weights = draw({"name": "aug_mix"}, keys, 32).weights
     steps = [("Posterize", 2.0), ("Solarize", 0.4), ("Equalize", 0.0)]
-    operations = np.array([[[NAMES.index(name)] for name, _ in steps]])
+    operations = [[[NAMES.index(name)] for name, _ in steps]]
     for row in weights:
-        found = image[None].copy()
-        augment(found, operations, np.array([[[magnitude] for _, magnitude in steps]]), row[None])
+        policy = operations, [[[magnitude] for _, magnitude in steps]], row[None]
+        found = load_pictures([image], policy=policy)
         tensor = torch.from_numpy(image).permute(2, 0, 1).contiguous()
         mix = float(row[0]) * tensor
         for weight, (name, magnitude) in zip(row[1:], steps, strict=True):

@@ -1,0 +1,218 @@
+/* A worker's share of a batch, in one call: read, decode the crop, resize, mirror, recolour, cut out, normalise. */
+#include "core.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { BILINEAR = 0, AREA = 1, SHIFT = 2 };
+enum { UINT8 = 0, FLOAT32 = 1, BFLOAT16 = 2 };
+
+/* Where the samples are: each (N) in file order. Mode 0 is a JPEG, 1 raw pixels. */
+typedef struct {
+    const int32_t *descriptors, *modes;
+    const uint16_t *widths, *heights;
+    const uint64_t *pointers, *sizes;
+} dt_samples;
+
+/* What becomes of every sample of a loader. */
+typedef struct {
+    int64_t height, width; /* of the images */
+    int32_t method, dtype;
+    const float *factors, *summands; /* (3 · width) each, for float32 */
+    const uint16_t *table;           /* (3, 256), for bfloat16 */
+    int64_t cut;                     /* side of the square that is cut out; 0: none */
+    uint8_t fill[3];
+} dt_settings;
+
+/* What was drawn for each of n samples; NULL where nothing is. */
+typedef struct {
+    const int64_t *indices, *boxes; /* (n), (n, 4): top, left, height, width */
+    const uint8_t *flips;           /* (n) */
+    const double *colors;           /* (n, 4) */
+    const int64_t *corners;         /* (n, 2) */
+    int64_t chains, steps;          /* of a policy */
+    const int64_t *operations;      /* (n, chains, steps) */
+    const double *magnitudes;
+    const float *weights; /* (n, 1 + chains) */
+} dt_choices;
+
+/* A thread's working memory. */
+typedef struct {
+    dt_decoder *decoder;
+    dt_buffer file, pixels, image, policy, area;
+    dt_resizing resizing;
+} dt_workspace;
+
+DT_API dt_workspace *dt_workspace_new(void)
+{
+    dt_workspace *workspace = calloc(1, sizeof *workspace);
+    if (workspace == NULL)
+        return NULL;
+    workspace->decoder = dt_decoder_new();
+    if (workspace->decoder == NULL) {
+        free(workspace);
+        return NULL;
+    }
+    return workspace;
+}
+
+DT_API void dt_workspace_free(dt_workspace *workspace)
+{
+    if (workspace == NULL)
+        return;
+    dt_decoder_free(workspace->decoder);
+    dt_buffer *buffers[] = {&workspace->file, &workspace->pixels, &workspace->image, &workspace->policy, &workspace->area,
+                            &workspace->resizing.first, &workspace->resizing.weights, &workspace->resizing.rows,
+                            &workspace->resizing.columns, &workspace->resizing.turned};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
+        dt_release(buffers[i]);
+    free(workspace);
+}
+
+/* Read `size` bytes of a file. `pread`, because reading a memory map of a truncated file kills the process. */
+static int read_all(int file, uint64_t start, size_t size, uint8_t *target)
+{
+    for (size_t done = 0; done < size;) {
+        ssize_t got = pread(file, target + done, size - done, (off_t)(start + done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            return DT_UNREADABLE;
+        done += (size_t)got;
+    }
+    return DT_OK;
+}
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* The largest denominator of a JPEG's scale at which a crop still has the target's pixels each way: libjpeg decodes
+ * directly at that scale, in less time, and the remaining resize is by less than a half. */
+static int denominator(const int64_t *box, int64_t height, int64_t width)
+{
+    for (int share = 8; share > 1; share /= 2)
+        if (box[2] >= share * height && box[3] >= share * width)
+            return share;
+    return 1;
+}
+
+/* Read a sample and decode what lies in its crop; `share` is the denominator of the scale. */
+static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, const int64_t *box, int share, int fast,
+                 dt_image *image)
+{
+    size_t size = samples->sizes[index];
+    int64_t height = samples->heights[index], width = samples->widths[index];
+    uint8_t *bytes = dt_reserve(&w->file, size);
+    if (bytes == NULL)
+        return DT_NO_MEMORY;
+    int status = read_all(samples->descriptors[index], samples->pointers[index], size, bytes);
+    if (status != DT_OK)
+        return status;
+    if (samples->modes[index] != 0) {
+        if (size < (size_t)(height * width * 3))
+            return DT_WRONG_SIZE;
+        *image = (dt_image){bytes + 3 * (box[0] * width + box[1]), 3 * (size_t)width, box[2], box[3]};
+        return DT_OK;
+    }
+    dt_region wanted = {box[0] / share, box[1] / share, smaller((box[0] + box[2] + share - 1) / share, (height + share - 1) / share),
+                        smaller((box[1] + box[3] + share - 1) / share, (width + share - 1) / share)};
+    return dt_decode(w->decoder, bytes, size, height, width, share, fast, wanted, &w->pixels, image);
+}
+
+/* Copy a crop of the target's own size. */
+static void copy(dt_image image, uint8_t *target)
+{
+    for (int64_t y = 0; y < image.rows; y++, target += 3 * image.columns)
+        memcpy(target, image.data + (size_t)y * image.stride, 3 * (size_t)image.columns);
+}
+
+/* Whether a crop lies within the picture and has pixels. */
+static int is_inside(const int64_t *box, int64_t height, int64_t width)
+{
+    return box[0] >= 0 && box[1] >= 0 && box[2] > 0 && box[3] > 0 && box[0] <= height - box[2] && box[1] <= width - box[3];
+}
+
+/* Write a sample's crop to `target`, resized and mirrored. */
+static int decode(dt_workspace *w, const dt_samples *samples, const dt_settings *settings, int64_t index,
+                  const int64_t *box, int flip, uint8_t *target)
+{
+    int64_t height = samples->heights[index], width = samples->widths[index];
+    int64_t whole[4] = {0, 0, height, width};
+    int shifts = settings->method == SHIFT;
+    if (shifts ? height != settings->height || width != settings->width : !is_inside(box, height, width))
+        return DT_WRONG_SIZE;
+    int share = settings->method == BILINEAR && samples->modes[index] == 0
+                    ? denominator(box, settings->height, settings->width) : 1;
+    dt_image image;
+    int status = fetch(w, samples, index, shifts ? whole : box, share, settings->method == AREA, &image);
+    if (status != DT_OK)
+        return status;
+    if (shifts) {
+        dt_shifted_copy(image, box[0], box[1], target);
+    } else if (box[2] == settings->height && box[3] == settings->width) {
+        copy(image, target);
+    } else if (settings->method == AREA) {
+        status = dt_area(image, target, settings->height, settings->width, &w->area);
+    } else {
+        double scale = share;
+        return dt_resize(image, (double)box[0] / scale, (double)box[1] / scale, (double)box[2] / scale,
+                         (double)box[3] / scale, flip, target, settings->height, settings->width, &w->resizing);
+    }
+    if (flip && status == DT_OK)
+        dt_flip(target, settings->height, settings->width);
+    return status;
+}
+
+/* Recolour the i-th image. */
+static int recolor(dt_workspace *w, const dt_settings *settings, const dt_choices *choices, int64_t i, uint8_t *image)
+{
+    if (choices->colors != NULL)
+        dt_jitter_color(image, settings->height * settings->width, choices->colors + 4 * i);
+    if (choices->operations == NULL)
+        return DT_OK;
+    int64_t at = i * choices->chains * choices->steps;
+    dt_policy policy = {choices->chains, choices->steps, choices->operations + at, choices->magnitudes + at,
+                        choices->weights == NULL ? NULL : choices->weights + i * (1 + choices->chains)};
+    return dt_augment(image, settings->height, settings->width, &policy, &w->policy);
+}
+
+/* Cut out a square of the i-th image, and write it to the batch `images` as numbers of the dtype. */
+static void finish(const dt_settings *settings, const dt_choices *choices, int64_t i, uint8_t *image, void *images)
+{
+    int64_t pixels = settings->height * settings->width, at = 3 * pixels * i;
+    if (choices->corners != NULL)
+        dt_cut_out(image, settings->width, choices->corners[2 * i], choices->corners[2 * i + 1], settings->cut,
+                   settings->fill);
+    if (settings->dtype == FLOAT32)
+        dt_normalise(image, settings->height, settings->width, settings->factors, settings->summands,
+                     (float *)images + at);
+    else if (settings->dtype == BFLOAT16)
+        dt_look_up(image, pixels, settings->table, (uint16_t *)images + at);
+}
+
+/* Load n samples into `images` (n, height, width, 3) of the dtype; `status` (n) receives each one's. */
+DT_API void dt_load(dt_workspace *w, const dt_samples *samples, const dt_settings *settings, const dt_choices *choices,
+                    int64_t n, void *images, int32_t *status)
+{
+    size_t bytes = 3 * (size_t)settings->height * (size_t)settings->width;
+    for (int64_t i = 0; i < n; i++) {
+        uint8_t *image = settings->dtype == UINT8 ? (uint8_t *)images + bytes * (size_t)i : dt_reserve(&w->image, bytes);
+        status[i] = image == NULL ? DT_NO_MEMORY
+                                  : decode(w, samples, settings, choices->indices[i], choices->boxes + 4 * i,
+                                           choices->flips[i], image);
+        if (status[i] == DT_OK)
+            status[i] = recolor(w, settings, choices, i, image);
+        if (status[i] == DT_OK)
+            finish(settings, choices, i, image, images);
+    }
+}
+
+/* The second half of `dt_load`, for images whose bytes Python has changed in between: `levels` (n, height, width, 3). */
+DT_API void dt_finish(const dt_settings *settings, const dt_choices *choices, int64_t n, uint8_t *levels, void *images)
+{
+    size_t bytes = 3 * (size_t)settings->height * (size_t)settings->width;
+    for (int64_t i = 0; i < n; i++)
+        finish(settings, choices, i, levels + bytes * (size_t)i, images);
+}

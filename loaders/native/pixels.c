@@ -1,0 +1,107 @@
+/* What happens to an image's bytes after the crop: mirroring, colours, CutOut, normalisation. */
+#include "core.h"
+
+#include <string.h>
+
+void dt_flip(uint8_t *image, int64_t height, int64_t width)
+{
+    for (int64_t y = 0; y < height; y++) {
+        uint8_t *left = image + y * width * 3, *right = left + (width - 1) * 3;
+        for (; left < right; left += 3, right -= 3)
+            for (int k = 0; k < 3; k++) {
+                uint8_t level = left[k];
+                left[k] = right[k];
+                right[k] = level;
+            }
+    }
+}
+
+/* The position that `at` is reflected to, of `size`. */
+static int64_t reflected(int64_t at, int64_t size)
+{
+    at = at < 0 ? -at : at;
+    return at >= size ? 2 * (size - 1) - at : at;
+}
+
+void dt_shifted_copy(dt_image image, int64_t down, int64_t right, uint8_t *target)
+{
+    for (int64_t y = 0; y < image.rows; y++) {
+        const uint8_t *line = image.data + (size_t)reflected(y - down, image.rows) * image.stride;
+        for (int64_t x = 0; x < image.columns; x++, target += 3)
+            memcpy(target, line + 3 * reflected(x - right, image.columns), 3);
+    }
+}
+
+uint8_t dt_blend(float base, float value, float factor)
+{
+    float mixed = base + factor * (value - base);
+    mixed = mixed > 0.0f ? mixed : 0.0f;
+    return (uint8_t)(mixed < 255.0f ? mixed : 255.0f);
+}
+
+int64_t dt_grey(const uint8_t *pixel)
+{
+    return (19595 * (int64_t)pixel[0] + 38470 * (int64_t)pixel[1] + 7471 * (int64_t)pixel[2] + 0x8000) >> 16;
+}
+
+int64_t dt_mean_grey(const uint8_t *image, int64_t pixels)
+{
+    int64_t total = 0;
+    for (int64_t i = 0; i < pixels; i++)
+        total += dt_grey(image + 3 * i);
+    return (int64_t)((double)total / (double)pixels + 0.5);
+}
+
+enum { BRIGHTNESS, CONTRAST, SATURATION };
+
+/* Blend an image with black, with its mean grey, or with its own grey values. */
+static void adjust(uint8_t *image, int64_t pixels, int what, float factor)
+{
+    if (what == SATURATION) {
+        for (int64_t i = 0; i < pixels; i++) {
+            float grey = (float)dt_grey(image + 3 * i);
+            for (int k = 0; k < 3; k++)
+                image[3 * i + k] = dt_blend(grey, image[3 * i + k], factor);
+        }
+        return;
+    }
+    uint8_t table[256];
+    float base = what == CONTRAST ? (float)dt_mean_grey(image, pixels) : 0.0f;
+    for (int level = 0; level < 256; level++)
+        table[level] = dt_blend(base, (float)level, factor);
+    for (int64_t i = 0; i < 3 * pixels; i++)
+        image[i] = table[image[i]];
+}
+
+void dt_jitter_color(uint8_t *image, int64_t pixels, const double *factors)
+{
+    static const uint8_t orders[6][3] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2}, {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
+    const uint8_t *order = orders[(int)factors[3]];
+    for (int place = 0; place < 3; place++) {
+        float factor = (float)factors[order[place]];
+        if (factor != 1.0f)
+            adjust(image, pixels, order[place], factor);
+    }
+}
+
+void dt_cut_out(uint8_t *image, int64_t width, int64_t top, int64_t left, int64_t side, const uint8_t *fill)
+{
+    for (int64_t y = top; y < top + side; y++)
+        for (int64_t x = left; x < left + side; x++)
+            memcpy(image + 3 * (y * width + x), fill, 3);
+}
+
+DT_CLONES void dt_normalise(const uint8_t *image, int64_t height, int64_t width, const float *factors,
+                            const float *summands, float *values)
+{
+    for (int64_t y = 0; y < height; y++)
+        for (int64_t x = 0; x < 3 * width; x++, image++, values++)
+            *values = (float)*image * factors[x] + summands[x];
+}
+
+void dt_look_up(const uint8_t *image, int64_t pixels, const uint16_t *table, uint16_t *values)
+{
+    for (int64_t i = 0; i < pixels; i++)
+        for (int k = 0; k < 3; k++)
+            values[3 * i + k] = table[256 * k + image[3 * i + k]];
+}

@@ -1,0 +1,260 @@
+/* The operations of the augmentation policies.
+ *
+ * Arithmetic is Pillow's: RandAugment and TrivialAugment give exactly torchvision's images for the same draws. For
+ * AugMix torchvision works on tensors with bilinear interpolation, and so does this; its colours are Pillow's, up to 1
+ * level from torchvision's.
+ */
+#include "core.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    IDENTITY, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y, ROTATE, BRIGHTNESS, COLOR, CONTRAST, SHARPNESS,
+    POSTERIZE, SOLARIZE, AUTO_CONTRAST, EQUALIZE
+};
+
+typedef struct {
+    uint8_t *image, *before; /* (height, width, 3); `before` is working memory */
+    int64_t height, width;
+    int tensor; /* as torchvision does for tensors, else as for Pillow's images */
+} picture;
+
+/* A pixel (x, y) comes from (a·x + b·y + c, d·x + e·y + f). */
+typedef struct {
+    double a, b, c, d, e, f;
+} source;
+
+static source find_source(int64_t operation, double magnitude, int64_t height, int64_t width)
+{
+    switch (operation) {
+    case SHEAR_X:
+        return (source){1, magnitude, 0, 0, 1, 0};
+    case SHEAR_Y:
+        return (source){1, 0, 0, magnitude, 1, 0};
+    case TRANSLATE_X:
+        return (source){1, 0, -trunc(magnitude), 0, 1, 0};
+    case TRANSLATE_Y:
+        return (source){1, 0, 0, 0, 1, -trunc(magnitude)};
+    default: {
+        double angle = magnitude * (3.14159265358979323846 / 180.0), cosine = cos(angle), sine = sin(angle);
+        double x = (double)width / 2, y = (double)height / 2;
+        return (source){cosine, -sine, x - cosine * x + sine * y, sine, cosine, y - sine * x - cosine * y};
+    }
+    }
+}
+
+/* Fill the image with the nearest pixels of `before`, black outside of it. Pillow steps through the source in 16 bits of
+ * fraction, from the centre of the first pixel. */
+static void move(picture p, source s)
+{
+    int64_t right_x = (int64_t)floor(s.a * 65536 + 0.5), right_y = (int64_t)floor(s.d * 65536 + 0.5);
+    int64_t down_x = (int64_t)floor(s.b * 65536 + 0.5), down_y = (int64_t)floor(s.e * 65536 + 0.5);
+    int64_t start_x = (int64_t)floor((s.c + s.a * 0.5 + s.b * 0.5) * 65536 + 0.5);
+    int64_t start_y = (int64_t)floor((s.f + s.d * 0.5 + s.e * 0.5) * 65536 + 0.5);
+    uint8_t *out = p.image;
+    for (int64_t y = 0; y < p.height; y++)
+        for (int64_t x = 0; x < p.width; x++, out += 3) {
+            int64_t from_x = (start_x + y * down_x + x * right_x) >> 16;
+            int64_t from_y = (start_y + y * down_y + x * right_y) >> 16;
+            if (from_x >= 0 && from_x < p.width && from_y >= 0 && from_y < p.height)
+                memcpy(out, p.before + 3 * (from_y * p.width + from_x), 3);
+            else
+                memset(out, 0, 3);
+        }
+}
+
+/* The two pixels that a position on one axis lies between, and their weights; 0 for one outside. */
+typedef struct {
+    int64_t first, second;
+    float of_first, of_second;
+} neighbours;
+
+static neighbours find_neighbours(double at, int64_t size)
+{
+    int64_t first = (int64_t)floor(at), last = size - 1;
+    float share = (float)(at - (double)first);
+    neighbours found = {first, first + 1, 0.0f, 0.0f};
+    if (first >= 0 && first < size)
+        found.of_first = 1.0f - share;
+    if (first + 1 >= 0 && first + 1 < size)
+        found.of_second = share;
+    found.first = found.first < 0 ? 0 : found.first > last ? last : found.first;
+    found.second = found.second < 0 ? 0 : found.second > last ? last : found.second;
+    return found;
+}
+
+/* As `move`, but bilinear; pixels outside of `before` are black in the interpolation too. */
+static void move_smoothly(picture p, source s)
+{
+    uint8_t *out = p.image;
+    for (int64_t y = 0; y < p.height; y++)
+        for (int64_t x = 0; x < p.width; x++) {
+            double to_x = (double)x + 0.5, to_y = (double)y + 0.5;
+            neighbours columns = find_neighbours(s.a * to_x + s.b * to_y + s.c - 0.5, p.width);
+            neighbours lines = find_neighbours(s.d * to_x + s.e * to_y + s.f - 0.5, p.height);
+            const uint8_t *top = p.before + 3 * lines.first * p.width, *bottom = p.before + 3 * lines.second * p.width;
+            for (int k = 0; k < 3; k++) {
+                int64_t left = 3 * columns.first + k, right = 3 * columns.second + k;
+                float upper = columns.of_first * (float)top[left] + columns.of_second * (float)top[right];
+                float lower = columns.of_first * (float)bottom[left] + columns.of_second * (float)bottom[right];
+                *out++ = (uint8_t)rintf(lines.of_first * upper + lines.of_second * lower);
+            }
+        }
+}
+
+/* Blend each pixel with its grey value. */
+static void saturate(picture p, float factor)
+{
+    for (uint8_t *pixel = p.image, *end = pixel + 3 * p.height * p.width; pixel < end; pixel += 3) {
+        float grey = (float)dt_grey(pixel);
+        for (int k = 0; k < 3; k++)
+            pixel[k] = dt_blend(grey, pixel[k], factor);
+    }
+}
+
+/* Blend each pixel with its smoothed value: itself five times and its 8 neighbours, over 13. Edge pixels are unchanged.
+ * The smoothed value is rounded; halves do not occur in thirteenths. */
+static void sharpen(picture p, float factor)
+{
+    int64_t width = p.width * 3;
+    for (int64_t y = 0; y < p.height - 2; y++) {
+        const uint8_t *above = p.before + y * width, *line = above + width, *below = line + width;
+        uint8_t *out = p.image + (y + 1) * width + 3;
+        for (int64_t x = 0; x < width - 6; x++) {
+            int total = 4 * line[x + 3];
+            for (int column = 0; column < 9; column += 3)
+                total += above[x + column] + line[x + column] + below[x + column];
+            float smoothed = floorf((float)total * (float)(1.0 / 13) + 0.5f);
+            out[x] = dt_blend(smoothed, line[x + 3], factor);
+        }
+    }
+}
+
+typedef uint8_t table[3][256];
+
+/* The table that maps a channel's darkest level to 0 and its brightest to 255. */
+static void stretch(const int64_t *counts, uint8_t *table)
+{
+    int low = 0, high = 255;
+    while (counts[low] == 0)
+        low++;
+    while (counts[high] == 0)
+        high--;
+    double scale = high > low ? 255.0 / (high - low) : 1.0, offset = high > low ? -low * scale : 0.0;
+    for (int level = 0; level < 256; level++) {
+        int value = (int)(level * scale + offset);
+        table[level] = (uint8_t)(value < 0 ? 0 : value > 255 ? 255 : value);
+    }
+}
+
+/* The table that makes all levels of a channel about equally frequent. */
+static void flatten(const int64_t *counts, uint8_t *table)
+{
+    int64_t total = 0, brightest = 0;
+    for (int level = 0; level < 256; level++) {
+        total += counts[level];
+        brightest = counts[level] ? counts[level] : brightest;
+    }
+    int64_t step = (total - brightest) / 255, below = step / 2;
+    for (int level = 0; level < 256; level++) {
+        int64_t value = step ? below / step : level;
+        table[level] = (uint8_t)(value < 255 ? value : 255);
+        below += counts[level];
+    }
+}
+
+static void tabulate_by_counts(picture p, int64_t operation, table table)
+{
+    int64_t counts[3][256] = {{0}}, bytes = 3 * p.height * p.width;
+    for (int64_t i = 0; i < bytes; i += 3)
+        for (int k = 0; k < 3; k++)
+            counts[k][p.image[i + k]]++;
+    for (int k = 0; k < 3; k++)
+        (operation == AUTO_CONTRAST ? stretch : flatten)(counts[k], table[k]);
+}
+
+static uint8_t new_level(int64_t operation, double magnitude, float base, int tensor, int level)
+{
+    if (operation == POSTERIZE)
+        return (uint8_t)(level & ~((1 << (8 - (int)magnitude)) - 1));
+    if (operation == SOLARIZE) {
+        /* A threshold slightly above an integer level, as float32's thirds are, counts in torch, but not in Pillow. */
+        double threshold = tensor ? (double)(float)(255.0 * magnitude) : 255.0 * magnitude;
+        return (uint8_t)(level < threshold ? level : 255 - level);
+    }
+    return dt_blend(base, (float)level, (float)(1.0 + magnitude));
+}
+
+/* Operations that map each level of each channel to a new one. */
+static void map_levels(picture p, int64_t operation, double magnitude)
+{
+    table table;
+    if (operation == AUTO_CONTRAST || operation == EQUALIZE) {
+        tabulate_by_counts(p, operation, table);
+    } else {
+        float base = operation == CONTRAST ? (float)dt_mean_grey(p.image, p.height * p.width) : 0.0f;
+        for (int level = 0; level < 256; level++)
+            table[0][level] = new_level(operation, magnitude, base, p.tensor, level);
+        memcpy(table[1], table[0], 256);
+        memcpy(table[2], table[0], 256);
+    }
+    for (uint8_t *pixel = p.image, *end = pixel + 3 * p.height * p.width; pixel < end; pixel += 3)
+        for (int k = 0; k < 3; k++)
+            pixel[k] = table[k][pixel[k]];
+}
+
+static void operate(picture p, int64_t operation, double magnitude)
+{
+    if (operation == IDENTITY)
+        return;
+    if (operation <= ROTATE || operation == SHARPNESS)
+        memcpy(p.before, p.image, (size_t)(3 * p.height * p.width));
+    if (operation <= ROTATE)
+        (p.tensor ? move_smoothly : move)(p, find_source(operation, magnitude, p.height, p.width));
+    else if (operation == COLOR)
+        saturate(p, (float)(1.0 + magnitude));
+    else if (operation == SHARPNESS)
+        sharpen(p, (float)(1.0 + magnitude));
+    else
+        map_levels(p, operation, magnitude);
+}
+
+static void run_chain(picture p, const dt_policy *policy, int64_t chain)
+{
+    for (int64_t step = 0; step < policy->steps; step++) {
+        int64_t at = chain * policy->steps + step;
+        operate(p, policy->operations[at], policy->magnitudes[at]);
+    }
+}
+
+static void add(float *sums, const uint8_t *levels, size_t bytes, float weight)
+{
+    for (size_t i = 0; i < bytes; i++)
+        sums[i] += weight * (float)levels[i];
+}
+
+int dt_augment(uint8_t *image, int64_t height, int64_t width, const dt_policy *policy, dt_buffer *memory)
+{
+    size_t bytes = 3 * (size_t)height * (size_t)width;
+    float *sums = dt_reserve(memory, bytes * 6); /* then the untouched image, and `before` */
+    if (sums == NULL)
+        return DT_NO_MEMORY;
+    uint8_t *plain = (uint8_t *)(sums + bytes);
+    picture p = {image, plain + bytes, height, width, policy->weights != NULL};
+    if (policy->weights == NULL) {
+        run_chain(p, policy, 0);
+        return DT_OK;
+    }
+    memcpy(plain, image, bytes);
+    memset(sums, 0, bytes * sizeof *sums);
+    add(sums, plain, bytes, policy->weights[0]);
+    for (int64_t chain = 0; chain < policy->chains; chain++) {
+        memcpy(image, plain, bytes);
+        run_chain(p, policy, chain);
+        add(sums, image, bytes, policy->weights[1 + chain]);
+    }
+    for (size_t i = 0; i < bytes; i++) /* truncated, not rounded, as in torchvision */
+        image[i] = (uint8_t)(sums[i] < 255.0f ? sums[i] : 255.0f);
+    return DT_OK;
+}
