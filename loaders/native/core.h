@@ -77,6 +77,16 @@ int dt_resize(dt_image image, double top, double left, double height, double wid
               int64_t out_height, int64_t out_width, dt_resizing *memory);
 
 
+/* ---- area.c: the resize of OpenCV's INTER_AREA, bit for bit (version 4.6) ---- */
+
+/* The bytes of working memory that dt_area needs; 0 for a side that is not in 1 to 65535. */
+DT_API size_t dt_area_bytes(int64_t height, int64_t width, int64_t out_height, int64_t out_width);
+
+/* Resize `height` lines of `width` pixels, `stride` bytes apart, to the dense picture `target`. Returns DT_OK;
+ * DT_WRONG_SIZE for such a side; DT_NO_MEMORY if `bytes`, the size of `workspace` (16-byte aligned), do not suffice. */
+DT_API int dt_area(const uint8_t *source, size_t stride, int64_t height, int64_t width, uint8_t *target, int64_t out_height,
+            int64_t out_width, void *workspace, size_t bytes);
+
 /* ---- pixels.c: on images (`height`, `width`, 3), in place unless there is a target ---- */
 
 void dt_flip(uint8_t *image, int64_t height, int64_t width);

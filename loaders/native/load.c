@@ -154,7 +154,9 @@ static int decode(dt_workspace *w, const dt_samples *samples, const dt_settings 
     } else if (box[2] == settings->height && box[3] == settings->width) {
         copy(image, target);
     } else if (settings->method == AREA) {
-        status = dt_area(image, target, settings->height, settings->width, &w->area);
+        size_t bytes = dt_area_bytes(image.rows, image.columns, settings->height, settings->width);
+        status = dt_area(image.data, image.stride, image.rows, image.columns, target, settings->height, settings->width,
+                         dt_reserve(&w->area, bytes), bytes);
     } else {
         double scale = share;
         return dt_resize(image, (double)box[0] / scale, (double)box[1] / scale, (double)box[2] / scale,
