@@ -12,6 +12,7 @@ it.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import torch
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton.layout import ALLOCATION, HEADER, MODE_RAW, Field, metadata_dtype
 from drivetrain.loaders.beton.manifest import manifest_path, tables_checksum, write_manifest
-from drivetrain.loaders.native import libffcv
+from drivetrain.loaders.native.library import library
 from drivetrain.table import Table
 from measuring import Contender, compare, measure, save
 from one_shot import BATCH, SIDE, our_loader, stock_loader
@@ -54,17 +55,12 @@ def decoding(path: Path, workers: int, share: int) -> Contender:
 
     1/8 is entropy decoding alone.
     """
-    beton, pool, library = open_beton(path), ThreadPoolExecutor(workers), libffcv.library()
+    beton, pool, core = open_beton(path), ThreadPoolExecutor(workers), library()
 
     def decode(i: int) -> bool:
-        stored = np.frombuffer(beton.stored(i), dtype=np.uint8)
-        width, height = int(beton.widths[i]), int(beton.heights[i])
-        target = np.empty((height + 7) * (width + 7) * 3, dtype=np.uint8)
-        code = library.imdecode(
-            stored.ctypes.data, stored.size, height, width, target.ctypes.data,
-            height, width, 0, 0, 1, share, False, False,
-        )  # fmt: skip
-        return int(code) == 0
+        stored, message = beton.stored(i), ctypes.create_string_buffer(200)
+        size = int(beton.heights[i]), int(beton.widths[i])
+        return int(core.dt_jpeg_check(stored, len(stored), *size, share, message)) == 0
 
     def epoch() -> float:
         start = perf_counter()

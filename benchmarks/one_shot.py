@@ -3,7 +3,7 @@
     python benchmarks/one_shot.py start ours|stock FILE.beton WORKERS     seconds to a first batch, twice
     python benchmarks/one_shot.py convert ours|quick|stock FOLDER OUT WORKERS   seconds
 
-Imports are not timed: both sides import torch, numba and FFCV. The time to convert includes starting FFCV's workers.
+Imports are not timed: both sides import torch and FFCV. The time to convert includes starting FFCV's workers.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def convert(kind: str, folder: Path, out: Path, workers: int) -> float:
     """
     if kind != "stock":
         from drivetrain.loaders import convert as ours
-        from drivetrain.loaders.native import libffcv
+        from drivetrain.loaders.native.library import library
 
-        libffcv.library()
+        library()
         begin = perf_counter()
         check: Any = "structure" if kind == "quick" else "decode"
         ours(folder, out, workers=workers, check=check, progress=False)

@@ -165,7 +165,7 @@ def install(store: Path) -> Path:
         command = [sys.executable, "-c", program, *map(str, folders)]
         _run(command, "CIFAR-10 cannot be unpacked", environment(store))
     check = (
-        "import json, torch, drivetrain, drivetrain.loaders.native.libffcv as libffcv; libffcv.library();"
+        "import json, torch, drivetrain, drivetrain.loaders.native.library as native; native.library();"
         "print(json.dumps([drivetrain.__version__, torch.__version__, torch.cuda.is_available()]))"
     )
     line = _run([sys.executable, "-c", check], "The installed packages do not work", environment(store))

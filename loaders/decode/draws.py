@@ -39,7 +39,8 @@ def random_resized_crops(
     Inception's; after ten tries, the centre. The same distribution as torchvision's `RandomResizedCrop.get_params`.
     Draws 0 to 39 of the key.
     """
-    keys, heights, widths = (np.ascontiguousarray(array) for array in (keys, heights, widths))
+    keys = np.ascontiguousarray(keys)
+    heights, widths = np.ascontiguousarray(heights), np.ascontiguousarray(widths)
     boxes = np.empty((len(keys), 4), dtype=np.int64)
     library().dt_random_resized_crops(
         address(keys),

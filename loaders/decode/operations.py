@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import DataError
-from ..native.libffcv import ffcv_module
+from ..ffcv_modules import ffcv_module
 
 _OURS = {
     "ToTensor", "ToDevice", "ToTorchImage", "NormalizeImage", "Convert", "Squeeze", "View",

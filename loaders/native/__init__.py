@@ -1,1 +1,1 @@
-"""Bindings to native libraries: libturbojpeg, the functions of FFCV, and the compiling of kernels."""
+"""The native core: C sources, and their binding."""

@@ -53,15 +53,14 @@ typedef struct {
     int64_t top, left, bottom, right;
 } dt_region;
 
-typedef struct dt_decoder dt_decoder;
-
-dt_decoder *dt_decoder_new(void);
-void dt_decoder_free(dt_decoder *decoder);
-
 /* Decode `wanted` of a JPEG that must have `height` × `width` pixels, at 1/`share` (1, 2, 4 or 8) of its size; `wanted`
  * is in pixels of that smaller picture. `fast` selects libjpeg's fast inverse DCT. The pixels are in `memory`. */
-int dt_decode(dt_decoder *decoder, const uint8_t *data, size_t size, int64_t height, int64_t width, int share, int fast,
-              dt_region wanted, dt_buffer *memory, dt_image *image);
+int dt_decode(const uint8_t *data, size_t size, int64_t height, int64_t width, int share, int fast, dt_region wanted,
+              dt_buffer *memory, dt_image *image);
+
+/* Whether a JPEG decodes to its end at 1/`share` of its size; else `message` (200 bytes) says what libjpeg complains of.
+ * The pixels are not kept. */
+DT_API int dt_jpeg_check(const uint8_t *data, size_t size, int64_t height, int64_t width, int share, char *message);
 
 /* ---- resize.c ---- */
 

@@ -13,21 +13,23 @@
  * own limit in its fuzzers is 500.) */
 #define MOST_SCANS 500
 
-struct dt_decoder {
+/* One for each picture: libjpeg keeps Huffman and quantisation tables from picture to picture, and a file that lacks its
+ * own would be decoded with those of another. */
+typedef struct {
     struct jpeg_decompress_struct jpeg;
     struct jpeg_error_mgr errors;
     struct jpeg_progress_mgr progress;
     jmp_buf escape;
     int status; /* of the error that was escaped from */
     char message[JMSG_LENGTH_MAX];
-};
+} decoder;
 
 static void escape(j_common_ptr jpeg)
 {
-    dt_decoder *decoder = (dt_decoder *)jpeg->client_data;
-    jpeg->err->format_message(jpeg, decoder->message);
-    decoder->status = jpeg->err->msg_code == JERR_OUT_OF_MEMORY ? DT_NO_MEMORY : DT_UNDECODABLE;
-    longjmp(decoder->escape, 1);
+    decoder *d = (decoder *)jpeg->client_data;
+    jpeg->err->format_message(jpeg, d->message);
+    d->status = jpeg->err->msg_code == JERR_OUT_OF_MEMORY ? DT_NO_MEMORY : DT_UNDECODABLE;
+    longjmp(d->escape, 1);
 }
 
 /* Every warning is an error: the pixels after it would be wrong. */
@@ -41,57 +43,38 @@ static void print_nothing(j_common_ptr jpeg) { (void)jpeg; }
 
 static void limit_scans(j_common_ptr jpeg)
 {
-    if (jpeg->is_decompressor && ((j_decompress_ptr)jpeg)->input_scan_number > MOST_SCANS) {
-        dt_decoder *decoder = (dt_decoder *)jpeg->client_data;
-        snprintf(decoder->message, sizeof decoder->message, "more than %d scans", MOST_SCANS);
-        decoder->status = DT_UNDECODABLE;
-        longjmp(decoder->escape, 1);
+    decoder *d = (decoder *)jpeg->client_data;
+    if (d->jpeg.input_scan_number > MOST_SCANS) {
+        snprintf(d->message, sizeof d->message, "more than %d scans", MOST_SCANS);
+        d->status = DT_UNDECODABLE;
+        longjmp(d->escape, 1);
     }
 }
 
-/* Returns whether there was memory. */
-static int create(dt_decoder *decoder)
+/* The caller has set `escape`. */
+static void create(decoder *d)
 {
-    if (setjmp(decoder->escape)) {
-        jpeg_destroy_decompress(&decoder->jpeg);
-        return 0;
-    }
-    jpeg_create_decompress(&decoder->jpeg);
-    decoder->jpeg.progress = &decoder->progress;
-    return 1;
+    jpeg_create_decompress(&d->jpeg);
+    d->jpeg.progress = &d->progress;
 }
 
-dt_decoder *dt_decoder_new(void)
+static void prepare(decoder *d)
 {
-    dt_decoder *decoder = calloc(1, sizeof *decoder);
-    if (decoder == NULL)
-        return NULL;
-    decoder->jpeg.err = jpeg_std_error(&decoder->errors);
-    decoder->errors.error_exit = escape;
-    decoder->errors.emit_message = heed;
-    decoder->errors.output_message = print_nothing;
-    decoder->progress.progress_monitor = limit_scans;
-    decoder->jpeg.client_data = decoder;
-    if (!create(decoder)) {
-        free(decoder);
-        return NULL;
-    }
-    return decoder;
-}
-
-void dt_decoder_free(dt_decoder *decoder)
-{
-    if (decoder == NULL)
-        return;
-    jpeg_destroy_decompress(&decoder->jpeg);
-    free(decoder);
+    memset(d, 0, sizeof *d);
+    d->jpeg.err = jpeg_std_error(&d->errors);
+    d->errors.error_exit = escape;
+    d->errors.emit_message = heed;
+    d->errors.output_message = print_nothing;
+    d->progress.progress_monitor = limit_scans;
+    d->jpeg.client_data = d;
 }
 
 /* Read the header and choose how to decode; DT_WRONG_SIZE if the picture does not have `height` × `width` pixels. */
-static int begin(dt_decoder *decoder, const uint8_t *data, size_t size, int64_t height, int64_t width, int share,
+static int begin(decoder *d, const uint8_t *data, size_t size, int64_t height, int64_t width, int share,
                  int fast)
 {
-    j_decompress_ptr jpeg = &decoder->jpeg;
+    j_decompress_ptr jpeg = &d->jpeg;
+    create(d);
     jpeg_mem_src(jpeg, data, (unsigned long)size);
     jpeg_read_header(jpeg, TRUE);
     if (jpeg->image_height != height || jpeg->image_width != width)
@@ -106,7 +89,8 @@ static int begin(dt_decoder *decoder, const uint8_t *data, size_t size, int64_t 
 /* Begin to decode; leave out columns and lines outside of `wanted`. Returns the first column that is decoded.
  *
  * Where chroma is subsampled, libjpeg interpolates it between neighbours, and takes the first and last columns that it
- * decodes for the picture's edges: a further block on either side makes the wanted ones exact. */
+ * decodes for the picture's edges: a further block on either side makes the wanted ones exact. Progressive pictures are
+ * decoded in full width: where scans are missing, libjpeg smooths blocks by those two further. */
 static JDIMENSION crop(j_decompress_ptr jpeg, dt_region wanted)
 {
     jpeg_start_decompress(jpeg);
@@ -115,7 +99,9 @@ static JDIMENSION crop(j_decompress_ptr jpeg, dt_region wanted)
     JDIMENSION end = ((JDIMENSION)wanted.right + block - 1) / block * block + block;
     first = first > block ? first - block : 0;
     end = end < jpeg->output_width ? end : jpeg->output_width;
-    if (first > 0 || end < jpeg->output_width) {
+    if (jpeg->progressive_mode)
+        first = 0;
+    else if (first > 0 || end < jpeg->output_width) {
         JDIMENSION columns = end - first;
         jpeg_crop_scanline(jpeg, &first, &columns);
     }
@@ -124,27 +110,9 @@ static JDIMENSION crop(j_decompress_ptr jpeg, dt_region wanted)
     return first;
 }
 
-int dt_decode(dt_decoder *decoder, const uint8_t *data, size_t size, int64_t height, int64_t width, int share, int fast,
-              dt_region wanted, dt_buffer *memory, dt_image *image)
+/* Read the lines of `wanted`; at the picture's end, also what follows it, so that a missing end is noticed. */
+static void read_lines(j_decompress_ptr jpeg, dt_region wanted, uint8_t *pixels, size_t stride)
 {
-    j_decompress_ptr jpeg = &decoder->jpeg;
-    decoder->message[0] = 0;
-    if (setjmp(decoder->escape)) {
-        jpeg_abort_decompress(jpeg);
-        return decoder->status;
-    }
-    int status = begin(decoder, data, size, height, width, share, fast);
-    if (status != DT_OK) {
-        jpeg_abort_decompress(jpeg);
-        return status;
-    }
-    JDIMENSION first = crop(jpeg, wanted);
-    size_t stride = (size_t)jpeg->output_width * 3;
-    uint8_t *pixels = dt_reserve(memory, stride * (size_t)(wanted.bottom - wanted.top));
-    if (pixels == NULL) {
-        jpeg_abort_decompress(jpeg);
-        return DT_NO_MEMORY;
-    }
     while (jpeg->output_scanline < wanted.bottom) {
         JSAMPROW rows[16];
         JDIMENSION left = (JDIMENSION)wanted.bottom - jpeg->output_scanline, count = left < 16 ? left : 16;
@@ -153,37 +121,53 @@ int dt_decode(dt_decoder *decoder, const uint8_t *data, size_t size, int64_t hei
         jpeg_read_scanlines(jpeg, rows, count);
     }
     if (jpeg->output_scanline == jpeg->output_height)
-        jpeg_finish_decompress(jpeg); /* which notices a missing end */
-    else
-        jpeg_abort_decompress(jpeg);
-    *image = (dt_image){pixels + 3 * (wanted.left - first), stride, wanted.bottom - wanted.top,
-                        wanted.right - wanted.left};
-    return DT_OK;
+        jpeg_finish_decompress(jpeg);
 }
 
-/* Whether a JPEG of `height` × `width` pixels decodes to its end at 1/`share` of its size; else `message` (200 bytes)
- * says what libjpeg complains of. The pixels are not kept. */
-DT_API int dt_jpeg_check(const uint8_t *data, size_t size, int64_t height, int64_t width, int share, char *message)
+int dt_decode(const uint8_t *data, size_t size, int64_t height, int64_t width, int share, int fast, dt_region wanted,
+              dt_buffer *memory, dt_image *image)
 {
-    message[0] = 0;
-    dt_decoder *decoder = dt_decoder_new();
-    if (decoder == NULL)
-        return DT_NO_MEMORY;
-    j_decompress_ptr jpeg = &decoder->jpeg;
-    volatile int status;
-    if (!setjmp(decoder->escape)) {
-        status = begin(decoder, data, size, height, width, share, 0);
-        if (status == DT_OK) {
-            jpeg_start_decompress(jpeg);
-            JSAMPARRAY rows = jpeg->mem->alloc_sarray((j_common_ptr)jpeg, JPOOL_IMAGE, jpeg->output_width * 3, 16);
-            while (jpeg->output_scanline < jpeg->output_height)
-                jpeg_read_scanlines(jpeg, rows, 16);
-            jpeg_finish_decompress(jpeg);
-        }
-    } else {
-        status = decoder->status;
-        memcpy(message, decoder->message, sizeof decoder->message);
+    decoder d;
+    prepare(&d);
+    if (setjmp(d.escape)) {
+        jpeg_destroy_decompress(&d.jpeg);
+        return d.status;
     }
-    dt_decoder_free(decoder);
-    return status;
+    d.status = begin(&d, data, size, height, width, share, fast);
+    if (d.status == DT_OK) {
+        JDIMENSION first = crop(&d.jpeg, wanted);
+        size_t stride = (size_t)d.jpeg.output_width * 3;
+        uint8_t *pixels = dt_reserve(memory, stride * (size_t)(wanted.bottom - wanted.top));
+        if (pixels == NULL)
+            d.status = DT_NO_MEMORY;
+        else {
+            read_lines(&d.jpeg, wanted, pixels, stride);
+            *image = (dt_image){pixels + 3 * (wanted.left - first), stride, wanted.bottom - wanted.top,
+                                wanted.right - wanted.left};
+        }
+    }
+    jpeg_destroy_decompress(&d.jpeg);
+    return d.status;
 }
+
+int dt_jpeg_check(const uint8_t *data, size_t size, int64_t height, int64_t width, int share, char *message)
+{
+    decoder d;
+    prepare(&d);
+    if (!setjmp(d.escape)) {
+        d.status = begin(&d, data, size, height, width, share, 0);
+        if (d.status == DT_OK) {
+            jpeg_start_decompress(&d.jpeg);
+            JSAMPARRAY rows = d.jpeg.mem->alloc_sarray((j_common_ptr)&d.jpeg, JPOOL_IMAGE, d.jpeg.output_width * 3, 16);
+            while (d.jpeg.output_scanline < d.jpeg.output_height)
+                jpeg_read_scanlines(&d.jpeg, rows, 16);
+            jpeg_finish_decompress(&d.jpeg);
+        }
+    }
+    jpeg_destroy_decompress(&d.jpeg);
+    memcpy(message, d.message, sizeof d.message);
+    return d.status;
+}
+
+/* The version of libjpeg's interface. */
+DT_API int dt_jpeg_version(void) { return JPEG_LIB_VERSION; }

@@ -70,6 +70,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dt_area": (
         c_int32, c_void_p, c_size_t, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_size_t,
     ),
+    "dt_jpeg_version": (c_int32,),
     "dt_jpeg_check": (c_int32, c_char_p, c_size_t, c_int64, c_int64, c_int32, c_char_p),
     "dt_sample_keys": (None, c_uint64, c_uint64, c_void_p, c_int64, c_void_p),
     "dt_uniforms": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),

@@ -41,29 +41,16 @@ typedef struct {
 
 /* A thread's working memory. */
 typedef struct {
-    dt_decoder *decoder;
     dt_buffer file, pixels, image, policy, area;
     dt_resizing resizing;
 } dt_workspace;
 
-DT_API dt_workspace *dt_workspace_new(void)
-{
-    dt_workspace *workspace = calloc(1, sizeof *workspace);
-    if (workspace == NULL)
-        return NULL;
-    workspace->decoder = dt_decoder_new();
-    if (workspace->decoder == NULL) {
-        free(workspace);
-        return NULL;
-    }
-    return workspace;
-}
+DT_API dt_workspace *dt_workspace_new(void) { return calloc(1, sizeof(dt_workspace)); }
 
 DT_API void dt_workspace_free(dt_workspace *workspace)
 {
     if (workspace == NULL)
         return;
-    dt_decoder_free(workspace->decoder);
     dt_buffer *buffers[] = {&workspace->file, &workspace->pixels, &workspace->image, &workspace->policy, &workspace->area,
                             &workspace->resizing.first, &workspace->resizing.weights, &workspace->resizing.rows,
                             &workspace->resizing.columns, &workspace->resizing.turned};
@@ -118,7 +105,7 @@ static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, cons
     }
     dt_region wanted = {box[0] / share, box[1] / share, smaller((box[0] + box[2] + share - 1) / share, (height + share - 1) / share),
                         smaller((box[1] + box[3] + share - 1) / share, (width + share - 1) / share)};
-    return dt_decode(w->decoder, bytes, size, height, width, share, fast, wanted, &w->pixels, image);
+    return dt_decode(bytes, size, height, width, share, fast, wanted, &w->pixels, image);
 }
 
 /* Copy a crop of the target's own size. */

@@ -86,33 +86,76 @@ DT_CLONES static void blend_lines(const uint8_t *source, size_t stride, size_t l
     }
 }
 
-/* Transpose: pixel x of line y of `rows`, three bytes, becomes the word `columns[x, y]`. In strips of lines, so that
- * what is written stays in the cache. */
-static void turn(const uint8_t *rows, size_t stride, int64_t height, int64_t width, uint8_t *columns, size_t line)
+/* Four pixels as words, of which the last byte means nothing. */
+typedef uint8_t pixels __attribute__((vector_size(16)));
+typedef uint32_t words __attribute__((vector_size(16)));
+typedef uint64_t halves __attribute__((vector_size(16)));
+
+/* Lanes of two vectors, by number; in GCC before 12, by its older name. */
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#define LANES(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LANES(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
+#endif
+
+/* Transpose four times four words. */
+static inline void transpose(words *w)
 {
-    for (int64_t begin = 0; begin < height; begin += 16) {
-        int64_t end = begin + 16 < height ? begin + 16 : height;
-        for (int64_t x = 0; x < width; x++) {
-            uint8_t *words = columns + (size_t)x * line;
-            for (int64_t y = begin; y < end; y++) {
-                const uint8_t *pixel = rows + (size_t)y * stride + 3 * (size_t)x;
-                uint32_t word = pixel[0] | (uint32_t)pixel[1] << 8 | (uint32_t)pixel[2] << 16;
-                memcpy(words + 4 * (size_t)y, &word, 4);
+    words first = LANES(words, w[0], w[1], 0, 4, 1, 5), second = LANES(words, w[0], w[1], 2, 6, 3, 7);
+    words third = LANES(words, w[2], w[3], 0, 4, 1, 5), fourth = LANES(words, w[2], w[3], 2, 6, 3, 7);
+    w[0] = (words)LANES(halves, (halves)first, (halves)third, 0, 2);
+    w[1] = (words)LANES(halves, (halves)first, (halves)third, 1, 3);
+    w[2] = (words)LANES(halves, (halves)second, (halves)fourth, 0, 2);
+    w[3] = (words)LANES(halves, (halves)second, (halves)fourth, 1, 3);
+}
+
+/* Four words as twelve bytes, and four that mean nothing; mirrored if `flip`. */
+static inline pixels pack(words four, int flip)
+{
+    pixels p = (pixels)four;
+    if (flip)
+        return LANES(pixels, p, p, 12, 13, 14, 8, 9, 10, 4, 5, 6, 0, 1, 2, 0, 0, 0, 0);
+    return LANES(pixels, p, p, 0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 0, 0, 0, 0);
+}
+
+/* Transpose: pixel x of line y of `rows`, three bytes, becomes the word `columns[x, y]`; in blocks of four by four, which
+ * both have room for. */
+DT_CLONES static void turn(const uint8_t *rows, size_t stride, int64_t height, int64_t width, uint8_t *columns, size_t line)
+{
+    for (int64_t y = 0; y < height; y += 4)
+        for (int64_t x = 0; x < width; x += 4) {
+            words block[4];
+            for (int k = 0; k < 4; k++) {
+                pixels four;
+                memcpy(&four, rows + (size_t)(y + k) * stride + 3 * (size_t)x, 16);
+                block[k] = (words)LANES(pixels, four, four, 0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11);
             }
+            transpose(block);
+            for (int k = 0; k < 4; k++)
+                memcpy(columns + (size_t)(x + k) * line + 4 * (size_t)y, &block[k], 16);
         }
-    }
 }
 
 /* Write `columns` back as an image, mirrored if `flip`. */
-static void turn_back(const uint8_t *columns, size_t line, int flip, uint8_t *target, int64_t height, int64_t width)
+DT_CLONES static void turn_back(const uint8_t *columns, size_t line, int flip, uint8_t *target, int64_t height,
+                                int64_t width)
 {
-    for (int64_t begin = 0; begin < height; begin += 16) {
-        int64_t end = begin + 16 < height ? begin + 16 : height;
-        for (int64_t x = 0; x < width; x++) {
-            const uint8_t *words = columns + (size_t)x * line;
-            uint8_t *pixel = target + 3 * (size_t)(begin * width + (flip ? width - 1 - x : x));
-            for (int64_t y = begin; y < end; y++, pixel += 3 * width)
-                memcpy(pixel, words + 4 * (size_t)y, 3);
+    for (int64_t y = 0; y < height; y += 4) {
+        int64_t lines = height - y < 4 ? height - y : 4;
+        for (int64_t x = 0; x < width; x += 4) {
+            int64_t count = width - x < 4 ? width - x : 4, at = flip ? width - x - count : x;
+            words block[4];
+            for (int k = 0; k < 4; k++)
+                memcpy(&block[k], columns + (size_t)(x + k) * line + 4 * (size_t)y, 16);
+            transpose(block);
+            for (int k = 0; k < lines; k++) {
+                pixels packed = pack(block[k], flip);
+                uint8_t *to = target + 3 * ((y + k) * width + at);
+                if (count == 4)
+                    memcpy(to, &packed, 12);
+                else /* mirrored, the pixels of an incomplete block come last */
+                    memcpy(to, (uint8_t *)&packed + (flip ? 12 - 3 * count : 0), 3 * (size_t)count);
+            }
         }
     }
 }
@@ -124,9 +167,10 @@ int dt_resize(dt_image image, double top, double left, double height, double wid
     int64_t above = (int64_t)floor(top), before = (int64_t)floor(left);
     size_t lanes = 3 * (size_t)image.columns, line = ((size_t)out_height * 4 + DT_BLOCK - 1) / DT_BLOCK * DT_BLOCK;
     size_t stride = (lanes + DT_BLOCK - 1) / DT_BLOCK * DT_BLOCK;
-    uint8_t *rows = dt_reserve(&memory->rows, stride * (size_t)out_height);
-    uint8_t *columns = dt_reserve(&memory->columns, line * (size_t)image.columns);
-    uint8_t *turned = dt_reserve(&memory->turned, line * (size_t)out_width);
+    /* Three further lines each: they are transposed in blocks of four. */
+    uint8_t *rows = dt_reserve(&memory->rows, stride * (size_t)(out_height + 3));
+    uint8_t *columns = dt_reserve(&memory->columns, line * (size_t)(image.columns + 3));
+    uint8_t *turned = dt_reserve(&memory->turned, line * (size_t)(out_width + 3));
     filter filter;
     if (rows == NULL || columns == NULL || turned == NULL)
         return DT_NO_MEMORY;

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import machine
-from ...errors import MissingExtra
+from ...errors import DrivetrainError
 from ...table import Table
 from ..telemetry.provenance import version
 
@@ -30,7 +30,7 @@ CORE = (
     "pyyaml",
 )
 EXTRAS = {
-    "ffcv": (("ffcv", "numba"), "load and convert .beton files"),
+    "ffcv": (("ffcv", "numba"), "run FFCV's own operations and loader on .beton files"),
     "deepspeed": (("deepspeed",), "train with the strategies deepspeed_stage_1 to 3"),
     "fairscale": (("fairscale",), "train with the strategies fairscale_oss and fairscale_sharded_ddp"),
     "plot": (("matplotlib",), "draw the ledger, and the curves of a training"),
@@ -81,6 +81,7 @@ def _core() -> list[Finding]:
             for name in CORE
             for found in [version(name)]
         ),
+        _native_core(),
     ]
 
 
@@ -91,21 +92,19 @@ def _extras() -> list[Finding]:
         versions = ", ".join(f"{name} {there or 'missing'}" for name, there in found.items())
         good = all(found.values())
         remedy = f"pip install 'drivetrain[{extra}]'"
-        if extra == "ffcv" and good:
-            good, remedy = _ffcv_loads()
         findings.append(Finding(f"extra {extra}: {purpose}", versions, good, remedy))
     return findings
 
 
-def _ffcv_loads() -> tuple[bool, str]:
-    """Return whether FFCV's compiled library loads, and the error: an installed package alone does not prove it."""
-    from ...loaders.native import libffcv
+def _native_core() -> Finding:
+    """Return whether Drivetrain's native library loads."""
+    from ...loaders.native.library import library
 
     try:
-        libffcv.library()
-    except (MissingExtra, OSError) as error:
-        return False, str(error)
-    return True, ""
+        version = library().dt_jpeg_version()
+    except DrivetrainError as error:
+        return Finding("native library", "-", False, str(error))
+    return Finding("native library", f"libjpeg-turbo's interface {version}", True)
 
 
 def _native() -> list[Finding]:

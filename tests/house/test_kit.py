@@ -45,7 +45,7 @@ def made(tmp_path: Path) -> Path:
 LIBRARY = {
     "__init__.py": "__version__ = '9.0'",
     "loaders/__init__.py": "",
-    "loaders/native/libffcv.py": "library = print",
+    "loaders/native/library.py": "library = print",
 }
 TORCH = {
     "__init__.py": "from types import SimpleNamespace as N\n__version__, cuda = '9', N(is_available=bool)"

@@ -15,7 +15,7 @@ import sys
 import drivetrain.loaders.decode.decoder  # noqa: F401 — now, not in every child
 import torch
 from drivetrain.loaders import FFCVLoader, open_beton
-from drivetrain.loaders.native import libffcv
+from drivetrain.loaders.native.library import library
 
 SIDE = 48
 
@@ -45,7 +45,7 @@ def digest(data: bytes) -> str:
 
 
 if __name__ == "__main__":
-    libffcv.library()
+    library()
     for line in sys.stdin:
         how, path = line.strip().split(" ", 1)
         pid = os.fork()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from drivetrain.loaders.native.libffcv import library as ffcv_library
 from drivetrain.loaders.native.library import library
+from ffcv_library import library as ffcv_library
 from numpy.typing import NDArray
 
 Pixels = NDArray[np.uint8]

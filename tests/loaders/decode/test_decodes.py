@@ -1,10 +1,11 @@
-"""`turbojpeg.decodes`, which decodes at an eighth of the size, rejects the same files as the loader's full decode."""
+"""`jpeg.decodes`, which decodes at an eighth of the size, rejects the same files as the loader's full decode."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from drivetrain.loaders.native import libffcv, turbojpeg
+from drivetrain.loaders.native.jpeg import decodes
+from ffcv_library import library
 from loader_pictures import jpeg_bytes, picture
 
 MUTANTS = 100
@@ -12,9 +13,9 @@ SIDES = (90, 130)
 
 
 def decodes_in_full(jpeg: bytes, width: int, height: int) -> bool:
-    """As `FFCVLoader` does."""
+    """As FFCV's own library does."""
     source, target = np.frombuffer(jpeg, np.uint8), np.empty(width * height * 3, np.uint8)
-    status = libffcv.library().imdecode(
+    status = library().imdecode(
         source.ctypes.data, len(jpeg), height, width, target.ctypes.data,
         height, width, 0, 0, 1, 1, False, False,
     )  # fmt: skip
@@ -42,7 +43,7 @@ def test_refuses_the_same_damaged_files(options: dict[str, object]) -> None:
         else:
             del data[at : at + int(rng.integers(1, 40))]
         full = decodes_in_full(bytes(data), SIDES[1], SIDES[0])
-        assert turbojpeg.decodes(bytes(data), SIDES[1], SIDES[0]) == full, (number, at)
+        assert decodes(bytes(data), SIDES[1], SIDES[0]) == full, (number, at)
         refused += not full
     assert 20 < refused < MUTANTS  # both happen, so that the comparison is worth something
-    assert turbojpeg.decodes(sound, SIDES[1], SIDES[0])
+    assert decodes(sound, SIDES[1], SIDES[0])

@@ -15,7 +15,7 @@ from drivetrain.loaders.beton.layout import MODE_JPEG, Field
 from drivetrain.loaders.conversion.columns import Sample
 from drivetrain.loaders.conversion.encode import Encoded, Encoding, encode_image
 from drivetrain.loaders.conversion.writer import write_betons
-from drivetrain.loaders.native import turbojpeg
+from drivetrain.loaders.native import jpeg as jpegs
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 
@@ -101,9 +101,9 @@ def test_arithmetic_codes_become_huffman_codes_without_loss(jpeg: bytes, check: 
     encoded = encode_image(jpeg, Encoding(check=check))
     assert encoded.treatment == "recoded losslessly (arithmetic coding)"
     assert (encoded.mode, encoded.width, encoded.height) == (MODE_JPEG, 64, 48)
-    assert turbojpeg.frame_type(jpeg) == 0xC9
-    assert turbojpeg.frame_type(encoded.payload) in turbojpeg.PLAIN_FRAMES
-    assert turbojpeg.decodes(encoded.payload, 64, 48)
+    assert jpegs.frame_type(jpeg) == 0xC9
+    assert jpegs.frame_type(encoded.payload) in jpegs.PLAIN_FRAMES
+    assert jpegs.decodes(encoded.payload, 64, 48)
     original = Image.open(io.BytesIO(jpeg_bytes(PICTURE, quality=60))).convert("RGB")
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(encoded.payload)).convert("RGB")), original)
     raw = encode_image(jpeg, Encoding(write_mode="raw"))
@@ -180,4 +180,4 @@ def test_frames_that_the_decoder_does_not_know_are_not_passed_through() -> None:
     ids=["baseline", "progressive", "markers in a segment", "fill bytes", "cut", "no length", "empty"],
 )
 def test_frame_type(jpeg: bytes, frame: int | None) -> None:
-    assert turbojpeg.frame_type(jpeg) == frame
+    assert jpegs.frame_type(jpeg) == frame

@@ -13,10 +13,10 @@ import pytest
 import torch
 from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.loaders.native import libffcv
+from drivetrain.loaders.ffcv_modules import ffcv_module
 from loader_pictures import raw_beton, raw_pictures, run_python
 
-libffcv.ffcv_module("ffcv.transforms")  # importing it in any other way changes thread counts
+ffcv_module("ffcv.transforms")  # importing it in any other way changes thread counts
 from ffcv.pipeline.allocation_query import AllocationQuery  # noqa: E402
 from ffcv.pipeline.operation import Operation  # noqa: E402
 from ffcv.transforms import (  # noqa: E402

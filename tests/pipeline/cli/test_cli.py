@@ -333,12 +333,9 @@ def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     doctor, train = run_several(
         ["doctor"],
         ["train", "cifar10-quickstart", *toy_values(toy)],
-        blocked=("ffcv", "ffcv.libffcv", "numba"),
+        blocked=("ffcv", "numba"),
     )
     assert doctor.code == 0  # the core is whole
     assert re.search(r"missing +. extra ffcv", doctor.out)
     assert "drivetrain[ffcv]" in re.sub(r"[│\s]", "", doctor.out)
-    assert train.code == 1
-    line = train.err.splitlines()[-1]
-    assert line.startswith("MissingExtra: numba is needed to load .beton files")
-    assert line.endswith("pip install 'drivetrain[ffcv]'")
+    assert train.code == 0  # which loads, and needs no FFCV
