@@ -5,6 +5,7 @@
 # make check        ruff, import layers and mypy    make bench PHOTOS=FOLDER   loading speed on a folder of photographs
 # make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
+# make fuzz         a million damaged files through the native library, under the sanitizers
 # make notebooks    run the notebooks, and keep their outputs in them (NOTEBOOKS=… selects some)
 # make clean        remove what the other targets have created, except runs/
 
@@ -16,7 +17,7 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
-.PHONY: quickstart install test test-all quick check bytecode lock bench gpu gpu-kit notebooks clean
+.PHONY: quickstart install test test-all quick check bytecode lock bench fuzz gpu gpu-kit notebooks clean
 
 # With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
@@ -79,6 +80,10 @@ lock:
 
 bench: install
 	$(BIN)/python benchmarks/loaders.py "$(PHOTOS)"
+
+fuzz: install
+	$(BIN)/python tests/support/native_fuzz.py --kind address
+	$(BIN)/python tests/support/native_fuzz.py --kind thread --executions 200000
 
 gpu: install
 	$(BIN)/python .ci/gpu/run.py $(if $(PHOTOS),--photos "$(PHOTOS)")

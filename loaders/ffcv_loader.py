@@ -29,6 +29,8 @@ class FFCVLoader(EpochLoader):
     uint8; labels `(B,)` int64 (class indices) or float32 (targets), or `(B, K)` float32 (vectors). Each batch has its
     own memory, so you can keep it.
 
+    Of a JPEG only the crop is decoded; damage outside of it is noticed by `verify=True`, or `drivetrain verify`.
+
     Order and augmentation depend only on (seed, epoch, sample index). Each `for` loop over the loader is one epoch; the
     next loop is the next epoch, unless `set_epoch` selects another.
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ... import machine
-from ...errors import BetonError, DataError
+from ...errors import BetonError, DataError, require
 from ..beton.data_set import BetonFiles
 from ..beton.layout import MODE_JPEG
 from ..native import jpeg, library
@@ -210,6 +210,7 @@ def _compiled(operations: Sequence[Any], side: int) -> Operations | None:
     """Return FFCV's operations, compiled; None without any: then neither FFCV nor numba is imported."""
     if not operations:
         return None
+    require("numba", "ffcv", "use FFCV's operations")
     from .operations import Operations
 
     return Operations(operations, side)

@@ -13,7 +13,7 @@
 
 /* The compiler makes a variant of the function for each instruction set, and the system chooses one when the library is
  * loaded. All have the same results: integers, or floats without contraction to fused multiply-adds. */
-#if !defined(__x86_64__) || !defined(__GLIBC__)
+#if !defined(__x86_64__) || !defined(__GLIBC__) || defined(DT_NO_CLONES)
 #define DT_CLONES
 #elif defined(__clang__) || __GNUC__ < 12
 #define DT_CLONES __attribute__((target_clones("avx2", "default")))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from drivetrain.errors import BetonError, DataError
-from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton, verify
+from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
 from drivetrain.loaders.decode import decoder
 from drivetrain.loaders.native.library import library
 from loader_pictures import jpeg_beton, run_python
@@ -163,11 +163,6 @@ def test_decoders_of_forgotten_loaders_are_freed(photos: Path, workspaces: dict[
     assert workspaces["freed"] == workspaces["made"]
 
 
-def test_verifying_frees_its_decoders(photos: Path, workspaces: dict[str, int]) -> None:
-    assert verify(photos, progress=False).sound
-    assert workspaces["freed"] == workspaces["made"] == 18
-
-
 def test_close_twice_and_iterate_again(photos: Path) -> None:
     made = loader(photos, train=False)
     made.close()
@@ -237,7 +232,9 @@ def damaged(photos: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_sample_that_does_not_decode(damaged: Path, workers: int) -> None:
-    with loader(damaged, batch_size=1, order="sequential", workers=workers) as made:
+    """In full: what lies outside of a crop is not decoded, and damage there not noticed."""
+    whole = {"train": False, "eval_ratio": 1.0, "image_size": 64}
+    with loader(damaged, batch_size=1, workers=workers, **whole) as made:
         for index, words in (
             (4, "sample 4: "),
             (9, "sample 9: "),
@@ -253,7 +250,7 @@ def test_a_sample_that_does_not_decode(damaged: Path, workers: int) -> None:
             assert made.state_dict()["position"] == 3
         made.set_indices([i for i in range(18) if i not in (4, 9, 13)])
         assert len(list(made)) == 15
-    with loader(damaged, workers=workers) as made, pytest.raises(BetonError, match=r"sample (4|9|13): "):
+    with loader(damaged, workers=workers) as made, pytest.raises(BetonError, match=r"sample (4|9): "):
         list(made)
 
 

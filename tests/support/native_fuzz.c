@@ -1,25 +1,27 @@
-/* Feeds mutated JPEGs to the native core, compiled with sanitizers; see fuzz.py, which builds and runs it.
+/* Feeds damaged JPEGs and tables to the native core, compiled with sanitizers; see native_fuzz.py, which builds and runs it.
  *
- *     fuzz CORPUS SEED EXECUTIONS
+ *     fuzz CORPUS SEED EXECUTIONS THREADS
  *
- * Each execution takes a file of the corpus, damages it, and loads it as the loader would: a random crop at a random
- * scale, resized, from a file of its own. A JPEG that decodes as a whole must decode in part, and to the same bytes.
+ * Each execution takes a file of the corpus, damages it, and decodes it as a whole, and in part, at a random scale. What
+ * decodes as a whole must decode in part, and to the same bytes.
  */
-#include "../../loaders/native/core.h"
+#define _GNU_SOURCE
+#include "../../loaders/native/load.c" /* its types are its own */
 
 #include <dirent.h>
+#include <pthread.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 
-enum { MOST_FILES = 256, LARGEST = 1 << 16, MOST_PIXELS = 1 << 18 };
+enum { MOST_FILES = 256, LARGEST = 1 << 16, MOST_PIXELS = 1 << 18, MOST_THREADS = 16 };
 
 typedef struct {
     uint8_t *data;
     size_t size;
 } file;
 
-static uint64_t state;
+static _Thread_local uint64_t state;
 
 static uint64_t next(uint64_t limit)
 {
@@ -111,7 +113,8 @@ static int compare(const file *jpeg, int64_t height, int64_t width, dt_buffer *m
         if (memcmp(found.data + (size_t)y * found.stride,
                    whole.data + (size_t)(part.top + y) * whole.stride + 3 * (size_t)part.left, 3 * (size_t)found.columns))
             fail("a part has other pixels than the whole", number);
-    dt_resizing resizing = {{0}};
+    dt_resizing resizing;
+    memset(&resizing, 0, sizeof resizing);
     uint8_t target[3 * 24 * 20];
     if (dt_resize(found, (double)part.top, (double)part.left, (double)found.rows, (double)found.columns, (int)next(2),
                   target, 24, 20, &resizing) != DT_OK)
@@ -122,18 +125,52 @@ static int compare(const file *jpeg, int64_t height, int64_t width, dt_buffer *m
     return 1;
 }
 
-int main(int count, char **arguments)
+/* Load a sample of a `.beton` whose tables say anything. */
+static void load_anything(dt_workspace *workspace, int descriptor)
 {
-    if (count != 4)
-        return 2;
-    static file files[MOST_FILES];
-    size_t known = read_corpus(arguments[1], files);
-    state = strtoull(arguments[2], NULL, 10) * 2 + 1;
-    int64_t executions = strtoll(arguments[3], NULL, 10), decoded = 0;
+    int32_t descriptors[] = {descriptor}, modes[] = {(int32_t)next(2)}, status = -1;
+    uint16_t widths[] = {(uint16_t)next(next(8) ? 300 : 65536)}, heights[] = {(uint16_t)next(next(8) ? 300 : 65536)};
+    uint64_t pointers[] = {next(next(8) ? LARGEST : UINT64_MAX)}, sizes[] = {next(next(64) ? LARGEST : 1 << 30)};
+    int64_t indices[] = {0}, boxes[] = {0, 0, 0, 0}, corners[] = {0, 0}, operations[] = {0, 0};
+    for (int k = 0; k < 4; k++)
+        boxes[k] = (int64_t)next(next(16) ? 320 : INT64_MAX) - (int64_t)next(2) * 8;
+    float factors[3 * 20] = {1}, summands[3 * 20] = {0}, weights[] = {0.25f, 0.75f}, images[24 * 20 * 3];
+    double colors[] = {0.5, 1.5, 1.2, (double)next(6)}, magnitudes[2];
+    uint16_t table[3 * 256] = {0};
+    uint8_t flips[] = {(uint8_t)next(2)};
+    for (int k = 0; k < 2; k++) {
+        operations[k] = (int64_t)next(14);
+        magnitudes[k] = operations[k] == 10 ? (double)next(9) : (double)next(64) / 64 - 0.5;
+    }
+    corners[0] = (int64_t)next(24 - 5), corners[1] = (int64_t)next(20 - 5);
+    dt_samples samples = {descriptors, modes, widths, heights, pointers, sizes};
+    dt_settings settings = {24, 20, (int32_t)next(3), (int32_t)next(3), factors, summands, table, 5, {1, 2, 3}};
+    dt_choices choices = {indices, boxes, flips, next(2) ? colors : NULL, next(2) ? corners : NULL, 1, 2,
+                          next(2) ? operations : NULL, magnitudes, next(2) ? weights : NULL};
+    if (settings.method == 2)
+        heights[0] = 24, widths[0] = 20, boxes[0] = (int64_t)next(9) - 4, boxes[1] = (int64_t)next(9) - 4;
+    dt_load(workspace, &samples, &settings, &choices, 1, images, &status);
+    if (status < DT_OK || status > DT_NO_MEMORY)
+        fail("a sample without a status", 0);
+}
+
+typedef struct {
+    const file *files;
+    size_t known;
+    uint64_t seed;
+    int64_t executions, decoded;
+} share;
+
+static void *work(void *argument)
+{
+    share *own = argument;
+    state = own->seed * 2 + 1;
     dt_buffer memory[2] = {{0}, {0}};
+    dt_workspace *workspace = dt_workspace_new();
     uint8_t *data = malloc(LARGEST);
-    for (int64_t number = 0; number < executions && known > 0; number++) {
-        const file *sound = &files[next(known)];
+    int descriptor = memfd_create("beton", 0);
+    for (int64_t number = 0; number < own->executions; number++) {
+        const file *sound = &own->files[next(own->known)];
         memcpy(data, sound->data, sound->size);
         /* In memory of exactly its size, so that reading past its end is found. */
         file jpeg = {NULL, damage(data, sound->size)};
@@ -146,15 +183,49 @@ int main(int count, char **arguments)
             int status = dt_jpeg_check(jpeg.data, jpeg.size, height, width, 1 << next(4), message);
             if (status == DT_UNDECODABLE && message[0] == 0)
                 fail("an error without a message", number);
-            decoded += compare(&jpeg, height, width, memory, number);
+            own->decoded += compare(&jpeg, height, width, memory, number);
+        }
+        if (number % 16 == 0) {
+            if (pwrite(descriptor, data, LARGEST, 0) != LARGEST)
+                fail("the disk is full", number);
+            load_anything(workspace, descriptor);
         }
         free(jpeg.data);
     }
+    close(descriptor);
+    dt_workspace_free(workspace);
     dt_release(&memory[0]);
     dt_release(&memory[1]);
     free(data);
+    return NULL;
+}
+
+int main(int count, char **arguments)
+{
+    static file files[MOST_FILES];
+    static share shares[MOST_THREADS];
+    pthread_t threads[MOST_THREADS];
+    if (count != 5)
+        return 2;
+    size_t known = read_corpus(arguments[1], files);
+    int64_t executions = strtoll(arguments[3], NULL, 10), total = 0, decoded = 0;
+    int workers = atoi(arguments[4]);
+    if (known == 0 || workers < 1 || workers > MOST_THREADS)
+        return 2;
+    for (int i = 0; i < workers; i++) {
+        shares[i] = (share){files, known, strtoull(arguments[2], NULL, 10) * MOST_THREADS + (uint64_t)i,
+                            executions / workers, 0};
+        pthread_create(&threads[i], NULL, work, &shares[i]);
+    }
+    for (int i = 0; i < workers; i++) {
+        pthread_join(threads[i], NULL);
+        total += shares[i].executions;
+        decoded += shares[i].decoded;
+    }
     for (size_t i = 0; i < MOST_FILES; i++)
         free(files[i].data);
-    printf("%lld executions, %lld decoded\n", (long long)executions, (long long)decoded);
-    return known == 0;
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    printf("%lld executions, %lld decoded, %ld KiB\n", (long long)total, (long long)decoded, usage.ru_maxrss);
+    return 0;
 }
