@@ -1,7 +1,8 @@
 # make quickstart   set up, then train CIFAR-10 from the raw files and measure a ledger
 # make test         set up if necessary, then lint, types and tests (make test-all: the slow ones, too)
 # make quick        lint, types, and the tests that start no process and took no time in their last run: on every save
-# make install      only set up                     make lock   rewrite requirements.txt
+# make install      only set up                     make lock   rewrite requirements.txt and requirements-run.txt
+# make wheel        one wheel for all Pythons in dist/, with libjpeg-turbo inside
 # make check        ruff, import layers and mypy    make bench PHOTOS=FOLDER   loading speed on a folder of photographs
 # make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
@@ -17,28 +18,37 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
-.PHONY: quickstart install test test-all quick check bytecode lock bench fuzz gpu gpu-kit notebooks clean
+.PHONY: quickstart install test test-all quick check bytecode lock wheel bench fuzz gpu gpu-kit notebooks clean
 
 # With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
 quickstart: export MALLOC_TRIM_THRESHOLD_ ?= 8589934592
-quickstart: install
+quickstart: .venv/runtime $(NATIVE)
 	$(BIN)/drivetrain train cifar10-quickstart --out runs/quickstart --ledger --ledger-seconds 150
 
 install: .venv/installed $(NATIVE)
 
-# The stamp file is newer than everything that determines the installation, so a second call does nothing. Bytecode is
+# A stamp file is newer than everything that determines the installation, so a second call does nothing. Bytecode is
 # compiled here, because with PYTHONDONTWRITEBYTECODE every rank would recompile hundreds of library files.
-.venv/installed: requirements.txt pyproject.toml .ci/native .ci/find-python
+UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps
+
+# What training needs: Drivetrain itself, its dependencies, and matplotlib for the picture of the ledger.
+.venv/runtime: requirements-run.txt pyproject.toml .ci/native .ci/find-python
 	.ci/native "$(PYTHON)"
 	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep -oE '^uv==[^ ;]+' requirements.txt)"
-	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --compile-bytecode -r requirements.txt
-	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps -e .
+	$(UV_INSTALL) --compile-bytecode -r requirements-run.txt
+	$(UV_INSTALL) -e .
+	touch $@
+
+# All extras, the references of the tests (FFCV, Composer, ...), and the tools.
+.venv/installed: .venv/runtime requirements.txt
+	.ci/native "$(PYTHON)" references
+	$(UV_INSTALL) --compile-bytecode -r requirements.txt
 	touch $@
 
 # Again whenever a source has changed; the installation above has built it the first time.
-$(NATIVE): setup.py $(wildcard loaders/native/*.[ch]) | .venv/installed
+$(NATIVE): setup.py $(wildcard loaders/native/*.[ch]) | .venv/runtime
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
@@ -74,9 +84,15 @@ check: install
 bytecode: install
 	$(BIN)/python -m compileall -q *.py $(PACKAGES) tests
 
+# The second file has the versions of the first, which are there when it is resolved.
+LOCK := uv pip compile --quiet --universal --custom-compile-command "make lock" pyproject.toml
 lock:
-	$(BIN)/uv pip compile --quiet --universal --all-extras --upgrade \
-		--custom-compile-command "make lock" pyproject.toml -o requirements.txt
+	$(BIN)/$(LOCK) --all-extras --upgrade -o requirements.txt
+	cp requirements.txt requirements-run.txt
+	$(BIN)/$(LOCK) --extra plot -o requirements-run.txt
+
+wheel: install
+	$(BIN)/python .ci/wheel.py dist
 
 bench: install
 	$(BIN)/python benchmarks/loaders.py "$(PHOTOS)"

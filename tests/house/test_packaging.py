@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from places import ROOT, SUPPORT
 
 pytestmark = pytest.mark.process
 
 STAGES = ("loaders", "pipeline", "strategies", "transforms")
 
 
-def _run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+
+
+def _run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -38,10 +44,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is built there."""
+    """The wheel that `make wheel` builds there, from the source distribution."""
     folder = tmp_path_factory.mktemp("wheel")
-    _run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, clone, cwd=folder)
-    return next(folder.glob("*.whl"))
+    _run(sys.executable, clone / ".ci" / "wheel.py", folder, cwd=folder)
+    (made,) = folder.iterdir()
+    return made
 
 
 def test_the_tests_run_in_a_folder_of_any_name(clone: Path) -> None:
@@ -56,35 +63,118 @@ def test_the_listed_packages_are_those_of_the_tree() -> None:
     assert set(project["tool"]["setuptools"]["packages"]) == found
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+def test_the_wheel_holds_the_package_its_libraries_and_nothing_else(wheel: Path) -> None:
+    assert re.fullmatch(r"drivetrain-[\d.]+-py3-none-manylinux_2_\d+_x86_64\.whl", wheel.name)
+    names = {
+        name for name in zipfile.ZipFile(wheel).namelist() if name[-1] != "/" and ".dist-info/" not in name
+    }
+    (jpeg,) = (name for name in names if re.fullmatch(r"drivetrain\.libs/libjpeg-[0-9a-f]+\.so[\d.]*", name))
     sources = [ROOT / "py.typed", *ROOT.glob("*.py")]
     sources += [path for stage in STAGES for path in (ROOT / stage).rglob("*.py")]
-    assert names == {f"drivetrain/{path.relative_to(ROOT).as_posix()}" for path in sources}
+    native = [ROOT / "loaders" / "native" / name for name in ("libdrivetrain.so", "libjpeg-turbo.txt")]
+    listed = {f"drivetrain/{path.relative_to(ROOT).as_posix()}" for path in [*sources, *native]}
+    assert names == listed - {"drivetrain/setup.py"} | {jpeg}
+    license = zipfile.ZipFile(wheel).read("drivetrain/loaders/native/libjpeg-turbo.txt").decode()
+    assert "Independent JPEG Group" in license
 
 
-def test_the_wheel_works_in_a_fresh_environment_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    environment = tmp_path / "fresh"
-    _run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
+@pytest.fixture(scope="module")
+def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An environment with the wheel, and its site-packages.
+
+    Its dependencies are lent from this environment, whose own editable Drivetrain stays invisible: a folder named in a
+    .pth file has its own .pth files ignored.
+    """
+    folder = tmp_path_factory.mktemp("fresh")
+    environment = folder / "environment"
+    _run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     python = environment / "bin" / "python"
     uv = Path(sys.executable).parent / "uv"
-    _run(uv, "pip", "install", "--quiet", "--offline", "--no-deps", "--python", python, wheel, cwd=tmp_path)
-    # Its dependencies are lent from this environment, whose own editable Drivetrain stays invisible:
-    # a folder named in a .pth file has its own .pth files ignored.
+    _run(uv, "pip", "install", "--quiet", "--offline", "--no-deps", "--python", python, wheel, cwd=folder)
     lent = next(Path(path) for path in sys.path if path.endswith("site-packages"))
-    site = Path(
-        _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    )
-    (site / "lent.pth").write_text(f"{lent}\n")
+    purelib = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    (Path(purelib) / "lent.pth").write_text(f"{lent}\n")
+    return environment, Path(purelib)
+
+
+def test_the_wheel_works_in_a_fresh_environment_from_another_folder(
+    fresh: tuple[Path, Path], tmp_path: Path
+) -> None:
+    environment, site = fresh
     program = (
         "import drivetrain, drivetrain.loaders, drivetrain.strategies, drivetrain.transforms\n"
         "assert drivetrain.Pipeline and drivetrain.RECIPES\n"
         "assert issubclass(drivetrain.BetonError, drivetrain.DataError)\n"
         "print(drivetrain.__file__)"
     )
-    assert Path(_run(python, "-c", program, cwd=tmp_path).strip()).is_relative_to(site)
-    recipes = _run(environment / "bin" / "drivetrain", "recipes", cwd=tmp_path)
+    printed = _run(environment / "bin" / "python", "-c", program, cwd=tmp_path, env=BARE).strip()
+    assert Path(printed).is_relative_to(site)
+    recipes = _run(environment / "bin" / "drivetrain", "recipes", cwd=tmp_path, env=BARE)
     assert "cifar10-quickstart" in recipes
+
+
+def test_the_wheel_converts_loads_and_trains_with_the_libjpeg_inside(
+    fresh: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The libraries that are mapped into the process belong to the wheel, or to the wheels of other packages."""
+    environment, site = fresh
+    program = SUPPORT / "wheel_program.py"
+    printed = _run(environment / "bin" / "python", program, tmp_path, cwd=tmp_path, env=BARE)
+    found = json.loads(printed.splitlines()[-1])
+    assert Path(found["drivetrain"]).is_relative_to(site)
+    assert found["batch"] == [[8, 3, 32, 32], [8]]
+    assert found["epochs"] == 1
+    assert found["modules"] == []
+    libraries = [Path(file) for file in found["libraries"]]
+    assert [file for file in libraries if file.name == "libdrivetrain.so"] == [
+        site / "drivetrain" / "loaders" / "native" / "libdrivetrain.so"
+    ]
+    (jpeg,) = (file for file in libraries if file.parent == site / "drivetrain.libs")
+    assert jpeg.name.startswith("libjpeg-")
+    assert [file for file in libraries if "site-packages" not in file.parts] == []
+
+
+REFUSED = {
+    "no compiler": (
+        {"CC": "/nowhere/cc"},
+        "install a C compiler (Debian and Ubuntu: apt-get install gcc libc6-dev), or set CC to yours.",
+    ),
+    "no headers": (
+        {"CFLAGS": "-nostdinc"},
+        "install libjpeg-turbo's headers (Debian: apt-get install libjpeg62-turbo-dev; Ubuntu: libjpeg-turbo8-dev), "
+        "or set CPATH and LIBRARY_PATH to where they are.",
+    ),
+}
+
+
+@pytest.mark.parametrize("lacking", REFUSED)
+def test_a_build_without_its_tools_ends_with_what_to_install(
+    lacking: str, clone: Path, tmp_path: Path
+) -> None:
+    environment, remedy = REFUSED[lacking]
+    done = subprocess.run(
+        [sys.executable, clone / "setup.py", "bdist_wheel", "--dist-dir", tmp_path / "dist"],
+        cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    last = (done.stdout + done.stderr).splitlines()[-1]
+    assert last == f"Drivetrain's native library cannot be built: {remedy}"
+    assert "Traceback" not in done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) < 10
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_source_distribution_has_the_sources_of_the_library(clone: Path, tmp_path: Path) -> None:
+    _run(
+        sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, clone, cwd=tmp_path
+    )
+    (archive,) = tmp_path.iterdir()
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    native = [path for pattern in ("*.c", "*.h", "*.py") for path in (ROOT / "loaders/native").glob(pattern)]
+    assert native
+    assert {path.relative_to(ROOT).as_posix() for path in native} | {"setup.py", "pyproject.toml"} <= names
+    assert not {name for name in names if name.endswith(".so")}
 
 
 def test_importing_the_package_is_free_of_heavy_imports() -> None:
