@@ -2,9 +2,9 @@
 
     python .ci/wheel.py FOLDER
 
-Builds from the source distribution, so that nothing else of this folder can be in it. auditwheel copies libjpeg-turbo
-into the wheel, and names the wheel after the oldest glibc that it works with. Only for Linux; .ci/wheels has the steps
-for macOS.
+Builds from the source distribution, so that files which earlier builds left here cannot be in it. auditwheel copies
+libjpeg-turbo into the wheel, and names the wheel after the oldest glibc that it works with. Only for Linux; .ci/wheels
+has the steps for macOS.
 """
 
 from __future__ import annotations

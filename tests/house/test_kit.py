@@ -13,6 +13,7 @@ from typing import Any
 
 import gpu_stages
 import pytest
+from drivetrain.loaders.native import library
 
 pytestmark = pytest.mark.process
 
@@ -207,6 +208,17 @@ def test_another_python_is_named_before_pip_is_tried(made: Path, tmp_path: Path)
     with pytest.raises(install.KitError, match=r"wheels are for Python 2\.7 on x86_64; this is Python 3"):
         install.install(store)
     assert not (store / "site").exists()
+
+
+def test_a_wheel_that_needs_a_library_of_the_system_is_named(tmp_path: Path) -> None:
+    """As Drivetrain's would, were it packed as the compiler makes it."""
+    path = tmp_path / "drivetrain-9.0-py3-none-linux_x86_64.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(library._FILE, "drivetrain/loaders/native/libdrivetrain.so")
+    with pytest.raises(
+        install.KitError, match=r"drivetrain-9\.0-.*\.whl needs \['libjpeg\.so\.\d+'\], which"
+    ):
+        kit.check_complete(path, tmp_path)
 
 
 def test_the_versions_are_those_of_the_lock_file() -> None:

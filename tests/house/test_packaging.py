@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,9 +11,14 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+import gpu_stages
+import numpy as np
 import pytest
+from drivetrain.loaders import convert
 from places import ROOT, SUPPORT
 
 pytestmark = pytest.mark.process
@@ -27,6 +33,14 @@ def _run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> 
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def _pins(name: str) -> list[str]:
+    return [line for line in (ROOT / name).read_text().splitlines() if line[:1] not in ("#", " ", "")]
+
+
+def _required(entries: Iterable[str]) -> set[str]:
+    return {re.split(r"[\[<>=~! ]", entry)[0].lower() for entry in entries} - {"drivetrain"}
 
 
 @pytest.fixture(scope="module")
@@ -80,21 +94,26 @@ def test_the_wheel_holds_the_package_its_libraries_and_nothing_else(wheel: Path)
 
 @pytest.fixture(scope="module")
 def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An environment with the wheel, and its site-packages.
+    """An environment with the wheel and the packages of requirements-run.txt, and its site-packages.
 
-    Its dependencies are lent from this environment, whose own editable Drivetrain stays invisible: a folder named in a
-    .pth file has its own .pth files ignored.
+    The packages are lent from this environment, by a folder of links to them.
     """
     folder = tmp_path_factory.mktemp("fresh")
-    environment = folder / "environment"
+    environment, lent = folder / "environment", folder / "lent"
     _run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     python = environment / "bin" / "python"
     uv = Path(sys.executable).parent / "uv"
     _run(uv, "pip", "install", "--quiet", "--offline", "--no-deps", "--python", python, wheel, cwd=folder)
-    lent = next(Path(path) for path in sys.path if path.endswith("site-packages"))
-    purelib = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    (Path(purelib) / "lent.pth").write_text(f"{lent}\n")
-    return environment, Path(purelib)
+    lent.mkdir()
+    for package in {line.split("==")[0] for line in _pins("requirements-run.txt")}:
+        with contextlib.suppress(PackageNotFoundError):  # of another version of Python, or another processor
+            found = distribution(package)
+            for name in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+                if not (lent / name).is_symlink():  # several packages are in the folder nvidia
+                    (lent / name).symlink_to(found.locate_file(name))
+    site = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    (Path(site) / "lent.pth").write_text(f"{lent}\n")
+    return environment, Path(site)
 
 
 def test_the_wheel_works_in_a_fresh_environment_from_another_folder(
@@ -113,6 +132,7 @@ def test_the_wheel_works_in_a_fresh_environment_from_another_folder(
     assert "cifar10-quickstart" in recipes
 
 
+@pytest.mark.long
 def test_the_wheel_converts_loads_and_trains_with_the_libjpeg_inside(
     fresh: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -132,6 +152,28 @@ def test_the_wheel_converts_loads_and_trains_with_the_libjpeg_inside(
     (jpeg,) = (file for file in libraries if file.parent == site / "drivetrain.libs")
     assert jpeg.name.startswith("libjpeg-")
     assert [file for file in libraries if "site-packages" not in file.parts] == []
+
+
+@pytest.mark.slow
+def test_the_quickstart_needs_no_reference(fresh: tuple[Path, Path], tmp_path: Path) -> None:
+    """What `make quickstart` runs, on small data, with the packages that it installs."""
+    environment, _ = fresh
+    lacking = "import importlib.util as u, sys; sys.exit(any(map(u.find_spec, sys.argv[1:])))"
+    references = "ffcv", "numba", "cv2", "composer", "deepspeed", "fairscale", "lightning"
+    _run(environment / "bin" / "python", "-c", lacking, *references, cwd=tmp_path, env=BARE)
+    images = np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
+    convert((images, np.arange(64) % 10), tmp_path / "a.beton", progress=False)
+    _run(
+        environment / "bin" / "drivetrain", "train", "cifar10-quickstart", "train=a.beton", "val=a.beton",
+        "batch_size=16", "epochs=1", "precision=fp32", "--out", "out", "--ledger", "--ledger-seconds", "100",
+        cwd=tmp_path, env=BARE,
+    )  # fmt: skip
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "ledger.json", "ledger.png", "curves.png"} <= made
+
+
+def test_the_gpu_kits_wheel_needs_no_library_that_a_machine_may_lack(wheel: Path, tmp_path: Path) -> None:
+    gpu_stages.load("kit").check_complete(wheel, tmp_path)
 
 
 REFUSED = {
@@ -186,10 +228,13 @@ def test_install_files_name_no_address_and_no_path_of_a_machine() -> None:
     forbidden = ("http://", "https://", "file:", str(ROOT), str(Path.home()))
     for name in (
         "requirements.txt",
+        "requirements-run.txt",
         "pyproject.toml",
         "Makefile",
         ".ci/run",
         ".ci/native",
+        ".ci/wheel.py",
+        ".ci/wheels",
         ".ci/find-python",
     ):
         text = (ROOT / name).read_text()
@@ -197,17 +242,23 @@ def test_install_files_name_no_address_and_no_path_of_a_machine() -> None:
 
 
 def test_requirements_pin_every_dependency_exactly() -> None:
-    lines = [
-        line
-        for line in (ROOT / "requirements.txt").read_text().splitlines()
-        if line[:1] not in ("#", " ", "")
-    ]
+    lines = _pins("requirements.txt")
     assert all(re.match(r"^[A-Za-z0-9_.-]+==[^ ;]+( ; .+)?$", line) for line in lines)
-    pinned = {line.split("==")[0].lower() for line in lines}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
-        *project["dependencies"],
-        *(d for extra in project["optional-dependencies"].values() for d in extra),
-    ]
-    names = {re.split(r"[\[<>=~! ]", entry)[0].lower() for entry in wanted} - {"drivetrain"}
-    assert names <= pinned
+    wanted = _required(
+        [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    )
+    assert wanted <= {line.split("==")[0].lower() for line in lines}
+
+
+def test_the_quickstart_installs_the_same_versions_and_no_references() -> None:
+    lines = _pins("requirements-run.txt")
+    assert {line.split(" ")[0] for line in lines} <= {
+        line.split(" ")[0] for line in _pins("requirements.txt")
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pinned = {line.split("==")[0].lower() for line in lines}
+    assert _required([*project["dependencies"], *extras["plot"]]) <= pinned
+    others = _required(entry for name, entries in extras.items() if name != "plot" for entry in entries)
+    assert others & pinned <= {"fsspec", "setuptools"}  # torch needs them
