@@ -70,8 +70,10 @@ class FFCVLoader(EpochLoader):
         eval_ratio: in evaluation, the crop's side relative to the image's shorter side. Default 224/256, customary for
             ImageNet.
         interpolation: `"bilinear"`, antialiased, as in Pillow and torchvision (within two levels if the JPEG is decoded
-            at full size, four if a raw image shrinks more than eightfold); or `"area"`, OpenCV's, with exactly FFCV's
-            pixels.
+            at full size, four if a raw image shrinks more than eightfold); `"bicubic"`, antialiased, and `"nearest"`,
+            with exactly the pixels of Pillow (from version 13 on, Pillow shrinks tall images first vertically, which
+            changes some by a level or two); or `"area"`, OpenCV's, with exactly FFCV's pixels. Only with `"bilinear"`
+            are JPEGs decoded at a smaller size.
         flip: True mirrors each training image or not, at random in each epoch. `"alternating"`: at random in epoch 0,
             inverted in every odd epoch, so that two epochs show each image both ways (airbench's, arXiv:2404.00498,
             section 3.6; better with few epochs). False: never.

@@ -13,7 +13,12 @@ from torchvision.transforms import v2
 from ..errors import DataError
 from .decode.centers import central_squares
 
-_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "area": Image.Resampling.BOX}
+_FILTERS = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "nearest": Image.Resampling.NEAREST,
+    "area": Image.Resampling.BOX,
+}
 
 
 class EvaluationCrop(torch.nn.Module):
@@ -22,7 +27,7 @@ class EvaluationCrop(torch.nn.Module):
     Args:
         image_size: side of the result, in pixels.
         ratio: the crop's side relative to the image's shorter side, in (0, 1].
-        interpolation: `"bilinear"` (antialiased) or `"area"`.
+        interpolation: `"bilinear"` or `"bicubic"` (antialiased), `"nearest"` or `"area"`.
     """
 
     def __init__(self, image_size: int, ratio: float, interpolation: str = "bilinear") -> None:
@@ -40,10 +45,10 @@ class EvaluationCrop(torch.nn.Module):
         picture: Image.Image = image.convert("RGB")
         (box,) = central_squares(np.array([picture.height]), np.array([picture.width]), self.ratio)
         top, left, side, _ = map(int, box)
+        crop = picture.crop((left, top, left + side, top + side))
         if side == self.image_size:  # as the loader, which copies such pixels
-            return picture.crop((left, top, left + side, top + side))
-        size = (self.image_size, self.image_size)
-        return picture.resize(size, _FILTERS[self.interpolation], box=(left, top, left + side, top + side))
+            return crop
+        return crop.resize((self.image_size, self.image_size), _FILTERS[self.interpolation])
 
     def extra_repr(self) -> str:
         """Return the arguments."""

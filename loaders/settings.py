@@ -24,7 +24,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 """ImageNet's, for pixels scaled to 0–1; torchvision's documented values."""
 
 CROPS = ("resized", "padded")
-INTERPOLATIONS = ("bilinear", "area")
+INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "area")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 

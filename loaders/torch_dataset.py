@@ -114,15 +114,15 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
 
 def make_transform(settings: Settings) -> Any:
     """Return torchvision's equivalent of `FFCVLoader`'s processing, from PIL image to tensor."""
-    side = settings.image_size
+    side, filter_ = settings.image_size, v2.InterpolationMode(settings.interpolation)
     steps: list[Any] = []
     if settings.train and settings.crop == "resized":
-        steps.append(v2.RandomResizedCrop(side, scale=settings.scale, ratio=settings.ratio))
+        steps.append(v2.RandomResizedCrop(side, settings.scale, settings.ratio, filter_))
     elif settings.train:
         steps.append(OfSize(side))
         steps.append(v2.RandomCrop(side, padding=settings.padding or None, padding_mode="reflect"))
     else:
-        steps += [v2.Resize(round(side / settings.eval_ratio)), v2.CenterCrop(side)]
+        steps += [v2.Resize(round(side / settings.eval_ratio), filter_), v2.CenterCrop(side)]
     if settings.train and settings.flip is True:  # the loader, which knows the epoch, does alternating flips
         steps.append(v2.RandomHorizontalFlip())
     if settings.train and any(settings.color_jitter):

@@ -64,7 +64,7 @@ class TorchLoader(EpochLoader):
         self.workers = check_workers(workers, least=0)
         self._ahead = check_ahead(batches_ahead)
         checked = make_settings(order=order, **settings)
-        if checked.interpolation != "bilinear":
+        if checked.interpolation == "area":
             raise DataError("interpolation='area' is only available in FFCVLoader. Use 'bilinear'.")
         self.dataset = open_dataset(source, make_transform(checked), checked.verify)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None

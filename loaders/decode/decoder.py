@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from .operations import Operations
 
 _PART = 1 << 20  # bytes of pixels that a thread processes at a time
-_METHODS = {"bilinear": library.BILINEAR, "area": library.AREA}
+_METHODS = {
+    "bilinear": library.BILINEAR, "bicubic": library.BICUBIC, "nearest": library.NEAREST, "area": library.AREA
+}  # fmt: skip
 _DTYPES = {torch.uint8: library.UINT8, torch.float32: library.FLOAT32, torch.bfloat16: library.BFLOAT16}
 
 

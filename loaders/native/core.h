@@ -64,9 +64,9 @@ DT_API int dt_jpeg_check(const uint8_t *data, size_t size, int64_t height, int64
 
 /* ---- resize.c ---- */
 
-/* The working memory of `dt_resize`. */
+/* The working memory of a resize. */
 typedef struct {
-    dt_buffer first, weights, rows, columns, turned;
+    dt_buffer first, weights, exact, rows, columns, turned;
 } dt_resizing;
 
 /* Resize the part of a picture that begins at (`top`, `left`) and has `height` × `width` pixels, in fractions of pixels,
@@ -75,6 +75,12 @@ typedef struct {
 int dt_resize(dt_image image, double top, double left, double height, double width, int flip, uint8_t *target,
               int64_t out_height, int64_t out_width, dt_resizing *memory);
 
+
+/* Resize a whole picture with Pillow's bicubic filter, antialiased, and mirror it if `flip`; with the same bits. */
+int dt_resize_bicubic(dt_image image, int flip, uint8_t *target, int64_t out_height, int64_t out_width,
+                      dt_resizing *memory);
+/* Take the nearest pixels, Pillow's. */
+int dt_resize_nearest(dt_image image, uint8_t *target, int64_t out_height, int64_t out_width, dt_resizing *memory);
 
 /* ---- area.c: the resize of OpenCV's INTER_AREA, bit for bit (version 4.6) ---- */
 

@@ -25,7 +25,7 @@ from ...errors import DrivetrainError
 
 OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY = range(5)
 """A sample's status; as in core.h."""
-BILINEAR, AREA, SHIFT = range(3)
+BILINEAR, AREA, SHIFT, BICUBIC, NEAREST = range(5)
 UINT8, FLOAT32, BFLOAT16 = range(3)
 
 _FILE = Path(__file__).with_name("libdrivetrain.dylib" if sys.platform == "darwin" else "libdrivetrain.so")

@@ -24,7 +24,7 @@ class Inputs:
         image_size: side of the images in evaluation, in pixels.
         eval_ratio: the central crop's side relative to the image's shorter side.
         mean, std: of each channel, for pixels scaled to 0–1.
-        interpolation: `"bilinear"` or `"area"`.
+        interpolation: as in `FFCVLoader`.
         classes: names of the classes or labels; empty if the data has none.
     """
 
