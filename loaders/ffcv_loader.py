@@ -18,6 +18,7 @@ from .decode.decoder import Decoder, check_memory
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
+from .image_size import ImageSize
 from .settings import check_ahead, check_device, check_workers, make_settings
 from .sources import Source
 
@@ -41,8 +42,8 @@ class FFCVLoader(EpochLoader):
             mix: an epoch has as many samples as all of them together, and of each data set its share by weight; see
             `order.mixed`. Files of a data set, and of a mix, have the same fields and classes.
         batch_size: the *global* batch size, over all ranks.
-        image_size: side of the square output images, in pixels; `set_image_size` changes it between epochs. A JPEG
-            with a crop at least twice as large is decoded at half (a quarter, an eighth) of its size.
+        image_size: side of square output images, or height and width, in pixels; `set_image_size` changes it between
+            epochs. A JPEG with a crop at least twice as large is decoded at half (a quarter, an eighth) of its size.
         train: True for random crops, flips and the other augmentations; False for centre crops, in order. Default
             True.
         seed: of order and augmentation. Default 0.
@@ -67,8 +68,8 @@ class FFCVLoader(EpochLoader):
         scale: fraction of the area that a resized crop covers. Default (0.25, 1), as in ffcv-imagenet's recipes.
         ratio: its aspect ratio.
         padding: maximum shift of the padded crop, in pixels. Default 4, the usual choice for CIFAR's 32 pixels.
-        eval_ratio: in evaluation, the crop's side relative to the image's shorter side. Default 224/256, customary for
-            ImageNet.
+        eval_ratio: in evaluation, the size of the central crop relative to the largest one of the shape of the output;
+            for square images, its side relative to the image's shorter side. Default 224/256, customary for ImageNet.
         interpolation: `"bilinear"`, antialiased, as in Pillow and torchvision (within two levels if the JPEG is decoded
             at full size, four if a raw image shrinks more than eightfold); `"bicubic"`, antialiased, and `"nearest"`,
             with exactly the pixels of Pillow (from version 13 on, Pillow shrinks tall images first vertically, which
@@ -107,7 +108,7 @@ class FFCVLoader(EpochLoader):
         source: Source,
         *,
         batch_size: int,
-        image_size: int,
+        image_size: ImageSize,
         train: bool = True,
         seed: int = 0,
         workers: int | None = None,
@@ -146,13 +147,14 @@ class FFCVLoader(EpochLoader):
             -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
             + self._last.joined
         )
-        batch = share * self.settings.image_size**2 * 3 * each
+        height, width = self.settings.size
+        batch = share * height * width * 3 * each
         if self._feed is not None:
             batch = 1 << (batch - 1).bit_length()  # torch rounds pinned memory up
         self.memory = check_memory(decoder, self._ahead + 3, batch, self.workers)
         return decoder
 
-    def set_image_size(self, image_size: int) -> None:
+    def set_image_size(self, image_size: ImageSize) -> None:
         """See `EpochLoader.set_image_size`; JPEGs are decoded at a smaller size if that saves time."""
         before = self.settings
         super().set_image_size(image_size)
@@ -191,8 +193,7 @@ class FFCVLoader(EpochLoader):
         """Start loading a batch, in chunks so small that no worker idles at its end."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
-        side = self.settings.image_size
-        shape = len(indices), side, side, 3
+        shape = len(indices), *self.settings.size, 3
         self.beton.prefetch(indices % len(self.beton))
         if self._feed is not None:
             images = self._feed.pinned(shape, torch.uint8)

@@ -26,6 +26,7 @@ from ..errors import DataError, DrivetrainError
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
+from .image_size import ImageSize
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .torch_dataset import BetonDataset, make_transform, open_dataset
 
@@ -49,7 +50,7 @@ class TorchLoader(EpochLoader):
         source: Any,
         *,
         batch_size: int,
-        image_size: int,
+        image_size: ImageSize,
         train: bool = True,
         seed: int = 0,
         workers: int | None = None,
@@ -93,7 +94,7 @@ class TorchLoader(EpochLoader):
             raise DataError(f"{type(self.dataset).__name__} has no attribute `targets` with its labels.")
         return np.asarray(self.dataset.targets)
 
-    def set_image_size(self, image_size: int) -> None:
+    def set_image_size(self, image_size: ImageSize) -> None:
         """See `EpochLoader.set_image_size`; the worker processes are restarted."""
         super().set_image_size(image_size)
         self.dataset.transform = make_transform(self.settings)

@@ -39,7 +39,7 @@ class Job:
         indices: `(n,)` sample indices.
         keys: `(n,)` keys of their random draws; see `draws`.
         choices: the augmentations.
-        images: `(n, side, side, 3)`, uint8 or already normalised.
+        images: `(n, H, W, 3)`, uint8 or already normalised.
     """
 
     indices: NDArray[np.int64]
@@ -76,7 +76,7 @@ class Decoder:
     def __init__(self, beton: BetonFiles, settings: Settings, operations: Sequence[Any]) -> None:
         self._beton, self._settings = beton, settings
         self._core = library.library()
-        self._operations = _compiled(operations, settings.image_size)
+        self._operations = _compiled(operations, settings.size)
         self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
         self._widest = int(self._widths.max())
         self._largest = int((self._heights * self._widths).max()) * 3  # bytes of pixels
@@ -90,24 +90,23 @@ class Decoder:
         fill = (ctypes.c_uint8 * 3)(*(round(level * 255) for level in settings.mean))
         self._made = {
             dtype: library.Settings(
-                settings.image_size, settings.image_size, method, number, library.address(line[0]),
+                *settings.size, method, number, library.address(line[0]),
                 library.address(line[1]), library.address(table), settings.cutout, fill,
             )
             for dtype, number in _DTYPES.items()
         }  # fmt: skip
         self._columns = columns  # keeps their memory
-        self.part = max(_PART // (settings.image_size**2 * 3), 1)
+        self.part = max(_PART // (settings.size[0] * settings.size[1] * 3), 1)
         self._free: deque[_Workspace] = deque()
 
     @property
     def workspace_bytes(self) -> int:
         """Return the memory that each thread needs besides the batches, in bytes."""
-        side, widest = self._settings.image_size, self._widest
-        policy = 18 * side * side  # a sum in float32, and two pictures
-        images = 3 * side * side * (self.part if self._operations else 1)
-        return (
-            self._longest + self._largest + widest * (3 * side + 4 * side) + 4 * side * side + images + policy
-        )
+        (height, width), widest = self._settings.size, self._widest
+        policy = 18 * height * width  # a sum in float32, and two pictures
+        images = 3 * height * width * (self.part if self._operations else 1)
+        resizing = (3 * widest + 4 * widest + 4 * width) * height
+        return self._longest + self._largest + resizing + images + policy
 
     def choose(self, numbers: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
         """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`.
@@ -208,22 +207,20 @@ def _native(choices: augmentation.Choices, part: slice, indices: NDArray[np.int6
     return of
 
 
-def _compiled(operations: Sequence[Any], side: int) -> Operations | None:
+def _compiled(operations: Sequence[Any], size: tuple[int, int]) -> Operations | None:
     """Return FFCV's operations, compiled; None without any: then neither FFCV nor numba is imported."""
     if not operations:
         return None
     require("numba", "ffcv", "use FFCV's operations")
     from .operations import Operations
 
-    return Operations(operations, side)
+    return Operations(operations, size)
 
 
 def _normalisation(settings: Settings) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
-    """Return factor and summand of every byte of a line, `(2, 3 · side)`; and bfloat16 bits per level, `(3, 256)`."""
+    """Return factor and summand of every byte of a line, `(2, 3 · W)`; and bfloat16 bits per level, `(3, 256)`."""
     mean, std = np.array(settings.mean), np.array(settings.std)
-    line = np.stack(
-        [np.tile(1 / (255 * std), settings.image_size), np.tile(-mean / std, settings.image_size)]
-    )
+    line = np.tile(np.stack([1 / (255 * std), -mean / std]), settings.size[1])
     levels = (np.arange(256)[None] / 255 - mean[:, None]) / std[:, None]
     table = torch.from_numpy(levels).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     return line.astype(np.float32), table

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ...errors import NonFiniteError
 from ...loaders import FFCVLoader
 from ...loaders.epochs import Batch, EpochLoader
+from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
 from ...transforms import LayerFreezing
@@ -45,7 +46,7 @@ class BuiltVariant:
 
     built: Built
     phases: Sequence[SchedulePhase]
-    loader: Callable[[int], EpochLoader]
+    loader: Callable[[ImageSize], EpochLoader]
     freezing: LayerFreezing | None
     settings: Callable[[], AbstractContextManager[None]] = nullcontext
     """torch's settings while it runs; see `cuda_settings`."""

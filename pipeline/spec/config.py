@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ... import strategies
 from ...checks import check_whole, is_number, is_whole
 from ...errors import PlanError, suggest
+from ...loaders.image_size import ImageSize, is_size, usual_size
 from ...loaders.sources import Files, files_of
 from .frozen import FrozenDict
 from .options import (
@@ -25,6 +26,7 @@ from .options import (
     MAPPING,
     NULL,
     NUMBER,
+    PAIR,
     PATH,
     POSITIVE,
     TEXT,
@@ -85,6 +87,13 @@ def _check_val(name: str, value: Any) -> None:
         )
 
 
+def _check_eval_size(name: str, value: Any) -> None:
+    if value is not None and not is_size(usual_size(value)):
+        raise PlanError(
+            f"{name}={value!r} must be a positive integer, or two: height and width; or None for image_size."
+        )
+
+
 @dataclass(frozen=True)
 class DataConfig(Config):
     """The options of `Pipeline.load`.
@@ -127,18 +136,21 @@ class DataConfig(Config):
             in_plan=False,
         )
     )
-    image_size: int = field(
-        metadata=option("side of the square images, in pixels", POSITIVE, in_plan=False),
+    image_size: ImageSize = field(
+        metadata=option(
+            "side of square images, or height and width, in pixels", POSITIVE, PAIR, in_plan=False
+        ),
     )
-    eval_image_size: int | None = field(
+    eval_image_size: ImageSize | None = field(
         default=None,
         metadata=option(
-            "side of the images in evaluation, in pixels; None: image_size",
+            "the same in evaluation; None: image_size",
             POSITIVE,
+            PAIR,
             NULL,
             more="A model trained on random crops is often most accurate on slightly larger images (Touvron et al. "
             "2019, arXiv:1906.06423).",
-            check=whole(1, none="image_size"),
+            check=_check_eval_size,
             in_plan=False,
         ),
     )
@@ -201,6 +213,8 @@ class DataConfig(Config):
         from ...loaders.settings import Settings
 
         super().__post_init__()
+        for name in ("image_size", "eval_image_size"):
+            object.__setattr__(self, name, usual_size(getattr(self, name)))
         if isinstance(self.train, Mapping):
             object.__setattr__(self, "train", FrozenDict(self.train))
         if self.workers is not None:
@@ -216,8 +230,8 @@ class DataConfig(Config):
             raise PlanError(f"load() cannot use the settings {dict(self.settings)}: {error}.") from error
 
     @property
-    def eval_size(self) -> int:
-        """Side of the images in evaluation, in pixels."""
+    def eval_size(self) -> ImageSize:
+        """Side of the images in evaluation, or height and width, in pixels."""
         return self.image_size if self.eval_image_size is None else self.eval_image_size
 
     def arguments(self) -> Arguments:
