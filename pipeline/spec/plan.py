@@ -78,7 +78,8 @@ def lay_out(
     how, optimization = spec.distributed, spec.optimized
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
-             f"{data.image_size} px{_eval_size(data)}{data.for_plan()}; every rank loads its slice of each batch"),
+             f"{data.image_size} px{_eval_size(data)}{data.for_plan()}; every rank loads its slice of each batch"
+             f"{_caution(data)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()", f"with seed {spec.seed}, the same on every rank"),
     ]  # fmt: skip
@@ -113,6 +114,12 @@ def lay_out(
 
 def _eval_size(data: DataConfig) -> str:
     return "" if data.eval_size == data.image_size else f" ({data.eval_size} px in evaluation)"
+
+
+def _caution(data: DataConfig) -> str:
+    if data.loader != "ffcv_stock":
+        return ""
+    return "; FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
 
 
 def _slow_bf16(how: DistributedConfig) -> str:
