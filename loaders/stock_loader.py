@@ -95,6 +95,7 @@ class StockFFCVLoader(EpochLoader):
         if self.beton.remote:
             raise _at_an_address(str(self.beton.files[0].path))
         super().__init__(checked, indices, len(self.beton), self.beton)
+        _require_crops(checked, self.beton)
         self._feed = None
         if self._device.type != "cpu":
             dtype = None if checked.dtype == torch.uint8 else checked.dtype
@@ -373,6 +374,24 @@ def check_stock_source(source: Source) -> None:
         )
     if is_address(files.names[0]):
         raise _at_an_address(files.names[0])
+
+
+def _require_crops(settings: Settings, beton: BetonFiles) -> None:
+    """Raise `DataError` if a crop of an image may be empty: FFCV would end the process."""
+    heights, widths = beton.heights.astype(np.float64), beton.widths.astype(np.float64)
+    if settings.train:  # what FFCV falls back to when no random crop fits
+        low, high = settings.ratio
+        name, value = "ratio", str(settings.ratio)
+        sides = np.rint(np.minimum(widths / low, heights * high))
+    else:
+        name, value = "eval_ratio", f"{settings.eval_ratio:g}"
+        sides = np.floor(settings.eval_ratio * np.minimum(heights, widths))
+    if (sides < 1).any():
+        at = int(np.argmax(sides < 1))
+        raise DataError(
+            f"{name}={value} leaves FFCV's own loader no pixel of sample {at} of {beton.name}, which has "
+            f"{beton.widths[at]} × {beton.heights[at]}. Use a ratio nearer to 1, or {_OURS}."
+        )
 
 
 def _at_an_address(name: str) -> DataError:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
@@ -142,7 +143,7 @@ def _measured(
     try:
         # Trials draw random numbers, like training; the caller's generators do not change.
         with fork_rng(plan.seed):
-            _Measurement(plan, others, record, begin, seconds, within, progress).run()
+            _Measurement(plan, record, begin, seconds, within, progress, others).run()
     except KeyboardInterrupt:
         interrupted = True
     except _NoLedger as failure:
@@ -199,24 +200,24 @@ class _Measurement:
 
     Args:
         plan: the resolved pipeline.
-        others: the variants with another loader, if one was requested.
         record: receives the results as they arrive; it holds no model.
         begin: start of the time budget, in `perf_counter` time.
         seconds, within, progress: as in `Pipeline.ledger`.
+        others: the variants with another loader, if one was requested.
     """
 
     def __init__(
         self,
         plan: ResolvedPlan,
-        others: list[Variant],
         record: Record,
         begin: float,
         seconds: float,
         within: float,
         progress: bool,
+        others: Sequence[Variant] = (),
     ) -> None:
         self._plan, self._record, self._within = plan, record, within
-        self._others = others
+        self._others = list(others)
         self._budget = Budget(seconds, begin, progress)
         self._runners: list[VariantRunner] = []
         self._batches = 1  # of a first trial, and the minimum of any trial

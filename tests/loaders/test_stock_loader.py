@@ -230,6 +230,11 @@ def test_ffcv_that_hangs(evaluation: StockFFCVLoader, monkeypatch: pytest.Monkey
         ({"workers": 10_000}, "workers=10000 is more than numba's .*NUMBA_NUM_THREADS"),
         ({"workers": 0}, "workers=0 must be a positive integer"),
         ({"scale": (0, 1)}, "scale="),
+        (
+            {"ratio": (100, 100)},
+            r"ratio=\(100, 100\) leaves .* no pixel of sample 0 .* has 12 × 12\. Use a ratio",
+        ),
+        ({"train": False, "eval_ratio": 0.05}, r"eval_ratio=0\.05 leaves .* no pixel of sample 0"),
         ({"batch_size": 24}, "batch_size=24 is larger"),
         ({"batchsize": 2}, "batchsize"),
         ({"fields": ["weight"]}, "'weight' is not a field"),
