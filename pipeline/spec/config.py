@@ -65,6 +65,9 @@ PRECISIONS: dict[str, str] = {
 }
 """Names of `torch.set_float32_matmul_precision`, and their meaning on a GPU."""
 
+LOADERS = {"ffcv": "FFCVLoader", "torch": "TorchLoader", "ffcv_stock": "StockFFCVLoader"}
+"""The loaders by name, as classes of `loaders`."""
+
 Arguments = tuple[list[str], dict[str, Any]]
 """The arguments of a call: the text of each positional one, and the keyword arguments."""
 
@@ -157,9 +160,11 @@ class DataConfig(Config):
     loader: str = field(
         default="ffcv",
         metadata=option(
-            "ffcv, or torch for the plain PyTorch baseline",
+            "ffcv; torch for the plain PyTorch baseline; ffcv_stock for FFCV's own loader, whose augmentation is not "
+            "repeatable",
             TEXT,
-            check=known("loader", ("ffcv", "torch")),
+            more="What FFCV's own loader does not have is rejected; see `loaders.StockFFCVLoader`.",
+            check=known("loader", LOADERS),
             in_plan=False,
         ),
     )
@@ -175,7 +180,9 @@ class DataConfig(Config):
     workers: int | None = field(
         default=None,
         metadata=option(
-            "loader threads (ffcv) or processes (torch) per rank; None: one per core", INTEGER, NULL
+            "loader threads (ffcv, ffcv_stock) or processes (torch) per rank; None: one per core",
+            INTEGER,
+            NULL,
         ),
     )
     cache: str | None = field(

@@ -80,7 +80,7 @@ def lay_out(
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{_pixels(data.image_size)} px{_eval_size(data)}{data.for_plan()}; every rank loads its slice of each "
-             "batch"),
+             f"batch{_caution(data)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()", f"with seed {spec.seed}, the same on every rank"),
     ]  # fmt: skip
@@ -119,6 +119,12 @@ def _eval_size(data: DataConfig) -> str:
 
 def _pixels(image_size: ImageSize) -> str:
     return size_text(image_size) if isinstance(image_size, tuple) else str(image_size)
+
+
+def _caution(data: DataConfig) -> str:
+    if data.loader != "ffcv_stock":
+        return ""
+    return "; FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
 
 
 def _slow_bf16(how: DistributedConfig) -> str:
