@@ -14,7 +14,7 @@
 /* The compiler makes a variant of the function for each instruction set, and the loader chooses one. Results are the
  * same: integers, or floats without contraction. */
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(DT_NO_CLONES)
-#define DT_CLONES __attribute__((target_clones("avx512bw", "avx2", "default")))
+#define DT_CLONES __attribute__((target_clones("avx2", "default")))
 #else
 #define DT_CLONES
 #endif
@@ -27,5 +27,15 @@ typedef struct {
     size_t stride;
     int64_t rows, columns;
 } dt_image;
+
+/* area.c: the resize of OpenCV's INTER_AREA, 8-bit RGB, bit for bit (version 4.6). */
+
+/* The bytes of working memory that dt_area needs; 0 for a side that is not in 1 to 65535. */
+DT_API size_t dt_area_bytes(int64_t height, int64_t width, int64_t out_height, int64_t out_width);
+
+/* Resizes `height` lines of `width` pixels, `stride` bytes apart, to the dense picture `target`. Returns DT_OK;
+ * DT_WRONG_SIZE for such a side; DT_NO_MEMORY if `bytes`, the size of `workspace` (16-byte aligned), do not suffice. */
+DT_API int dt_area(const uint8_t *source, size_t stride, int64_t height, int64_t width, uint8_t *target,
+                   int64_t out_height, int64_t out_width, void *workspace, size_t bytes);
 
 #endif
