@@ -1,1 +1,1 @@
-"""Bindings to native libraries: libturbojpeg, the functions of FFCV, and the compiling of kernels."""
+"""Bindings to native libraries: our own, libturbojpeg, the functions of FFCV, and the compiling of kernels."""

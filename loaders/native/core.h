@@ -38,4 +38,18 @@ DT_API size_t dt_area_bytes(int64_t height, int64_t width, int64_t out_height, i
 DT_API int dt_area(const uint8_t *source, size_t stride, int64_t height, int64_t width, uint8_t *target,
                    int64_t out_height, int64_t out_width, void *workspace, size_t bytes);
 
+/* transcode.c: lossless recoding of JPEGs. */
+
+enum { DT_MESSAGE = 256 }; /* bytes of a message, with its end */
+
+/* Recodes a JPEG as baseline (progressive and arithmetic ones, too) with Huffman tables of its own. The markers that
+ * remain are those that decoding needs: no EXIF data, no colour profile, no comments.
+ *
+ * Returns DT_OK and a `result` to be freed with dt_free, or NULL if it would have more than `most` bytes. Otherwise
+ * `message` has the reason: DT_UNDECODABLE for an error or a warning of libjpeg; DT_WRONG_SIZE if the coefficients
+ * would take more than `memory` bytes, which are then not allocated; DT_NO_MEMORY. */
+DT_API int dt_recode(const uint8_t *jpeg, size_t size, uint64_t memory, size_t most, uint8_t **result,
+                     size_t *result_size, char *message);
+DT_API void dt_free(void *result);
+
 #endif

@@ -12,6 +12,10 @@ from ...errors import DrivetrainError
 
 _FILE = Path(__file__).with_name("libdrivetrain.dylib" if sys.platform == "darwin" else "libdrivetrain.so")
 
+OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY = range(5)
+MESSAGE = 256
+"""Bytes of a message."""
+
 _SIDES = [ctypes.c_int64] * 2
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dt_area_bytes": (ctypes.c_size_t, [*_SIDES, *_SIDES]),
@@ -27,6 +31,19 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             ctypes.c_size_t,
         ],
     ),
+    "dt_recode": (
+        ctypes.c_int,
+        [
+            ctypes.c_char_p,
+            ctypes.c_size_t,
+            ctypes.c_uint64,
+            ctypes.c_size_t,
+            ctypes.POINTER(ctypes.c_void_p),
+            ctypes.POINTER(ctypes.c_size_t),
+            ctypes.c_char_p,
+        ],
+    ),
+    "dt_free": (None, [ctypes.c_void_p]),
 }
 """The result and the arguments of each function; see core.h."""
 

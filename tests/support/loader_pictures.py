@@ -31,9 +31,12 @@ def picture(seed: int, height: int, width: int) -> NDArray[np.uint8]:
 
 
 def jpeg_bytes(pixels: NDArray[np.uint8], **options: Any) -> bytes:
-    """Return a JPEG file of them; `options` are Pillow's, with a default quality of 92."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG", **{"quality": 92, **options})
+    """Return a JPEG file of them; `options` are Pillow's, with a default quality of 92.
+
+    Huffman tables are optimised, so that `convert` copies it, except where Pillow's buffer does not suffice for that.
+    """
+    buffer, optimize = io.BytesIO(), options.get("quality", 92) < 95
+    Image.fromarray(pixels).save(buffer, "JPEG", **{"quality": 92, "optimize": optimize, **options})
     return buffer.getvalue()
 
 

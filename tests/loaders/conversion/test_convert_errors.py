@@ -260,14 +260,14 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_what_each_check_finds(tmp_path: Path) -> None:
     """A truncated JPEG is found by both; one whose data is damaged, by decoding, and later by `verify`."""
-    folder, jpeg = tmp_path / "images" / "a", jpeg_bytes(picture(0, 90, 120))
+    folder, jpeg = tmp_path / "images" / "a", jpeg_bytes(picture(0, 90, 120), optimize=False)
     folder.mkdir(parents=True)
     damaged = bytearray(jpeg)
     middle = len(jpeg) // 2
     damaged[middle : middle + 40] = bytes([0x55] * 40)
     for name, data in (("0", jpeg), ("1", bytes(damaged)), ("2", jpeg + b"after the end")):
         (folder / f"{name}.jpg").write_bytes(data)
-    whole = convert(folder.parent, tmp_path / "whole.beton", progress=False)
+    whole = convert(folder.parent, tmp_path / "whole.beton", keep_bytes=True, progress=False)
     assert sum(count for how, count in whole.treatments.items() if how.startswith("re-encoded")) == 1
     quick = convert(folder.parent, tmp_path / "quick.beton", check="structure", progress=False)
     assert quick.treatments == {"copied unchanged": 3}
