@@ -24,6 +24,7 @@ from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
 from .ffcv_modules import ffcv_module, thread_counts_restored
+from .image_size import ImageSize
 from .remote.source import is_address
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .sources import Source, files_of
@@ -75,7 +76,7 @@ class StockFFCVLoader(EpochLoader):
         source: Source,
         *,
         batch_size: int,
-        image_size: int,
+        image_size: ImageSize,
         train: bool = True,
         seed: int = 0,
         workers: int | None = None,
@@ -120,7 +121,7 @@ class StockFFCVLoader(EpochLoader):
         """The labels of all samples, `(N,)` or `(N, K)`."""
         return self.beton.labels
 
-    def set_image_size(self, image_size: int) -> None:
+    def set_image_size(self, image_size: ImageSize) -> None:
         """See `EpochLoader.set_image_size`; FFCV does not compile again."""
         before = self.settings
         super().set_image_size(image_size)
@@ -129,7 +130,7 @@ class StockFFCVLoader(EpochLoader):
         except DataError:
             self.settings = before
             raise
-        self._decoder.output_size = (image_size, image_size)  # read at the start of each epoch
+        self._decoder.output_size = self.settings.size  # read at the start of each epoch
 
     @property
     def _share(self) -> int:
@@ -165,7 +166,7 @@ class StockFFCVLoader(EpochLoader):
         """Return FFCV's operations on images, and the first of them, which decodes."""
         own, images = self.settings, ffcv_module("ffcv.fields.rgb_image")
         transforms = ffcv_module("ffcv.transforms")
-        size = own.image_size, own.image_size
+        size = own.size
         if own.train:
             decoder = images.RandomResizedCropRGBImageDecoder(size, scale=own.scale, ratio=own.ratio)
         else:
@@ -185,7 +186,7 @@ class StockFFCVLoader(EpochLoader):
             DataError: if this process may not allocate that much.
         """
         own, ahead, beton = self.settings, self._ahead + 2, self.beton
-        pixels = own.image_size**2 * 3
+        pixels = own.size[0] * own.size[1] * 3
         largest = int(beton.widths.max()) * int(beton.heights.max()) * 3
         copies = 1 + (own.train and bool(own.flip)) + 4 * (self._on_host == torch.float32)
         each = self._share * (largest + copies * pixels)
@@ -221,8 +222,7 @@ class StockFFCVLoader(EpochLoader):
             run.stop()
 
     def _batch(self, run: _Run, share: NDArray[np.int64], where: str) -> Batch:
-        side = self.settings.image_size
-        shape = len(share), side, side, 3
+        shape = len(share), *self.settings.size, 3
         if self._feed is not None:
             images = self._feed.pinned(shape, torch.uint8)
         else:
@@ -350,6 +350,11 @@ def stock_settings(**settings: Any) -> Settings:
     train = made.train
     refused = (
         ("interpolation", made.interpolation != "area", "Leave it out, because FFCV resizes by area"),
+        (
+            "image_size",
+            not train and isinstance(made.image_size, tuple),
+            "Use one side, because FFCV evaluates on central squares",
+        ),
         ("verify", made.verify, "Leave it out and run drivetrain verify before training"),
         ("crop", made.shifts, "Use crop='resized'"),
         ("flip", made.alternates, "Use flip=True"),

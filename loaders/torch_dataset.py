@@ -18,7 +18,7 @@ from ..errors import DataError
 from .beton.data_set import BetonFiles, open_files
 from .beton.open_file import Identity
 from .conversion.sources import FolderSource
-from .native.turbojpeg import huffman_coded
+from .native.transcode import huffman_coded
 from .policies import torchvision_policy
 from .preprocess import EvaluationCrop
 from .settings import Settings, odd_size
