@@ -58,6 +58,8 @@ class EpochLoader(ABC):
                 f"The mix {beton.name if beton else ''} has weights, which order='sequential' does not keep. To "
                 "evaluate, load each data set by itself, or all without weights: '{a,b}.beton'."
             )
+        self.replaced: list[int] = []
+        """Samples of this rank for which others were loaded (`on_error="skip"`), since the list was last emptied."""
         self.set_indices(indices)
         if settings.order == "quasi_random":
             require_pages(self._pages)

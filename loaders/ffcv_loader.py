@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from .beton.data_set import BetonFiles, open_files
 from .buffers import Buffers
-from .decode.decoder import Decoder, check_memory
+from .decode.decoder import Decoder, Job, check_memory
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
@@ -91,6 +91,10 @@ class FFCVLoader(EpochLoader):
         dtype: `torch.float32` or `torch.bfloat16`, normalised; or `torch.uint8`, as stored.
         fields: names of further fields of the file, yielded after the labels: a tensor for numbers and arrays, a list
             for bytes and JSON.
+        on_error: what to do with a training sample that cannot be decoded, or does not match its checksum: `"raise"`
+            (default), or `"skip"`: another sample takes its place, drawn as a function of (seed, epoch, sample), so
+            that batches are the same for any number of workers and ranks; `replaced` lists those of this rank.
+            Evaluation always raises: its figures would be of other data.
         verify: compare each sample with its CRC-32 in the manifest before it is used. Default False, because it takes
             time; `drivetrain verify` checks the full file once.
         rank, world_size: this process's shard of each batch (a contiguous slice). Default None: those of
@@ -184,7 +188,7 @@ class FFCVLoader(EpochLoader):
             for number in range(len(shares)):
                 while len(ahead) <= self._ahead and number + len(ahead) < len(shares):
                     ahead.append(self._submit(shares[number + len(ahead)], epoch))
-                yield self._batch(ahead.popleft().result(), shares[number])
+                yield self._batch(ahead.popleft().result())
         finally:
             for pending in ahead:
                 pending.cancel()
@@ -204,11 +208,12 @@ class FFCVLoader(EpochLoader):
         parts = [
             self._pool.submit(decoder.load, job, slice(at, at + step)) for at in range(0, len(indices), step)
         ]
-        return _Pending(parts, images)
+        return _Pending(parts, job)
 
-    def _batch(self, images: torch.Tensor, indices: NDArray[np.int64]) -> Batch:
-        values = self._values(indices % len(self.beton), (self.beton.label_name, *self.settings.fields))
-        return images.permute(0, 3, 1, 2), *values
+    def _batch(self, job: Job) -> Batch:
+        self.replaced += job.replaced
+        values = self._values(job.indices, (self.beton.label_name, *self.settings.fields))
+        return job.images.permute(0, 3, 1, 2), *values
 
     @property
     def classes(self) -> list[str]:
@@ -232,14 +237,14 @@ class FFCVLoader(EpochLoader):
 class _Pending:
     """A batch in preparation: its chunks, and the memory they fill."""
 
-    def __init__(self, parts: list[Future[None]], images: torch.Tensor) -> None:
-        self._parts, self._images = parts, images
+    def __init__(self, parts: list[Future[None]], job: Job) -> None:
+        self._parts, self._job = parts, job
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> Job:
         """Wait for all chunks; raise the exception of any of them."""
         for part in self._parts:
             part.result()
-        return self._images
+        return self._job
 
     def done(self) -> bool:
         """Whether `result` would not wait."""

@@ -24,6 +24,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 """ImageNet's, for pixels scaled to 0–1; torchvision's documented values."""
 
+ON_ERROR = ("raise", "skip")
 CROPS = ("resized", "padded")
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "area")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -59,6 +60,7 @@ class Settings:
     dtype: torch.dtype = torch.float32
     fields: tuple[str, ...] = ()
     verify: bool = False
+    on_error: str = "raise"
     rank: int = 0
     world_size: int = 1
 
@@ -81,6 +83,7 @@ class Settings:
                 isinstance(value, str) and value in known,
                 f"{article} {name}.{suggest(str(value), known)}"[:-1],
             )
+        check("on_error", self.on_error in ON_ERROR, "'raise' or 'skip'")
         check("pad_last", not (self.pad_last and self.drop_last), "False if drop_last is True")
         check(
             "scale", 0 < self.scale[0] <= self.scale[1] <= 1, "two fractions of the area, 0 < low ≤ high ≤ 1"

@@ -356,6 +356,7 @@ def stock_settings(**settings: Any) -> Settings:
             "Use one side, because FFCV evaluates on central squares",
         ),
         ("verify", made.verify, "Leave it out and run drivetrain verify before training"),
+        ("on_error", made.on_error == "skip", "Leave it out and run drivetrain verify before training"),
         ("crop", made.shifts, "Use crop='resized'"),
         ("flip", made.alternates, "Use flip=True"),
         ("color_jitter", train and any(made.color_jitter), "Leave it out"),

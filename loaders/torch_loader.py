@@ -65,6 +65,8 @@ class TorchLoader(EpochLoader):
         self.workers = check_workers(workers, least=0)
         self._ahead = check_ahead(batches_ahead)
         checked = make_settings(order=order, **settings)
+        if checked.on_error == "skip":
+            raise DataError("on_error='skip' is only available in FFCVLoader. Use 'raise'.")
         if checked.interpolation == "area":
             raise DataError("interpolation='area' is only available in FFCVLoader. Use 'bilinear'.")
         self.dataset = open_dataset(source, make_transform(checked), checked.verify)

@@ -14,7 +14,7 @@ from .policy_draws import Drawn, draw
 
 # Which draws of a sample's key decide what; the crop uses 0 to 39, and a policy those from 100 (see
 # policy_draws.py). A number, once used, keeps its meaning.
-FLIP, CUTOUT, COLOR = 40, 41, 43
+FLIP, CUTOUT, COLOR, REPLACEMENT = 40, 41, 43, 50
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +20,13 @@ from ..beton.layout import MODE_JPEG
 from ..native import jpeg, library
 from ..settings import Settings
 from . import augmentation, draws
+from .augmentation import REPLACEMENT
 
 if TYPE_CHECKING:
     from .operations import Operations
 
 _PART = 1 << 20  # bytes of pixels that a thread processes at a time
+_REPLACEMENTS = 8  # samples that are tried in the place of one that cannot be decoded
 _METHODS = {
     "bilinear": library.BILINEAR, "bicubic": library.BICUBIC, "nearest": library.NEAREST, "area": library.AREA
 }  # fmt: skip
@@ -40,12 +42,17 @@ class Job:
         keys: `(n,)` keys of their random draws; see `draws`.
         choices: the augmentations.
         images: `(n, H, W, 3)`, uint8 or already normalised.
+        numbers, epoch: what `indices` were chosen for; see `Decoder.choose`.
+        replaced: the samples that could not be decoded, `on_error="skip"`; `indices` has those in their places.
     """
 
     indices: NDArray[np.int64]
     keys: NDArray[np.uint64]
     choices: augmentation.Choices
     images: torch.Tensor
+    numbers: NDArray[np.int64]
+    epoch: int
+    replaced: list[int] = field(default_factory=list)
 
 
 class _Workspace:
@@ -122,7 +129,7 @@ class Decoder:
         indices = numbers % len(self._beton)
         heights, widths = self._heights[indices], self._widths[indices]
         choices = augmentation.choose(settings, keys, heights, widths, flips)
-        return Job(indices, keys, choices, images)
+        return Job(indices, keys, choices, images, numbers, epoch)
 
     def load(self, job: Job, part: slice) -> None:
         """Load one chunk of the batch.
@@ -135,9 +142,41 @@ class Decoder:
         except IndexError:
             workspace = _Workspace()
         try:
-            self._load(workspace, job, part)
+            if self._settings.on_error == "skip" and self._settings.train:
+                self._load_or_replace(workspace, job, part)
+            else:
+                self._load(workspace, job, part)
         finally:
             self._free.append(workspace)
+
+    def _load_or_replace(self, workspace: _Workspace, job: Job, part: slice) -> None:
+        """Load one chunk; in the place of a sample that cannot be decoded, another one, drawn from its own key.
+
+        So the batch is the same whatever thread or rank loads it.
+        """
+        try:
+            self._load(workspace, job, part)
+        except BetonError:  # at least one of them
+            for place in range(part.start, min(part.stop, len(job.indices))):
+                self._load_one(workspace, job, place)
+
+    def _load_one(self, workspace: _Workspace, job: Job, place: int) -> None:
+        try:
+            self._load(workspace, job, slice(place, place + 1))
+            return
+        except BetonError as error:
+            first = error
+        draw = draws.uniforms(job.keys[place : place + 1], REPLACEMENT, _REPLACEMENTS)[0]
+        for number in (draw * len(self._beton)).astype(np.int64):
+            other = self.choose(np.array([number]), job.epoch, job.images[place : place + 1])
+            try:
+                self._load(workspace, other, slice(0, 1))
+            except BetonError:
+                continue
+            job.replaced.append(int(job.indices[place]))
+            job.indices[place] = number
+            return
+        raise first
 
     def _load(self, workspace: _Workspace, job: Job, part: slice) -> None:
         indices, out = np.ascontiguousarray(job.indices[part]), job.images[part]

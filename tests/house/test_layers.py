@@ -60,6 +60,9 @@ def test_the_walks_of_contributing_lead_somewhere() -> None:
     steps = re.findall(r"`([a-z_/0-9]+\.(?:py|c))`\s+\(`(\w+)`\)", walks)
     assert len(steps) >= 20
     for file, name in steps:
-        assert re.search(rf"^ *(def|DT_|int|void) *.*\b{name}\(", (ROOT / file).read_text(), re.M), (file, name)
+        assert re.search(rf"^ *(def|DT_|int|void) *.*\b{name}\(", (ROOT / file).read_text(), re.M), (
+            file,
+            name,
+        )
     for walk in walks.split("\n- ")[1:3]:  # training, and a recipe
         assert len(set(re.findall(r"`([a-z_/0-9]+\.py)`", walk))) <= 6
