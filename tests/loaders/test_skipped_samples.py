@@ -113,7 +113,7 @@ def test_every_rank_counts_all(photos: Path, tmp_path: Path, capfd: pytest.Captu
         histories.append(result.history.epochs)
         assert (
             "2 of the epoch's samples cannot be decoded, and others took their places: 4, 9."
-            in capfd.readouterr().err
+            in capfd.readouterr().out
         )
     assert [one.replaced for one in histories[0]] == [one.replaced for one in histories[1]] == [2, 2]
     for one, other in zip(*histories, strict=True):
