@@ -2,8 +2,8 @@
 
     python benchmarks/peer_epochs.py dali|torchcodec|torchvision FOLDER SCALE WORKERS
 
-For each line on stdin it runs an epoch over the folder (RandomResizedCrop (SCALE, 1) to 224, flip, normalised float32) and
-prints images/s. The first line printed has the versions.
+For each line on stdin it runs an epoch over the folder (RandomResizedCrop (SCALE, 1) to 224, flip, normalised float32)
+and prints images/s. The first line printed has the versions.
 """
 
 from __future__ import annotations
