@@ -4,6 +4,7 @@
 # make install      only set up                     make lock   rewrite requirements.txt and requirements-run.txt
 # make wheel        one wheel for all Pythons in dist/, with libjpeg-turbo inside
 # make check        ruff, import layers and mypy    make bench PHOTOS=FOLDER   loading speed on a folder of photographs
+# make bench-peers PHOTOS=FOLDER   the same against DALI, TorchCodec and torchvision
 # make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
 # make fuzz         a million damaged files through the native library, under the sanitizers
@@ -18,7 +19,7 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
-.PHONY: quickstart install test test-all quick check bytecode lock wheel bench fuzz gpu gpu-kit notebooks clean
+.PHONY: quickstart install test test-all quick check bytecode lock wheel bench bench-peers fuzz gpu gpu-kit notebooks clean
 
 # With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
@@ -96,6 +97,12 @@ wheel: install
 
 bench: install
 	$(BIN)/python benchmarks/loaders.py "$(PHOTOS)"
+
+# The peers have an environment of their own: their versions of torch's libraries need not be ours.
+bench-peers: install
+	test -x .build/peers/bin/python || "$(PYTHON)" -m venv .build/peers
+	$(BIN)/uv pip install --python .build/peers/bin/python --quiet -r benchmarks/peers.txt
+	$(BIN)/python benchmarks/peers.py "$(PHOTOS)" --python .build/peers/bin/python
 
 fuzz: install
 	$(BIN)/python tests/support/native_fuzz.py --kind address

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .inspection import contact_sheet as contact_sheet
     from .inspection import inspect as inspect
     from .inspection import verify as verify
+    from .stock_loader import StockFFCVLoader as StockFFCVLoader
     from .torch_loader import TorchLoader as TorchLoader
 
 __getattr__, __dir__, __all__ = exports(__name__, __file__)

@@ -16,6 +16,7 @@ from ..errors import DataError, suggest
 from .beton.data_set import BetonFiles
 from .beton.reader import count_classes
 from .exhaustion import exhaustion, is_exhaustion
+from .image_size import ImageSize, size_text
 from .order import (
     LastBatch,
     check_batch_size,
@@ -57,6 +58,8 @@ class EpochLoader(ABC):
                 f"The mix {beton.name if beton else ''} has weights, which order='sequential' does not keep. To "
                 "evaluate, load each data set by itself, or all without weights: '{a,b}.beton'."
             )
+        self.replaced: list[int] = []
+        """Samples of this rank for which others were loaded (`on_error="skip"`), since the list was last emptied."""
         self.set_indices(indices)
         if settings.order == "quasi_random":
             require_pages(self._pages)
@@ -163,10 +166,10 @@ class EpochLoader(ABC):
         """Return what loading requires, in words."""
         own = self.settings
         share = -(-own.batch_size // own.world_size)
-        batch = share * own.image_size**2 * 3 * own.dtype.itemsize
+        batch = share * own.size[0] * own.size[1] * 3 * own.dtype.itemsize
         return (
             f"workers={self.workers}, and with batches_ahead={self._ahead} {self._ahead + 1} batches of "
-            f"{batch:,} bytes, {share} images of {own.image_size} × {own.image_size} pixels each"
+            f"{batch:,} bytes, {share} images of {size_text(own.image_size)} pixels each"
         )
 
     def _shares(self, epoch: int) -> list[NDArray[np.int64]]:
@@ -213,8 +216,8 @@ class EpochLoader(ABC):
         self.indices: NDArray[np.int64] = chosen
         self._parts = parts
 
-    def set_image_size(self, image_size: int) -> None:
-        """Set the side of the images, in pixels, for the following epochs (progressive resizing).
+    def set_image_size(self, image_size: ImageSize) -> None:
+        """Set the size of the images for the following epochs (progressive resizing).
 
         Raises:
             DataError: for an invalid size; a loop already running over the loader raises it at its next batch.
@@ -314,7 +317,8 @@ def _check_contents(settings: Settings, beton: BetonFiles | None) -> None:
         where = "the source is not a .beton file" if beton is None else f"{beton.name} has no manifest"
         raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
     if settings.shifts and beton is not None:
-        odd = (beton.widths != settings.image_size) | (beton.heights != settings.image_size)
+        height, width = settings.size
+        odd = (beton.widths != width) | (beton.heights != height)
         if odd.any():
             at = int(np.argmax(odd))
             raise odd_size(

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from .beton.data_set import BetonFiles, open_files
 from .buffers import Buffers
-from .decode.decoder import Decoder, check_memory
+from .decode.decoder import Decoder, Job, check_memory
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
+from .image_size import ImageSize
 from .settings import check_ahead, check_device, check_workers, make_settings
 from .sources import Source
 
@@ -41,8 +42,8 @@ class FFCVLoader(EpochLoader):
             mix: an epoch has as many samples as all of them together, and of each data set its share by weight; see
             `order.mixed`. Files of a data set, and of a mix, have the same fields and classes.
         batch_size: the *global* batch size, over all ranks.
-        image_size: side of the square output images, in pixels; `set_image_size` changes it between epochs. A JPEG
-            with a crop at least twice as large is decoded at half (a quarter, an eighth) of its size.
+        image_size: side of square output images, or height and width, in pixels; `set_image_size` changes it between
+            epochs. A JPEG with a crop at least twice as large is decoded at half (a quarter, an eighth) of its size.
         train: True for random crops, flips and the other augmentations; False for centre crops, in order. Default
             True.
         seed: of order and augmentation. Default 0.
@@ -67,11 +68,13 @@ class FFCVLoader(EpochLoader):
         scale: fraction of the area that a resized crop covers. Default (0.25, 1), as in ffcv-imagenet's recipes.
         ratio: its aspect ratio.
         padding: maximum shift of the padded crop, in pixels. Default 4, the usual choice for CIFAR's 32 pixels.
-        eval_ratio: in evaluation, the crop's side relative to the image's shorter side. Default 224/256, customary for
-            ImageNet.
+        eval_ratio: in evaluation, the size of the central crop relative to the largest one of the shape of the output;
+            for square images, its side relative to the image's shorter side. Default 224/256, customary for ImageNet.
         interpolation: `"bilinear"`, antialiased, as in Pillow and torchvision (within two levels if the JPEG is decoded
-            at full size, four if a raw image shrinks more than eightfold); or `"area"`, OpenCV's, with exactly FFCV's
-            pixels.
+            at full size, four if a raw image shrinks more than eightfold); `"bicubic"`, antialiased, and `"nearest"`,
+            with exactly the pixels of Pillow (from version 13 on, Pillow shrinks tall images first vertically, which
+            changes some by a level or two); or `"area"`, OpenCV's, with exactly FFCV's pixels. Only with `"bilinear"`
+            are JPEGs decoded at a smaller size.
         flip: True mirrors each training image or not, at random in each epoch. `"alternating"`: at random in epoch 0,
             inverted in every odd epoch, so that two epochs show each image both ways (airbench's, arXiv:2404.00498,
             section 3.6; better with few epochs). False: never.
@@ -88,6 +91,10 @@ class FFCVLoader(EpochLoader):
         dtype: `torch.float32` or `torch.bfloat16`, normalised; or `torch.uint8`, as stored.
         fields: names of further fields of the file, yielded after the labels: a tensor for numbers and arrays, a list
             for bytes and JSON.
+        on_error: what to do with a training sample that cannot be decoded, or does not match its checksum: `"raise"`
+            (default), or `"skip"`: another sample takes its place, drawn as a function of (seed, epoch, sample), so
+            that batches are the same for any number of workers and ranks; `replaced` lists those of this rank.
+            Evaluation always raises: its figures would be of other data.
         verify: compare each sample with its CRC-32 in the manifest before it is used. Default False, because it takes
             time; `drivetrain verify` checks the full file once.
         rank, world_size: this process's shard of each batch (a contiguous slice). Default None: those of
@@ -105,7 +112,7 @@ class FFCVLoader(EpochLoader):
         source: Source,
         *,
         batch_size: int,
-        image_size: int,
+        image_size: ImageSize,
         train: bool = True,
         seed: int = 0,
         workers: int | None = None,
@@ -144,13 +151,14 @@ class FFCVLoader(EpochLoader):
             -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
             + self._last.joined
         )
-        batch = share * self.settings.image_size**2 * 3 * each
+        height, width = self.settings.size
+        batch = share * height * width * 3 * each
         if self._feed is not None:
             batch = 1 << (batch - 1).bit_length()  # torch rounds pinned memory up
         self.memory = check_memory(decoder, self._ahead + 3, batch, self.workers)
         return decoder
 
-    def set_image_size(self, image_size: int) -> None:
+    def set_image_size(self, image_size: ImageSize) -> None:
         """See `EpochLoader.set_image_size`; JPEGs are decoded at a smaller size if that saves time."""
         before = self.settings
         super().set_image_size(image_size)
@@ -180,7 +188,7 @@ class FFCVLoader(EpochLoader):
             for number in range(len(shares)):
                 while len(ahead) <= self._ahead and number + len(ahead) < len(shares):
                     ahead.append(self._submit(shares[number + len(ahead)], epoch))
-                yield self._batch(ahead.popleft().result(), shares[number])
+                yield self._batch(ahead.popleft().result())
         finally:
             for pending in ahead:
                 pending.cancel()
@@ -189,8 +197,7 @@ class FFCVLoader(EpochLoader):
         """Start loading a batch, in chunks so small that no worker idles at its end."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
-        side = self.settings.image_size
-        shape = len(indices), side, side, 3
+        shape = len(indices), *self.settings.size, 3
         self.beton.prefetch(indices % len(self.beton))
         if self._feed is not None:
             images = self._feed.pinned(shape, torch.uint8)
@@ -201,11 +208,12 @@ class FFCVLoader(EpochLoader):
         parts = [
             self._pool.submit(decoder.load, job, slice(at, at + step)) for at in range(0, len(indices), step)
         ]
-        return _Pending(parts, images)
+        return _Pending(parts, job)
 
-    def _batch(self, images: torch.Tensor, indices: NDArray[np.int64]) -> Batch:
-        values = self._values(indices % len(self.beton), (self.beton.label_name, *self.settings.fields))
-        return images.permute(0, 3, 1, 2), *values
+    def _batch(self, job: Job) -> Batch:
+        self.replaced += job.replaced
+        values = self._values(job.indices, (self.beton.label_name, *self.settings.fields))
+        return job.images.permute(0, 3, 1, 2), *values
 
     @property
     def classes(self) -> list[str]:
@@ -229,14 +237,14 @@ class FFCVLoader(EpochLoader):
 class _Pending:
     """A batch in preparation: its chunks, and the memory they fill."""
 
-    def __init__(self, parts: list[Future[None]], images: torch.Tensor) -> None:
-        self._parts, self._images = parts, images
+    def __init__(self, parts: list[Future[None]], job: Job) -> None:
+        self._parts, self._job = parts, job
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> Job:
         """Wait for all chunks; raise the exception of any of them."""
         for part in self._parts:
             part.result()
-        return self._images
+        return self._job
 
     def done(self) -> bool:
         """Whether `result` would not wait."""

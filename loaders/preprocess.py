@@ -11,26 +11,32 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from ..errors import DataError
-from .decode.centers import central_squares
+from .decode.centers import central_crops
+from .image_size import ImageSize, height_width, size_text
 
-_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "area": Image.Resampling.BOX}
+_FILTERS = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "nearest": Image.Resampling.NEAREST,
+    "area": Image.Resampling.BOX,
+}
 
 
 class EvaluationCrop(torch.nn.Module):
     """Crop the centre of a PIL image and resize it, as `FFCVLoader` does in evaluation.
 
     Args:
-        image_size: side of the result, in pixels.
-        ratio: the crop's side relative to the image's shorter side, in (0, 1].
-        interpolation: `"bilinear"` (antialiased) or `"area"`.
+        image_size: side of the result, or its height and width, in pixels.
+        ratio: size of the crop relative to the largest one of this shape, in (0, 1].
+        interpolation: `"bilinear"` or `"bicubic"` (antialiased), `"nearest"` or `"area"`.
     """
 
-    def __init__(self, image_size: int, ratio: float, interpolation: str = "bilinear") -> None:
+    def __init__(self, image_size: ImageSize, ratio: float, interpolation: str = "bilinear") -> None:
         super().__init__()
         self.image_size, self.ratio, self.interpolation = image_size, ratio, interpolation
 
     def forward(self, image: Any) -> Image.Image:
-        """Return an RGB image of `image_size` × `image_size` pixels."""
+        """Return an RGB image of that size."""
         if isinstance(image, np.ndarray):
             image = Image.fromarray(image)
         if not isinstance(image, Image.Image):
@@ -38,20 +44,21 @@ class EvaluationCrop(torch.nn.Module):
                 f"The preprocessing takes a PIL image or an array (H, W, 3) of uint8, not a {type(image).__name__}."
             )
         picture: Image.Image = image.convert("RGB")
-        (box,) = central_squares(np.array([picture.height]), np.array([picture.width]), self.ratio)
-        top, left, side, _ = map(int, box)
-        if side == self.image_size:  # as the loader, which copies such pixels
-            return picture.crop((left, top, left + side, top + side))
-        size = (self.image_size, self.image_size)
-        return picture.resize(size, _FILTERS[self.interpolation], box=(left, top, left + side, top + side))
+        size = height_width(self.image_size)
+        (box,) = central_crops(np.array([picture.height]), np.array([picture.width]), size, self.ratio)
+        top, left, height, width = map(int, box)
+        crop = picture.crop((left, top, left + width, top + height))
+        if (height, width) == size:  # as the loader, which copies such pixels
+            return crop
+        return crop.resize(size[::-1], _FILTERS[self.interpolation])
 
     def extra_repr(self) -> str:
         """Return the arguments."""
-        return f"{self.image_size}, ratio={self.ratio:g}, interpolation={self.interpolation!r}"
+        return f"{size_text(self.image_size)}, ratio={self.ratio:g}, interpolation={self.interpolation!r}"
 
 
 def evaluation_transform(
-    image_size: int,
+    image_size: ImageSize,
     ratio: float,
     mean: Sequence[float],
     std: Sequence[float],

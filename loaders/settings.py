@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .. import machine
 from ..checks import are_numbers, check_whole, is_flag, is_number, is_whole, make_plain, plain
 from ..errors import DataError, suggest
+from .image_size import ImageSize, height_width, is_size, size_text, usual_size
 from .order import ORDERS
 from .policies import complete
 
@@ -23,8 +24,9 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 """ImageNet's, for pixels scaled to 0–1; torchvision's documented values."""
 
+ON_ERROR = ("raise", "skip")
 CROPS = ("resized", "padded")
-INTERPOLATIONS = ("bilinear", "area")
+INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "area")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
@@ -37,7 +39,7 @@ class Settings:
     """
 
     batch_size: int
-    image_size: int
+    image_size: ImageSize
     train: bool = True
     seed: int = 0
     order: str = "random"
@@ -58,6 +60,7 @@ class Settings:
     dtype: torch.dtype = torch.float32
     fields: tuple[str, ...] = ()
     verify: bool = False
+    on_error: str = "raise"
     rank: int = 0
     world_size: int = 1
 
@@ -67,8 +70,8 @@ class Settings:
                 raise DataError(f"{name}={getattr(self, name)!r} must be {allowed}.")
 
         make_plain(self)
+        object.__setattr__(self, "image_size", usual_size(self.image_size))
         self._check_types(check)
-        check("image_size", self.image_size >= 1, "at least 1 pixel")
         check("batch_size", self.batch_size >= 1, "at least 1")
         check("world_size", self.world_size >= 1, "at least 1")
         check("seed", 0 <= self.seed < 2**63, "an integer, 0 or more")
@@ -80,13 +83,14 @@ class Settings:
                 isinstance(value, str) and value in known,
                 f"{article} {name}.{suggest(str(value), known)}"[:-1],
             )
+        check("on_error", self.on_error in ON_ERROR, "'raise' or 'skip'")
         check("pad_last", not (self.pad_last and self.drop_last), "False if drop_last is True")
         check(
             "scale", 0 < self.scale[0] <= self.scale[1] <= 1, "two fractions of the area, 0 < low ≤ high ≤ 1"
         )
         check("ratio", 0 < self.ratio[0] <= self.ratio[1], "two aspect ratios, 0 < low ≤ high")
         if self.shifts:
-            check("padding", 0 <= self.padding < self.image_size, "from 0 to less than image_size pixels")
+            check("padding", 0 <= self.padding < min(self.size), "from 0 to less than image_size pixels")
         check(
             "eval_ratio",
             is_number(self.eval_ratio, "(0, 1]"),
@@ -95,7 +99,7 @@ class Settings:
         check("color_jitter", min(self.color_jitter) >= 0, "three strengths, 0 or more")
         if self.policy is not None:
             complete(self.policy)
-        check("cutout", 0 <= self.cutout <= self.image_size, "a side from 0 to image_size pixels")
+        check("cutout", 0 <= self.cutout <= min(self.size), "a side from 0 to image_size pixels")
         check("std", min(self.std) > 0, "three positive numbers")
         check(
             "dtype",
@@ -103,6 +107,11 @@ class Settings:
             "torch.float32, torch.bfloat16 or torch.uint8",
         )
         check("rank", 0 <= self.rank < self.world_size, f"from 0 to world_size - 1 = {self.world_size - 1}")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the images, in pixels."""
+        return height_width(self.image_size)
 
     @property
     def shifts(self) -> bool:
@@ -115,7 +124,8 @@ class Settings:
         return self.train and self.flip == "alternating"
 
     def _check_types(self, check: Callable[[str, bool, str], None]) -> None:
-        for name in ("image_size", "batch_size", "seed", "padding", "cutout", "rank", "world_size"):
+        check("image_size", is_size(self.image_size), "a positive integer, or two: height and width")
+        for name in ("batch_size", "seed", "padding", "cutout", "rank", "world_size"):
             check(name, is_whole(getattr(self, name)), "an integer")
         for name in ("train", "drop_last", "pad_last", "verify"):
             check(name, is_flag(getattr(self, name)), "True or False")
@@ -133,11 +143,11 @@ class Settings:
         check("fields", listed, "a list of names")
 
 
-def odd_size(sample: str, width: int, height: int, side: int) -> DataError:
-    """Return the error for an image that does not have the `side` × `side` pixels the padded crop requires."""
+def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> DataError:
+    """Return the error for an image that does not have the size that the padded crop requires."""
     return DataError(
-        f"crop='padded' shifts full images, which must all have {side} × {side} pixels; "
-        f"{sample} has {width} × {height}. Use crop='resized'."
+        f"crop='padded' shifts full images, which must all have {size_text(image_size)} pixels (height × width); "
+        f"{sample} has {height} × {width}. Use crop='resized'."
     )
 
 

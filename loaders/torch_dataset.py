@@ -18,8 +18,9 @@ from ..errors import DataError
 from .beton.data_set import BetonFiles, open_files
 from .beton.open_file import Identity
 from .conversion.sources import FolderSource
-from .native.turbojpeg import huffman_coded
+from .native.transcode import huffman_coded
 from .policies import torchvision_policy
+from .preprocess import EvaluationCrop
 from .settings import Settings, odd_size
 from .sources import Files, Source, files_of
 
@@ -114,15 +115,17 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
 
 def make_transform(settings: Settings) -> Any:
     """Return torchvision's equivalent of `FFCVLoader`'s processing, from PIL image to tensor."""
-    side = settings.image_size
+    size, filter_ = settings.size, v2.InterpolationMode(settings.interpolation)
     steps: list[Any] = []
     if settings.train and settings.crop == "resized":
-        steps.append(v2.RandomResizedCrop(side, scale=settings.scale, ratio=settings.ratio))
+        steps.append(v2.RandomResizedCrop(size, settings.scale, settings.ratio, filter_))
     elif settings.train:
-        steps.append(OfSize(side))
-        steps.append(v2.RandomCrop(side, padding=settings.padding or None, padding_mode="reflect"))
+        steps.append(OfSize(size))
+        steps.append(v2.RandomCrop(size, padding=settings.padding or None, padding_mode="reflect"))
+    elif isinstance(settings.image_size, tuple):  # for which there is no customary pair of transforms
+        steps.append(EvaluationCrop(settings.image_size, settings.eval_ratio, settings.interpolation))
     else:
-        steps += [v2.Resize(round(side / settings.eval_ratio)), v2.CenterCrop(side)]
+        steps += [v2.Resize(round(size[0] / settings.eval_ratio), filter_), v2.CenterCrop(size)]
     if settings.train and settings.flip is True:  # the loader, which knows the epoch, does alternating flips
         steps.append(v2.RandomHorizontalFlip())
     if settings.train and any(settings.color_jitter):
@@ -139,16 +142,16 @@ def make_transform(settings: Settings) -> Any:
 
 
 class OfSize(torch.nn.Module):
-    """Pass PIL images of `side` × `side` pixels through; raise `DataError` for any other."""
+    """Pass PIL images of this height and width through; raise `DataError` for any other."""
 
-    def __init__(self, side: int) -> None:
+    def __init__(self, size: tuple[int, int]) -> None:
         super().__init__()
-        self.side = side
+        self.size = size
 
     def forward(self, image: Any) -> Any:
         width, height = image.size
-        if (width, height) != (self.side, self.side):
-            raise odd_size("one image", width, height, self.side)
+        if (height, width) != self.size:
+            raise odd_size("one image", width, height, self.size)
         return image
 
 

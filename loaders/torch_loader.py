@@ -26,6 +26,7 @@ from ..errors import DataError, DrivetrainError
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
+from .image_size import ImageSize
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .torch_dataset import BetonDataset, make_transform, open_dataset
 
@@ -49,7 +50,7 @@ class TorchLoader(EpochLoader):
         source: Any,
         *,
         batch_size: int,
-        image_size: int,
+        image_size: ImageSize,
         train: bool = True,
         seed: int = 0,
         workers: int | None = None,
@@ -64,7 +65,9 @@ class TorchLoader(EpochLoader):
         self.workers = check_workers(workers, least=0)
         self._ahead = check_ahead(batches_ahead)
         checked = make_settings(order=order, **settings)
-        if checked.interpolation != "bilinear":
+        if checked.on_error == "skip":
+            raise DataError("on_error='skip' is only available in FFCVLoader. Use 'raise'.")
+        if checked.interpolation == "area":
             raise DataError("interpolation='area' is only available in FFCVLoader. Use 'bilinear'.")
         self.dataset = open_dataset(source, make_transform(checked), checked.verify)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
@@ -93,7 +96,7 @@ class TorchLoader(EpochLoader):
             raise DataError(f"{type(self.dataset).__name__} has no attribute `targets` with its labels.")
         return np.asarray(self.dataset.targets)
 
-    def set_image_size(self, image_size: int) -> None:
+    def set_image_size(self, image_size: ImageSize) -> None:
         """See `EpochLoader.set_image_size`; the worker processes are restarted."""
         super().set_image_size(image_size)
         self.dataset.transform = make_transform(self.settings)

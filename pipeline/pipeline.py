@@ -177,6 +177,7 @@ class Pipeline(PipelineSpec):
         accuracy: bool = False,
         epochs: int | None = None,
         target: float | None = None,
+        other_loader: str | None = None,
         progress: bool = True,
     ) -> Ledger:
         """Measure what each stage brings (alone, added in turn, and last), and which part is the bottleneck.
@@ -203,6 +204,8 @@ class Pipeline(PipelineSpec):
             epochs: epochs of each training run; None: the recipe's. Only with `accuracy`.
             target: top-1 accuracy, 0 to 1, for the time to accuracy; None: what plain PyTorch reaches. Only with
                 `accuracy`.
+            other_loader: also measure another loader, alone and in the full pipeline, interleaved with the rest:
+                `"ffcv_stock"` shows FFCV's own loader next to `"ffcv"`.
             progress: show a progress bar of the time budget.
 
         Raises:
@@ -216,5 +219,5 @@ class Pipeline(PipelineSpec):
 
         return measure(
             self, seconds=seconds, within=within, accuracy=accuracy, epochs=epochs, target=target,
-            progress=progress,
+            other_loader=other_loader, progress=progress,
         )  # fmt: skip

@@ -59,24 +59,32 @@ class ProgressiveResizing(Transform):
         """Return whether the size ever changes: not if `finetune` covers the full training."""
         return self.finetune < 1
 
-    def size(self, image_size: int, progress: float) -> int:
-        """Return the side to train at, in pixels.
+    def size(self, image_size: int | tuple[int, int], progress: float) -> int | tuple[int, int]:
+        """Return the side to train at, or height and width, in pixels.
 
         Grows from `image_size` times `initial_scale`, rounded to a multiple of `size_increment` (at least one), to
-        `image_size` itself, even if that is not a multiple.
+        `image_size` itself, even if that is not a multiple. Of two, the width does, and the height keeps the
+        proportions.
 
         Args:
-            image_size: full side, in pixels.
+            image_size: full side, or height and width, in pixels.
             progress: fraction of training completed, 0 to 1.
         """
+        if isinstance(image_size, tuple):
+            height, width = image_size
+            small = self._side(width, progress)
+            return max(height * small // width, 1), small
+        return self._side(image_size, progress)
+
+    def _side(self, side: int, progress: float) -> int:
         # Slightly less than the fraction, which a progress of k/n may miss by the last bit.
         if progress >= 1 - self.finetune - 1e-9:
-            return image_size
+            return side
         ramp = max(1 - self.finetune - self.delay, 1e-9)
         risen = max(progress - self.delay, 0.0) / ramp
         scale = self.initial_scale + (1 - self.initial_scale) * risen
-        steps = max(round(image_size * scale / self.size_increment), 1)
-        return min(steps * self.size_increment, image_size)
+        steps = max(round(side * scale / self.size_increment), 1)
+        return min(steps * self.size_increment, side)
 
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
@@ -91,7 +99,7 @@ class ProgressiveResizing(Transform):
         """
         check_batch(self, images, targets)
         height, width = images.shape[-2:]
-        small = self.size(width, context.progress)
+        small = self._side(width, context.progress)
         return resize(images, max(height * small // width, 1), small), targets
 
 

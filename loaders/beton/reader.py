@@ -17,7 +17,7 @@ from PIL import Image
 
 from ...errors import BetonError, suggest
 from ...files import renames_held, wait_for_renames
-from ..native import turbojpeg
+from ..native import transcode
 from ..remote.cache import local_copy
 from ..remote.mirror import Mirror
 from ..remote.source import is_address
@@ -212,7 +212,7 @@ class Beton:
         if self.modes[index] == MODE_RAW:
             return Image.frombytes("RGB", size, stored)
         try:
-            image = Image.open(io.BytesIO(turbojpeg.huffman_coded(stored))).convert("RGB")
+            image = Image.open(io.BytesIO(transcode.huffman_coded(stored))).convert("RGB")
         except Exception as error:  # damaged files make Pillow's readers raise many types
             raise self.sample_error(index, f"its JPEG data cannot be decoded ({error})") from error
         if image.size != size:

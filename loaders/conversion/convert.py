@@ -94,6 +94,8 @@ def convert(
     smart_threshold: int | None = None,
     compress_probability: float = 0.5,
     check: Literal["decode", "structure"] = "decode",
+    optimize: bool = False,
+    keep_bytes: bool = False,
     workers: int | None = None,
     on_error: Literal["raise", "skip"] = "raise",
     classes: Sequence[str] | None = None,
@@ -124,8 +126,10 @@ def convert(
         max_resolution: longest side in pixels; larger images are scaled down. Default None: no limit.
         min_resolution: shortest side in pixels to scale larger images down to; use it instead of
             `max_resolution`. Default None: no limit.
-        quality: JPEG quality, 1–100, for images that must be encoded. JPEG files that need no change are copied
-            byte for byte; arithmetic codes are losslessly replaced by Huffman codes. Default 90, as in FFCV.
+        quality: JPEG quality, 1–100, for images that must be encoded. Default 90, as in FFCV. JPEG files that are RGB,
+            upright and small enough keep their pixels: progressive ones, and those with arithmetic codes, are recoded
+            losslessly as baseline, which loads faster and drops EXIF data, colour profiles and comments; others are
+            copied byte for byte.
         write_mode: `"auto"`: JPEG files as JPEG; other images raw up to 64 × 64 pixels, else as JPEG. The others
             are FFCV's: `"jpg"`, `"raw"` (pixels), `"smart"` (JPEG above `smart_threshold`), `"proportion"` (JPEG
             with `compress_probability`).
@@ -135,6 +139,10 @@ def convert(
         check: how to check a JPEG file that is copied. `"decode"` (default) decodes it once. `"structure"` checks its
             header and its end: truncation is detected here, other damage only by `verify` or the loader. It is more
             than twice as fast; use it for data known to be good.
+        optimize: whether baseline JPEGs get Huffman tables of their own where this makes them smaller, without loss.
+            Default False: photographs are 4 % smaller then, load no faster, and take 2.7 times as long to convert.
+        keep_bytes: whether to copy every JPEG that the loader's decoder reads and that needs no change of its pixels
+            byte for byte, also progressive ones and those with arithmetic codes. Default False.
         workers: number of threads that read and encode. Default None: one per available core.
         on_error: `"raise"` stops at the first bad image; `"skip"` skips and reports it.
         classes: class names in label order, for sources without names (arrays, shards), or for the names in
@@ -148,7 +156,15 @@ def convert(
     """
     start, outs = perf_counter(), [Path(name) for name in expand(str(out))]
     encoding = Encoding(
-        max_resolution, min_resolution, quality, write_mode, smart_threshold, compress_probability, check
+        max_resolution,
+        min_resolution,
+        quality,
+        write_mode,
+        smart_threshold,
+        compress_probability,
+        check,
+        optimize,
+        keep_bytes,
     )
     _check_arguments(outs, on_error)
     threads = check_workers(workers)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
-from ...checks import check_whole, is_number, is_whole, make_plain
+from ...checks import check_flag, check_whole, is_number, is_whole, make_plain
 from ...errors import DataError, suggest
 from ..beton.layout import MODE_JPEG, MODE_RAW
-from ..native import turbojpeg
-from ..native.jpeg import PLAIN_FRAMES, decodes, frame_type
+from ..native import jpeg as jpegs
+from ..native import transcode
 
 RAW_LIMIT = 64 * 64 * 3
 """In mode auto, images with at most this many bytes of pixels are stored raw: lossless, and faster to read."""
@@ -41,6 +41,10 @@ _TURNS: dict[Any, Image.Transpose] = {
 _JPEG_FORMATS = ("JPEG", "MPO")
 """MPO is a JPEG followed by further pictures (depth, a second view), which decoders ignore."""
 
+_OPTIMISED_MEMORY = 1 << 28
+"""Bytes of coefficients up to which Huffman tables are optimised: 44 megapixels without chroma subsampling. Each worker
+has one image, and decoding a baseline JPEG for its check takes far less."""
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -57,6 +61,8 @@ class Encoding:
     smart_threshold: int | None = None
     compress_probability: float = 0.5
     check: str = "decode"
+    optimize: bool = False
+    keep_bytes: bool = False
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -73,6 +79,12 @@ class Encoding:
             )
         if self.check not in CHECKS:
             raise DataError(f"check={self.check!r} is unknown.{suggest(str(self.check), CHECKS)}")
+        check_flag("optimize", self.optimize, DataError)
+        check_flag("keep_bytes", self.keep_bytes, DataError)
+        if self.optimize and self.keep_bytes:
+            raise DataError(
+                "optimize=True changes a JPEG's bytes, which keep_bytes=True keeps. Pass only one of them."
+            )
         if self.smart_threshold is not None and not is_whole(self.smart_threshold, 0):
             raise DataError(f"smart_threshold={self.smart_threshold!r} must be a number of bytes, or None.")
         if not is_number(self.compress_probability, "[0, 1]"):
@@ -121,8 +133,8 @@ def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
         encoding: the encoding settings.
         number: index of the sample in its source, which decides in mode "proportion".
 
-    A JPEG file that is RGB, upright, stored as a JPEG at its own size, and readable by the loader's decoder is copied
-    byte for byte. One with arithmetic codes keeps its pixels but gets Huffman codes.
+    A JPEG file that is RGB, upright, stored as a JPEG at its own size, and readable by the loader's decoder keeps its
+    pixels: it is copied byte for byte, or recoded without loss (see `_keep`).
 
     Raises:
         DataError: if the image cannot be read, with the reason.
@@ -145,23 +157,19 @@ def _read(path: Any) -> bytes:
 
 def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
     try:
-        plain = turbojpeg.huffman_coded(data)
-        with Image.open(io.BytesIO(plain)) as image:
-            is_jpeg, whole = image.format in _JPEG_FORMATS, False
-            if is_jpeg and image.mode == "RGB" and frame_type(plain) in PLAIN_FRAMES:
-                width, height = image.size
-                whole = _turn(image) is None and encoding.target_size(image.size) == image.size
+        with Image.open(io.BytesIO(data)) as image:
+            is_jpeg, whole, turn = image.format in _JPEG_FORMATS, False, _turn(image)
+            if is_jpeg and image.mode == "RGB" and transcode.frame_type(data) in transcode.DECODED_FRAMES:
+                whole = turn is None and encoding.target_size(image.size) == image.size
                 whole = whole and encoding.as_jpeg(number, image.size, is_jpeg)
-                if whole and _is_sound(plain, width, height, encoding.check):
-                    treatment = (
-                        "copied unchanged" if plain is data else "recoded losslessly (arithmetic coding)"
-                    )
-                    return Encoded(MODE_JPEG, width, height, plain, treatment)
+                if whole and (encoded := _keep(data, image.size, encoding)) is not None:
+                    return encoded
+        with Image.open(io.BytesIO(transcode.huffman_coded(data) if is_jpeg else data)) as image:
             image.load()
-            rgb, treatment = _to_rgb(image)
-            if whole:
-                treatment = "re-encoded: its JPEG decoded with a warning"
-            return _store(rgb, treatment, encoding, number, is_jpeg)
+            rgb, treatment = _to_rgb(image, turn)
+        if whole:
+            treatment = "re-encoded: its JPEG decoded with a warning"
+        return _store(rgb, treatment, encoding, number, is_jpeg)
     except UnidentifiedImageError:
         raise DataError("it is not an image that Pillow can read") from None
     except DataError:
@@ -170,11 +178,29 @@ def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
         raise DataError(f"it cannot be decoded: {error}") from error
 
 
-def _is_sound(jpeg: bytes, width: int, height: int, check: str) -> bool:
-    """Whether a JPEG, whose header Pillow has read, can be copied unchanged."""
-    if check == "structure" and jpeg.endswith(_END_OF_IMAGE):
-        return True
-    return decodes(jpeg, width, height)
+def _keep(jpeg: bytes, size: tuple[int, int], encoding: Encoding) -> Encoded | None:
+    """Encode an RGB JPEG of this size without a change of its pixels; return None if it is damaged.
+
+    Progressive and arithmetic ones become baseline. With `optimize`, others get Huffman tables of their own, unless
+    this makes them larger.
+    """
+    sequential = transcode.frame_type(jpeg) in transcode.SEQUENTIAL_FRAMES
+    sound = encoding.check == "structure" and jpeg.endswith(_END_OF_IMAGE)
+    if encoding.optimize if sequential else not encoding.keep_bytes:
+        try:
+            if not sequential:
+                payload = transcode.recoded(jpeg)
+            else:
+                payload = transcode.recoded(jpeg, len(jpeg) - 1, _OPTIMISED_MEMORY)
+            if payload is not None:
+                treatment = "Huffman tables optimised" if sequential else "recoded losslessly as baseline"
+                return Encoded(MODE_JPEG, *size, payload, treatment)
+            sound = True  # its codes were read to the end
+        except ValueError:  # damaged, large, or of a kind that cannot be recoded
+            sound = False
+    if sound or jpegs.decodes(jpeg, *size):
+        return Encoded(MODE_JPEG, *size, jpeg, "copied unchanged")
+    return None
 
 
 def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:
@@ -182,7 +208,7 @@ def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:
         image.load()  # opened lazily, so it may still be damaged
     except Exception as error:
         raise DataError(f"it cannot be decoded: {error}") from error
-    return _store(*_to_rgb(image), encoding, number)
+    return _store(*_to_rgb(image, _turn(image)), encoding, number)
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
@@ -196,9 +222,8 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
         return None
 
 
-def _to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
-    """Return an upright RGB copy of the image, and what was done to it."""
-    turn = _turn(image)
+def _to_rgb(image: Image.Image, turn: Image.Transpose | None) -> tuple[Image.Image, str]:
+    """Return an RGB copy of the image, made upright by `turn`, and what was done to it."""
     upright = image if turn is None else image.transpose(turn)
     treatment = "stored" if turn is None else "rotated upright (EXIF)"
     if upright.mode == "RGB":

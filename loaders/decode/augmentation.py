@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from ..settings import Settings
 from . import draws
-from .centers import central_squares
+from .centers import central_crops
 from .policy_draws import Drawn, draw
 
 # Which draws of a sample's key decide what; the crop uses 0 to 39, and a policy those from 100 (see
 # policy_draws.py). A number, once used, keeps its meaning.
-FLIP, CUTOUT, COLOR = 40, 41, 43
+FLIP, CUTOUT, COLOR, REPLACEMENT = 40, 41, 43, 50
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def choose(
     """
     if not settings.train:
         boxes, flips = (
-            central_squares(heights, widths, settings.eval_ratio),
+            central_crops(heights, widths, settings.size, settings.eval_ratio),
             np.zeros(len(heights), dtype=np.bool_),
         )
         return Choices(boxes, flips, np.empty((0, 4)), np.empty((0, 2), dtype=np.int64), None)
@@ -95,7 +95,7 @@ def _corners(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.int64]:
     """Return corners as FFCV's `Cutout`: the square is inside the image, uniformly distributed."""
     if not settings.cutout:
         return np.empty((0, 2), dtype=np.int64)
-    places = settings.image_size - settings.cutout + 1
+    places = np.array(settings.size) - settings.cutout + 1
     corners: NDArray[np.int64] = (draws.uniforms(keys, CUTOUT, 2) * places).astype(np.int64)
     return corners
 
@@ -103,4 +103,4 @@ def _corners(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.int64]:
 def _policy(keys: NDArray[np.uint64], settings: Settings) -> Drawn | None:
     if settings.policy is None:
         return None
-    return draw(settings.policy, keys, settings.image_size)
+    return draw(settings.policy, keys, settings.size)

@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +20,16 @@ from ..beton.layout import MODE_JPEG
 from ..native import jpeg, library
 from ..settings import Settings
 from . import augmentation, draws
+from .augmentation import REPLACEMENT
 
 if TYPE_CHECKING:
     from .operations import Operations
 
 _PART = 1 << 20  # bytes of pixels that a thread processes at a time
-_METHODS = {"bilinear": library.BILINEAR, "area": library.AREA}
+_REPLACEMENTS = 8  # samples that are tried in the place of one that cannot be decoded
+_METHODS = {
+    "bilinear": library.BILINEAR, "bicubic": library.BICUBIC, "nearest": library.NEAREST, "area": library.AREA
+}  # fmt: skip
 _DTYPES = {torch.uint8: library.UINT8, torch.float32: library.FLOAT32, torch.bfloat16: library.BFLOAT16}
 
 
@@ -37,13 +41,18 @@ class Job:
         indices: `(n,)` sample indices.
         keys: `(n,)` keys of their random draws; see `draws`.
         choices: the augmentations.
-        images: `(n, side, side, 3)`, uint8 or already normalised.
+        images: `(n, H, W, 3)`, uint8 or already normalised.
+        numbers, epoch: what `indices` were chosen for; see `Decoder.choose`.
+        replaced: the samples that could not be decoded, `on_error="skip"`; `indices` has those in their places.
     """
 
     indices: NDArray[np.int64]
     keys: NDArray[np.uint64]
     choices: augmentation.Choices
     images: torch.Tensor
+    numbers: NDArray[np.int64]
+    epoch: int
+    replaced: list[int] = field(default_factory=list)
 
 
 class _Workspace:
@@ -74,7 +83,7 @@ class Decoder:
     def __init__(self, beton: BetonFiles, settings: Settings, operations: Sequence[Any]) -> None:
         self._beton, self._settings = beton, settings
         self._core = library.library()
-        self._operations = _compiled(operations, settings.image_size)
+        self._operations = _compiled(operations, settings.size)
         self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
         self._widest = int(self._widths.max())
         self._largest = int((self._heights * self._widths).max()) * 3  # bytes of pixels
@@ -88,24 +97,23 @@ class Decoder:
         fill = (ctypes.c_uint8 * 3)(*(round(level * 255) for level in settings.mean))
         self._made = {
             dtype: library.Settings(
-                settings.image_size, settings.image_size, method, number, library.address(line[0]),
+                *settings.size, method, number, library.address(line[0]),
                 library.address(line[1]), library.address(table), settings.cutout, fill,
             )
             for dtype, number in _DTYPES.items()
         }  # fmt: skip
         self._columns = columns  # keeps their memory
-        self.part = max(_PART // (settings.image_size**2 * 3), 1)
+        self.part = max(_PART // (settings.size[0] * settings.size[1] * 3), 1)
         self._free: deque[_Workspace] = deque()
 
     @property
     def workspace_bytes(self) -> int:
         """Return the memory that each thread needs besides the batches, in bytes."""
-        side, widest = self._settings.image_size, self._widest
-        policy = 18 * side * side  # a sum in float32, and two pictures
-        images = 3 * side * side * (self.part if self._operations else 1)
-        return (
-            self._longest + self._largest + widest * (3 * side + 4 * side) + 4 * side * side + images + policy
-        )
+        (height, width), widest = self._settings.size, self._widest
+        policy = 18 * height * width  # a sum in float32, and two pictures
+        images = 3 * height * width * (self.part if self._operations else 1)
+        resizing = (3 * widest + 4 * widest + 4 * width) * height
+        return self._longest + self._largest + resizing + images + policy
 
     def choose(self, numbers: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
         """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`.
@@ -121,7 +129,7 @@ class Decoder:
         indices = numbers % len(self._beton)
         heights, widths = self._heights[indices], self._widths[indices]
         choices = augmentation.choose(settings, keys, heights, widths, flips)
-        return Job(indices, keys, choices, images)
+        return Job(indices, keys, choices, images, numbers, epoch)
 
     def load(self, job: Job, part: slice) -> None:
         """Load one chunk of the batch.
@@ -134,9 +142,41 @@ class Decoder:
         except IndexError:
             workspace = _Workspace()
         try:
-            self._load(workspace, job, part)
+            if self._settings.on_error == "skip" and self._settings.train:
+                self._load_or_replace(workspace, job, part)
+            else:
+                self._load(workspace, job, part)
         finally:
             self._free.append(workspace)
+
+    def _load_or_replace(self, workspace: _Workspace, job: Job, part: slice) -> None:
+        """Load one chunk; in the place of a sample that cannot be decoded, another one, drawn from its own key.
+
+        So the batch is the same whatever thread or rank loads it.
+        """
+        try:
+            self._load(workspace, job, part)
+        except BetonError:  # at least one of them
+            for place in range(part.start, min(part.stop, len(job.indices))):
+                self._load_one(workspace, job, place)
+
+    def _load_one(self, workspace: _Workspace, job: Job, place: int) -> None:
+        try:
+            self._load(workspace, job, slice(place, place + 1))
+            return
+        except BetonError as error:
+            first = error
+        draw = draws.uniforms(job.keys[place : place + 1], REPLACEMENT, _REPLACEMENTS)[0]
+        for number in (draw * len(self._beton)).astype(np.int64):
+            other = self.choose(np.array([number]), job.epoch, job.images[place : place + 1])
+            try:
+                self._load(workspace, other, slice(0, 1))
+            except BetonError:
+                continue
+            job.replaced.append(int(job.indices[place]))
+            job.indices[place] = number
+            return
+        raise first
 
     def _load(self, workspace: _Workspace, job: Job, part: slice) -> None:
         indices, out = np.ascontiguousarray(job.indices[part]), job.images[part]
@@ -206,22 +246,20 @@ def _native(choices: augmentation.Choices, part: slice, indices: NDArray[np.int6
     return of
 
 
-def _compiled(operations: Sequence[Any], side: int) -> Operations | None:
+def _compiled(operations: Sequence[Any], size: tuple[int, int]) -> Operations | None:
     """Return FFCV's operations, compiled; None without any: then neither FFCV nor numba is imported."""
     if not operations:
         return None
     require("numba", "ffcv", "use FFCV's operations")
     from .operations import Operations
 
-    return Operations(operations, side)
+    return Operations(operations, size)
 
 
 def _normalisation(settings: Settings) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
-    """Return factor and summand of every byte of a line, `(2, 3 · side)`; and bfloat16 bits per level, `(3, 256)`."""
+    """Return factor and summand of every byte of a line, `(2, 3 · W)`; and bfloat16 bits per level, `(3, 256)`."""
     mean, std = np.array(settings.mean), np.array(settings.std)
-    line = np.stack(
-        [np.tile(1 / (255 * std), settings.image_size), np.tile(-mean / std, settings.image_size)]
-    )
+    line = np.tile(np.stack([1 / (255 * std), -mean / std]), settings.size[1])
     levels = (np.arange(256)[None] / 255 - mean[:, None]) / std[:, None]
     table = torch.from_numpy(levels).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     return line.astype(np.float32), table

@@ -44,29 +44,29 @@ def _run_with_indices(code: Any, images: Any, spare: Any, seeds: Any, indices: A
 
 
 class Operations:
-    """FFCV operations on uint8 images `(n, side, side, 3)`, compiled when the loader is created.
+    """FFCV operations on uint8 images `(n, H, W, 3)`, compiled when the loader is created.
 
     Args:
         operations: `ffcv.transforms` or custom `ffcv.pipeline.operation.Operation`s, in order. Each must map uint8
             images to uint8 images of the same size. It receives a batch of one, so operations that mix samples are
             rejected.
-        side: of the images, in pixels.
+        size: height and width of the images, in pixels.
 
     Raises:
         DataError: naming the unusable operation, and why.
     """
 
-    def __init__(self, operations: Sequence[Any], side: int) -> None:
-        self._steps = [_compile(operation, side) for operation in operations]
+    def __init__(self, operations: Sequence[Any], size: tuple[int, int]) -> None:
+        self._steps = [_compile(operation, size) for operation in operations]
         if not self._steps:
             return
         # Run once now, to raise errors early; in a thread, because it seeds that thread's random numbers.
-        probe = np.zeros((1, side, side, 3), dtype=np.uint8)
+        probe = np.zeros((1, *size, 3), dtype=np.uint8)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self.apply, probe, np.zeros(1, np.uint64), np.zeros(1, np.int64)).result()
 
     def apply(self, images: NDArray[np.uint8], keys: NDArray[np.uint64], indices: NDArray[np.int64]) -> None:
-        """Apply all of them in place to `images` `(n, side, side, 3)`; `keys` as `draws.sample_keys`."""
+        """Apply all of them in place to `images` `(n, H, W, 3)`; `keys` as `draws.sample_keys`."""
         for place, step in enumerate(self._steps):
             seeds = ((keys >> np.uint64(8 * (place % 4))) & np.uint64(0xFFFFFFFF)).astype(np.int64)
             spare = np.empty(step.spare_shape, dtype=step.spare_dtype)
@@ -93,7 +93,7 @@ class _Step:
     spare_dtype: Any
 
 
-def _compile(operation: Any, side: int) -> _Step:
+def _compile(operation: Any, size: tuple[int, int]) -> _Step:
     operation_class = ffcv_module("ffcv.pipeline.operation").Operation
     state_class = ffcv_module("ffcv.pipeline.state").State
     name = type(operation).__name__
@@ -106,7 +106,7 @@ def _compile(operation: Any, side: int) -> _Step:
             f"The operation {name} mixes the samples of a batch, but each is loaded separately. Mix them in the "
             "training loop (drivetrain.transforms)."
         )
-    image, levels = (side, side, 3), np.dtype(np.uint8)
+    image, levels = (*size, 3), np.dtype(np.uint8)
     before = state_class(jit_mode=True, device=torch.device("cpu"), dtype=levels, shape=image)
     after, memory = operation.declare_state_and_memory(before)
     if tuple(after.shape) != image or np.dtype(after.dtype) != levels or not after.jit_mode:

@@ -54,20 +54,22 @@ class Drawn:
     weights: NDArray[np.float32]
 
 
-def draw(policy: Mapping[str, Any], keys: NDArray[np.uint64], side: int) -> Drawn:
-    """Draw the policy's operations for the samples with these `keys` `(n,)` (see `draws`), images of `side` pixels.
+def draw(policy: Mapping[str, Any], keys: NDArray[np.uint64], size: tuple[int, int]) -> Drawn:
+    """Draw the policy's operations for the samples with these `keys` `(n,)` (see `draws`).
+
+    `size`: height and width of the images.
 
     The same distribution as torchvision's classes; AugMix with all operations.
     """
     name, options = complete(policy)
     if name == "rand_augment":
-        table = magnitudes(name, side, options["num_magnitude_bins"])
+        table = magnitudes(name, size, options["num_magnitude_bins"])
         shape, bins, first = (1, options["num_ops"]), (options["magnitude"], 1), IDENTITY
     elif name == "trivial_augment":
-        table = magnitudes(name, side, options["num_magnitude_bins"])
+        table = magnitudes(name, size, options["num_magnitude_bins"])
         shape, bins, first = (1, 1), (0, options["num_magnitude_bins"]), IDENTITY
     else:
-        table = magnitudes(name, side, _AUG_MIX_BINS)
+        table = magnitudes(name, size, _AUG_MIX_BINS)
         depth = options["depth"] if options["depth"] > 0 else 3
         shape, bins, first = (options["width"], depth), (0, options["severity"]), SHEAR_X
     drawn = draws.uniforms(keys, OPERATIONS, 3 * shape[0] * shape[1]).reshape(len(keys), *shape, 3)
@@ -84,23 +86,24 @@ def draw(policy: Mapping[str, Any], keys: NDArray[np.uint64], side: int) -> Draw
 
 
 @functools.lru_cache(maxsize=16)
-def magnitudes(name: str, side: int, bins: int) -> NDArray[np.float64]:
+def magnitudes(name: str, size: tuple[int, int], bins: int) -> NDArray[np.float64]:
     """Return the magnitudes that a policy chooses from, unsigned, `(len(NAMES), bins)`.
 
     Shear: pixels per pixel. Translation: pixels. Rotation: degrees. Brightness, colour, contrast and sharpness: added
     to the factor 1. Posterize: number of bits kept. Solarize: threshold, as a fraction of 255. 0 for the others. Every
     number is torchvision's float32.
     """
-    # shear, translation, rotation, factor; the fewest bits Posterize keeps, and how many it may remove.
+    height, width = size
+    # Shear, translations across and down, rotation, factor; the fewest bits Posterize keeps, the most it removes.
     largest, most_bits, taken = {
-        "rand_augment": ((0.3, 150.0 / 331.0 * side, 30.0, 0.9), 8, 4),
-        "trivial_augment": ((0.99, 32.0, 135.0, 0.99), 8, 6),
-        "aug_mix": ((0.3, side / 3.0, 30.0, 0.9), 4, 4),
+        "rand_augment": ((0.3, 150.0 / 331.0 * width, 150.0 / 331.0 * height, 30.0, 0.9), 8, 4),
+        "trivial_augment": ((0.99, 32.0, 32.0, 135.0, 0.99), 8, 6),
+        "aug_mix": ((0.3, width / 3.0, height / 3.0, 30.0, 0.9), 4, 4),
     }[name]
     exactly: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # independent of torch's defaults
-    shear, shift, turn, factor = (torch.linspace(0.0, end, bins, **exactly).numpy() for end in largest)
+    shear, across, down, turn, factor = (torch.linspace(0.0, end, bins, **exactly).numpy() for end in largest)
     table = np.zeros((len(NAMES), bins))
-    table[SHEAR_X:POSTERIZE] = [shear, shear, shift, shift, turn, factor, factor, factor, factor]
+    table[SHEAR_X:POSTERIZE] = [shear, shear, across, down, turn, factor, factor, factor, factor]
     table[POSTERIZE] = (most_bits - torch.arange(bins, **exactly) / ((bins - 1) / taken)).round().numpy()
     table[SOLARIZE] = torch.linspace(1.0, 0.0, bins, **exactly).numpy()
     table.setflags(write=False)  # it is shared

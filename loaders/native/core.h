@@ -21,6 +21,9 @@
 #define DT_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
 
+/* Bytes of a message, with its end. */
+#define DT_MESSAGE 256
+
 /* A sample's status. */
 enum { DT_OK = 0, DT_UNDECODABLE = 1, DT_WRONG_SIZE = 2, DT_UNREADABLE = 3, DT_NO_MEMORY = 4 };
 
@@ -58,15 +61,15 @@ typedef struct {
 int dt_decode(const uint8_t *data, size_t size, int64_t height, int64_t width, int share, int fast, dt_region wanted,
               dt_buffer *memory, dt_image *image);
 
-/* Whether a JPEG decodes to its end at 1/`share` of its size; else `message` (200 bytes) says what libjpeg complains of.
+/* Whether a JPEG decodes to its end at 1/`share` of its size; else `message` (DT_MESSAGE bytes) says what libjpeg complains of.
  * The pixels are not kept. */
 DT_API int dt_jpeg_check(const uint8_t *data, size_t size, int64_t height, int64_t width, int share, char *message);
 
 /* ---- resize.c ---- */
 
-/* The working memory of `dt_resize`. */
+/* The working memory of a resize. */
 typedef struct {
-    dt_buffer first, weights, rows, columns, turned;
+    dt_buffer first, weights, exact, rows, columns, turned;
 } dt_resizing;
 
 /* Resize the part of a picture that begins at (`top`, `left`) and has `height` × `width` pixels, in fractions of pixels,
@@ -75,6 +78,12 @@ typedef struct {
 int dt_resize(dt_image image, double top, double left, double height, double width, int flip, uint8_t *target,
               int64_t out_height, int64_t out_width, dt_resizing *memory);
 
+
+/* Resize a whole picture with Pillow's bicubic filter, antialiased, and mirror it if `flip`; with the same bits. */
+int dt_resize_bicubic(dt_image image, int flip, uint8_t *target, int64_t out_height, int64_t out_width,
+                      dt_resizing *memory);
+/* Take the nearest pixels, Pillow's. */
+int dt_resize_nearest(dt_image image, uint8_t *target, int64_t out_height, int64_t out_width, dt_resizing *memory);
 
 /* ---- area.c: the resize of OpenCV's INTER_AREA, bit for bit (version 4.6) ---- */
 
@@ -117,5 +126,17 @@ typedef struct {
 
 /* Returns DT_OK or DT_NO_MEMORY. */
 int dt_augment(uint8_t *image, int64_t height, int64_t width, const dt_policy *policy, dt_buffer *memory);
+
+/* ---- transcode.c: lossless recoding of JPEGs ---- */
+
+/* Recode a JPEG as baseline (progressive and arithmetic ones, too) with Huffman tables of its own. The markers that
+ * remain are those that decoding needs: no EXIF data, no colour profile, no comments.
+ *
+ * Returns DT_OK and a `result` to be freed with dt_free, or NULL if it would have more than `most` bytes. Otherwise
+ * `message` has the reason: DT_UNDECODABLE for an error or a warning of libjpeg; DT_WRONG_SIZE if the coefficients
+ * would take more than `memory` bytes, which are then not allocated; DT_NO_MEMORY. */
+DT_API int dt_recode(const uint8_t *jpeg, size_t size, uint64_t memory, size_t most, uint8_t **result,
+                     size_t *result_size, char *message);
+DT_API void dt_free(void *result);
 
 #endif

@@ -1,17 +1,10 @@
-"""What the loader's decoder thinks of a JPEG, and how it is coded."""
+"""What the loader's decoder thinks of a JPEG."""
 
 from __future__ import annotations
 
 import ctypes
 
-from .library import OK, library
-
-PLAIN_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
-"""Baseline, extended and progressive, with Huffman codes: what every decoder supports."""
-
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # these three are tables and reserved
-_ALONE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a segment
-_MESSAGE = 200  # bytes; libjpeg's JMSG_LENGTH_MAX
+from .library import MESSAGE, OK, library
 
 
 def decodes(jpeg: bytes, width: int, height: int) -> bool:
@@ -30,22 +23,6 @@ def complaint(jpeg: bytes, width: int, height: int) -> str:
 
 
 def _check(jpeg: bytes, width: int, height: int, share: int) -> tuple[int, str]:
-    message = ctypes.create_string_buffer(_MESSAGE)
+    message = ctypes.create_string_buffer(MESSAGE)
     status = library().dt_jpeg_check(jpeg, len(jpeg), height, width, share, message)
     return int(status), message.value.decode(errors="replace")
-
-
-def frame_type(jpeg: bytes) -> int | None:
-    """Return the second byte of the frame marker, 0xC0 to 0xCF, which identifies the coding; None without a frame."""
-    at = 2
-    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
-        marker = jpeg[at + 1]
-        if marker in _FRAMES:
-            return marker
-        if marker == 0xFF:  # fill
-            at += 1
-        elif marker in _ALONE:
-            at += 2
-        else:
-            at += 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
-    return None

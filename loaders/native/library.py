@@ -25,7 +25,9 @@ from ...errors import DrivetrainError
 
 OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY = range(5)
 """A sample's status; as in core.h."""
-BILINEAR, AREA, SHIFT = range(3)
+MESSAGE = 256
+"""Bytes of a message."""
+BILINEAR, AREA, SHIFT, BICUBIC, NEAREST = range(5)
 UINT8, FLOAT32, BFLOAT16 = range(3)
 
 _FILE = Path(__file__).with_name("libdrivetrain.dylib" if sys.platform == "darwin" else "libdrivetrain.so")
@@ -70,6 +72,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dt_area": (
         c_int32, c_void_p, c_size_t, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_size_t,
     ),
+    "dt_recode": (
+        c_int32, c_char_p, c_size_t, c_uint64, c_size_t, POINTER(c_void_p), POINTER(c_size_t), c_char_p,
+    ),
+    "dt_free": (None, c_void_p),
     "dt_jpeg_version": (c_int32,),
     "dt_jpeg_check": (c_int32, c_char_p, c_size_t, c_int64, c_int64, c_int32, c_char_p),
     "dt_sample_keys": (None, c_uint64, c_uint64, c_void_p, c_int64, c_void_p),

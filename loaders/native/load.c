@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { BILINEAR = 0, AREA = 1, SHIFT = 2 };
+enum { BILINEAR = 0, AREA = 1, SHIFT = 2, BICUBIC = 3, NEAREST = 4 };
 enum { UINT8 = 0, FLOAT32 = 1, BFLOAT16 = 2 };
 
 /* Where the samples are: each (N) in file order. Mode 0 is a JPEG, 1 raw pixels. */
@@ -52,8 +52,8 @@ DT_API void dt_workspace_free(dt_workspace *workspace)
     if (workspace == NULL)
         return;
     dt_buffer *buffers[] = {&workspace->file, &workspace->pixels, &workspace->image, &workspace->policy, &workspace->area,
-                            &workspace->resizing.first, &workspace->resizing.weights, &workspace->resizing.rows,
-                            &workspace->resizing.columns, &workspace->resizing.turned};
+                            &workspace->resizing.first, &workspace->resizing.weights, &workspace->resizing.exact,
+                            &workspace->resizing.rows, &workspace->resizing.columns, &workspace->resizing.turned};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
         dt_release(buffers[i]);
     free(workspace);
@@ -121,6 +121,34 @@ static int is_inside(const int64_t *box, int64_t height, int64_t width)
     return box[0] >= 0 && box[1] >= 0 && box[2] > 0 && box[3] > 0 && box[0] <= height - box[2] && box[1] <= width - box[3];
 }
 
+/* Resize and mirror a crop, which has been decoded at 1/`share` of its size, to `target`. */
+static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, const int64_t *box, int share, int flip,
+                  uint8_t *target)
+{
+    int64_t height = settings->height, width = settings->width;
+    double scale = share;
+    int status = DT_OK;
+    if (settings->method == SHIFT)
+        dt_shifted_copy(image, box[0], box[1], target);
+    else if (box[2] == height && box[3] == width)
+        copy(image, target);
+    else if (settings->method == BILINEAR)
+        return dt_resize(image, (double)box[0] / scale, (double)box[1] / scale, (double)box[2] / scale,
+                         (double)box[3] / scale, flip, target, height, width, &w->resizing);
+    else if (settings->method == BICUBIC)
+        return dt_resize_bicubic(image, flip, target, height, width, &w->resizing);
+    else if (settings->method == NEAREST)
+        status = dt_resize_nearest(image, target, height, width, &w->resizing);
+    else {
+        size_t bytes = dt_area_bytes(image.rows, image.columns, height, width);
+        status = dt_area(image.data, image.stride, image.rows, image.columns, target, height, width,
+                         dt_reserve(&w->area, bytes), bytes);
+    }
+    if (flip && status == DT_OK)
+        dt_flip(target, height, width);
+    return status;
+}
+
 /* Write a sample's crop to `target`, resized and mirrored. */
 static int decode(dt_workspace *w, const dt_samples *samples, const dt_settings *settings, int64_t index,
                   const int64_t *box, int flip, uint8_t *target)
@@ -134,23 +162,8 @@ static int decode(dt_workspace *w, const dt_samples *samples, const dt_settings 
                     ? denominator(box, settings->height, settings->width) : 1;
     dt_image image;
     int status = fetch(w, samples, index, shifts ? whole : box, share, settings->method == AREA, &image);
-    if (status != DT_OK)
-        return status;
-    if (shifts) {
-        dt_shifted_copy(image, box[0], box[1], target);
-    } else if (box[2] == settings->height && box[3] == settings->width) {
-        copy(image, target);
-    } else if (settings->method == AREA) {
-        size_t bytes = dt_area_bytes(image.rows, image.columns, settings->height, settings->width);
-        status = dt_area(image.data, image.stride, image.rows, image.columns, target, settings->height, settings->width,
-                         dt_reserve(&w->area, bytes), bytes);
-    } else {
-        double scale = share;
-        return dt_resize(image, (double)box[0] / scale, (double)box[1] / scale, (double)box[2] / scale,
-                         (double)box[3] / scale, flip, target, settings->height, settings->width, &w->resizing);
-    }
-    if (flip && status == DT_OK)
-        dt_flip(target, settings->height, settings->width);
+    if (status == DT_OK)
+        status = resize(w, settings, image, box, share, flip, target);
     return status;
 }
 

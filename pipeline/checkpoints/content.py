@@ -155,7 +155,7 @@ _EPOCH = _record(
     {
         "epoch": _integer(1), "loss": _number(), "val_loss": _optional(_number()),
         "metrics": _metrics, "images_per_s": _SPAN, "data_wait_fraction": _SPAN, "seconds": _SPAN,
-        "lr": _SPAN, "skipped": _COUNT,
+        "lr": _SPAN, "skipped": _COUNT, "replaced": _COUNT,
     }
 )  # fmt: skip
 _EVALUATION = _record({"epoch": _integer(1), "step": _COUNT, "val_loss": _number(), "metrics": _metrics})

@@ -229,6 +229,11 @@ def ledger(
     epochs: Annotated[
         int | None, "Epochs to train each variant with --accuracy. Default: the recipe's."
     ] = None,
+    other_loader: Annotated[
+        str | None,
+        "Also measure another loader, alone and in the full pipeline: ffcv_stock is FFCV's own.",
+        "LOADER",
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, "Do not measure: compare two ledger.json files.", ("A.JSON", "B.JSON")
     ] = None,
@@ -245,7 +250,8 @@ def ledger(
         from ..ledger.comparison import compare as run
 
         measured = {"recipe": recipe, "KEY=VALUE": overrides, "--train": train, "--val": val, "--out": out,
-                    "--seconds": seconds, "--accuracy": accuracy, "--epochs": epochs}  # fmt: skip
+                    "--seconds": seconds, "--accuracy": accuracy, "--epochs": epochs,
+                    "--other-loader": other_loader}  # fmt: skip
         if given := ", ".join(name for name, value in measured.items() if value):
             raise PlanError(f"--compare does not measure. Remove the options of a measurement: {given}.")
         print(run(*compare))
@@ -262,11 +268,14 @@ def ledger(
 
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
-        measure(pipeline, 120 if seconds is None else seconds, out, quiet, accuracy=accuracy, epochs=epochs)
+        measure(
+            pipeline, 120 if seconds is None else seconds, out, quiet, accuracy=accuracy, epochs=epochs,
+            other_loader=other_loader,
+        )  # fmt: skip
 
 
 def measure(
-    pipeline: Pipeline, seconds: float, out: Place | None, quiet: bool = False, **accuracy: Any
+    pipeline: Pipeline, seconds: float, out: Place | None, quiet: bool = False, **options: Any
 ) -> None:
     """Measure a ledger, print it, and write it to `out`; after Ctrl-C or an error, with the results so far."""
     from ..ledger.measure import check_asked
@@ -279,14 +288,14 @@ def measure(
     pipeline.plan()
     if is_address(out):
         with uploading_from(str(out)) as folder:
-            _measure(pipeline, seconds, folder, quiet, **accuracy)
+            _measure(pipeline, seconds, folder, quiet, **options)
     else:
         # The folder is made before measuring, so that it fails then.
-        _measure(pipeline, seconds, None if out is None else make_folder(Path(out)), quiet, **accuracy)
+        _measure(pipeline, seconds, None if out is None else make_folder(Path(out)), quiet, **options)
 
 
 def _measure(
-    pipeline: Pipeline, seconds: float, folder: Path | None, quiet: bool = False, **accuracy: Any
+    pipeline: Pipeline, seconds: float, folder: Path | None, quiet: bool = False, **options: Any
 ) -> None:
     from ..ledger.ledger import LedgerInterrupted
 
@@ -294,7 +303,7 @@ def _measure(
         with suppress(ImportError):  # now rather than after Ctrl-C, when each second counts
             importlib.import_module("matplotlib.figure")
     try:
-        measured = pipeline.ledger(seconds=seconds, progress=not quiet, **accuracy)
+        measured = pipeline.ledger(seconds=seconds, progress=not quiet, **options)
     except LedgerInterrupted as interrupt:
         interrupt.add_note(_what_is_measured(interrupt.ledger, folder))
         raise

@@ -10,6 +10,7 @@ import yaml
 
 from ...errors import CheckpointError, DrivetrainError
 from ...files import atomic_file
+from ...loaders.image_size import height_width
 from ...table import Table
 from ..checkpoints.format import Checkpoint
 from ..spec.inputs import Inputs
@@ -127,11 +128,12 @@ def _use(
 
 
 def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
-    side = inputs.image_size
+    height, width = height_width(inputs.image_size)
+    shape = "square" if height == width else f"crop of the shape {height} × {width} (height × width)"
     name = f"`{INPUT}`" if kind == "onnx" else "`images`"
     lines = [
-        f"{name}: float32 `(N, {len(inputs.mean)}, {side}, {side})`, RGB. Of each picture, the central square of "
-        f"{inputs.eval_ratio:g} × its shorter side, resized to {side} × {side} pixels ({inputs.interpolation}, "
+        f"{name}: float32 `(N, {len(inputs.mean)}, {height}, {width})`, RGB. Of each picture, the central {shape} of "
+        f"{inputs.eval_ratio:g} × the largest size, resized to {height} × {width} pixels ({inputs.interpolation}, "
         f"antialiased), scaled to 0–1, minus the mean {_list(inputs.mean)}, divided by the standard deviation "
         f"{_list(inputs.std)}.",
     ]

@@ -12,6 +12,7 @@ import torch
 from ... import loaders
 from ...checks import check_number
 from ...errors import CheckpointError, DataError, RecipeError, require_suffix, suggest
+from ...loaders.image_size import height_width
 from ..checkpoints.content import STATE
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.export import ModelArg, chosen, evaluated_state, plain_names, rebuild
@@ -185,8 +186,8 @@ def _images(inputs: Inputs, recipe: Mapping[str, Any], data: Path | None) -> tup
         except DataError:
             if data is not None:
                 raise  # it is the user's choice
-    side, channels = inputs.image_size, len(inputs.mean)
-    random = torch.rand(IMAGES, channels, side, side, generator=torch.Generator().manual_seed(0))
+    size = height_width(inputs.image_size)
+    random = torch.rand(IMAGES, len(inputs.mean), *size, generator=torch.Generator().manual_seed(0))
     mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (inputs.mean, inputs.std))
     return (random - mean) / std, f"{IMAGES} random images"
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from .statistics import LEVEL, Figure, Levels, Ratio
 
-Kind = Literal["plain", "in_turn", "only", "without", "loader", "model", "copy", "split", "extras"]
+Kind = Literal[
+    "plain", "in_turn", "only", "without", "loader", "model", "copy", "split", "extras", "other", "other_alone"
+]  # fmt: skip
 NAMES: dict[Kind, str] = {
     "plain": "plain PyTorch",
     "in_turn": "+ {}",
@@ -22,6 +24,8 @@ NAMES: dict[Kind, str] = {
     "copy": "copy alone",
     "split": "full pipeline, timed by part",
     "extras": "full pipeline with fit's extras",
+    "other": "full pipeline, {} loader",
+    "other_alone": "{} loader alone",
 }
 """Display name of each kind of variant, with the stage in the braces. Names are formatted here and never parsed."""
 Workload = Literal["train", "loader", "model", "copy", "split", "extras"]
@@ -29,6 +33,7 @@ Workload = Literal["train", "loader", "model", "copy", "split", "extras"]
 device; training with its phases timed; training with the overhead of `fit`."""
 WORKLOADS: dict[Kind, Workload] = {
     "loader": "loader", "model": "model", "copy": "copy", "split": "split", "extras": "extras",
+    "other_alone": "loader",
 }  # fmt: skip
 
 
@@ -38,9 +43,9 @@ class VariantId:
 
     Attributes:
         kind: `plain` is plain PyTorch; `in_turn` has the stages up to this one; `only` is plain PyTorch with only this
-            stage; `without` is the full pipeline without it. The others run the full pipeline or a part of it; see
-            `Workload`.
-        stage: the stage of `in_turn`, `only` and `without`; else empty.
+            stage; `without` is the full pipeline without it; `other` is the full pipeline with another loader, and
+            `other_alone` that loader. The others run the full pipeline or a part of it; see `Workload`.
+        stage: the stage of `in_turn`, `only` and `without`, the loader of `other` and `other_alone`; else empty.
     """
 
     kind: Kind
@@ -81,6 +86,11 @@ def only(stage: str) -> VariantId:
 def without(stage: str) -> VariantId:
     """Return the identity of the full pipeline without this stage."""
     return VariantId("without", stage)
+
+
+def other(loader: str) -> tuple[VariantId, VariantId]:
+    """Return the identities of the full pipeline with this loader in place of its own, and of this loader alone."""
+    return VariantId("other", loader), VariantId("other_alone", loader)
 
 
 @dataclass(frozen=True)
@@ -372,14 +382,24 @@ class LedgerData:
             return None
         return sum((trial.parts or {})["extras"] for trial in trials) / sum(trial.seconds for trial in trials)
 
+    @property
+    def others(self) -> dict[VariantId, Ratio]:
+        """Throughput with another loader over that with the pipeline's own: of the full pipeline, and of the loader
+        alone."""
+        levels, own = self.levels, {"other": self.whole, "other_alone": LOADER}
+        ratios = {one: self._ratio(levels, one, own[one.kind]) for one in self.variants if one.kind in own}
+        return {one: ratio for one, ratio in ratios.items() if ratio is not None}
+
     def ratios(self) -> dict[str, Ratio]:
-        """Return all ratios in the tables by name: those of the rows, the gains of the stages, the extras' overhead."""
+        """Return all ratios in the tables by name: of the rows, the gains of the stages, the extras' overhead, and of
+        another loader."""
         named: dict[str, Ratio | None] = {row.name: row.ratio for row in self.rows}
         for stage in self.stages:
             named[f"{stage.stage} alone"] = stage.alone
             named[f"{stage.stage} in turn"] = stage.in_turn
             named[f"{stage.stage} last"] = stage.last
         named["fit's extras"] = self.extras
+        named |= {str(one): ratio for one, ratio in self.others.items()}
         return {name: one for name, one in named.items() if one is not None}
 
     @property

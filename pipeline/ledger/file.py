@@ -21,7 +21,8 @@ L = TypeVar("L", bound=LedgerData)
 V = TypeVar("V")
 
 DERIVED = (
-    "rows", "stages", "ceilings", "waiting", "time_breakdown", "extras", "extras_share", "compound", "bound", "caveats",
+    "rows", "stages", "ceilings", "waiting", "time_breakdown", "extras", "extras_share", "others", "compound", "bound",
+    "caveats",
 )  # fmt: skip
 """What `Ledger.to_dict` computes from the rounds."""
 
@@ -39,6 +40,7 @@ def to_dict(ledger: LedgerData) -> dict[str, Any]:
         "time_breakdown": ledger.time_breakdown,
         "extras": asdict(ledger.extras) if ledger.extras else None,
         "extras_share": ledger.extras_share,
+        "others": _named(ledger.others),
         "compound": compound(ledger),
         "bound": bound(ledger),
         "caveats": caveats(ledger),

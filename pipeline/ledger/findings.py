@@ -45,7 +45,7 @@ def bound(ledger: LedgerData) -> str:
 
 
 def _for_the_loader(ledger: LedgerData) -> str:
-    if ledger.facts.get("asked", {}).get("loader") == "torch":
+    if ledger.facts.get("asked", {}).get("loader") in ("torch", "ffcv_stock"):
         return "change the loader: loader='ffcv'"
     return "load faster: more workers, smaller images"
 

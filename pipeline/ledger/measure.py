@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 from ...checks import is_number
 from ...errors import DrivetrainError, LedgerError, PlanError
 from ...strategies.launching.group import is_rank
+from ..spec.config import LOADERS
 from ..spec.cuda_settings import uses_gpu
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
@@ -48,7 +50,7 @@ from .runner import (
     groups,
     peak_bytes,
 )
-from .variants import Variant, alone_and_without, in_turn, possible, variants
+from .variants import Variant, alone_and_without, in_turn, possible, variants, with_loader
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30  # adding a stage in turn must leave time for MIN_ROUNDS
 # Intervals of fewer rounds may be narrow by chance; adding any other variant must leave time for as many.
@@ -67,6 +69,7 @@ def measure(
     accuracy: bool = False,
     epochs: int | None = None,
     target: float | None = None,
+    other_loader: str | None = None,
     progress: bool = True,
 ) -> Ledger:
     """Measure the ledger of a pipeline; see `Pipeline.ledger`."""
@@ -80,7 +83,15 @@ def measure(
         raise PlanError(
             "epochs and target configure the training runs of accuracy=True. Pass accuracy=True, or neither of them."
         )
+    if other_loader is not None and (other_loader not in LOADERS or other_loader == plan.data.loader):
+        known = ", ".join(repr(name) for name in LOADERS if name != plan.data.loader)
+        raise PlanError(
+            f"other_loader={other_loader!r} must be a loader other than the pipeline's, {plan.data.loader!r}: {known}."
+        )
     plan = resolve_data(plan, progress)
+    others = [] if other_loader is None else with_loader(plan, other_loader)
+    for variant in others:
+        _ = variant.plan  # raises if that loader cannot load the data
     facts: dict[str, Any] = {
         "recipe": plan.recipe,
         "plan": Plan(plan.steps).to_dict()["steps"],
@@ -91,9 +102,9 @@ def measure(
         },
         "batch_size": plan.data.batch_size,
     }
-    ledger = _measured(plan, seconds, within, progress, facts)
+    ledger = _measured(plan, others, seconds, within, progress, facts)
     if accuracy and epochs is not None:
-        return _train_each(ledger, plan, epochs, target, progress)
+        return _train_each(ledger, plan, others, epochs, target, progress)
     return ledger
 
 
@@ -112,7 +123,12 @@ def check_asked(seconds: float, within: float = WITHIN) -> None:
 
 
 def _measured(
-    plan: ResolvedPlan, seconds: float, within: float, progress: bool, facts: dict[str, Any]
+    plan: ResolvedPlan,
+    others: list[Variant],
+    seconds: float,
+    within: float,
+    progress: bool,
+    facts: dict[str, Any],
 ) -> Ledger:
     """Measure the ledger.
 
@@ -122,12 +138,12 @@ def _measured(
     """
     begin = perf_counter()
     always = variants(plan, copies=uses_gpu(plan.distribution))
-    record = Record([variant.id for variant in (*always, *alone_and_without(plan))])
+    record = Record([variant.id for variant in (*always, *others, *alone_and_without(plan))])
     interrupted, error = False, ""
     try:
         # Trials draw random numbers, like training; the caller's generators do not change.
         with fork_rng(plan.seed):
-            _Measurement(plan, record, begin, seconds, within, progress).run()
+            _Measurement(plan, record, begin, seconds, within, progress, others).run()
     except KeyboardInterrupt:
         interrupted = True
     except _NoLedger as failure:
@@ -148,7 +164,12 @@ def _measured(
 
 
 def _train_each(
-    ledger: Ledger, plan: ResolvedPlan, epochs: int, target: float | None, progress: bool
+    ledger: Ledger,
+    plan: ResolvedPlan,
+    others: list[Variant],
+    epochs: int,
+    target: float | None,
+    progress: bool,
 ) -> Ledger:
     """Return the ledger with the accuracies.
 
@@ -158,7 +179,7 @@ def _train_each(
     rows: dict[VariantId, Trained] = {}
     interrupted = False
     try:
-        chosen = [*in_turn(plan), *possible(alone_and_without(plan))]
+        chosen = [*in_turn(plan), *others[:1], *possible(alone_and_without(plan))]
         train_each(chosen, rows, epochs, target, progress)
     except KeyboardInterrupt:
         interrupted = True
@@ -182,12 +203,21 @@ class _Measurement:
         record: receives the results as they arrive; it holds no model.
         begin: start of the time budget, in `perf_counter` time.
         seconds, within, progress: as in `Pipeline.ledger`.
+        others: the variants with another loader, if one was requested.
     """
 
     def __init__(
-        self, plan: ResolvedPlan, record: Record, begin: float, seconds: float, within: float, progress: bool
+        self,
+        plan: ResolvedPlan,
+        record: Record,
+        begin: float,
+        seconds: float,
+        within: float,
+        progress: bool,
+        others: Sequence[Variant] = (),
     ) -> None:
         self._plan, self._record, self._within = plan, record, within
+        self._others = list(others)
         self._budget = Budget(seconds, begin, progress)
         self._runners: list[VariantRunner] = []
         self._batches = 1  # of a first trial, and the minimum of any trial
@@ -362,23 +392,26 @@ class _Measurement:
         return min(max(int((self._deadline - perf_counter()) / 2 / (trials * seconds)), 1), MIN_BATCHES)
 
     def _add_further(self) -> None:
-        """Add the stages in turn, single stages, and the full pipeline without each, as far as there is time."""
-        between = in_turn(self._plan)[1:-1]
-        for variant in (*between, *alone_and_without(self._plan)):
-            rounds = MIN_ROUNDS if variant in between else TIGHT_ROUNDS
+        """Add another loader, the stages in turn, single stages, and the full pipeline without each, as far as there is
+        time."""
+        between = [self._others] if self._others else []
+        between += [[variant] for variant in in_turn(self._plan)[1:-1]]
+        for group in (*between, *([variant] for variant in alone_and_without(self._plan))):
+            variant = group[0]
+            rounds = MIN_ROUNDS if group in between else TIGHT_ROUNDS
             try:
                 ranks = variant.plan.needs_ranks
             except DrivetrainError as error:
                 self._record.left_out[variant.id] = f"it cannot be measured: {error}"
                 continue
             alike = [t for t in self._runners if t.on_ranks == ranks]
-            trial = _mean([t.seconds / (1 if ranks else len(t.variants)) for t in alike])
+            trial = len(group) * _mean([t.seconds / (1 if ranks else len(t.variants)) for t in alike])
             opening = _mean([t.opening for t in alike])
             spent = sum(runner.seconds for runner in self._runners) + trial
             if perf_counter() + opening + trial + rounds * spent > self._deadline:
-                self._record.left_out[variant.id] = NO_TIME
+                self._record.left_out |= dict.fromkeys([one.id for one in group], NO_TIME)
                 continue
-            runner = self._open([variant], self._batches)
+            runner = self._open(group, self._batches)
             if runner is not None:
                 self._first(runner)
 

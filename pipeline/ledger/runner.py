@@ -17,6 +17,7 @@ import torch
 
 from ...errors import DrivetrainError, StrategyError
 from ...loaders.epochs import EpochLoader
+from ...loaders.image_size import ImageSize
 from ...strategies import launch
 from ...transforms import LayerFreezing
 from ..spec.cuda_settings import cuda_settings
@@ -47,7 +48,7 @@ class Loaders:
         self._stack = stack
         self._known: list[tuple[Any, EpochLoader]] = []
 
-    def get(self, plan: ResolvedPlan, image_size: int, device: torch.device) -> EpochLoader:
+    def get(self, plan: ResolvedPlan, image_size: ImageSize, device: torch.device) -> EpochLoader:
         """Return the plan's training loader for images of this side."""
         data = dataclasses.replace(plan.data, image_size=image_size)
         key = (data, plan.train_settings, plan.seed, device)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ...loaders.image_size import ImageSize
 from ...transforms import LayerFreezing, ProgressiveResizing, Transform
 from ..spec.kinds import find
 
@@ -16,12 +17,12 @@ class Phase:
     """A phase of a run: the side of the images, the progress, which determines the frozen layers, and the phase's share
     of the run, 0 to 1."""
 
-    image_size: int
+    image_size: ImageSize
     progress: float
     share: float
 
 
-def phases(transforms: Sequence[Transform], image_size: int) -> list[Phase]:
+def phases(transforms: Sequence[Transform], image_size: ImageSize) -> list[Phase]:
     """Return the phases that a trial runs, so that its time per step is the run's average.
 
     Between the points where a schedule starts and stops changing, Simpson's rule weights start, middle and end. It is
@@ -33,7 +34,7 @@ def phases(transforms: Sequence[Transform], image_size: int) -> list[Phase]:
     points = {0.0, 1.0}
     points |= {resizing.delay, 1 - resizing.finetune} if resizing else set()
     points |= {freezing.freeze_start} if freezing else set()
-    shares: dict[tuple[int, float], float] = defaultdict(float)
+    shares: dict[tuple[ImageSize, float], float] = defaultdict(float)
     for begin, end in pairwise(sorted(points)):
         if end - begin < 1e-9:  # equal up to rounding
             continue

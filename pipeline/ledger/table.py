@@ -57,6 +57,7 @@ def _rows(ledger: LedgerData) -> Table:
         over = ratio_text(ledger, ledger.ratio(EXTRAS, PLAIN), EXTRAS)
         rows.append((str(EXTRAS), _figure(ledger.speed(EXTRAS)), over, gain, ""))
     rows += [(f"ceiling: {name}", _figure(one), "", "", "") for name, one in ledger.ceilings.items()]
+    rows += [(str(one), _figure(ledger.speed(one)), "", "", "") for one in ledger.others]
     return Table(
         ("", "images/s", "over plain", "this stage", "MiB held"),
         rows,
@@ -132,6 +133,10 @@ def sentences(ledger: LedgerData) -> list[str]:
             "fit's extras (progress bar, CSV log, guard against non-finite losses) take at most "
             f"{ledger.extras_share:.2%} of the time."
         )
+    lines += [
+        f"{one}: {ratio_text(ledger, ratio, one)} × that of the pipeline's own loader."
+        for one, ratio in ledger.others.items()
+    ]
     lines += _costs(ledger.costs)
     return [*lines, *caveats(ledger), *filter(None, [compound(ledger)]), bound(ledger)]
 

@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import NonFiniteError
-from ...loaders import FFCVLoader
+from ...loaders import FFCVLoader, StockFFCVLoader
 from ...loaders.epochs import Batch, EpochLoader
+from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
 from ...transforms import LayerFreezing
@@ -45,7 +46,7 @@ class BuiltVariant:
 
     built: Built
     phases: Sequence[SchedulePhase]
-    loader: Callable[[int], EpochLoader]
+    loader: Callable[[ImageSize], EpochLoader]
     freezing: LayerFreezing | None
     settings: Callable[[], AbstractContextManager[None]] = nullcontext
     """torch's settings while it runs; see `cuda_settings`."""
@@ -252,14 +253,14 @@ class _Copies:
     """Copies of a batch from host memory to the device, as the loader performs them.
 
     Args:
-        loader: the loader. FFCVLoader copies bytes to a GPU and normalizes there; TorchLoader copies the final batch.
+        loader: the loader. TorchLoader copies the final batch; the others copy bytes to a GPU and normalize there.
         batch: a batch of the loader.
     """
 
     def __init__(self, loader: EpochLoader, batch: Batch) -> None:
         images, labels = batch[:2]
         pinned, on_gpu = images.device.type == "cuda", images.device.type != "cpu"
-        dtype = torch.uint8 if on_gpu and isinstance(loader, FFCVLoader) else images.dtype
+        dtype = torch.uint8 if on_gpu and isinstance(loader, FFCVLoader | StockFFCVLoader) else images.dtype
         self._sources = [
             torch.empty(images.shape, dtype=dtype, pin_memory=pinned),
             torch.empty(labels.shape, dtype=labels.dtype, pin_memory=pinned),

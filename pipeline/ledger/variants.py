@@ -59,8 +59,9 @@ def stages(plan: ResolvedPlan) -> list[Stage]:
     """Return the stages that the pipeline adds to plain PyTorch, in the plan's order."""
     data, how = plan.data, plan.distribution
     added = []
-    if data.loader == "ffcv":
-        added.append(Stage("FFCV loader", lambda spec: spec.replace(data=data)))
+    if data.loader != "torch":
+        name = "FFCV loader" if data.loader == "ffcv" else f"{data.loader} loader"
+        added.append(Stage(name, lambda spec: spec.replace(data=data)))
     added += [
         Stage(type(transform).__name__, partial(_transformed, transform=transform))
         for transform in plan.transforms
@@ -139,6 +140,12 @@ def alone_and_without(plan: ResolvedPlan) -> list[Variant]:
         for stage in added[:-1]
     ]
     return [*one, *less] if len(added) > 2 else one
+
+
+def with_loader(plan: ResolvedPlan, loader: str) -> list[Variant]:
+    """Return the full pipeline with another loader, and this loader alone."""
+    spec = plan.spec.replace(data=dataclasses.replace(plan.data, loader=loader))
+    return [Variant(one, spec) for one in identity.other(loader)]
 
 
 def possible(candidates: Iterable[Variant]) -> list[Variant]:

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...errors import CheckpointError, NonFiniteError
 from ...transforms.common.tensors import buffers_kept
@@ -48,6 +49,8 @@ from .initial import Matched
 from .publishing import PublishResults
 from .result import TrainingPreempted
 from .saving import SaveCheckpoints
+
+_NAMED = 20  # replaced samples that a line names
 
 
 class Run:
@@ -241,6 +244,7 @@ class Run:
             stats = train_epoch(self._engine, built.train, built.loss, hooks, self._schedule, observer)
             if state.epoch < number:  # stopped within the epoch
                 return
+            replaced = self._replaced()
             with self._evaluating():
                 evaluation = self._evaluate(number) if self._evaluates(number) else None
                 self._check(number, stats, evaluation)
@@ -254,12 +258,32 @@ class Run:
                     seconds=earlier + perf_counter() - start,
                     lr=state.lr,
                     skipped=stats.skipped + stats.overflowed,
+                    replaced=replaced,
                 )
                 keeps = self._keeps(number)
                 if evaluation is not None:
                     self._callbacks.on_evaluation_end(state, evaluation)
                 artifacts.add(epoch, lambda: self._engine.export_state(lambda _: keeps))
             observer.on_epoch_end(state, epoch)
+
+    def _replaced(self) -> int:
+        """Return how many samples of all ranks had to be replaced in the epoch, and name them."""
+        loader = self._built.train
+        if loader.settings.on_error != "skip":
+            return 0
+        own, loader.replaced = loader.replaced, []
+        ranks: list[Any] = [own]
+        if self._engine.world_size > 1:
+            ranks *= self._engine.world_size
+            dist.all_gather_object(ranks, own)
+        samples = sorted(sample for each in ranks for sample in each)
+        if samples:
+            self._artifacts.echo(
+                f"{len(samples)} of the epoch's samples cannot be decoded, and others took their places: "
+                f"{', '.join(map(str, samples[:_NAMED]))}{', …' if len(samples) > _NAMED else ''}. Run drivetrain "
+                "verify for all."
+            )
+        return len(samples)
 
     def _evaluates(self, number: int) -> bool:
         """Return whether the end of an epoch is evaluated."""

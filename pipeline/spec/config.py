@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ... import strategies
 from ...checks import check_whole, is_number, is_whole
 from ...errors import PlanError, suggest
+from ...loaders.image_size import ImageSize, is_size, usual_size
 from ...loaders.sources import Files, files_of
 from .frozen import FrozenDict
 from .options import (
@@ -25,6 +26,7 @@ from .options import (
     MAPPING,
     NULL,
     NUMBER,
+    PAIR,
     PATH,
     POSITIVE,
     TEXT,
@@ -63,6 +65,9 @@ PRECISIONS: dict[str, str] = {
 }
 """Names of `torch.set_float32_matmul_precision`, and their meaning on a GPU."""
 
+LOADERS = {"ffcv": "FFCVLoader", "torch": "TorchLoader", "ffcv_stock": "StockFFCVLoader"}
+"""The loaders by name, as classes of `loaders`."""
+
 Arguments = tuple[list[str], dict[str, Any]]
 """The arguments of a call: the text of each positional one, and the keyword arguments."""
 
@@ -82,6 +87,13 @@ def _check_val(name: str, value: Any) -> None:
         raise PlanError(
             f"{name}={dict(value)!r:.80} is a mix, but evaluation sees each sample once. Pass one data set, or a "
             "pattern such as '{a,b}.beton'."
+        )
+
+
+def _check_eval_size(name: str, value: Any) -> None:
+    if value is not None and not is_size(usual_size(value)):
+        raise PlanError(
+            f"{name}={value!r} must be a positive integer, or two: height and width; or None for image_size."
         )
 
 
@@ -127,27 +139,32 @@ class DataConfig(Config):
             in_plan=False,
         )
     )
-    image_size: int = field(
-        metadata=option("side of the square images, in pixels", POSITIVE, in_plan=False),
+    image_size: ImageSize = field(
+        metadata=option(
+            "side of square images, or height and width, in pixels", POSITIVE, PAIR, in_plan=False
+        ),
     )
-    eval_image_size: int | None = field(
+    eval_image_size: ImageSize | None = field(
         default=None,
         metadata=option(
-            "side of the images in evaluation, in pixels; None: image_size",
+            "the same in evaluation; None: image_size",
             POSITIVE,
+            PAIR,
             NULL,
             more="A model trained on random crops is often most accurate on slightly larger images (Touvron et al. "
             "2019, arXiv:1906.06423).",
-            check=whole(1, none="image_size"),
+            check=_check_eval_size,
             in_plan=False,
         ),
     )
     loader: str = field(
         default="ffcv",
         metadata=option(
-            "ffcv, or torch for the plain PyTorch baseline",
+            "ffcv; torch for the plain PyTorch baseline; ffcv_stock for FFCV's own loader, whose augmentation is not "
+            "repeatable",
             TEXT,
-            check=known("loader", ("ffcv", "torch")),
+            more="What FFCV's own loader does not have is rejected; see `loaders.StockFFCVLoader`.",
+            check=known("loader", LOADERS),
             in_plan=False,
         ),
     )
@@ -163,7 +180,9 @@ class DataConfig(Config):
     workers: int | None = field(
         default=None,
         metadata=option(
-            "loader threads (ffcv) or processes (torch) per rank; None: one per core", INTEGER, NULL
+            "loader threads (ffcv, ffcv_stock) or processes (torch) per rank; None: one per core",
+            INTEGER,
+            NULL,
         ),
     )
     cache: str | None = field(
@@ -201,6 +220,8 @@ class DataConfig(Config):
         from ...loaders.settings import Settings
 
         super().__post_init__()
+        for name in ("image_size", "eval_image_size"):
+            object.__setattr__(self, name, usual_size(getattr(self, name)))
         if isinstance(self.train, Mapping):
             object.__setattr__(self, "train", FrozenDict(self.train))
         if self.workers is not None:
@@ -216,8 +237,8 @@ class DataConfig(Config):
             raise PlanError(f"load() cannot use the settings {dict(self.settings)}: {error}.") from error
 
     @property
-    def eval_size(self) -> int:
-        """Side of the images in evaluation, in pixels."""
+    def eval_size(self) -> ImageSize:
+        """Side of the images in evaluation, or height and width, in pixels."""
         return self.image_size if self.eval_image_size is None else self.eval_image_size
 
     def arguments(self) -> Arguments:

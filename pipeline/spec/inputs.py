@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from ...loaders.epochs import EpochLoader
+from ...loaders.image_size import ImageSize
 
 if TYPE_CHECKING:
     from torchvision.transforms import v2
@@ -21,14 +22,14 @@ class Inputs:
     `recipe.yaml` (the key `trained`), and the metadata of `model.safetensors` and of exported files.
 
     Attributes:
-        image_size: side of the images in evaluation, in pixels.
-        eval_ratio: the central crop's side relative to the image's shorter side.
+        image_size: side of the images in evaluation, or height and width, in pixels.
+        eval_ratio: size of the central crop relative to the largest one of this shape.
         mean, std: of each channel, for pixels scaled to 0–1.
-        interpolation: `"bilinear"` or `"area"`.
+        interpolation: as in `FFCVLoader`.
         classes: names of the classes or labels; empty if the data has none.
     """
 
-    image_size: int
+    image_size: ImageSize
     eval_ratio: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -36,7 +37,7 @@ class Inputs:
     classes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, train: EpochLoader, val: EpochLoader | None, eval_size: int) -> Self:
+    def of(cls, train: EpochLoader, val: EpochLoader | None, eval_size: ImageSize) -> Self:
         """Return that of a training's loaders."""
         used = (val or train).settings
         return cls(

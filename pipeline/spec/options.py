@@ -58,6 +58,12 @@ LIST = Kind(lambda value: isinstance(value, list | tuple), "a list")
 INTEGER = Kind(is_whole, "an integer")
 NATURAL = Kind(lambda value: is_whole(value, 0), "an integer, 0 or more")
 POSITIVE = Kind(lambda value: is_whole(value, 1), "a positive integer")
+PAIR = Kind(
+    lambda value: (
+        isinstance(value, list | tuple) and len(value) == 2 and all(is_whole(each, 1) for each in value)
+    ),
+    "two positive integers",
+)
 NUMBER = Kind(is_number, "a number")
 AUTO = Kind(lambda value: value == "auto", '"auto"')
 NULL = Kind(lambda value: value is None, "null")

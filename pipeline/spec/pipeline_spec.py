@@ -16,6 +16,7 @@ from torch import nn
 from ... import strategies
 from ...checks import is_whole
 from ...errors import PlanError
+from ...loaders.image_size import ImageSize
 from ...strategies import OptimizerFactory, Strategy
 from ...transforms import Transform
 from ..models.factories import model_factory
@@ -116,8 +117,8 @@ class PipelineSpec:
         val: str | Path | None = None,
         *,
         batch_size: int,
-        image_size: int,
-        eval_image_size: int | None = None,
+        image_size: ImageSize,
+        eval_image_size: ImageSize | None = None,
         loader: str = "ffcv",
         order: str = "random",
         workers: int | None = None,

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ... import machine, strategies
+from ...loaders.image_size import ImageSize, size_text
 from ...loaders.sources import files_of
 from ...strategies import Strategy
 from ...table import Table
@@ -78,7 +79,8 @@ def lay_out(
     how, optimization = spec.distributed, spec.optimized
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
-             f"{data.image_size} px{_eval_size(data)}{data.for_plan()}; every rank loads its slice of each batch"),
+             f"{_pixels(data.image_size)} px{_eval_size(data)}{data.for_plan()}; every rank loads its slice of each "
+             f"batch{_caution(data)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()", f"with seed {spec.seed}, the same on every rank"),
     ]  # fmt: skip
@@ -112,7 +114,17 @@ def lay_out(
 
 
 def _eval_size(data: DataConfig) -> str:
-    return "" if data.eval_size == data.image_size else f" ({data.eval_size} px in evaluation)"
+    return "" if data.eval_size == data.image_size else f" ({_pixels(data.eval_size)} px in evaluation)"
+
+
+def _pixels(image_size: ImageSize) -> str:
+    return size_text(image_size) if isinstance(image_size, tuple) else str(image_size)
+
+
+def _caution(data: DataConfig) -> str:
+    if data.loader != "ffcv_stock":
+        return ""
+    return "; FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
 
 
 def _slow_bf16(how: DistributedConfig) -> str:

@@ -22,7 +22,7 @@ from .kinds import sort_transforms
 from .pipeline_spec import PipelineSpec
 from .plan import Step, lay_out
 from .rules import check_epochs, check_rules
-from .sources import check_sources
+from .sources import check_loader, check_sources
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
 
     Raises:
         PlanError, StrategyError: naming the conflicting parts and the remedy.
-        DataError: for a file that is missing, unreadable, or not a complete `.beton` file.
+        DataError: for a file that is missing, unreadable, or not a complete `.beton` file, and for what the loader does
+            not have.
     """
     data, how = spec.data, spec.distributed
     if data is None:
@@ -98,6 +99,7 @@ def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
     transforms = sort_transforms(spec.transforms)
     settings = train_settings(data, transforms)
     check_rules(spec)
+    check_loader(data, settings)
     steps = lay_out(spec, data, transforms, strategy)
     if spec.epochs is not None:
         check_epochs(spec, spec.epochs)

@@ -50,7 +50,7 @@ def check_epochs(spec: PipelineSpec, epochs: int) -> None:
     resizing, data = find(spec.transforms, ProgressiveResizing), spec.data
     if resizing is None or data is None or resizing.finetune == 0:
         return
-    if resizing.size(data.image_size, 1 - 0.5 / epochs) < data.image_size:
+    if resizing.size(data.image_size, 1 - 0.5 / epochs) != data.image_size:
         raise PlanError(
             f"{resizing} sets one size per epoch, and with epochs={epochs} none would have full size. Train for more "
             f"epochs, or set finetune to at least {0.5 / epochs:g}."

@@ -1,8 +1,10 @@
-"""Check a pipeline's data sources before anything is loaded."""
+"""Check a pipeline's data sources, and whether its loader can load them, before anything is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...errors import DataError
 from ...loaders.beton.tables import read_header
@@ -10,6 +12,26 @@ from ...loaders.order import check_batch_size
 from ...loaders.remote.source import is_address
 from ...loaders.sources import files_of
 from .config import DataConfig
+
+
+def check_loader(data: DataConfig, settings: Mapping[str, Any]) -> None:
+    """Check that the loader has what the pipeline needs of it.
+
+    Args:
+        data: what to load.
+        settings: additional settings of the training loader.
+
+    Raises:
+        DataError: naming the setting or source, and the remedy.
+    """
+    if data.loader != "ffcv_stock":
+        return
+    from ...loaders.stock_loader import check_stock_source, stock_settings  # here: it imports torch
+
+    stock_settings(batch_size=data.batch_size, image_size=data.image_size, rank=0, world_size=1, **settings)
+    for source in (data.train, data.val):
+        if source is not None:
+            check_stock_source(source)
 
 
 def check_sources(data: DataConfig, devices: int) -> None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 NAMES_OF_RUN = {
-    "epoch", "loss", "val_loss", "images_per_s", "data_wait_fraction", "seconds", "lr", "skipped", "step", "metrics",
+    "epoch", "loss", "val_loss", "images_per_s", "data_wait_fraction", "seconds", "lr", "skipped", "replaced", "step",
+    "metrics",
 }  # fmt: skip
 """What the history, the log and the curves call their other values."""
 

@@ -28,6 +28,7 @@ class Epoch:
         lr: learning rate at its end.
         skipped: steps skipped because their loss was not finite (`fit(on_nonfinite="skip")`), or because their
             gradients overflowed in fp16: a few until the loss scale is calibrated, and one each time it grows too far.
+        replaced: samples that could not be decoded, for which others were trained on (`load(on_error="skip")`).
     """
 
     epoch: int
@@ -39,6 +40,7 @@ class Epoch:
     seconds: float
     lr: float
     skipped: int = 0
+    replaced: int = 0
 
     @property
     def accuracy(self) -> float | None:

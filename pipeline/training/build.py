@@ -25,7 +25,7 @@ from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
 from ...transforms import CHANGES_MODEL, NothingChanged, Report, Transform
 from ..models.weights import weights_omitted
-from ..spec.config import DataConfig, DistributedConfig
+from ..spec.config import LOADERS, DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from ..tasks.metrics import higher_is_better
@@ -214,7 +214,7 @@ def make_loader(
     data = plan.data
     if ranks is None:
         ranks = (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
-    kind: Any = loaders.FFCVLoader if data.loader == "ffcv" else loaders.TorchLoader
+    kind: Any = getattr(loaders, LOADERS[data.loader])
     loader: EpochLoader = kind(
         source_files(data, source),
         batch_size=data.batch_size,

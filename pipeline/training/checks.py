@@ -12,6 +12,7 @@ from torch import nn
 
 from ...errors import DrivetrainError, PlanError
 from ...loaders.epochs import EpochLoader
+from ...loaders.image_size import height_width, size_text
 from ...loaders.sources import files_of
 from ...strategies import Precision
 from ...strategies.options import HALF
@@ -52,22 +53,22 @@ def check_output(
     Raises:
         PlanError: if it does not, or if the forward fails.
     """
-    training, side, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
+    training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=HALF[precision])
     try:
         with torch.no_grad(), context:
-            output = model.eval()(torch.zeros(2, 3, side, side))  # as in prediction
+            output = model.eval()(torch.zeros(2, 3, *height_width(size)))  # as in prediction
             # Lazy modules have their shapes now. BatchNorm's statistics change only in the copies.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             inputs = task.model_inputs(targets)
-            judged = model(torch.zeros(2, 3, side, side), **inputs) if inputs else output
-            side = data.image_size
+            judged = model(torch.zeros(2, 3, *height_width(size)), **inputs) if inputs else output
+            size = data.image_size
             trained = torch.func.functional_call(
-                model.train(), buffers, torch.zeros(2, 3, side, side), kwargs=inputs
+                model.train(), buffers, torch.zeros(2, 3, *height_width(size)), kwargs=inputs
             )
     except Exception as error:  # a model may raise anything
         raise PlanError(
-            f"The model does not accept images of {side} × {side} pixels{_further(inputs)}: {type(error).__name__}: "
+            f"The model does not accept images of {size_text(size)} pixels{_further(inputs)}: {type(error).__name__}: "
             f"{error}{_signature(inputs)}"
         ) from error
     finally:

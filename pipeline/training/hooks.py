@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...loaders.epochs import EpochLoader
+from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...transforms import (
     EMA,
@@ -100,7 +101,7 @@ class TrainingHooks:
             f"still consists of {share:.0%} initial weights. Train longer, or set a shorter half-life."
         )
 
-    def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: int) -> None:
+    def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: ImageSize) -> None:
         """Set what changes between epochs: the image size and the frozen layers.
 
         An epoch has one image size, that of its midpoint.

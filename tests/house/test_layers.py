@@ -30,7 +30,8 @@ def test_every_module_has_a_layer() -> None:
     """A new room or helper that the contract does not name would be free to import anything."""
     (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     named = {name.strip() for layer in contract["layers"] for name in layer.replace("|", ":").split(":")}
-    packages = {"drivetrain", "drivetrain.pipeline", "drivetrain.__main__"}  # which import only at first use
+    # These import only at first use; setup.py is not part of the package.
+    packages = {"drivetrain", "drivetrain.pipeline", "drivetrain.__main__", "drivetrain.setup"}
     for module in modules().keys() - packages:
         parents = {".".join(module.split(".")[: n + 1]) for n in range(module.count(".") + 1)}
         assert parents & named, module
@@ -56,9 +57,12 @@ def test_the_package_itself_is_imported_relatively() -> None:
 def test_the_walks_of_contributing_lead_somewhere() -> None:
     """Each file is there, and defines what is named in it."""
     walks = (ROOT / "CONTRIBUTING.md").read_text().partition("**Five walks.**")[2].partition("**Add")[0]
-    steps = re.findall(r"`([a-z_/0-9]+\.py)`\s+\(`(\w+)`\)", walks)
+    steps = re.findall(r"`([a-z_/0-9]+\.(?:py|c))`\s+\(`(\w+)`\)", walks)
     assert len(steps) >= 20
     for file, name in steps:
-        assert re.search(rf"def {name}\b", (ROOT / file).read_text()), (file, name)
+        assert re.search(rf"^ *(def|DT_|int|void) *.*\b{name}\(", (ROOT / file).read_text(), re.M), (
+            file,
+            name,
+        )
     for walk in walks.split("\n- ")[1:3]:  # training, and a recipe
         assert len(set(re.findall(r"`([a-z_/0-9]+\.py)`", walk))) <= 6

@@ -11,7 +11,8 @@ import torch
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.decode.augmentation import choose
 from drivetrain.loaders.decode.draws import random_resized_crops, sample_keys, uniforms
-from drivetrain.loaders.native.library import SHIFT
+from drivetrain.loaders.native.library import BICUBIC, NEAREST, SHIFT
+from drivetrain.loaders.preprocess import EvaluationCrop
 from drivetrain.loaders.settings import Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,6 +161,41 @@ def test_any_crop_of_raw_pixels_is_pillows(data: st.DataObject) -> None:
     expected = pillows(Image.fromarray(image), (top, left, h, w), side)
     allowed = 2 if max(h, w) <= 8 * side else 4  # so far only raw images shrink at once
     assert np.abs(found - (expected[:, ::-1] if flip else expected)).max() <= allowed
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize(
+    ("method", "pillows_filter"), [(BICUBIC, Image.Resampling.BICUBIC), (NEAREST, Image.Resampling.NEAREST)]
+)
+def test_bicubic_and_nearest_are_pillows_in_every_bit(
+    method: int, pillows_filter: Image.Resampling, data: st.DataObject
+) -> None:
+    height, width = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 90))
+    h, w = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
+    top, left = data.draw(st.integers(0, height - h)), data.draw(st.integers(0, width - w))
+    size, flip = (data.draw(st.integers(1, 60)), data.draw(st.integers(1, 60))), data.draw(st.booleans())
+    rng = np.random.default_rng(height * width)
+    image = rng.integers(0, 256, (height, width, 3), np.uint8)
+    if data.draw(st.booleans()):
+        image = np.where(image > 127, np.uint8(255), np.uint8(0))  # the filter overshoots
+    found = load_pictures([image], size, boxes=[(top, left, h, w)], flips=[flip], method=method)[0]
+    crop = Image.fromarray(image).crop((left, top, left + w, top + h))
+    # In two steps: Pillow 13 chooses the order by the shape.
+    expected = np.asarray(crop.resize((size[1], h), pillows_filter).resize(size[::-1], pillows_filter))
+    assert np.array_equal(found, expected[:, ::-1] if flip else expected)
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "nearest"])
+def test_interpolations_are_those_of_the_preprocessing(photos: Path, interpolation: str) -> None:
+    """Of `predict` and exports: a few levels for bicubic, because of the order of Pillow's passes."""
+    beton = open_beton(photos)
+    found, _ = load(photos, train=False, dtype=torch.uint8, interpolation=interpolation)
+    crop = EvaluationCrop(32, 224 / 256, interpolation)
+    for index, image in enumerate(found):
+        expected = np.asarray(crop(beton.image(index))).astype(int)
+        off = np.abs(image.permute(1, 2, 0).numpy() - expected).max()
+        assert off <= (2 if interpolation == "bicubic" else 0)
 
 
 def test_small_images_of_large_jpegs(tmp_path: Path) -> None:

@@ -144,10 +144,10 @@ static void load_anything(dt_workspace *workspace, int descriptor)
     }
     corners[0] = (int64_t)next(24 - 5), corners[1] = (int64_t)next(20 - 5);
     dt_samples samples = {descriptors, modes, widths, heights, pointers, sizes};
-    dt_settings settings = {24, 20, (int32_t)next(3), (int32_t)next(3), factors, summands, table, 5, {1, 2, 3}};
+    dt_settings settings = {24, 20, (int32_t)next(5), (int32_t)next(3), factors, summands, table, 5, {1, 2, 3}};
     dt_choices choices = {indices, boxes, flips, next(2) ? colors : NULL, next(2) ? corners : NULL, 1, 2,
                           next(2) ? operations : NULL, magnitudes, next(2) ? weights : NULL};
-    if (settings.method == 2)
+    if (settings.method == SHIFT)
         heights[0] = 24, widths[0] = 20, boxes[0] = (int64_t)next(9) - 4, boxes[1] = (int64_t)next(9) - 4;
     dt_load(workspace, &samples, &settings, &choices, 1, images, &status);
     if (status < DT_OK || status > DT_NO_MEMORY)

@@ -1,4 +1,4 @@
-"""Builds native_fuzz.c with sanitizers and runs it on small JPEGs of every kind: `make fuzz`, and shorter in the tests."""
+"""Builds native_fuzz.c with sanitizers and runs it on small JPEGs: `make fuzz`, and shorter in the tests."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def build(out: Path, sanitizers: Sequence[str]) -> None:
         path for path in sorted(NATIVE.glob("*.c")) if path.name != "load.c"
     ]  # which native_fuzz.c includes
     command = [
-        "gcc", "-std=gnu11", "-O1", "-g", "-ffp-contract=off", "-DDT_NO_CLONES", "-fno-sanitize-recover=all", *sanitizers,
+        "gcc", "-std=gnu11", "-O1", "-g", "-ffp-contract=off", "-DDT_NO_CLONES",
+        *sanitizers, "-fno-sanitize-recover=all",
         "-o", out, Path(__file__).with_suffix(".c"), *sources, "-ljpeg", "-lm", "-lpthread",
     ]  # fmt: skip
     subprocess.run(command, check=True, timeout=300)
 
 
 def write_corpus(folder: Path) -> None:
-    """Write pictures of a few sizes in each of JPEG's codings: subsampling, progressive, restart markers, grey, CMYK."""
+    """Write pictures of a few sizes in each coding: subsampled, progressive, with restart markers, grey, CMYK."""
     rng = np.random.default_rng(0)
     ways = [
         *({"subsampling": kind} for kind in ("4:4:4", "4:2:2", "4:2:0", "4:1:1")),

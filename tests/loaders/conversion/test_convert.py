@@ -54,7 +54,7 @@ PICTURE = picture(3, 90, 120)
 )
 def test_jpeg_passes_byte_for_byte(tmp_path: Path, options: dict[str, Any]) -> None:
     data = jpeg_bytes(PICTURE, **options)
-    beton, how = converted(one_file(tmp_path, "a.JPG", data), tmp_path, quality=10)
+    beton, how = converted(one_file(tmp_path, "a.JPG", data), tmp_path, quality=10, keep_bytes=True)
     assert how == {"copied unchanged": 1}
     assert beton.stored(0) == data
     assert (beton.widths[0], beton.heights[0]) == (120, 90)
@@ -255,6 +255,7 @@ def test_manifest(tmp_path: Path) -> None:
     assert manifest["settings"] == {
         "max_resolution": 100, "min_resolution": None, "quality": 77, "write_mode": "auto",
         "smart_threshold": None, "compress_probability": 0.5, "check": "decode",
+        "optimize": False, "keep_bytes": False,
     }  # fmt: skip
     for index in range(19):
         label = beton.labels[index]

@@ -63,7 +63,7 @@ def ours(image: NDArray[np.uint8], *steps: tuple[str, float]) -> NDArray[np.uint
 
 def cases(policy: str, side: int) -> list[tuple[str, float]]:
     """Every operation of a policy with every magnitude and sign."""
-    table = magnitudes(policy, side, 10 if policy == "aug_mix" else 31)
+    table = magnitudes(policy, (side, side), 10 if policy == "aug_mix" else 31)
     found = []
     for name, levels in zip(NAMES, table, strict=True):
         signs = (1, -1) if 0 < NAMES.index(name) < NAMES.index("Posterize") else (1,)
@@ -141,7 +141,7 @@ def test_aug_mix_mixes_as_torchvision_does() -> None:
     """Its arithmetic with operations that are the same in both: float32 sums, cut off."""
     image = odd_pictures(32)[0]
     keys = sample_keys(0, 0, np.arange(50))
-    weights = draw({"name": "aug_mix"}, keys, 32).weights
+    weights = draw({"name": "aug_mix"}, keys, (32, 32)).weights
     steps = [("Posterize", 2.0), ("Solarize", 0.4), ("Equalize", 0.0)]
     operations = [[[NAMES.index(name)] for name, _ in steps]]
     for row in weights:

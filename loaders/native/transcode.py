@@ -1,0 +1,91 @@
+"""Lossless recoding of JPEGs: the same coefficients, and so the same pixels, with other codes."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+
+from PIL import Image
+
+from .library import MESSAGE, NO_MEMORY, OK, library
+
+SEQUENTIAL_FRAMES = frozenset((0xC0, 0xC1))
+"""Baseline and extended, with Huffman codes."""
+
+ARITHMETIC_FRAMES = frozenset((0xC9, 0xCA))
+DECODED_FRAMES = SEQUENTIAL_FRAMES | {0xC2} | ARITHMETIC_FRAMES
+"""What the loader's decoder reads. 0xC2 is progressive, with Huffman codes."""
+
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # these three are tables and reserved
+_ALONE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a segment
+_ANY_SIZE = (1 << 8 * ctypes.sizeof(ctypes.c_size_t)) - 1
+_MOST_MEMORY = 1 << 31
+"""Bytes of coefficients: above those of the most pixels that Pillow opens, in three components, 1.1 GB."""
+
+
+def frame_type(jpeg: bytes) -> int | None:
+    """Return the second byte of the frame marker, 0xC0 to 0xCF, which identifies the coding; None without a frame."""
+    at = 2
+    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
+        marker = jpeg[at + 1]
+        if marker in _FRAMES:
+            return marker
+        if marker == 0xFF:  # fill
+            at += 1
+        elif marker in _ALONE:
+            at += 2
+        else:
+            at += 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+    return None
+
+
+def recoded(jpeg: bytes, most: int = _ANY_SIZE, memory: int = _MOST_MEMORY) -> bytes | None:
+    """Return a JPEG as a baseline JPEG with optimised Huffman tables. Pixels are identical.
+
+    The result has no EXIF data, colour profile or comments.
+
+    Args:
+        jpeg: a JPEG file, also a progressive one, or one with arithmetic codes.
+        most: size of the result in bytes above which to return None.
+        memory: bytes that its coefficients may take.
+
+    Raises:
+        ValueError: with the reason, if it does not decode without a warning, or takes more memory.
+        MemoryError: if the system refuses memory.
+    """
+    native = library()
+    result, size = ctypes.c_void_p(), ctypes.c_size_t()
+    message = ctypes.create_string_buffer(MESSAGE)
+    status = native.dt_recode(
+        jpeg, len(jpeg), memory, most, ctypes.byref(result), ctypes.byref(size), message
+    )
+    if status == NO_MEMORY:
+        raise MemoryError("The system has no memory for a JPEG's coefficients.")
+    if status != OK:
+        raise ValueError(message.value.decode(errors="replace"))
+    if result.value is None:
+        return None
+    try:
+        return ctypes.string_at(result, size.value)
+    finally:
+        native.dt_free(result)
+
+
+def huffman_coded(jpeg: bytes) -> bytes:
+    """Return a JPEG with arithmetic codes as a baseline JPEG; any other file unchanged. Pixels are identical.
+
+    Pillow decodes arithmetic codes only in files of up to 64 KiB, because it reads in chunks, and libjpeg's arithmetic
+    decoder cannot wait for the next one.
+
+    Raises:
+        ValueError: with libjpeg's message, if it does not decode without a warning.
+        Image.DecompressionBombError: as Pillow, for more pixels than any real picture has.
+        MemoryError: if the system refuses memory.
+    """
+    if not jpeg.startswith(b"\xff\xd8") or frame_type(jpeg) not in ARITHMETIC_FRAMES:
+        return jpeg
+    with Image.open(io.BytesIO(jpeg)):  # rejects what would take gigabytes
+        pass
+    plain = recoded(jpeg)
+    assert plain is not None  # no limit of its size
+    return plain

@@ -1,0 +1,120 @@
+"""`on_error="skip"`: in the place of a sample that cannot be decoded, the same other one, whoever loads it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain import Pipeline
+from drivetrain.errors import BetonError, DataError
+from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
+from loader_pictures import jpeg_beton
+from torch import nn
+
+BAD = (4, 9)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """18 samples, of which two are zeros."""
+    path = jpeg_beton(tmp_path_factory.mktemp("skipped") / "photos.beton")
+    spoil(path, BAD)
+    return path
+
+
+def spoil(path: Path, samples: tuple[int, ...]) -> None:
+    beton = open_beton(path)
+    with path.open("r+b") as file:
+        for sample in samples:
+            file.seek(int(beton.pointers[sample]))
+            file.write(bytes(int(beton.sizes[sample])))
+
+
+def epoch(path: Path, **options: Any) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[int]]:
+    with FFCVLoader(path, **{"batch_size": 6, "image_size": 32, "on_error": "skip", **options}) as loader:
+        return list(loader), sorted(loader.replaced)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_batches_do_not_depend_on_workers_and_ranks(photos: Path, workers: int) -> None:
+    whole, replaced = epoch(photos, seed=3, workers=workers)
+    assert replaced == list(BAD)
+    assert [len(labels) for _, labels in whole] == [6, 6, 6]
+    ranks = [epoch(photos, seed=3, workers=workers, rank=rank, world_size=2) for rank in range(2)]
+    for number, (images, labels) in enumerate(whole):
+        assert torch.equal(images, torch.cat([batches[number][0] for batches, _ in ranks]))
+        assert torch.equal(labels, torch.cat([batches[number][1] for batches, _ in ranks]))
+    assert sorted(ranks[0][1] + ranks[1][1]) == list(BAD)
+
+
+def test_the_other_samples_stay_and_labels_are_those_of_the_substitutes(photos: Path) -> None:
+    """Each sample's label is shown by its place in a further epoch without the bad ones."""
+    sequential = {"order": "sequential", "fields": (), "dtype": torch.uint8, "seed": 1}
+    (batches, _), labels = epoch(photos, **sequential), open_beton(photos).labels
+    images, found = (torch.cat(each) for each in zip(*batches, strict=True))
+    good = [sample for sample in range(18) if sample not in BAD]
+    alone, _ = epoch(photos, indices=good, batch_size=16, **sequential)
+    assert torch.equal(images[good], alone[0][0])
+    assert found[good].tolist() == labels[good].tolist()
+    for sample in BAD:  # the same sample is drawn with its own draws for the epoch
+        (same,) = np.flatnonzero([torch.equal(images[sample], image) for image in alone[0][0]])[:1]
+        assert found[sample] == labels[good[same]]
+
+
+def test_what_cannot_be_skipped(photos: Path, tmp_path: Path) -> None:
+    with (
+        FFCVLoader(photos, batch_size=6, image_size=32) as loader,
+        pytest.raises(BetonError, match=r"sample [49]"),
+    ):
+        list(loader)
+    evaluation = {"train": False, "on_error": "skip", "batch_size": 6, "image_size": 32}
+    with FFCVLoader(photos, **evaluation) as loader, pytest.raises(BetonError, match="sample 4"):
+        list(loader)
+    everything = jpeg_beton(tmp_path / "bad.beton")
+    spoil(everything, tuple(range(18)))
+    with pytest.raises(BetonError, match="cannot be decoded"):
+        epoch(everything)
+    with pytest.raises(DataError, match="on_error='ignore' must be 'raise' or 'skip'"):
+        epoch(photos, on_error="ignore")
+    with pytest.raises(DataError, match="only available in FFCVLoader"):
+        TorchLoader(photos, batch_size=6, image_size=32, on_error="skip")
+
+
+def test_changed_samples_are_skipped_with_their_checksums(photos: Path, tmp_path: Path) -> None:
+    """One whose pixels decode, but are not those that were converted."""
+    path = Path(shutil.copy(photos, tmp_path / "changed.beton"))
+    shutil.copy(f"{photos}.json", f"{path}.json")
+    beton = open_beton(path)
+    with path.open("r+b") as file:
+        file.seek(int(beton.pointers[2]) + int(beton.sizes[2]) - 1)
+        file.write(b"\xd8")
+    assert epoch(path, verify=True)[1] == [2, *BAD]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+@pytest.mark.process
+def test_every_rank_counts_all(photos: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    histories = []
+    for devices in (1, 2):
+        pipeline = (
+            Pipeline(network, seed=2)
+            .load(photos, batch_size=6, image_size=32, workers=1, on_error="skip")
+            .optimize("sgd", lr=0.01)
+            .distribute("ddp", devices=devices, device="cpu")
+        )
+        result = pipeline.fit(epochs=2, out=tmp_path / str(devices))
+        histories.append(result.history.epochs)
+        assert (
+            "2 of the epoch's samples cannot be decoded, and others took their places: 4, 9."
+            in capfd.readouterr().out
+        )
+    assert [one.replaced for one in histories[0]] == [one.replaced for one in histories[1]] == [2, 2]
+    for one, other in zip(*histories, strict=True):
+        assert one.loss == pytest.approx(other.loss, abs=1e-6)
