@@ -54,7 +54,11 @@ def test_worker_processes_take_the_new_size(photos: Path) -> None:
 def test_sizes_that_cannot_be(kind: Any, photos: Path, tmp_path: Path) -> None:
     with make(kind, photos) as loader:
         before = list(loader)
-        for size, words in ((0, "at least 1 pixel"), (16.5, "an integer"), (None, "an integer")):
+        for size, words in (
+            (0, "a positive integer"),
+            (16.5, "a positive integer"),
+            (None, "a positive integer"),
+        ):
             with pytest.raises(DataError, match=f"image_size={size} must be {words}"):
                 loader.set_image_size(size)
         loader.set_epoch(0)

@@ -230,7 +230,8 @@ def test_errors_of_samples_are_told_without_torchs_words(tmp_path: Path, workers
             with pytest.raises(DataError) as caught:
                 next(batches)
             assert str(caught.value) == (
-                "crop='padded' shifts full images, which must all have 16 × 16 pixels; one image has 20 × 18. "
+                "crop='padded' shifts full images, which must all have 16 × 16 pixels (height × "
+                "width); one image has 18 × 20. "
                 "Use crop='resized'."
             )
     with TorchLoader(Awkward(), batch_size=2, image_size=16, workers=workers) as loader:

@@ -130,7 +130,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
     "loader setting": (lambda toy: toy.pipeline(pading=3), PlanError, "'pading'.*Did you mean 'padding'"),
     "a setting of the pipeline's": (lambda toy: toy.pipeline(drop_last=True), PlanError, "'drop_last'"),
     "setting of another type": (lambda toy: toy.pipeline(scale=0.5), DrivetrainError, "scale.*0.5"),
-    "image size": (lambda toy: toy.pipeline(image_size=0), DataError, "image_size=0 must be at least 1"),
+    "image size": (lambda toy: toy.pipeline(image_size=0), DataError, "image_size=0 must be a positive integer"),
     "batch size": (lambda toy: toy.pipeline(batch_size=0), DataError, "batch_size=0 must be at least 1"),
     "threads": (lambda toy: toy.pipeline(workers=0), PlanError, "workers=0 must be a positive integer"),
     "processes": (lambda toy: toy.pipeline(workers=-1, loader="torch"), PlanError, "workers=-1.*an integer, 0 or more"),
