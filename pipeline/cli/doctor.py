@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import machine
-from ...errors import DrivetrainError
+from ...errors import DrivetrainError, MissingExtra
 from ...table import Table
 from ..telemetry.provenance import version
 
@@ -92,8 +92,21 @@ def _extras() -> list[Finding]:
         versions = ", ".join(f"{name} {there or 'missing'}" for name, there in found.items())
         good = all(found.values())
         remedy = f"pip install 'drivetrain[{extra}]'"
+        if extra == "ffcv" and good:
+            good, remedy = _ffcv_loads()
         findings.append(Finding(f"extra {extra}: {purpose}", versions, good, remedy))
     return findings
+
+
+def _ffcv_loads() -> tuple[bool, str]:
+    """Return whether FFCV can be imported, and the error: an installed package alone does not prove it."""
+    from ...loaders.ffcv_modules import ffcv_module
+
+    try:
+        ffcv_module("ffcv.libffcv")
+    except (MissingExtra, OSError, ImportError) as error:
+        return False, str(error)
+    return True, ""
 
 
 def _native_core() -> Finding:

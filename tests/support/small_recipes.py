@@ -23,15 +23,16 @@ TINY_VIT = {
 def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:
     """What makes a recipe small: its data, images, batch (and with it the learning rate), devices and length.
 
-    Images that grow are twice as large in the end: with torch 2.15, a ResNet-50's gradients in bf16 are undefined on some
-    CPUs for images of 16 pixels, which layer4 sees as one (uninitialised memory in oneDNN's convolution of one pixel with
-    a stride of 2). Models stay as they are, but for those of billions of parameters. fp16, for which CPUs have no fast
+    Images that grow are twice as large in the end: with torch 2.15, a ResNet-50's gradients in bf16 are undefined on
+    some CPUs for images of 16 pixels, which layer4 sees as one (uninitialised memory in oneDNN's convolution of one
+    pixel with a stride of 2). Models stay as they are, but for those of billions of parameters. fp16, for which CPUs have no fast
     convolutions, becomes bf16.
     """
     recipe = complete(name)
     grows = any(entry["name"] == "ProgressiveResizing" for entry in recipe["transforms"])
     overrides: dict[str, Any] = {
-        **files, "batch_size": BATCH, "image_size": 2 * SIDE if grows else SIDE, "eval_image_size": None, "devices": 1, "accumulate": 1,
+        **files, "batch_size": BATCH, "image_size": 2 * SIDE if grows else SIDE, "eval_image_size": None,
+        "devices": 1, "accumulate": 1,
         "workers": 0 if recipe["loader"] == "torch" else 1, "strategy_options": {"device": "cpu"},
         "optimizer.lr": recipe["optimizer"]["lr"] * BATCH / recipe["batch_size"],
         # Each epoch is a step. Of three, growing images have one epoch at full size.
