@@ -23,12 +23,11 @@ PACKAGES = ("torch", "torchvision", "torchcodec", "nvidia-dali-cuda120")
 
 def dali(folder: str, scale: float, workers: int) -> Callable[[], Iterator[int]]:
     """DALI on a CPU: `fn.decoders.image_random_crop`, which decodes the region only."""
-    from nvidia.dali import fn, pipeline_def, types  # type: ignore[import-not-found]
+    from nvidia.dali import fn, pipeline_def, types
 
     files = sorted(str(path) for path in Path(folder).rglob("*.jp*g"))
 
-    @pipeline_def(batch_size=BATCH, num_threads=workers, device_id=None, seed=0, prefetch_queue_depth=3)  # type: ignore[misc]
-    def make() -> Any:
+    def graph() -> Any:
         jpegs, labels = fn.readers.file(files=files, random_shuffle=True, name="reader")
         images = fn.decoders.image_random_crop(
             jpegs, device="cpu", random_area=[scale, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
@@ -40,7 +39,8 @@ def dali(folder: str, scale: float, workers: int) -> Callable[[], Iterator[int]]
         )  # fmt: skip
         return images, labels
 
-    pipe = make()
+    options = {"batch_size": BATCH, "num_threads": workers, "device_id": None, "prefetch_queue_depth": 3}
+    pipe = pipeline_def(**options)(graph)()
     pipe.build()
 
     def epoch() -> Iterator[int]:
@@ -85,7 +85,7 @@ def of_torch(folder: str, scale: float, workers: int, loader: Any) -> Callable[[
 
 def torchcodec(folder: str, scale: float, workers: int) -> Callable[[], Iterator[int]]:
     """TorchCodec's decoder of images, and transforms v2 on tensors."""
-    from torchcodec.decoders import decode_image  # type: ignore[import-not-found]
+    from torchcodec.decoders import decode_image
 
     return of_torch(folder, scale, workers, lambda path: decode_image(path))
 

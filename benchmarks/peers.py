@@ -41,7 +41,7 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self._process.args} ended: see its message above.")
+            raise SystemExit(f"{self._process.args!r} ended: see its message above.")
         return line
 
     def epoch(self) -> float:

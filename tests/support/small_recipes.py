@@ -25,8 +25,8 @@ def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:
 
     Images that grow are twice as large in the end: with torch 2.15, a ResNet-50's gradients in bf16 are undefined on
     some CPUs for images of 16 pixels, which layer4 sees as one (uninitialised memory in oneDNN's convolution of one
-    pixel with a stride of 2). Models stay as they are, but for those of billions of parameters. fp16, for which CPUs have no fast
-    convolutions, becomes bf16.
+    pixel with a stride of 2). Models stay as they are, but for those of billions of parameters. fp16, for which CPUs
+    have no fast convolutions, becomes bf16.
     """
     recipe = complete(name)
     grows = any(entry["name"] == "ProgressiveResizing" for entry in recipe["transforms"])
