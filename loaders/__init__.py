@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from ..lazy import exports
 
 if TYPE_CHECKING:
+    from .advice.advise import advise as advise
+    from .advice.report import Advice as Advice
     from .beton.reader import Beton as Beton
     from .beton.reader import open_beton as open_beton
     from .conversion.convert import ConvertReport as ConvertReport

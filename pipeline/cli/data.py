@@ -1,4 +1,4 @@
-"""The data commands: `drivetrain convert | inspect | verify`."""
+"""The data commands: `drivetrain convert | inspect | verify | advise`."""
 
 from __future__ import annotations
 
@@ -127,3 +127,39 @@ def verify(file: Beton, *, workers: Threads = None, quiet: Quiet = False, verbos
         print(report.text(verbose=verbose))
         sound &= report.sound
     return 0 if sound else 1
+
+
+def advise(
+    source: Annotated[str, "Folder with images anywhere below it, or a .beton file.", None, "files"],
+    *,
+    image_size: Annotated[int, "Side of the loaded images.", "PIXELS"] = 224,
+    wanted: Annotated[
+        float | None,
+        "Images/s that are enough: advise the smallest loss of quality that reaches them. Default: the fastest.",
+        "RATE",
+    ] = None,
+    samples: Annotated[int, "Images to measure; fewer if the time does not suffice.", "N"] = 300,
+    seconds: Annotated[float, "Time for everything."] = 60,
+    workers: Threads = None,
+    scratch: Annotated[
+        Path | None,
+        "Folder for the temporary files, on the disk for the data set. Default: the system's temporary folder.",
+        "FOLDER",
+    ] = None,
+    json: Annotated[bool, "Print a JSON object, with the quartiles."] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure which format and resolution loads how fast on this machine, and advise one.
+
+    A sample of the images is converted in several ways, each of which is loaded from memory, with one and with all
+    workers, and read from disk, in interleaved rounds. The temporary files are removed at the end, also after Ctrl-C.
+    """
+    from json import dumps
+
+    from ...loaders import advise as run
+
+    advice = run(
+        source, image_size=image_size, wanted=wanted, samples=samples, seconds=seconds, workers=workers,
+        scratch=scratch, progress=not quiet,
+    )  # fmt: skip
+    print(dumps(advice.to_dict(), ensure_ascii=False) if json else advice)

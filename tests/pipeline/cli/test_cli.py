@@ -25,7 +25,7 @@ from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
 from places import ROOT
 from safetensors.torch import load_file
 
-COMMANDS = ("convert", "inspect", "verify", "train", "export", "ledger", "job", "recipes", "doctor")
+COMMANDS = ("convert", "inspect", "verify", "advise", "train", "export", "ledger", "job", "recipes", "doctor")
 
 
 def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch
             assert re.search(r"  \S.* \w+", rest), f"{command} {option} is not described:\n{own.out}"
         assert max(map(len, own.out.splitlines())) < 110
     assert "Default: 0.5." in pages[0].out
-    assert "\n\n  torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto\n" in pages[3].out
+    assert "\n\n  torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto\n" in pages[4].out
     empty = call()
     assert (empty.code, empty.out) == (2, page.out)
     assert call("--version").out.startswith("drivetrain 0.")

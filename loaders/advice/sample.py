@@ -1,0 +1,187 @@
+"""A sample of a data set's images, and the formats it is converted to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import DataError
+from ..beton.data_set import open_files
+from ..beton.layout import MODE_JPEG
+from ..beton.reader import open_beton
+from ..conversion.convert import convert
+from ..conversion.folders import EXTENSIONS, files_below
+
+_KEPT = ("copied unchanged", "recoded losslessly as baseline")
+"""Treatments of `convert` that keep a JPEG's pixels."""
+
+_USUAL = 224
+"""The image size that the sides below are usual for; for other sizes they are scaled."""
+
+_SAME = 0.05
+"""Formats whose mean numbers of pixels differ by less than this fraction are not both measured."""
+
+
+class Sample:
+    """Some images of a data set, as `convert` takes them.
+
+    Args:
+        get: returns an image by its number.
+        numbers: `(n,)` of the images.
+    """
+
+    def __init__(self, get: Callable[[int], Any], numbers: NDArray[np.int64]) -> None:
+        self._get, self._numbers = get, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self._get(int(self._numbers[index])), 0
+
+    def first(self, count: int) -> Sample:
+        """Return the first `count` images."""
+        return Sample(self._get, self._numbers[:count])
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Images by number.
+
+    Attributes:
+        images: number of all of them.
+        raw: whether all are stored as raw pixels.
+    """
+
+    images: int
+    raw: bool
+    get: Callable[[int], Any]
+
+    def sample(self, count: int, seed: int) -> Sample:
+        """Return a random sample, in random order."""
+        order = np.random.default_rng(seed).permutation(self.images)
+        return Sample(self.get, order[:count])
+
+
+def open_data_set(source: str | Path) -> DataSet:
+    """Open a folder with images anywhere below it, or `.beton` files.
+
+    Raises:
+        DataError: if it is neither, cannot be read, or has no images.
+    """
+    if not isinstance(source, str | Path) or not str(source):
+        raise DataError(f"source={source!r:.80} must be a folder of images or a .beton file.")
+    if Path(source).is_dir():
+        return _open_folder(Path(source))
+    if Path(source).suffix == ".beton":
+        return _open_betons(str(source))
+    what = "is not a folder" if Path(source).exists() else "does not exist"
+    raise DataError(f"{source} {what}. Pass a folder of images or a .beton file.")
+
+
+def _open_folder(folder: Path) -> DataSet:
+    files = files_below(folder)[0]
+    if not files:
+        raise DataError(f"{folder} contains no images ({', '.join(EXTENSIONS)}). Pass a folder of images.")
+
+    def read(number: int) -> bytes:
+        try:
+            return Path(files[number]).read_bytes()
+        except OSError as error:
+            raise DataError(f"{files[number]} cannot be read: {error.strerror}.") from None
+
+    return DataSet(len(files), False, read)
+
+
+def _open_betons(source: str) -> DataSet:
+    beton = open_files(source)
+
+    def stored(number: int) -> Any:
+        return beton.stored(number) if beton.modes[number] == MODE_JPEG else beton.image(number)
+
+    return DataSet(len(beton), bool((beton.modes != MODE_JPEG).all()), stored)
+
+
+def formats(data: DataSet, side: int) -> list[dict[str, Any]]:
+    """Return the arguments of `convert` for each format, for images loaded with this longer side."""
+    long, short, shortest = (round(usual * side / _USUAL) for usual in (500, 400, 256))
+    return [
+        {"write_mode": "raw"} if data.raw else {},
+        {"max_resolution": long},
+        {"max_resolution": short},
+        {"min_resolution": shortest, "write_mode": "raw"},
+        {"min_resolution": shortest},
+    ]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A sample in one format.
+
+    Attributes:
+        path: the file; `options`: the arguments of `convert` for it.
+        pointers, sizes: of the images in the file, in bytes.
+        pixels: mean of the images.
+        jpegs: fraction stored as JPEG; `reencoded`: fraction that was compressed as JPEG again.
+        seconds: duration of the conversion.
+    """
+
+    path: Path
+    options: dict[str, Any]
+    pointers: NDArray[np.uint64]
+    sizes: NDArray[np.uint64]
+    pixels: float
+    jpegs: float
+    reencoded: float
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """The format in words."""
+        kind = "JPEG" if self.jpegs > 0.5 else "raw"
+        if side := self.options.get("max_resolution"):
+            return f"{kind}, longest {side}"
+        if side := self.options.get("min_resolution"):
+            return f"{kind}, shortest {side}"
+        return "as stored" if self.reencoded < 0.5 else f"{kind}, own size"
+
+    def resembles(self, other: Converted) -> bool:
+        """Whether the file is nearly the same as another one."""
+        close = abs(self.pixels - other.pixels) <= _SAME * max(self.pixels, other.pixels)
+        return close and abs(self.jpegs - other.jpegs) <= _SAME
+
+
+def converted(sample: Sample, path: Path, options: dict[str, Any], workers: int) -> Converted:
+    """Convert a sample. Images that cannot be read are left out.
+
+    Raises:
+        DataError: if no image can be read.
+        DrivetrainError: if the file cannot be written.
+    """
+    start = perf_counter()
+    report = convert(sample, path, workers=workers, on_error="skip", progress=False, **options)
+    beton = open_beton(path)
+    jpegs = report.modes.get("jpg", 0)
+    kept = sum(report.treatments.get(name, 0) for name in _KEPT)
+    return Converted(
+        path, options, beton.pointers, beton.sizes,
+        pixels=float((beton.widths.astype(np.int64) * beton.heights).mean()),
+        jpegs=jpegs / len(beton),
+        reencoded=max(jpegs - kept, 0) / len(beton),
+        seconds=perf_counter() - start,
+    )  # fmt: skip
+
+
+def distinct(files: Sequence[Converted]) -> tuple[list[Converted], list[Converted]]:
+    """Return the files that differ from all before them, and the others."""
+    kept: list[Converted] = []
+    others: list[Converted] = []
+    for file in files:
+        (others if any(file.resembles(one) for one in kept) else kept).append(file)
+    return kept, others
