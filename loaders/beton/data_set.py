@@ -120,11 +120,15 @@ class BetonFiles:
             for one, _, own in self._by_file(indices):
                 one.prefetch(own, local=self.exceeds_memory)
 
-    def prepare(self, indices: NDArray[np.int64], *, verify: bool = False) -> None:
+    def prepare(self, indices: NDArray[np.int64]) -> None:
         """Return when the images of the samples `indices` `(n,)` are on this machine; see `Beton.prepare`."""
-        if self.remote or verify:
+        if self.remote:
             for one, _, own in self._by_file(indices):
-                one.prepare(own, verify=verify)
+                one.prepare(own)
+
+    def are_unchanged(self, indices: NDArray[np.int64], images: NDArray[np.uint32]) -> bool:
+        """Whether the samples match their checksums; see `Beton.are_unchanged`."""
+        return all(one.are_unchanged(own, images[at]) for one, at, own in self._by_file(indices))
 
     @cached_property
     def remote(self) -> bool:

@@ -131,7 +131,10 @@ class Beton:
 
     def checksum(self, index: int) -> int:
         """Return the CRC-32 of the sample's current data: image bytes, then each further field in file order."""
-        crc = zlib.crc32(self.stored(index))
+        return self._with_fields(index, zlib.crc32(self.stored(index)))
+
+    def _with_fields(self, index: int, crc: int) -> int:
+        """Return the CRC-32 of a sample, of whose image it is `crc`."""
         for column in self.columns.values():
             if column.field.kind != "rgb_image":
                 crc = zlib.crc32(self._stored(column, index), crc)
@@ -140,6 +143,13 @@ class Beton:
     def is_unchanged(self, index: int) -> bool:
         """Whether the sample matches its checksum; True without a manifest."""
         return self.checksums is None or self.checksum(index) == self.checksums[index]
+
+    def are_unchanged(self, indices: NDArray[np.int64], images: NDArray[np.uint32]) -> bool:
+        """Whether the samples match their checksums, if these are the CRC-32s of their images, `(n,)`."""
+        if self.checksums is None:
+            return True
+        found = [self._with_fields(*each) for each in zip(indices.tolist(), images.tolist(), strict=True)]
+        return found == self.checksums[indices].tolist()
 
     def require_unchanged(self, index: int) -> None:
         """Raise `BetonError` unless the sample matches its checksum. One of a remote file is fetched a second time."""
@@ -169,24 +179,21 @@ class Beton:
         elif local:
             self.file.announce(self.pointers[indices], self.sizes[indices])
 
-    def prepare(self, indices: NDArray[np.int64], *, verify: bool = False) -> None:
+    def prepare(self, indices: NDArray[np.int64]) -> None:
         """Return when the images of the samples `indices` `(n,)` are on this machine.
 
-        Samples of a remote file are compared with their checksums when they are first used; with `verify`, those of any
-        file are, each time.
+        Samples of a remote file are compared with their checksums when they are first used.
 
         Raises:
             BetonError: if a sample does not match its checksum.
             DataError: if the source of a remote file does not deliver it.
         """
-        remote = self.file.mirror is not None
-        if remote:
-            self.file.fetch(self.pointers[indices], self.sizes[indices])
-        suspect = indices if verify else indices[self._unseen[indices]] if remote else indices[:0]
-        for index in suspect.tolist():
+        if self.file.mirror is None:
+            return
+        self.file.fetch(self.pointers[indices], self.sizes[indices])
+        for index in indices[self._unseen[indices]].tolist():
             self.require_unchanged(index)
-        if remote:
-            self._unseen[indices] = False
+        self._unseen[indices] = False
 
     @cached_property
     def _unseen(self) -> NDArray[np.bool_]:

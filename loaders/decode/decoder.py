@@ -180,7 +180,7 @@ class Decoder:
 
     def _load(self, workspace: _Workspace, job: Job, part: slice) -> None:
         indices, out = np.ascontiguousarray(job.indices[part]), job.images[part]
-        self._beton.prepare(indices, verify=self._settings.verify)
+        self._beton.prepare(indices)
         choices = _native(job.choices, part, indices)
         if self._operations is None:
             self._decode(workspace, choices, indices, out)
@@ -198,12 +198,26 @@ class Decoder:
         choices: library.Choices,
         indices: NDArray[np.int64],
         images: torch.Tensor,
+        again: bool = False,
     ) -> None:
+        """Load the samples.
+
+        Raises:
+            BetonError: naming one that cannot be decoded, or (`verify`) does not match its checksum.
+        """
         status = np.empty(len(indices), dtype=np.int32)
+        crcs = np.zeros(len(indices), dtype=np.uint32) if self._settings.verify else None
+        choices.crcs = library.address(crcs)
         self._core.dt_load(
             workspace.address, self._samples, self._made[images.dtype], choices, len(indices), images.data_ptr(),
             status.ctypes.data,
         )  # fmt: skip
+        if crcs is not None and not self._beton.are_unchanged(indices, crcs):
+            for index in indices.tolist():
+                self._beton.require_unchanged(index)  # raises; or has fetched a sample of a remote file again
+            if not again:
+                self._decode(workspace, choices, indices, images, again=True)
+                return
         if status.any():
             at = int(np.argmax(status))
             raise self._error(int(indices[at]), int(status[at]))

@@ -65,6 +65,11 @@ int dt_decode(const uint8_t *data, size_t size, int64_t height, int64_t width, i
  * The pixels are not kept. */
 DT_API int dt_jpeg_check(const uint8_t *data, size_t size, int64_t height, int64_t width, int share, char *message);
 
+/* ---- crc32.c ---- */
+
+/* zlib's CRC-32 of `data`, continuing `crc`, which is 0 at first. */
+DT_API uint32_t dt_crc32(uint32_t crc, const uint8_t *data, size_t size);
+
 /* ---- resize.c ---- */
 
 /* The working memory of a resize. */

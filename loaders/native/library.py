@@ -12,6 +12,7 @@ from ctypes import (
     c_int64,
     c_size_t,
     c_uint8,
+    c_uint32,
     c_uint64,
     c_void_p,
 )
@@ -56,7 +57,7 @@ class Choices(Structure):
     _fields_ = (
         ("indices", c_void_p), ("boxes", c_void_p), ("flips", c_void_p), ("colors", c_void_p), ("corners", c_void_p),
         ("chains", c_int64), ("steps", c_int64), ("operations", c_void_p), ("magnitudes", c_void_p),
-        ("weights", c_void_p),
+        ("weights", c_void_p), ("crcs", c_void_p),
     )  # fmt: skip
 
 
@@ -72,6 +73,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dt_area": (
         c_int32, c_void_p, c_size_t, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_size_t,
     ),
+    "dt_crc32": (c_uint32, c_uint32, c_char_p, c_size_t),
     "dt_recode": (
         c_int32, c_char_p, c_size_t, c_uint64, c_size_t, POINTER(c_void_p), POINTER(c_size_t), c_char_p,
     ),

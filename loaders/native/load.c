@@ -37,6 +37,7 @@ typedef struct {
     const int64_t *operations;      /* (n, chains, steps) */
     const double *magnitudes;
     const float *weights; /* (n, 1 + chains) */
+    uint32_t *crcs;       /* (n), receives the CRC-32 of each sample's stored image; NULL: not computed */
 } dt_choices;
 
 /* A thread's working memory. */
@@ -87,7 +88,7 @@ static int denominator(const int64_t *box, int64_t height, int64_t width)
 
 /* Read a sample and decode what lies in its crop; `share` is the denominator of the scale. */
 static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, const int64_t *box, int share, int fast,
-                 dt_image *image)
+                 uint32_t *crc, dt_image *image)
 {
     size_t size = samples->sizes[index];
     int64_t height = samples->heights[index], width = samples->widths[index];
@@ -97,6 +98,8 @@ static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, cons
     int status = read_all(samples->descriptors[index], samples->pointers[index], size, bytes);
     if (status != DT_OK)
         return status;
+    if (crc != NULL)
+        *crc = dt_crc32(0, bytes, size);
     if (samples->modes[index] != 0) {
         if (size < (size_t)(height * width * 3))
             return DT_WRONG_SIZE;
@@ -151,7 +154,7 @@ static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, 
 
 /* Write a sample's crop to `target`, resized and mirrored. */
 static int decode(dt_workspace *w, const dt_samples *samples, const dt_settings *settings, int64_t index,
-                  const int64_t *box, int flip, uint8_t *target)
+                  const int64_t *box, int flip, uint32_t *crc, uint8_t *target)
 {
     int64_t height = samples->heights[index], width = samples->widths[index];
     int64_t whole[4] = {0, 0, height, width};
@@ -161,7 +164,7 @@ static int decode(dt_workspace *w, const dt_samples *samples, const dt_settings 
     int share = settings->method == BILINEAR && samples->modes[index] == 0
                     ? denominator(box, settings->height, settings->width) : 1;
     dt_image image;
-    int status = fetch(w, samples, index, shifts ? whole : box, share, settings->method == AREA, &image);
+    int status = fetch(w, samples, index, shifts ? whole : box, share, settings->method == AREA, crc, &image);
     if (status == DT_OK)
         status = resize(w, settings, image, box, share, flip, target);
     return status;
@@ -203,7 +206,7 @@ DT_API void dt_load(dt_workspace *w, const dt_samples *samples, const dt_setting
         uint8_t *image = settings->dtype == UINT8 ? (uint8_t *)images + bytes * (size_t)i : dt_reserve(&w->image, bytes);
         status[i] = image == NULL ? DT_NO_MEMORY
                                   : decode(w, samples, settings, choices->indices[i], choices->boxes + 4 * i,
-                                           choices->flips[i], image);
+                                           choices->flips[i], choices->crcs == NULL ? NULL : choices->crcs + i, image);
         if (status[i] == DT_OK)
             status[i] = recolor(w, settings, choices, i, image);
         if (status[i] == DT_OK)

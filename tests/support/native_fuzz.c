@@ -137,6 +137,7 @@ static void load_anything(dt_workspace *workspace, int descriptor)
     float factors[3 * 20] = {1}, summands[3 * 20] = {0}, weights[] = {0.25f, 0.75f}, images[24 * 20 * 3];
     double colors[] = {0.5, 1.5, 1.2, (double)next(6)}, magnitudes[2];
     uint16_t table[3 * 256] = {0};
+    uint32_t crc;
     uint8_t flips[] = {(uint8_t)next(2)};
     for (int k = 0; k < 2; k++) {
         operations[k] = (int64_t)next(14);
@@ -146,7 +147,7 @@ static void load_anything(dt_workspace *workspace, int descriptor)
     dt_samples samples = {descriptors, modes, widths, heights, pointers, sizes};
     dt_settings settings = {24, 20, (int32_t)next(5), (int32_t)next(3), factors, summands, table, 5, {1, 2, 3}};
     dt_choices choices = {indices, boxes, flips, next(2) ? colors : NULL, next(2) ? corners : NULL, 1, 2,
-                          next(2) ? operations : NULL, magnitudes, next(2) ? weights : NULL};
+                          next(2) ? operations : NULL, magnitudes, next(2) ? weights : NULL, next(2) ? &crc : NULL};
     if (settings.method == SHIFT)
         heights[0] = 24, widths[0] = 20, boxes[0] = (int64_t)next(9) - 4, boxes[1] = (int64_t)next(9) - 4;
     dt_load(workspace, &samples, &settings, &choices, 1, images, &status);
