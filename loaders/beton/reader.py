@@ -149,7 +149,7 @@ class Beton:
         if self.checksums is None:
             return True
         found = [self._with_fields(*each) for each in zip(indices.tolist(), images.tolist(), strict=True)]
-        return found == self.checksums[indices].tolist()
+        return bool(found == self.checksums[indices].tolist())
 
     def require_unchanged(self, index: int) -> None:
         """Raise `BetonError` unless the sample matches its checksum. One of a remote file is fetched a second time."""
