@@ -53,7 +53,7 @@ def advise(
 
     A random sample of the images, the same in every call, is converted in several ways: as stored, with a longest side
     of 500 and 400 pixels, and with a shortest side of 256 pixels, as JPEG and as raw pixels (for images of 224 pixels,
-    otherwise in proportion). Those that change less than 5 % of the pixels are left out. The files are temporary.
+    otherwise in proportion). One with nearly the pixels of another, within 5 %, is left out. The files are temporary.
 
     The rate of a format in training is that of the loader; or that of the disk, if it is lower and the data set does
     not fit into the memory that is free now.

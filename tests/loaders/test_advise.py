@@ -136,7 +136,7 @@ def test_a_folder_is_measured_and_nothing_is_left(photos: Path, scratch: Path, t
     measured = advise(photos, scratch=scratch, workers=2, **QUICK)
     assert list(scratch.iterdir()) == []
     assert [one.name for one in measured.rows] == [
-        "as stored", "JPEG, longest 71", "JPEG, longest 57", "raw, shortest 37", "JPEG, shortest 37"
+        "as stored", "JPEG, longest side 71", "JPEG, longest side 57", "raw, shortest side 37", "JPEG, shortest side 37"
     ]  # fmt: skip
     assert (measured.images, measured.sampled, measured.unusable, measured.left_out) == (18, 18, 0, [])
     for one in measured.rows:
@@ -177,7 +177,7 @@ def test_images_that_are_not_jpeg_lose_quality_as_jpeg(scratch: Path, tmp_path: 
     for seed in range(5):
         Image.fromarray(picture(seed, 80, 80)).save(tmp_path / "flat" / f"{seed}.png")
     measured = advise(tmp_path / "flat", scratch=scratch, **{**QUICK, "image_size": 80})
-    assert [one.name for one in measured.rows] == ["raw, shortest 91", "JPEG, own size"]
+    assert [one.name for one in measured.rows] == ["raw, shortest side 91", "JPEG, own size"]
     assert [one.reencoded for one in measured.rows] == [0.0, 1.0]
 
 
