@@ -7,7 +7,7 @@ import signal
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -53,7 +53,7 @@ def advise(
 
     A random sample of the images, the same in every call, is converted in several ways: as stored, with a longest side
     of 500 and 400 pixels, and with a shortest side of 256 pixels, as JPEG and as raw pixels (for images of 224 pixels,
-    otherwise in proportion). Those that change less than 5 % of the pixels are left out. The files are temporary.
+    otherwise in proportion). One with nearly the pixels of another, within 5 %, is left out. The files are temporary.
 
     The rate of a format in training is that of the loader; or that of the disk, if it is lower and the data set does
     not fit into the memory that is free now.
@@ -109,10 +109,11 @@ def advise(
 
 
 class _Clock:
-    """The time for everything, and the bar of its use."""
+    """The time for everything, the bar of its use, and Ctrl-C."""
 
     def __init__(self, seconds: float, begin: float, progress: bool) -> None:
         self.seconds, self._end = seconds, begin + seconds
+        self._interrupted, self._context = False, ExitStack()
         self._bar: Any = tqdm(
             total=seconds, disable=not (progress and is_interactive()), leave=False, dynamic_ncols=True,
             bar_format="{desc}{percentage:3.0f}% of " + f"{seconds:g} s |{{bar}}|",
@@ -124,7 +125,9 @@ class _Clock:
         return self._end - perf_counter()
 
     def show(self, what: str) -> None:
-        """Show what is being done."""
+        """Show what is being done next, unless it was interrupted."""
+        if self._interrupted:
+            raise KeyboardInterrupt
         self._bar.n = min(max(self.seconds - self.left, 0.0), self.seconds)
         self._bar.set_description(what)
 
@@ -137,10 +140,18 @@ class _Clock:
             )
 
     def __enter__(self) -> _Clock:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._context.enter_context(handled([signal.SIGINT], self._interrupt))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._context.close()
         self._bar.close()
+
+    def _interrupt(self, *_: object) -> None:
+        """Note Ctrl-C, because Python ignores an exception that arrives while it removes an object."""
+        self._interrupted = True
+        raise KeyboardInterrupt
 
 
 @contextmanager

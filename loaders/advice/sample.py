@@ -146,9 +146,9 @@ class Converted:
         """The format in words."""
         kind = "JPEG" if self.jpegs > 0.5 else "raw"
         if side := self.options.get("max_resolution"):
-            return f"{kind}, longest {side}"
+            return f"{kind}, longest side {side}"
         if side := self.options.get("min_resolution"):
-            return f"{kind}, shortest {side}"
+            return f"{kind}, shortest side {side}"
         return "as stored" if self.reencoded < 0.5 else f"{kind}, own size"
 
     def resembles(self, other: Converted) -> bool:

@@ -6,7 +6,8 @@ import itertools
 import json
 import random
 import signal
-import threading
+import subprocess
+import sys
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 from drivetrain import DataError
 from drivetrain.loaders import Advice, advise, convert, inspect
+from drivetrain.loaders.advice import advise as module
 from drivetrain.loaders.advice.report import Rate, Row, bound, by_loss, choose, size_text
 from drivetrain.loaders.advice.sample import converted, open_data_set
-from drivetrain.loaders.advice.trials import disk_rate
+from drivetrain.loaders.advice.trials import disk_rate, loading_rate
 from loader_pictures import jpeg_bytes, jpeg_folder, picture
 from PIL import Image
 
@@ -134,7 +136,7 @@ def test_a_folder_is_measured_and_nothing_is_left(photos: Path, scratch: Path, t
     measured = advise(photos, scratch=scratch, workers=2, **QUICK)
     assert list(scratch.iterdir()) == []
     assert [one.name for one in measured.rows] == [
-        "as stored", "JPEG, longest 71", "JPEG, longest 57", "raw, shortest 37", "JPEG, shortest 37"
+        "as stored", "JPEG, longest side 71", "JPEG, longest side 57", "raw, shortest side 37", "JPEG, shortest side 37"
     ]  # fmt: skip
     assert (measured.images, measured.sampled, measured.unusable, measured.left_out) == (18, 18, 0, [])
     for one in measured.rows:
@@ -175,7 +177,7 @@ def test_images_that_are_not_jpeg_lose_quality_as_jpeg(scratch: Path, tmp_path: 
     for seed in range(5):
         Image.fromarray(picture(seed, 80, 80)).save(tmp_path / "flat" / f"{seed}.png")
     measured = advise(tmp_path / "flat", scratch=scratch, **{**QUICK, "image_size": 80})
-    assert [one.name for one in measured.rows] == ["raw, shortest 91", "JPEG, own size"]
+    assert [one.name for one in measured.rows] == ["raw, shortest side 91", "JPEG, own size"]
     assert [one.reencoded for one in measured.rows] == [0.0, 1.0]
 
 
@@ -230,27 +232,51 @@ def test_a_full_disk_is_found_before_it_is_filled(
     assert list(scratch.iterdir()) == []
 
 
-@pytest.mark.parametrize("delay", [0.0, 1.0], ids=["converting", "measuring"])
+@pytest.mark.process
+@pytest.mark.long
+@pytest.mark.parametrize("delay", [0.0, 2.0], ids=["converting", "measuring"])
 def test_an_interrupt_leaves_nothing(photos: Path, scratch: Path, delay: float) -> None:
-    done = threading.Event()
-
-    def interrupt() -> None:
-        while not done.is_set() and not list(scratch.glob("*/0.beton")):
-            time.sleep(0.002)
-        if not done.wait(delay):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    threads = threading.active_count()
-    helper = threading.Thread(target=interrupt)
-    helper.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            advise(photos, scratch=scratch, **{**QUICK, "seconds": 30})
-    finally:
-        done.set()
-        helper.join()
+    program = Path(sys.executable).with_name("drivetrain")
+    command = [program, "advise", photos, "--scratch", scratch, "--image-size", "32", "--seconds", "60"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(scratch.glob("*/0.beton")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, line = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert line.endswith(
+        "Interrupted: stopped by Ctrl-C.\n"
+    )  # Python may print where it was ignored at first
     assert list(scratch.iterdir()) == []
-    assert threading.active_count() == threads
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_ignores_is_not_lost(
+    photos: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Removed:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    trials: list[float] = []
+
+    def interrupted(*arguments: Any) -> float:
+        if len(trials) == 2:
+            Removed()
+        trials.append(loading_rate(*arguments))
+        return trials[-1]
+
+    monkeypatch.setattr(module, "loading_rate", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        advise(photos, scratch=scratch, **{**QUICK, "seconds": 30})
+    assert len(trials) < 10
+    assert list(scratch.iterdir()) == []
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.long
