@@ -27,7 +27,7 @@ from .order import (
     require_pages,
     shares,
 )
-from .settings import Settings, check_indices, odd_size
+from .settings import Settings, check_indices, odd_size, too_small
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)` and labels `(B,)` or `(B, K)`; then the further fields requested by name."""
@@ -316,6 +316,13 @@ def _check_contents(settings: Settings, beton: BetonFiles | None) -> None:
     if settings.verify and (beton is None or beton.checksums is None):
         where = "the source is not a .beton file" if beton is None else f"{beton.name} has no manifest"
         raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
+    if settings.train and settings.crop == "random" and beton is not None:
+        height, width = settings.size
+        small = (beton.widths < width) | (beton.heights < height)
+        if small.any():
+            at = int(np.argmax(small))
+            sample = f"sample {at} of {beton.name}"
+            raise too_small(sample, int(beton.heights[at]), int(beton.widths[at]), settings.image_size)
     if settings.shifts and beton is not None:
         height, width = settings.size
         odd = (beton.widths != width) | (beton.heights != height)

@@ -63,8 +63,9 @@ class FFCVLoader(EpochLoader):
             number); evaluation yields each sample once, and a last batch with fewer samples than ranks is merged into
             the previous one.
         pad_last: fill up the last batch with the epoch's first samples; `padded` is the number of repeated samples.
-        crop: in training, `"resized"` (Inception's random resized crop) or `"padded"` (the full image shifted by up to
-            `padding` pixels over its reflected edges; the usual choice for CIFAR).
+        crop: in training, `"resized"` (Inception's random resized crop), `"random"` (a place in the image, in its own
+            resolution: torchvision's `RandomCrop`), `"whole"` (the full image, resized) or `"padded"` (the full image
+            shifted by up to `padding` pixels over its reflected edges; the usual choice for CIFAR).
         scale: fraction of the area that a resized crop covers. Default (0.25, 1), as in ffcv-imagenet's recipes.
         ratio: its aspect ratio.
         padding: maximum shift of the padded crop, in pixels. Default 4, the usual choice for CIFAR's 32 pixels.

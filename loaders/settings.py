@@ -25,7 +25,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 """ImageNet's, for pixels scaled to 0–1; torchvision's documented values."""
 
 ON_ERROR = ("raise", "skip")
-CROPS = ("resized", "padded")
+CROPS = ("resized", "random", "whole", "padded")
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "area")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
@@ -148,6 +148,14 @@ def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> Dat
     return DataError(
         f"crop='padded' shifts full images, which must all have {size_text(image_size)} pixels (height × width); "
         f"{sample} has {height} × {width}. Use crop='resized'."
+    )
+
+
+def too_small(sample: str, height: int, width: int, image_size: ImageSize) -> DataError:
+    """Return the error for an image that is smaller than a random crop, which is not resized."""
+    return DataError(
+        f"crop='random' cuts {size_text(image_size)} pixels (height × width) out of each image, but {sample} has "
+        f"{height} × {width}. Use a smaller image_size, or crop='resized'."
     )
 
 

@@ -357,7 +357,7 @@ def stock_settings(**settings: Any) -> Settings:
         ),
         ("verify", made.verify, "Leave it out and run drivetrain verify before training"),
         ("on_error", made.on_error == "skip", "Leave it out and run drivetrain verify before training"),
-        ("crop", made.shifts, "Use crop='resized'"),
+        ("crop", train and made.crop != "resized", "Use crop='resized'"),
         ("flip", made.alternates, "Use flip=True"),
         ("color_jitter", train and any(made.color_jitter), "Leave it out"),
         ("policy", train and made.policy is not None, "Leave it out"),

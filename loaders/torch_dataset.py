@@ -21,7 +21,7 @@ from .conversion.sources import FolderSource
 from .native.transcode import huffman_coded
 from .policies import torchvision_policy
 from .preprocess import EvaluationCrop
-from .settings import Settings, odd_size
+from .settings import Settings, odd_size, too_small
 from .sources import Files, Source, files_of
 
 
@@ -115,17 +115,7 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
 
 def make_transform(settings: Settings) -> Any:
     """Return torchvision's equivalent of `FFCVLoader`'s processing, from PIL image to tensor."""
-    size, filter_ = settings.size, v2.InterpolationMode(settings.interpolation)
-    steps: list[Any] = []
-    if settings.train and settings.crop == "resized":
-        steps.append(v2.RandomResizedCrop(size, settings.scale, settings.ratio, filter_))
-    elif settings.train:
-        steps.append(OfSize(size))
-        steps.append(v2.RandomCrop(size, padding=settings.padding or None, padding_mode="reflect"))
-    elif isinstance(settings.image_size, tuple):  # for which there is no customary pair of transforms
-        steps.append(EvaluationCrop(settings.image_size, settings.eval_ratio, settings.interpolation))
-    else:
-        steps += [v2.Resize(round(size[0] / settings.eval_ratio), filter_), v2.CenterCrop(size)]
+    steps = _crop(settings)
     if settings.train and settings.flip is True:  # the loader, which knows the epoch, does alternating flips
         steps.append(v2.RandomHorizontalFlip())
     if settings.train and any(settings.color_jitter):
@@ -141,6 +131,22 @@ def make_transform(settings: Settings) -> Any:
     return v2.Compose(steps)
 
 
+def _crop(settings: Settings) -> list[Any]:
+    """Return the transforms that make the output's size."""
+    size, filter_ = settings.size, v2.InterpolationMode(settings.interpolation)
+    if not settings.train:
+        if isinstance(settings.image_size, tuple):  # for which there is no customary pair of transforms
+            return [EvaluationCrop(settings.image_size, settings.eval_ratio, settings.interpolation)]
+        return [v2.Resize(round(size[0] / settings.eval_ratio), filter_), v2.CenterCrop(size)]
+    if settings.crop == "resized":
+        return [v2.RandomResizedCrop(size, settings.scale, settings.ratio, filter_)]
+    if settings.crop == "random":
+        return [AtLeast(size), v2.RandomCrop(size)]
+    if settings.crop == "whole":
+        return [v2.Resize(size, filter_)]
+    return [OfSize(size), v2.RandomCrop(size, padding=settings.padding or None, padding_mode="reflect")]
+
+
 class OfSize(torch.nn.Module):
     """Pass PIL images of this height and width through; raise `DataError` for any other."""
 
@@ -152,6 +158,20 @@ class OfSize(torch.nn.Module):
         width, height = image.size
         if (height, width) != self.size:
             raise odd_size("one image", width, height, self.size)
+        return image
+
+
+class AtLeast(torch.nn.Module):
+    """Pass PIL images of at least this height and width through; raise `DataError` for any other."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, image: Any) -> Any:
+        width, height = image.size
+        if height < self.size[0] or width < self.size[1]:
+            raise too_small("one image", height, width, self.size)
         return image
 
 

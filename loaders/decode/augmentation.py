@@ -57,6 +57,11 @@ def choose(
         return Choices(boxes, flips, np.empty((0, 4)), np.empty((0, 2), dtype=np.int64), None)
     if settings.crop == "padded":
         boxes = _shifts(keys, settings.padding, heights, widths)
+    elif settings.crop == "random":
+        boxes = _random_crops(keys, settings.size, heights, widths)
+    elif settings.crop == "whole":
+        none = np.zeros_like(heights)
+        boxes = np.stack([none, none, heights, widths], axis=1)
     else:
         scale, ratio = (np.array(pair, dtype=np.float64) for pair in (settings.scale, settings.ratio))
         boxes = draws.random_resized_crops(keys, heights, widths, scale, ratio)
@@ -77,6 +82,19 @@ def _shifts(
 ) -> NDArray[np.int64]:
     offsets = (draws.uniforms(keys, 0, 2) * (2 * reach + 1)).astype(np.int64) - reach
     return np.concatenate([offsets, heights[:, None], widths[:, None]], axis=1)
+
+
+def _random_crops(
+    keys: NDArray[np.uint64],
+    size: tuple[int, int],
+    heights: NDArray[np.int64],
+    widths: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Return crops of that height and width, each place as likely, as torchvision's `RandomCrop`."""
+    height, width = size
+    places = np.stack([heights - height + 1, widths - width + 1], axis=1)
+    corners = (draws.uniforms(keys, 0, 2) * places).astype(np.int64)
+    return np.concatenate([corners, np.full((len(keys), 2), size, dtype=np.int64)], axis=1)
 
 
 def _factors(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.float64]:

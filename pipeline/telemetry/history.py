@@ -129,6 +129,7 @@ COLUMNS = {
     "seconds": ("seconds", ".1f"),
     "lr": ("lr at its end", ".3g"),
     "skipped": ("steps skipped", "d"),
+    "replaced": ("samples replaced", "d"),
 }
 """The fields of an `Epoch` in the order of a log's columns, with heading and format in notebooks."""
 

@@ -101,6 +101,39 @@ def test_padded_crops_of_rectangles(kind: Any, tmp_path: Path) -> None:
         load(kind, square, crop="padded", padding=2)
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+def test_random_crops_are_pieces_of_the_image(kind: Any, photos: Path) -> None:
+    """Each is somewhere in its picture; all places occur."""
+    images, beton = load(kind, photos, crop="random", flip=False), open_beton(photos)
+    places = []
+    for index, image in enumerate(images):
+        whole = np.asarray(beton.image(index))
+        windows = np.lib.stride_tricks.sliding_window_view(whole, (*SIZE, 3))[:, :, 0]
+        same = np.argwhere((windows == image.permute(1, 2, 0).numpy()).all((2, 3, 4)))
+        assert len(same) == 1, index
+        places.append(same[0])
+    assert np.std(places, axis=0).min() > 5
+    with pytest.raises(DataError, match=r"cuts 200 × 40 pixels .* has \d+ × \d+\. Use a smaller"):
+        load(kind, photos, crop="random", image_size=(200, 40))
+
+
+def test_random_crops_are_uniform() -> None:
+    made = Settings(batch_size=1, image_size=(4, 6), crop="random")
+    boxes = choose(made, sample_keys(0, 0, np.arange(9000)), np.full(9000, 6), np.full(9000, 8)).boxes
+    assert (boxes[:, 2:] == (4, 6)).all()
+    counts = np.bincount(boxes[:, 0] * 3 + boxes[:, 1], minlength=9)
+    assert counts.min() > 850  # of 9 places, 1000 each
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_whole_images_are_resized(kind: Any, photos: Path) -> None:
+    size = 48, 60
+    images, beton = load(kind, photos, crop="whole", flip=False, image_size=size), open_beton(photos)
+    for index, image in enumerate(images):
+        expected = np.asarray(beton.image(index).resize(size[::-1], Image.Resampling.BILINEAR)).astype(int)
+        assert np.abs(image.permute(1, 2, 0).numpy() - expected).max() <= 2
+
+
 def test_translations_are_relative_to_their_own_side() -> None:
     table = magnitudes("rand_augment", (100, 300), 31)
     across, down = (table[NAMES.index(name)].max() for name in ("TranslateX", "TranslateY"))
