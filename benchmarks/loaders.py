@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
-from drivetrain.loaders.beton.layout import ALLOCATION, HEADER, MODE_RAW, Field, metadata_dtype
-from drivetrain.loaders.beton.manifest import manifest_path, tables_checksum, write_manifest
+from drivetrain.loaders.beton.layout import ALLOCATION, HEADER, MODE_RAW, Field, metadata_dtype, tables_start
+from drivetrain.loaders.beton.manifest import manifest_path, seal, tables_checksum, write_manifest
 from drivetrain.loaders.native.library import library
 from drivetrain.table import Table
 from measuring import Contender, compare, measure, save
@@ -157,13 +157,19 @@ def million_samples(path: Path) -> None:
         file.write(np.stack([field.descriptor() for field in fields]).tobytes() + rows.tobytes())
         file.seek(end)
         file.write(table.tobytes())
+    checksums = np.random.default_rng(0).integers(0, 1 << 32, MILLION).astype(np.uint32)
+    crc = tables_checksum(np.memmap(path, dtype=np.uint8, mode="r"), MILLION, fields, end)
+    digest = seal(crc, checksums)
+    with path.open("r+b") as file:
+        file.seek(tables_start(len(fields)) + rows.nbytes)
+        file.write(digest)
     about = {
         "samples": MILLION,
         "fields": {field.name: field.kind for field in fields},
         "classes": [f"class {number}" for number in range(1000)],
-        "tables_crc32": tables_checksum(np.memmap(path, dtype=np.uint8, mode="r"), MILLION, fields, end),
+        "tables_crc32": crc,
+        "seal": digest.hex(),
     }
-    checksums = np.random.default_rng(0).integers(0, 1 << 32, MILLION).astype(np.uint32)
     with manifest_path(path).open("wb") as file:
         write_manifest(file, about, checksums)
 
