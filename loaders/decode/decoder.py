@@ -107,13 +107,18 @@ class Decoder:
         self._free: deque[_Workspace] = deque()
 
     @property
+    def largest_bytes(self) -> int:
+        """Return the memory that the largest image takes, whatever becomes of it, in bytes."""
+        return self._longest + self._largest
+
+    @property
     def workspace_bytes(self) -> int:
         """Return the memory that each thread needs besides the batches, in bytes."""
         (height, width), widest = self._settings.size, self._widest
         policy = 18 * height * width  # a sum in float32, and two pictures
         images = 3 * height * width * (self.part if self._operations else 1)
         resizing = (3 * widest + 4 * widest + 4 * width) * height
-        return self._longest + self._largest + resizing + images + policy
+        return self.largest_bytes + resizing + images + policy
 
     def choose(self, numbers: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
         """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`.
@@ -288,10 +293,10 @@ def check_memory(decoder: Decoder, batches: int, batch_bytes: int, workers: int)
     """
     free, each = machine.rank_free_memory(), decoder.workspace_bytes
     need = batches * batch_bytes + workers * each
-    if each > free:
+    if decoder.largest_bytes > free:
         raise BetonError(
-            f"The largest image of the file needs {each / 1e9:,.1f} GB to be decoded, but {free / 1e9:,.1f} GB are "
-            "free. Convert the data with max_resolution=."
+            f"The largest image of the file needs {decoder.largest_bytes / 1e9:,.1f} GB to be decoded, but "
+            f"{free / 1e9:,.1f} GB are free. Convert the data with max_resolution=."
         )
     if need > free:
         raise DataError(

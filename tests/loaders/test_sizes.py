@@ -98,9 +98,15 @@ def test_what_cannot_fit_is_refused_at_once(photos: Path) -> None:
     ):
         make(FFCVLoader, photos, image_size=side, dtype=torch.float32, workers=1)
     with make(FFCVLoader, photos) as loader:
-        with pytest.raises(BetonError, match=r"largest image of the file needs .* max_resolution"):
+        with pytest.raises(DataError, match=r"would need .* Use a smaller batch_size or image_size"):
             loader.set_image_size(side * 10)
         assert next(iter(loader))[0].shape == (4, 3, 32, 32)
+
+
+def test_an_image_that_cannot_be_decoded_for_its_size(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.machine.rank_free_memory", lambda: 72 * 96 * 3)
+    with pytest.raises(BetonError, match=r"largest image of the file needs .* max_resolution"):
+        make(FFCVLoader, photos, image_size=4)
 
 
 def test_labels_and_classes_are_there(photos: Path, tmp_path: Path) -> None:
