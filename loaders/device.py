@@ -19,6 +19,7 @@ import torch
 from ..errors import DataError
 from ..transfer import to_device
 from .epochs import Batch
+from .settings import Settings
 
 
 class CudaStreams:
@@ -180,3 +181,11 @@ class DeviceFeed:
 
 
 __all__ = ["CudaStreams", "DeviceFeed"]
+
+
+def feed_of(device: torch.device, settings: Settings) -> DeviceFeed | None:
+    """Return what copies a loader's bytes to a GPU and makes its dtype of them; None for the CPU."""
+    if device.type == "cpu":
+        return None
+    dtype = None if settings.dtype == torch.uint8 else settings.dtype
+    return DeviceFeed(device, settings.mean, settings.std, dtype)

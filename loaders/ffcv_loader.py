@@ -15,7 +15,7 @@ from ..errors import DataError
 from .beton.data_set import BetonFiles, open_files
 from .buffers import Buffers
 from .decode.decoder import Decoder, Job, check_memory
-from .device import DeviceFeed
+from .device import feed_of
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
 from .image_size import ImageSize
@@ -93,9 +93,9 @@ class FFCVLoader(EpochLoader):
         fields: names of further fields of the file, yielded after the labels: a tensor for numbers and arrays, a list
             for bytes and JSON.
         on_error: what to do with a training sample that cannot be decoded, or does not match its checksum: `"raise"`
-            (default), or `"skip"`: another sample takes its place, drawn as a function of (seed, epoch, sample), so
-            that batches are the same for any number of workers and ranks; `replaced` lists those of this rank.
-            Evaluation always raises: its figures would be of other data.
+            (default), or `"skip"`: another sample takes its place, drawn as a function of (seed, epoch,
+            sample), so that batches are the same for any number of workers and ranks; `replaced` lists those of this
+            rank. Evaluation always raises: its figures would be of other data.
         verify: compare each sample with its CRC-32 in the manifest before it is used. Default False, because it takes
             time; `drivetrain verify` checks the full file once.
         rank, world_size: this process's shard of each batch (a contiguous slice). Default None: those of
@@ -133,7 +133,7 @@ class FFCVLoader(EpochLoader):
         self._pool: ThreadPoolExecutor | None = None
         # Those in preparation, the one in use, and two spare ones.
         self._buffers = Buffers(keep=self._ahead + 3)
-        self._feed = self._make_feed()
+        self._feed = feed_of(self.device, self.settings)
         self._decoder = self._try_decoder()
 
     def _try_decoder(self) -> Decoder:
@@ -168,12 +168,6 @@ class FFCVLoader(EpochLoader):
         except DataError:
             self.settings = before
             raise
-
-    def _make_feed(self) -> DeviceFeed | None:
-        if self.device.type == "cpu":
-            return None
-        own = self.settings
-        return DeviceFeed(self.device, own.mean, own.std, None if own.dtype == torch.uint8 else own.dtype)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         ahead: deque[_Pending] = deque()

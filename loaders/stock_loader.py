@@ -20,7 +20,7 @@ from .. import machine
 from ..errors import DataError, require
 from .beton.data_set import BetonFiles, open_files
 from .buffers import Buffers
-from .device import DeviceFeed
+from .device import feed_of
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
 from .ffcv_modules import ffcv_module, thread_counts_restored
@@ -97,10 +97,7 @@ class StockFFCVLoader(EpochLoader):
             raise _at_an_address(str(self.beton.files[0].path))
         super().__init__(checked, indices, len(self.beton), self.beton)
         _require_crops(checked, self.beton)
-        self._feed = None
-        if self._device.type != "cpu":
-            dtype = None if checked.dtype == torch.uint8 else checked.dtype
-            self._feed = DeviceFeed(self._device, checked.mean, checked.std, dtype)
+        self._feed = feed_of(self._device, checked)
         self._buffers = Buffers(keep=3)  # the one in use, and two spare ones
         self._run: _Run | None = None
         self.memory = self._check_memory()

@@ -13,16 +13,15 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from ... import machine
 from ...checks import check_number, check_whole, plain
 from ...errors import DataError
 from ...signals import handled
-from ...terminal import is_interactive
+from ...terminal import time_bar
 from ..image_size import ImageSize
 from ..settings import check_workers, make_settings
-from .report import Advice, Rate, Row, bound, by_loss, size_text
+from .report import Advice, Rate, Row, bound, by_loss, bytes_text
 from .sample import Converted, Sample, converted, distinct, formats, open_data_set
 from .trials import disk_rate, loading_rate
 
@@ -114,10 +113,7 @@ class _Clock:
     def __init__(self, seconds: float, begin: float, progress: bool) -> None:
         self.seconds, self._end = seconds, begin + seconds
         self._interrupted, self._context = False, ExitStack()
-        self._bar: Any = tqdm(
-            total=seconds, disable=not (progress and is_interactive()), leave=False, dynamic_ncols=True,
-            bar_format="{desc}{percentage:3.0f}% of " + f"{seconds:g} s |{{bar}}|",
-        )  # fmt: skip
+        self._bar: Any = time_bar(seconds, progress)
 
     @property
     def left(self) -> float:
@@ -196,8 +192,8 @@ def _convert_all(
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
-            f"The temporary files need {size_text(needed)}, and {folder.parent} has {size_text(free)} left. Use fewer "
-            "samples, or a folder on another disk (scratch, --scratch)."
+            f"The temporary files need {bytes_text(needed)}, and {folder.parent} has {bytes_text(free)} left. Use "
+            "fewer samples, or a folder on another disk (scratch, --scratch)."
         )
     more = sample.first(count)
     return count, [convert_as(number, more) for number in range(len(ways))]

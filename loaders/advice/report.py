@@ -152,7 +152,7 @@ class Advice:
                  f"{self.workers} worker{'s' * several}", "disk", "training", "bottleneck"]  # fmt: skip
         rows = [
             [
-                row.name, size_text(row.bytes_per_image), size_text(row.size),
+                row.name, bytes_text(row.bytes_per_image), bytes_text(row.size),
                 *([str(row.one_worker)] if several else []), str(row.all_workers),
                 "?" if row.disk is None else str(row.disk), _count(row.rate), row.bottleneck,
             ]
@@ -165,11 +165,11 @@ class Advice:
         return f"{self.source}: {self.images:,} images, loaded as random crops of {height} × {width} pixels"
 
     def _caption(self) -> str:
-        disk = "its speed cannot be measured" if self.disk is None else f"{size_text(self.disk)}/s"
+        disk = "its speed cannot be measured" if self.disk is None else f"{bytes_text(self.disk)}/s"
         lines = [
             f"Images/s: median ± half the distance of the quartiles, {self.rounds} interleaved "
             f"round{'s' * (self.rounds != 1)} with {self.sampled:,} images. Training: from the second epoch on. "
-            f"Free memory: {size_text(self.memory)}. Disk of {self.scratch}, read image by image: {disk}."
+            f"Free memory: {bytes_text(self.memory)}. Disk of {self.scratch}, read image by image: {disk}."
         ]
         if self.unusable:
             lines.append(f"{self.unusable:,} images of the sample cannot be read, and were left out.")
@@ -216,7 +216,7 @@ def _sentences(rows: Sequence[Row], wanted: float | None, memory: float, known: 
         more = (
             "Use more cores, or smaller images"
             if row.bottleneck == "CPU"
-            else f"Use a faster disk, or {size_text(row.size)} of free memory"
+            else f"Use a faster disk, or {bytes_text(row.size)} of free memory"
         )
         said = [
             f"No format reaches {_count(wanted)} images/s. {what} is the fastest with {_count(row.rate)}; {limit}. "
@@ -224,7 +224,7 @@ def _sentences(rows: Sequence[Row], wanted: float | None, memory: float, known: 
         ]
     if not row.fits:
         needs = (
-            f"The data set ({size_text(row.size)}) does not fit into the free memory ({size_text(memory)})"
+            f"The data set ({bytes_text(row.size)}) does not fit into the free memory ({bytes_text(memory)})"
         )
         tail = (
             "so each epoch reads it from disk"
@@ -239,7 +239,7 @@ def _count(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
-def size_text(size: float) -> str:
+def bytes_text(size: float) -> str:
     """Return a number of bytes with a unit, and about three digits."""
     for unit in ("bytes", "KB", "MB", "GB"):
         if size < 999.5:

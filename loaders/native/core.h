@@ -107,9 +107,10 @@ void dt_flip(uint8_t *image, int64_t height, int64_t width);
 void dt_shifted_copy(dt_image image, int64_t down, int64_t right, uint8_t *target);
 /* Pillow's arithmetic of one level: from `base` to `value` by `factor`, cut to 0–255, truncated. */
 uint8_t dt_blend(float base, float value, float factor);
-/* Pillow's grey value: ITU-R 601-2 luma in 16 bits of fraction. */
-int64_t dt_grey(const uint8_t *pixel);
+/* The mean of Pillow's grey values, rounded. */
 int64_t dt_mean_grey(const uint8_t *image, int64_t pixels);
+/* Blend each pixel with its grey value. */
+void dt_saturate(uint8_t *image, int64_t pixels, float factor);
 /* torchvision's ColorJitter; `factors`: brightness, contrast, saturation, and the index of their order, one of six. */
 void dt_jitter_color(uint8_t *image, int64_t pixels, const double *factors);
 void dt_cut_out(uint8_t *image, int64_t width, int64_t top, int64_t left, int64_t side, const uint8_t *fill);

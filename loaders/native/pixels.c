@@ -39,7 +39,8 @@ uint8_t dt_blend(float base, float value, float factor)
     return (uint8_t)(mixed < 255.0f ? mixed : 255.0f);
 }
 
-int64_t dt_grey(const uint8_t *pixel)
+/* Pillow's grey value: ITU-R 601-2 luma in 16 bits of fraction. */
+static int64_t grey_of(const uint8_t *pixel)
 {
     return (19595 * (int64_t)pixel[0] + 38470 * (int64_t)pixel[1] + 7471 * (int64_t)pixel[2] + 0x8000) >> 16;
 }
@@ -48,8 +49,17 @@ int64_t dt_mean_grey(const uint8_t *image, int64_t pixels)
 {
     int64_t total = 0;
     for (int64_t i = 0; i < pixels; i++)
-        total += dt_grey(image + 3 * i);
+        total += grey_of(image + 3 * i);
     return (int64_t)((double)total / (double)pixels + 0.5);
+}
+
+void dt_saturate(uint8_t *image, int64_t pixels, float factor)
+{
+    for (int64_t i = 0; i < pixels; i++, image += 3) {
+        float grey = (float)grey_of(image);
+        for (int k = 0; k < 3; k++)
+            image[k] = dt_blend(grey, image[k], factor);
+    }
 }
 
 enum { BRIGHTNESS, CONTRAST, SATURATION };
@@ -58,11 +68,7 @@ enum { BRIGHTNESS, CONTRAST, SATURATION };
 static void adjust(uint8_t *image, int64_t pixels, int what, float factor)
 {
     if (what == SATURATION) {
-        for (int64_t i = 0; i < pixels; i++) {
-            float grey = (float)dt_grey(image + 3 * i);
-            for (int k = 0; k < 3; k++)
-                image[3 * i + k] = dt_blend(grey, image[3 * i + k], factor);
-        }
+        dt_saturate(image, pixels, factor);
         return;
     }
     uint8_t table[256];

@@ -103,16 +103,6 @@ static void move_smoothly(picture p, source s)
         }
 }
 
-/* Blend each pixel with its grey value. */
-static void saturate(picture p, float factor)
-{
-    for (uint8_t *pixel = p.image, *end = pixel + 3 * p.height * p.width; pixel < end; pixel += 3) {
-        float grey = (float)dt_grey(pixel);
-        for (int k = 0; k < 3; k++)
-            pixel[k] = dt_blend(grey, pixel[k], factor);
-    }
-}
-
 /* Blend each pixel with its smoothed value: itself five times and its 8 neighbours, over 13. Edge pixels are unchanged.
  * The smoothed value is rounded; halves do not occur in thirteenths. */
 static void sharpen(picture p, float factor)
@@ -213,7 +203,7 @@ static void operate(picture p, int64_t operation, double magnitude)
     if (operation <= ROTATE)
         (p.tensor ? move_smoothly : move)(p, find_source(operation, magnitude, p.height, p.width));
     else if (operation == COLOR)
-        saturate(p, (float)(1.0 + magnitude));
+        dt_saturate(p.image, p.height * p.width, (float)(1.0 + magnitude));
     else if (operation == SHARPNESS)
         sharpen(p, (float)(1.0 + magnitude));
     else

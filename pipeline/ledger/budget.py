@@ -10,9 +10,7 @@ from contextlib import contextmanager, suppress
 from time import perf_counter, sleep
 from typing import Any, TypeVar
 
-from tqdm.auto import tqdm
-
-from ...terminal import is_interactive
+from ...terminal import time_bar
 
 T = TypeVar("T")
 
@@ -113,10 +111,7 @@ class Budget:
 
     def __init__(self, seconds: float, begin: float, progress: bool) -> None:
         self.seconds, self.begin, self.end = seconds, begin, begin + seconds
-        self._bar: Any = tqdm(
-            total=seconds, disable=not (progress and is_interactive()), leave=False, dynamic_ncols=True,
-            bar_format="{desc}{percentage:3.0f}% of " + f"{seconds:g} s |{{bar}}|",
-        )  # fmt: skip
+        self._bar: Any = time_bar(seconds, progress)
 
     @property
     def used(self) -> float:

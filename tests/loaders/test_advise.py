@@ -18,7 +18,7 @@ import pytest
 from drivetrain import DataError
 from drivetrain.loaders import Advice, advise, convert, inspect
 from drivetrain.loaders.advice import advise as module
-from drivetrain.loaders.advice.report import Rate, Row, bound, by_loss, choose, size_text
+from drivetrain.loaders.advice.report import Rate, Row, bound, by_loss, bytes_text, choose
 from drivetrain.loaders.advice.sample import converted, open_data_set
 from drivetrain.loaders.advice.trials import disk_rate, loading_rate
 from loader_pictures import jpeg_bytes, jpeg_folder, picture
@@ -128,7 +128,7 @@ def test_the_advice_in_words() -> None:
 
 
 def test_sizes_have_three_digits() -> None:
-    shown = [size_text(size) for size in (999, 999.6, 12_345, 999_600, 5e11, 2e15)]
+    shown = [bytes_text(size) for size in (999, 999.6, 12_345, 999_600, 5e11, 2e15)]
     assert shown == ["999 bytes", "1 KB", "12.3 KB", "1 MB", "500 GB", "2,000 TB"]
 
 

@@ -240,7 +240,7 @@ def test_the_bar_has_the_share_of_the_time_that_is_used(
 ) -> None:
     Budget(10.0, time.perf_counter(), progress=True).close()
     assert capsys.readouterr().err == ""  # a log file, where each redrawing would be another line
-    monkeypatch.setattr("drivetrain.pipeline.ledger.budget.is_interactive", lambda: True)
+    monkeypatch.setattr("drivetrain.terminal.is_interactive", lambda: True)
     budget = Budget(10.0, time.perf_counter() - 4.0, progress=True)
     budget.show("round 3, + bf16")
     budget.close()
