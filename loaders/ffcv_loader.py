@@ -93,7 +93,7 @@ class FFCVLoader(EpochLoader):
         fields: names of further fields of the file, yielded after the labels: a tensor for numbers and arrays, a list
             for bytes and JSON.
         on_error: what to do with a training sample that cannot be decoded, or does not match its checksum: `"raise"`
-            (default), or `"skip"`: another sample takes its place, drawn as a function of (seed, epoch,
+            (default), or `"skip"`: another one of `indices` takes its place, drawn as a function of (seed, epoch,
             sample), so that batches are the same for any number of workers and ranks; `replaced` lists those of this
             rank. Evaluation always raises: its figures would be of other data.
         verify: compare each sample with its CRC-32 in the manifest before it is used. Default False, because it takes
@@ -198,7 +198,7 @@ class FFCVLoader(EpochLoader):
             images = self._feed.pinned(shape, torch.uint8)
         else:
             images = self._buffers.empty(shape, self.settings.dtype)
-        job, decoder = self._decoder.choose(indices, epoch, images), self._decoder
+        job, decoder = self._decoder.choose(indices, epoch, images, self.indices), self._decoder
         step = max(min(-(-len(indices) // (2 * self.workers)), decoder.part), 1)
         parts = [
             self._pool.submit(decoder.load, job, slice(at, at + step)) for at in range(0, len(indices), step)

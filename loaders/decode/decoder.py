@@ -42,7 +42,8 @@ class Job:
         keys: `(n,)` keys of their random draws; see `draws`.
         choices: the augmentations.
         images: `(n, H, W, 3)`, uint8 or already normalised.
-        numbers, epoch: what `indices` were chosen for; see `Decoder.choose`.
+        epoch: that the draws are for.
+        among: `(m,)` the samples that may take the place of one that cannot be decoded.
         replaced: the samples that could not be decoded, `on_error="skip"`; `indices` has those in their places.
     """
 
@@ -50,8 +51,8 @@ class Job:
     keys: NDArray[np.uint64]
     choices: augmentation.Choices
     images: torch.Tensor
-    numbers: NDArray[np.int64]
     epoch: int
+    among: NDArray[np.int64]
     replaced: list[int] = field(default_factory=list)
 
 
@@ -120,11 +121,13 @@ class Decoder:
         resizing = (3 * widest + 4 * widest + 4 * width) * height
         return self.largest_bytes + resizing + images + policy
 
-    def choose(self, numbers: NDArray[np.int64], epoch: int, images: torch.Tensor) -> Job:
+    def choose(
+        self, numbers: NDArray[np.int64], epoch: int, images: torch.Tensor, among: NDArray[np.int64]
+    ) -> Job:
         """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`.
 
         A number is an index; each time that a sample is repeated in an epoch, its number is larger by the number of all
-        samples.
+        samples. `among`: as in `Job`.
         """
         settings = self._settings
         keys = draws.sample_keys(settings.seed, epoch, numbers)
@@ -134,7 +137,7 @@ class Decoder:
         indices = numbers % len(self._beton)
         heights, widths = self._heights[indices], self._widths[indices]
         choices = augmentation.choose(settings, keys, heights, widths, flips)
-        return Job(indices, keys, choices, images, numbers, epoch)
+        return Job(indices, keys, choices, images, epoch, among)
 
     def load(self, job: Job, part: slice) -> None:
         """Load one chunk of the batch.
@@ -172,8 +175,8 @@ class Decoder:
         except BetonError as error:
             first = error
         draw = draws.uniforms(job.keys[place : place + 1], REPLACEMENT, _REPLACEMENTS)[0]
-        for number in (draw * len(self._beton)).astype(np.int64):
-            other = self.choose(np.array([number]), job.epoch, job.images[place : place + 1])
+        for number in job.among[(draw * len(job.among)).astype(np.int64)]:
+            other = self.choose(np.array([number]), job.epoch, job.images[place : place + 1], job.among)
             try:
                 self._load(workspace, other, slice(0, 1))
             except BetonError:

@@ -1,4 +1,4 @@
-"""`on_error="skip"`: in the place of a sample that cannot be decoded, the same other one, whoever loads it."""
+"""`on_error="skip"`: in the place of a sample that cannot be decoded, the same other one on every rank."""
 
 from __future__ import annotations
 
@@ -63,6 +63,19 @@ def test_the_other_samples_stay_and_labels_are_those_of_the_substitutes(photos: 
     for sample in BAD:  # the same sample is drawn with its own draws for the epoch
         (same,) = np.flatnonzero([torch.equal(images[sample], image) for image in alone[0][0]])[:1]
         assert found[sample] == labels[good[same]]
+
+
+def test_only_selected_samples_take_a_place(photos: Path) -> None:
+    """Others may be held out."""
+    chosen = [*BAD, 0, 1, 2, 3]
+    (batches, replaced), kept = epoch(photos, indices=chosen, dtype=torch.uint8, crop="whole", flip=False), []
+    assert replaced == list(BAD)
+    with FFCVLoader(
+        photos, batch_size=4, image_size=32, indices=chosen[2:], dtype=torch.uint8, crop="whole", flip=False
+    ) as loader:
+        kept = [image for images, _ in loader for image in images]
+    for images, _ in batches:
+        assert all(any(torch.equal(image, one) for one in kept) for image in images)
 
 
 def test_what_cannot_be_skipped(photos: Path, tmp_path: Path) -> None:
