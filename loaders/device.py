@@ -123,7 +123,8 @@ class DeviceFeed:
         """Yield the batches on the device, in order; an exception is raised after the batches before it.
 
         Args:
-            batches: host batches, images first; closed at the end. Tensors are copied, other values passed through.
+            batches: host batches, images first; closed at the end. Tensors are copied, also those in tuples and
+                lists; other values are passed through.
             ready: whether the next batch is available without waiting. If so, its copy starts before the previous
                 batch is yielded.
         """
@@ -154,10 +155,8 @@ class DeviceFeed:
 
     def _send(self, batch: Batch) -> _Sent:
         with self.streams.copying():
-            images, *further = (
-                self.streams.send(value) if isinstance(value, torch.Tensor) else value for value in batch
-            )
-            return _Sent((self._normalised(images), *further), self.streams.record())
+            images, *further = (_mapped(self.streams.send, value) for value in batch)
+            return _Sent((_mapped(self._normalised, images), *further), self.streams.record())
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
         """Normalise in one kernel: it reads bytes, computes in float32, and writes `dtype`."""
@@ -176,11 +175,29 @@ class DeviceFeed:
     def _hand_over(self, sent: _Sent | Exception) -> Batch:
         if isinstance(sent, Exception):
             raise sent
-        self.streams.hand_over(sent.event, [value for value in sent.batch if isinstance(value, torch.Tensor)])
+        self.streams.hand_over(sent.event, list(_tensors(sent.batch)))
         return sent.batch
 
 
-__all__ = ["CudaStreams", "DeviceFeed"]
+__all__ = ["CudaStreams", "DeviceFeed", "feed_of"]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch, also those in tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return the value with `function` applied to its tensors, also to those in a tuple or list."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(function, each) for each in value)
+    return value
 
 
 def feed_of(device: torch.device, settings: Settings) -> DeviceFeed | None:

@@ -30,7 +30,8 @@ from .order import (
 from .settings import Settings, check_indices, odd_size, too_small
 
 Batch = tuple[Any, ...]
-"""Images `(B, 3, H, W)` and labels `(B,)` or `(B, K)`; then the further fields requested by name."""
+"""Images `(B, 3, H, W)` and labels `(B,)` or `(B, K)`; then the further fields requested by name. With `views`, images
+are `(B, V, 3, H, W)`, or a tuple of them."""
 
 
 class EpochLoader(ABC):
@@ -166,7 +167,7 @@ class EpochLoader(ABC):
         """Return what loading requires, in words."""
         own = self.settings
         share = -(-own.batch_size // own.world_size)
-        batch = share * own.size[0] * own.size[1] * 3 * own.dtype.itemsize
+        batch = share * own.sample_pixels * 3 * own.dtype.itemsize
         return (
             f"workers={self.workers}, and with batches_ahead={self._ahead} {self._ahead + 1} batches of "
             f"{batch:,} bytes, {share} images of {size_text(own.image_size)} pixels each"
@@ -316,15 +317,21 @@ def _check_contents(settings: Settings, beton: BetonFiles | None) -> None:
     if settings.verify and (beton is None or beton.checksums is None):
         where = "the source is not a .beton file" if beton is None else f"{beton.name} has no manifest"
         raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
-    if settings.train and settings.crop == "random" and beton is not None:
-        height, width = settings.size
+    if settings.train and beton is not None:
+        for _, own in settings.groups:
+            _check_sizes(own, beton)
+
+
+def _check_sizes(settings: Settings, beton: BetonFiles) -> None:
+    """Reject images of a size that the training crop cannot use."""
+    height, width = settings.size
+    if settings.crop == "random":
         small = (beton.widths < width) | (beton.heights < height)
         if small.any():
             at = int(np.argmax(small))
             sample = f"sample {at} of {beton.name}"
             raise too_small(sample, int(beton.heights[at]), int(beton.widths[at]), settings.image_size)
-    if settings.shifts and beton is not None:
-        height, width = settings.size
+    if settings.shifts:
         odd = (beton.widths != width) | (beton.heights != height)
         if odd.any():
             at = int(np.argmax(odd))

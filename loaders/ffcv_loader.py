@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,16 @@ from .device import feed_of
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
 from .image_size import ImageSize
-from .settings import check_ahead, check_device, check_workers, make_settings
+from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .sources import Source
 
 
 class FFCVLoader(EpochLoader):
     """Load a `.beton` file, or several; samples and pixels do not depend on the number of workers and ranks.
 
-    Yields `(images, labels)`: images `(B, 3, H, W)` with channels-last strides, normalised float32 or bfloat16, or
-    uint8; labels `(B,)` int64 (class indices) or float32 (targets), or `(B, K)` float32 (vectors). Each batch has its
-    own memory, so you can keep it.
+    Yields `(images, labels)`: images `(B, 3, H, W)` (several per sample: `views`) with channels-last strides,
+    normalised float32 or bfloat16, or uint8; labels `(B,)` int64 (class indices) or float32 (targets), or `(B, K)`
+    float32 (vectors). Each batch has its own memory, so you can keep it.
 
     Of a JPEG only the crop is decoded; damage outside of it is noticed by `verify=True`, or `drivetrain verify`.
 
@@ -69,6 +70,12 @@ class FFCVLoader(EpochLoader):
         scale: fraction of the area that a resized crop covers. Default (0.25, 1), as in ffcv-imagenet's recipes.
         ratio: its aspect ratio.
         padding: maximum shift of the padded crop, in pixels. Default 4, the usual choice for CIFAR's 32 pixels.
+        views: number of images to make of each training sample, from one decoding. Each view's draws are a function of
+            (seed, epoch, sample, view). Above 1, images are `(B, V, 3, H, W)`. Or a list of dicts, such as `[{"count":
+            2, "scale": (0.4, 1)}, {"count": 4, "image_size": 96, "scale": (0.05, 0.4)}]` (multi-crop; Caron et al.
+            2020, arXiv:2006.09882): images are a tuple of such tensors, one per dict. `image_size`, `crop`, `scale`,
+            `ratio`, `padding`, `flip`, `color_jitter`, `policy` and `cutout` may differ among them. A JPEG is decoded
+            at a smaller size only if this suffices for all views. Default 1: images are `(B, 3, H, W)`.
         eval_ratio: in evaluation, the size of the central crop relative to the largest one of the shape of the output;
             for square images, its side relative to the image's shorter side. Default 224/256, customary for ImageNet.
         interpolation: `"bilinear"`, antialiased, as in Pillow and torchvision (within two levels if the JPEG is decoded
@@ -132,7 +139,7 @@ class FFCVLoader(EpochLoader):
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
         # Those in preparation, the one in use, and two spare ones.
-        self._buffers = Buffers(keep=self._ahead + 3)
+        self._buffers = Buffers(keep=(self._ahead + 3) * len(self.settings.groups))
         self._feed = feed_of(self.device, self.settings)
         self._decoder = self._try_decoder()
 
@@ -152,11 +159,10 @@ class FFCVLoader(EpochLoader):
             -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
             + self._last.joined
         )
-        height, width = self.settings.size
-        batch = share * height * width * 3 * each
+        groups = [prod(shape) * each for shape in decoder.shapes(share)]
         if self._feed is not None:
-            batch = 1 << (batch - 1).bit_length()  # torch rounds pinned memory up
-        self.memory = check_memory(decoder, self._ahead + 3, batch, self.workers)
+            groups = [1 << (size - 1).bit_length() for size in groups]  # torch rounds pinned memory up
+        self.memory = check_memory(decoder, self._ahead + 3, sum(groups), self.workers)
         return decoder
 
     def set_image_size(self, image_size: ImageSize) -> None:
@@ -192,23 +198,26 @@ class FFCVLoader(EpochLoader):
         """Start loading a batch, in chunks so small that no worker idles at its end."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
-        shape = len(indices), *self.settings.size, 3
         self.beton.prefetch(indices % len(self.beton))
-        if self._feed is not None:
-            images = self._feed.pinned(shape, torch.uint8)
-        else:
-            images = self._buffers.empty(shape, self.settings.dtype)
-        job, decoder = self._decoder.choose(indices, epoch, images, self.indices), self._decoder
+        decoder = self._decoder
+        images = [self._empty(shape) for shape in decoder.shapes(len(indices))]
+        job = decoder.choose(indices, epoch, images, self.indices)
         step = max(min(-(-len(indices) // (2 * self.workers)), decoder.part), 1)
         parts = [
             self._pool.submit(decoder.load, job, slice(at, at + step)) for at in range(0, len(indices), step)
         ]
         return _Pending(parts, job)
 
+    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return memory for images."""
+        if self._feed is not None:
+            return self._feed.pinned(shape, torch.uint8)
+        return self._buffers.empty(shape, self.settings.dtype)
+
     def _batch(self, job: Job) -> Batch:
         self.replaced += job.replaced
         values = self._values(job.indices, (self.beton.label_name, *self.settings.fields))
-        return job.images.permute(0, 3, 1, 2), *values
+        return _images(job, self.settings), *values
 
     @property
     def classes(self) -> list[str]:
@@ -227,6 +236,14 @@ class FFCVLoader(EpochLoader):
         self.beton.close()
         self._decoder.close()
         self._buffers.clear()
+
+
+def _images(job: Job, settings: Settings) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Return a batch's images, as the loader yields them."""
+    if not settings.has_views:
+        return job.draws[0].images[:, 0].permute(0, 3, 1, 2)
+    groups = tuple(draw.images.permute(0, 1, 4, 2, 3) for draw in job.draws)
+    return groups[0] if isinstance(settings.views, int) else groups
 
 
 class _Pending:

@@ -27,6 +27,10 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 ON_ERROR = ("raise", "skip")
 CROPS = ("resized", "random", "whole", "padded")
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "area")
+VIEW_SETTINGS = (
+    "image_size", "crop", "scale", "ratio", "padding", "flip", "color_jitter", "policy", "cutout"
+)  # fmt: skip
+"""The settings in which groups of views may differ."""
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
@@ -49,6 +53,7 @@ class Settings:
     scale: tuple[float, float] = (0.25, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     padding: int = 4
+    views: int | tuple[Mapping[str, Any], ...] = 1
     eval_ratio: float = 224 / 256
     interpolation: str = "bilinear"
     flip: bool | str = True
@@ -99,6 +104,11 @@ class Settings:
         check("color_jitter", min(self.color_jitter) >= 0, "three strengths, 0 or more")
         if self.policy is not None:
             complete(self.policy)
+        if isinstance(self.views, int):
+            check("views", self.views >= 1, "at least 1")
+        if self.has_views:
+            check("flip", not self.alternates, "True or False with several views per image")
+            self.groups  # noqa: B018 — each has the settings of a loader, which are checked
         check("cutout", 0 <= self.cutout <= min(self.size), "a side from 0 to image_size pixels")
         check("std", min(self.std) > 0, "three positive numbers")
         check(
@@ -117,6 +127,28 @@ class Settings:
     def shifts(self) -> bool:
         """Whether full images are shifted, which requires all of them to have `image_size`."""
         return self.train and self.crop == "padded"
+
+    @property
+    def has_views(self) -> bool:
+        """Whether several images are made of each sample."""
+        return self.train and self.views != 1
+
+    @property
+    def groups(self) -> tuple[tuple[int, Settings], ...]:
+        """The groups of views: the number of views, and the settings of each. In evaluation, one view."""
+        if not self.train or isinstance(self.views, int):
+            return ((self.views if isinstance(self.views, int) and self.train else 1, self),)
+        made = []
+        for group in self.views:
+            own = {"views": 1, **group}
+            count = own.pop("count", 1)
+            made.append((count, dataclasses.replace(self, **own)))
+        return tuple(made)
+
+    @property
+    def sample_pixels(self) -> int:
+        """Pixels of all images that are made of a sample."""
+        return sum(count * own.size[0] * own.size[1] for count, own in self.groups)
 
     @property
     def alternates(self) -> bool:
@@ -138,9 +170,26 @@ class Settings:
             are_numbers(self.color_jitter, 3),
             "3 finite numbers: three strengths",
         )
+        self._check_views(check)
         fields = self.fields
         listed = isinstance(fields, tuple | list) and all(isinstance(name, str) for name in fields)
         check("fields", listed, "a list of names")
+
+    def _check_views(self, check: Callable[[str, bool, str], None]) -> None:
+        views: Any = self.views
+        if is_whole(views):
+            return
+        grouped = isinstance(views, tuple | list) and len(views) > 0
+        grouped = grouped and all(isinstance(group, Mapping) for group in views)
+        check("views", grouped, "an integer, or a list of dicts such as {'count': 2, 'image_size': 96}")
+        known = ("count", *VIEW_SETTINGS)
+        for group in views:
+            for name in group:
+                if name not in known:
+                    raise DataError(f"views: {name!r} cannot differ among views.{suggest(str(name), known)}")
+            if not is_whole(group.get("count", 1), 1):
+                raise DataError(f"views: count={group['count']!r} must be a positive integer.")
+        object.__setattr__(self, "views", tuple(views))
 
 
 def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> DataError:

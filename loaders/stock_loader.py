@@ -355,6 +355,7 @@ def stock_settings(**settings: Any) -> Settings:
         ("verify", made.verify, "Leave it out and run drivetrain verify before training"),
         ("on_error", made.on_error == "skip", "Leave it out and run drivetrain verify before training"),
         ("crop", train and made.crop != "resized", "Use crop='resized'"),
+        ("views", made.has_views, "Leave it out"),
         ("flip", made.alternates, "Use flip=True"),
         ("color_jitter", train and any(made.color_jitter), "Leave it out"),
         ("policy", train and made.policy is not None, "Leave it out"),

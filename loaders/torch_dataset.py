@@ -114,7 +114,15 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
 
 
 def make_transform(settings: Settings) -> Any:
-    """Return torchvision's equivalent of `FFCVLoader`'s processing, from PIL image to tensor."""
+    """Return torchvision's equivalent of `FFCVLoader`'s processing, from PIL image to tensor, or to views."""
+    if not settings.has_views:
+        return _transform(settings)
+    groups = [Views(count, _transform(own)) for count, own in settings.groups]
+    return groups[0] if isinstance(settings.views, int) else Each(groups)
+
+
+def _transform(settings: Settings) -> Any:
+    """Return the transform from PIL image to one tensor."""
     steps = _crop(settings)
     if settings.train and settings.flip is True:  # the loader, which knows the epoch, does alternating flips
         steps.append(v2.RandomHorizontalFlip())
@@ -145,6 +153,28 @@ def _crop(settings: Settings) -> list[Any]:
     if settings.crop == "whole":
         return [v2.Resize(size, filter_)]
     return [OfSize(size), v2.RandomCrop(size, padding=settings.padding or None, padding_mode="reflect")]
+
+
+class Views(torch.nn.Module):
+    """Make several tensors of an image, each with draws of its own, `(V, 3, H, W)`."""
+
+    def __init__(self, count: int, transform: Any) -> None:
+        super().__init__()
+        self.count, self.transform = count, transform
+
+    def forward(self, image: Any) -> torch.Tensor:
+        return torch.stack([self.transform(image) for _ in range(self.count)])
+
+
+class Each(torch.nn.Module):
+    """Apply several transforms to an image; return a tuple of their results."""
+
+    def __init__(self, transforms: Sequence[Any]) -> None:
+        super().__init__()
+        self.transforms = tuple(transforms)
+
+    def forward(self, image: Any) -> tuple[Any, ...]:
+        return tuple(transform(image) for transform in self.transforms)
 
 
 class OfSize(torch.nn.Module):

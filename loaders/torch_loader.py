@@ -137,8 +137,9 @@ class TorchLoader(EpochLoader):
                 around.enter_context(self._feed.streams.current_device())
             return iter(loader)
 
-    def _batch(self, images: torch.Tensor, labels: torch.Tensor, share: NDArray[np.int64]) -> Batch:
+    def _batch(self, images: Any, labels: torch.Tensor, share: NDArray[np.int64]) -> Batch:
         fields = self.settings.fields
+        images = tuple(images) if isinstance(images, list) else images
         return images, labels, *(self._values(share % self.samples, fields) if fields else [])
 
     def _make_loader(self) -> DataLoader[Any]:

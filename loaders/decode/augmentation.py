@@ -19,7 +19,7 @@ FLIP, CUTOUT, COLOR, REPLACEMENT = 40, 41, 43, 50
 
 @dataclass(frozen=True)
 class Choices:
-    """The augmentations for a batch of n samples.
+    """The augmentations for n images.
 
     Attributes:
         boxes: `(n, 4)` int64: top, left, height and width of each crop, in pixels of the stored image. For the padded
@@ -45,7 +45,7 @@ def choose(
     widths: NDArray[np.int64],
     flips: NDArray[np.bool_] | None = None,
 ) -> Choices:
-    """Return the choices for samples with these `keys` (see `draws`) and stored sizes, each `(n,)`.
+    """Return the choices for images with these `keys` (see `draws`) and stored sizes, each `(n,)`.
 
     `flips` come from `alternating`; None draws them like everything else.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -34,14 +35,28 @@ _DTYPES = {torch.uint8: library.UINT8, torch.float32: library.FLOAT32, torch.bfl
 
 
 @dataclass(frozen=True)
+class Draw:
+    """The images of one size of a batch: `views` of each of n samples.
+
+    Attributes:
+        keys: `(n · views,)` keys of their random draws, sample by sample; see `draws`.
+        choices: the augmentations.
+        images: `(n, views, H, W, 3)`, uint8 or already normalised: the memory for the result.
+    """
+
+    keys: NDArray[np.uint64]
+    choices: augmentation.Choices
+    images: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Job:
-    """A batch to load: its samples, their augmentations, and the memory for the result.
+    """A batch to load: its samples, and the images to make of them.
 
     Attributes:
         indices: `(n,)` sample indices.
         keys: `(n,)` keys of their random draws; see `draws`.
-        choices: the augmentations.
-        images: `(n, H, W, 3)`, uint8 or already normalised.
+        draws: one per group of views.
         epoch: that the draws are for.
         among: `(m,)` the samples that may take the place of one that cannot be decoded.
         replaced: the samples that could not be decoded, `on_error="skip"`; `indices` has those in their places.
@@ -49,8 +64,7 @@ class Job:
 
     indices: NDArray[np.int64]
     keys: NDArray[np.uint64]
-    choices: augmentation.Choices
-    images: torch.Tensor
+    draws: tuple[Draw, ...]
     epoch: int
     among: NDArray[np.int64]
     replaced: list[int] = field(default_factory=list)
@@ -74,6 +88,69 @@ class _Workspace:
         self.close.atexit = False
 
 
+class _Group:
+    """How the images of one size are made of each sample.
+
+    Args:
+        settings: of these images.
+        first: number of the first view; each draws numbers of its own.
+        views: how many there are of each sample.
+        operations: FFCV's.
+    """
+
+    def __init__(self, settings: Settings, first: int, views: int, operations: Sequence[Any]) -> None:
+        self.settings, self._first, self.views = settings, first, views
+        self.operations = _compiled(operations, settings.size)
+        line, table = self._tables = _normalisation(settings)
+        method = library.SHIFT if settings.shifts else _METHODS[settings.interpolation]
+        fill = (ctypes.c_uint8 * 3)(*(round(level * 255) for level in settings.mean))
+        self.made = {
+            dtype: library.Settings(
+                *settings.size, method, number, library.address(line[0]),
+                library.address(line[1]), library.address(table), settings.cutout, fill,
+            )
+            for dtype, number in _DTYPES.items()
+        }  # fmt: skip
+
+    def draw(
+        self,
+        keys: NDArray[np.uint64],
+        numbers: NDArray[np.int64],
+        epoch: int,
+        sizes: tuple[NDArray[np.int64], NDArray[np.int64]],
+        images: torch.Tensor,
+    ) -> Draw:
+        """Return what is drawn for the samples with these `keys`, `numbers` and stored `sizes`, each `(n,)`."""
+        settings, flips = self.settings, None
+        if settings.alternates:
+            flips = augmentation.alternating(settings.seed, epoch, numbers)
+        if self.views > 1 or self._first:
+            keys = draws.view_keys(keys, self._first, self.views)
+        heights, widths = (np.repeat(size, self.views) for size in sizes)
+        return Draw(keys, augmentation.choose(settings, keys, heights, widths, flips), images)
+
+    def part(self, draw: Draw, samples: slice, images: torch.Tensor) -> _Part:
+        """Return the part of the draw that belongs to some of the samples; they are loaded into `images`."""
+        rows = slice(samples.start * self.views, samples.stop * self.views)
+        return _Part(self, _native(draw.choices, rows), draw.keys[rows], images)
+
+
+@dataclass
+class _Part:
+    """The images of one size of a chunk of a batch."""
+
+    group: _Group
+    choices: library.Choices
+    keys: NDArray[np.uint64]
+    images: torch.Tensor
+
+    def views(self) -> library.Views:
+        made = self.group.made[self.images.dtype]
+        return library.Views(
+            ctypes.pointer(made), ctypes.pointer(self.choices), self.group.views, self.images.data_ptr()
+        )
+
+
 class Decoder:
     """Loads chunks of batches from one data set with one set of settings; thread-safe.
 
@@ -84,7 +161,10 @@ class Decoder:
     def __init__(self, beton: BetonFiles, settings: Settings, operations: Sequence[Any]) -> None:
         self._beton, self._settings = beton, settings
         self._core = library.library()
-        self._operations = _compiled(operations, settings.size)
+        self._groups, first = list[_Group](), 0
+        for views, own in settings.groups:
+            self._groups.append(_Group(own, first, views, operations))
+            first += views
         self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
         self._widest = int(self._widths.max())
         self._largest = int((self._heights * self._widths).max()) * 3  # bytes of pixels
@@ -93,19 +173,13 @@ class Decoder:
             beton.descriptors, beton.modes.astype(np.int32), beton.widths, beton.heights, beton.pointers, beton.sizes
         )  # fmt: skip
         self._samples = library.Samples(*map(library.address, columns))
-        line, table = self._tables = _normalisation(settings)
-        method = library.SHIFT if settings.shifts else _METHODS[settings.interpolation]
-        fill = (ctypes.c_uint8 * 3)(*(round(level * 255) for level in settings.mean))
-        self._made = {
-            dtype: library.Settings(
-                *settings.size, method, number, library.address(line[0]),
-                library.address(line[1]), library.address(table), settings.cutout, fill,
-            )
-            for dtype, number in _DTYPES.items()
-        }  # fmt: skip
         self._columns = columns  # keeps their memory
-        self.part = max(_PART // (settings.size[0] * settings.size[1] * 3), 1)
+        self.part = max(_PART // (3 * settings.sample_pixels), 1)
         self._free: deque[_Workspace] = deque()
+
+    def shapes(self, n: int) -> list[tuple[int, ...]]:
+        """Return the shape of the images of n samples, `(n, views, H, W, 3)`, for each group of views."""
+        return [(n, group.views, *group.settings.size, 3) for group in self._groups]
 
     @property
     def largest_bytes(self) -> int:
@@ -115,29 +189,36 @@ class Decoder:
     @property
     def workspace_bytes(self) -> int:
         """Return the memory that each thread needs besides the batches, in bytes."""
-        (height, width), widest = self._settings.size, self._widest
+        return self.largest_bytes + max(self._image_bytes(group) for group in self._groups)
+
+    def _image_bytes(self, group: _Group) -> int:
+        """Return the memory that making an image of this group takes."""
+        (height, width), widest = group.settings.size, self._widest
         policy = 18 * height * width  # a sum in float32, and two pictures
-        images = 3 * height * width * (self.part if self._operations else 1)
+        images = 3 * height * width * (self.part * group.views if group.operations else 1)
         resizing = (3 * widest + 4 * widest + 4 * width) * height
-        return self.largest_bytes + resizing + images + policy
+        return resizing + images + policy
 
     def choose(
-        self, numbers: NDArray[np.int64], epoch: int, images: torch.Tensor, among: NDArray[np.int64]
+        self,
+        numbers: NDArray[np.int64],
+        epoch: int,
+        images: Sequence[torch.Tensor],
+        among: NDArray[np.int64],
     ) -> Job:
-        """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`.
+        """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views.
 
         A number is an index; each time that a sample is repeated in an epoch, its number is larger by the number of all
         samples. `among`: as in `Job`.
         """
-        settings = self._settings
-        keys = draws.sample_keys(settings.seed, epoch, numbers)
-        flips = None
-        if settings.alternates:
-            flips = augmentation.alternating(settings.seed, epoch, numbers)
+        keys = draws.sample_keys(self._settings.seed, epoch, numbers)
         indices = numbers % len(self._beton)
-        heights, widths = self._heights[indices], self._widths[indices]
-        choices = augmentation.choose(settings, keys, heights, widths, flips)
-        return Job(indices, keys, choices, images, epoch, among)
+        sizes = self._heights[indices], self._widths[indices]
+        drawn = tuple(
+            group.draw(keys, numbers, epoch, sizes, own)
+            for group, own in zip(self._groups, images, strict=True)
+        )
+        return Job(indices, keys, drawn, epoch, among)
 
     def load(self, job: Job, part: slice) -> None:
         """Load one chunk of the batch.
@@ -176,7 +257,8 @@ class Decoder:
             first = error
         draw = draws.uniforms(job.keys[place : place + 1], REPLACEMENT, _REPLACEMENTS)[0]
         for number in job.among[(draw * len(job.among)).astype(np.int64)]:
-            other = self.choose(np.array([number]), job.epoch, job.images[place : place + 1], job.among)
+            images = [draw.images[place : place + 1] for draw in job.draws]
+            other = self.choose(np.array([number]), job.epoch, images, job.among)
             try:
                 self._load(workspace, other, slice(0, 1))
             except BetonError:
@@ -187,26 +269,42 @@ class Decoder:
         raise first
 
     def _load(self, workspace: _Workspace, job: Job, part: slice) -> None:
-        indices, out = np.ascontiguousarray(job.indices[part]), job.images[part]
+        part = slice(part.start, min(part.stop, len(job.indices)))
+        indices = np.ascontiguousarray(job.indices[part])
         self._beton.prepare(indices)
-        choices = _native(job.choices, part, indices)
-        if self._operations is None:
-            self._decode(workspace, choices, indices, out)
-            return
-        images = out if out.dtype == torch.uint8 else torch.empty(out.shape, dtype=torch.uint8)
-        corners, choices.corners = choices.corners, None
-        self._decode(workspace, choices, indices, images)
-        self._operations.apply(images.numpy(), job.keys[part], indices)
-        choices.corners = corners
-        self._core.dt_finish(self._made[out.dtype], choices, len(indices), images.data_ptr(), out.data_ptr())
+        parts = [
+            group.part(draw, part, draw.images[part])
+            for group, draw in zip(self._groups, job.draws, strict=True)
+        ]
+        if self._groups[0].operations is None:
+            self._decode(workspace, parts, indices)
+        else:
+            self._decode_and_operate(workspace, parts, indices)
+
+    def _decode_and_operate(
+        self, workspace: _Workspace, parts: list[_Part], indices: NDArray[np.int64]
+    ) -> None:
+        """Load the samples; apply FFCV's operations to their levels, before CutOut and the dtype."""
+        levels = [
+            dataclasses.replace(
+                part,
+                choices=_without_corners(part.choices),
+                images=part.images
+                if part.images.dtype == torch.uint8
+                else torch.empty(part.images.shape, dtype=torch.uint8),
+            )
+            for part in parts
+        ]
+        self._decode(workspace, levels, indices)
+        for part, level in zip(parts, levels, strict=True):
+            images, operations = level.images.flatten(0, 1), part.group.operations
+            assert operations is not None
+            operations.apply(images.numpy(), part.keys, np.repeat(indices, part.group.views))
+            made = part.group.made[part.images.dtype]
+            self._core.dt_finish(made, part.choices, len(images), images.data_ptr(), part.images.data_ptr())
 
     def _decode(
-        self,
-        workspace: _Workspace,
-        choices: library.Choices,
-        indices: NDArray[np.int64],
-        images: torch.Tensor,
-        again: bool = False,
+        self, workspace: _Workspace, parts: list[_Part], indices: NDArray[np.int64], again: bool = False
     ) -> None:
         """Load the samples.
 
@@ -215,16 +313,16 @@ class Decoder:
         """
         status = np.empty(len(indices), dtype=np.int32)
         crcs = np.zeros(len(indices), dtype=np.uint32) if self._settings.verify else None
-        choices.crcs = library.address(crcs)
+        views = (library.Views * len(parts))(*(part.views() for part in parts))
         self._core.dt_load(
-            workspace.address, self._samples, self._made[images.dtype], choices, len(indices), images.data_ptr(),
-            status.ctypes.data,
+            workspace.address, self._samples, library.address(indices), len(indices), views, len(parts),
+            library.address(crcs), status.ctypes.data,
         )  # fmt: skip
         if crcs is not None and not self._beton.are_unchanged(indices, crcs):
             for index in indices.tolist():
                 self._beton.require_unchanged(index)  # raises; or has fetched a sample of a remote file again
             if not again:
-                self._decode(workspace, choices, indices, images, again=True)
+                self._decode(workspace, parts, indices, again=True)
                 return
         if status.any():
             at = int(np.argmax(status))
@@ -250,10 +348,15 @@ class Decoder:
             self._free.pop().close()
 
 
-def _native(choices: augmentation.Choices, part: slice, indices: NDArray[np.int64]) -> library.Choices:
-    """Return where the choices for a chunk of a batch, the samples `indices`, are in memory."""
+def _without_corners(choices: library.Choices) -> library.Choices:
+    copied = library.Choices.from_buffer_copy(choices)
+    copied.corners = None
+    return copied
+
+
+def _native(choices: augmentation.Choices, part: slice) -> library.Choices:
+    """Return where the choices for a part of the images are in memory."""
     of = library.Choices(
-        indices=library.address(indices),
         boxes=library.address(choices.boxes[part]),
         flips=library.address(choices.flips[part]),
         colors=library.address(choices.color[part]),

@@ -27,6 +27,15 @@ DT_API void dt_sample_keys(uint64_t seed, uint64_t epoch, const int64_t *indices
         keys[i] = mix(both ^ ((uint64_t)indices[i] + GOLDEN));
 }
 
+/* Write the keys of `count` views of each sample, from number `first` on, to `views` (n, count). View 0 has the sample's
+ * own key. */
+DT_API void dt_view_keys(const uint64_t *keys, int64_t n, int64_t first, int64_t count, uint64_t *views)
+{
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t view = first; view < first + count; view++)
+            *views++ = view == 0 ? keys[i] : mix(keys[i] ^ mix((uint64_t)view + GOLDEN));
+}
+
 /* Write draws `first` to `first` + `count` - 1 of each key to `values` (n, count). */
 DT_API void dt_uniforms(const uint64_t *keys, int64_t n, int64_t first, int64_t count, double *values)
 {

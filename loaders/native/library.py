@@ -52,12 +52,20 @@ class Settings(Structure):
 
 
 class Choices(Structure):
-    """`dt_choices`: what was drawn for n samples; None where nothing is."""
+    """`dt_choices`: what was drawn for each of m images; None where nothing is."""
 
     _fields_ = (
-        ("indices", c_void_p), ("boxes", c_void_p), ("flips", c_void_p), ("colors", c_void_p), ("corners", c_void_p),
+        ("boxes", c_void_p), ("flips", c_void_p), ("colors", c_void_p), ("corners", c_void_p),
         ("chains", c_int64), ("steps", c_int64), ("operations", c_void_p), ("magnitudes", c_void_p),
-        ("weights", c_void_p), ("crcs", c_void_p),
+        ("weights", c_void_p),
+    )  # fmt: skip
+
+
+class Views(Structure):
+    """`dt_views`: the images of one size that are made of each sample, `views` of them."""
+
+    _fields_ = (
+        ("settings", POINTER(Settings)), ("choices", POINTER(Choices)), ("views", c_int64), ("images", c_void_p),
     )  # fmt: skip
 
 
@@ -66,7 +74,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dt_workspace_new": (c_void_p,),
     "dt_workspace_free": (None, c_void_p),
     "dt_load": (
-        None, c_void_p, POINTER(Samples), POINTER(Settings), POINTER(Choices), c_int64, c_void_p, c_void_p,
+        None, c_void_p, POINTER(Samples), c_void_p, c_int64, POINTER(Views), c_int64, c_void_p, c_void_p,
     ),
     "dt_finish": (None, POINTER(Settings), POINTER(Choices), c_int64, c_void_p, c_void_p),
     "dt_area_bytes": (c_size_t, *[c_int64] * 4),
@@ -81,6 +89,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dt_jpeg_version": (c_int32,),
     "dt_jpeg_check": (c_int32, c_char_p, c_size_t, c_int64, c_int64, c_int32, c_char_p),
     "dt_sample_keys": (None, c_uint64, c_uint64, c_void_p, c_int64, c_void_p),
+    "dt_view_keys": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "dt_uniforms": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "dt_random_resized_crops": (
         None, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p,

@@ -27,18 +27,25 @@ typedef struct {
     uint8_t fill[3];
 } dt_settings;
 
-/* What was drawn for each of n samples; NULL where nothing is. */
+/* What was drawn for each of m images; NULL where nothing is. */
 typedef struct {
-    const int64_t *indices, *boxes; /* (n), (n, 4): top, left, height, width */
-    const uint8_t *flips;           /* (n) */
-    const double *colors;           /* (n, 4) */
-    const int64_t *corners;         /* (n, 2) */
-    int64_t chains, steps;          /* of a policy */
-    const int64_t *operations;      /* (n, chains, steps) */
+    const int64_t *boxes;      /* (m, 4): top, left, height, width */
+    const uint8_t *flips;      /* (m) */
+    const double *colors;      /* (m, 4) */
+    const int64_t *corners;    /* (m, 2) */
+    int64_t chains, steps;     /* of a policy */
+    const int64_t *operations; /* (m, chains, steps) */
     const double *magnitudes;
-    const float *weights; /* (n, 1 + chains) */
-    uint32_t *crcs;       /* (n), receives the CRC-32 of each sample's stored image; NULL: not computed */
+    const float *weights; /* (m, 1 + chains) */
 } dt_choices;
+
+/* The images of one size that are made of each sample: `views` of them, from one decoding. */
+typedef struct {
+    const dt_settings *settings;
+    const dt_choices *choices; /* of n · views images */
+    int64_t views;
+    void *images; /* (n, views, height, width, 3) of the dtype */
+} dt_views;
 
 /* A thread's working memory. */
 typedef struct {
@@ -75,6 +82,7 @@ static int read_all(int file, uint64_t start, size_t size, uint8_t *target)
 }
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* The largest denominator of a JPEG's scale at which a crop still has the target's pixels each way: libjpeg decodes
  * directly at that scale, in less time, and the remaining resize is by less than a half. */
@@ -86,10 +94,57 @@ static int denominator(const int64_t *box, int64_t height, int64_t width)
     return 1;
 }
 
-/* Read a sample and decode what lies in its crop; `share` is the denominator of the scale. */
-static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, const int64_t *box, int share, int fast,
-                 uint32_t *crc, dt_image *image)
+/* Whether a crop lies within the picture and has pixels. */
+static int is_inside(const int64_t *box, int64_t height, int64_t width)
 {
+    return box[0] >= 0 && box[1] >= 0 && box[2] > 0 && box[3] > 0 && box[0] <= height - box[2] && box[1] <= width - box[3];
+}
+
+/* The pixels that a crop touches in a picture of `height` × `width`, decoded at 1/`share` of its size. */
+static dt_region touched(const int64_t *box, int share, int64_t height, int64_t width)
+{
+    return (dt_region){box[0] / share, box[1] / share,
+                       smaller((box[0] + box[2] + share - 1) / share, (height + share - 1) / share),
+                       smaller((box[1] + box[3] + share - 1) / share, (width + share - 1) / share)};
+}
+
+/* What is decoded of a sample for all of its images. */
+typedef struct {
+    int share, fast; /* the denominator of the scale; whether with libjpeg's fast inverse DCT */
+    int64_t box[4];  /* around all crops */
+} dt_plan;
+
+/* Plan the i-th sample's decoding. Returns DT_OK, or DT_WRONG_SIZE for crops that do not lie within the picture. */
+static int plan(const dt_views *groups, int64_t count, int64_t i, int is_jpeg, int64_t height, int64_t width, dt_plan *made)
+{
+    int64_t top = height, left = width, bottom = 0, right = 0, whole[4] = {0, 0, height, width};
+    *made = (dt_plan){.share = is_jpeg ? 8 : 1};
+    for (const dt_views *group = groups; group < groups + count; group++) {
+        const dt_settings *settings = group->settings;
+        int shifts = settings->method == SHIFT;
+        if (shifts && (height != settings->height || width != settings->width))
+            return DT_WRONG_SIZE;
+        for (int64_t view = 0; view < group->views; view++) {
+            const int64_t *box = shifts ? whole : group->choices->boxes + 4 * (i * group->views + view);
+            if (!is_inside(box, height, width))
+                return DT_WRONG_SIZE;
+            top = smaller(top, box[0]), left = smaller(left, box[1]);
+            bottom = larger(bottom, box[0] + box[2]), right = larger(right, box[1] + box[3]);
+            int share = settings->method == BILINEAR ? denominator(box, settings->height, settings->width) : 1;
+            made->share = share < made->share ? share : made->share;
+        }
+        made->fast |= settings->method == AREA;
+    }
+    int64_t box[4] = {top, left, bottom - top, right - left};
+    memcpy(made->box, box, sizeof box);
+    return DT_OK;
+}
+
+/* Read a sample, and decode what lies in the plan's box. */
+static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, const dt_plan *planned, uint32_t *crc,
+                 dt_image *image)
+{
+    const int64_t *box = planned->box;
     size_t size = samples->sizes[index];
     int64_t height = samples->heights[index], width = samples->widths[index];
     uint8_t *bytes = dt_reserve(&w->file, size);
@@ -106,9 +161,19 @@ static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, cons
         *image = (dt_image){bytes + 3 * (box[0] * width + box[1]), 3 * (size_t)width, box[2], box[3]};
         return DT_OK;
     }
-    dt_region wanted = {box[0] / share, box[1] / share, smaller((box[0] + box[2] + share - 1) / share, (height + share - 1) / share),
-                        smaller((box[1] + box[3] + share - 1) / share, (width + share - 1) / share)};
-    return dt_decode(bytes, size, height, width, share, fast, wanted, &w->pixels, image);
+    return dt_decode(bytes, size, height, width, planned->share, planned->fast,
+                     touched(box, planned->share, height, width), &w->pixels, image);
+}
+
+/* The part of the decoded picture that one crop touches. */
+static dt_image part_of(dt_image image, const dt_plan *planned, const int64_t *box, int64_t height, int64_t width)
+{
+    dt_region all = touched(planned->box, planned->share, height, width);
+    dt_region own = touched(box, planned->share, height, width);
+    image.data += (size_t)(own.top - all.top) * image.stride + 3 * (size_t)(own.left - all.left);
+    image.rows = own.bottom - own.top;
+    image.columns = own.right - own.left;
+    return image;
 }
 
 /* Copy a crop of the target's own size. */
@@ -116,12 +181,6 @@ static void copy(dt_image image, uint8_t *target)
 {
     for (int64_t y = 0; y < image.rows; y++, target += 3 * image.columns)
         memcpy(target, image.data + (size_t)y * image.stride, 3 * (size_t)image.columns);
-}
-
-/* Whether a crop lies within the picture and has pixels. */
-static int is_inside(const int64_t *box, int64_t height, int64_t width)
-{
-    return box[0] >= 0 && box[1] >= 0 && box[2] > 0 && box[3] > 0 && box[0] <= height - box[2] && box[1] <= width - box[3];
 }
 
 /* Resize and mirror a crop, which has been decoded at 1/`share` of its size, to `target`. */
@@ -152,24 +211,6 @@ static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, 
     return status;
 }
 
-/* Write a sample's crop to `target`, resized and mirrored. */
-static int decode(dt_workspace *w, const dt_samples *samples, const dt_settings *settings, int64_t index,
-                  const int64_t *box, int flip, uint32_t *crc, uint8_t *target)
-{
-    int64_t height = samples->heights[index], width = samples->widths[index];
-    int64_t whole[4] = {0, 0, height, width};
-    int shifts = settings->method == SHIFT;
-    if (shifts ? height != settings->height || width != settings->width : !is_inside(box, height, width))
-        return DT_WRONG_SIZE;
-    int share = settings->method == BILINEAR && samples->modes[index] == 0
-                    ? denominator(box, settings->height, settings->width) : 1;
-    dt_image image;
-    int status = fetch(w, samples, index, shifts ? whole : box, share, settings->method == AREA, crc, &image);
-    if (status == DT_OK)
-        status = resize(w, settings, image, box, share, flip, target);
-    return status;
-}
-
 /* Recolour the i-th image. */
 static int recolor(dt_workspace *w, const dt_settings *settings, const dt_choices *choices, int64_t i, uint8_t *image)
 {
@@ -197,24 +238,45 @@ static void finish(const dt_settings *settings, const dt_choices *choices, int64
         dt_look_up(image, pixels, settings->table, (uint16_t *)images + at);
 }
 
-/* Load n samples into `images` (n, height, width, 3) of the dtype; `status` (n) receives each one's. */
-DT_API void dt_load(dt_workspace *w, const dt_samples *samples, const dt_settings *settings, const dt_choices *choices,
-                    int64_t n, void *images, int32_t *status)
+/* Make the k-th image of a group from its sample's decoded picture. */
+static int make(dt_workspace *w, const dt_views *group, int64_t k, dt_image picture, const dt_plan *planned, int64_t height,
+                int64_t width)
 {
+    const dt_settings *settings = group->settings;
+    const dt_choices *choices = group->choices;
+    const int64_t *box = choices->boxes + 4 * k;
     size_t bytes = 3 * (size_t)settings->height * (size_t)settings->width;
+    uint8_t *image = settings->dtype == UINT8 ? (uint8_t *)group->images + bytes * (size_t)k : dt_reserve(&w->image, bytes);
+    if (image == NULL)
+        return DT_NO_MEMORY;
+    dt_image part = settings->method == SHIFT ? picture : part_of(picture, planned, box, height, width);
+    int status = resize(w, settings, part, box, planned->share, choices->flips[k], image);
+    if (status == DT_OK)
+        status = recolor(w, settings, choices, k, image);
+    if (status == DT_OK)
+        finish(settings, choices, k, image, group->images);
+    return status;
+}
+
+/* Load n samples into the images of `count` groups of views; `status` (n) receives each sample's, and `crcs` (n), unless
+ * it is NULL, the CRC-32 of what is stored. */
+DT_API void dt_load(dt_workspace *w, const dt_samples *samples, const int64_t *indices, int64_t n, const dt_views *groups,
+                    int64_t count, uint32_t *crcs, int32_t *status)
+{
     for (int64_t i = 0; i < n; i++) {
-        uint8_t *image = settings->dtype == UINT8 ? (uint8_t *)images + bytes * (size_t)i : dt_reserve(&w->image, bytes);
-        status[i] = image == NULL ? DT_NO_MEMORY
-                                  : decode(w, samples, settings, choices->indices[i], choices->boxes + 4 * i,
-                                           choices->flips[i], choices->crcs == NULL ? NULL : choices->crcs + i, image);
+        int64_t index = indices[i], height = samples->heights[index], width = samples->widths[index];
+        dt_plan planned;
+        dt_image picture;
+        status[i] = plan(groups, count, i, samples->modes[index] == 0, height, width, &planned);
         if (status[i] == DT_OK)
-            status[i] = recolor(w, settings, choices, i, image);
-        if (status[i] == DT_OK)
-            finish(settings, choices, i, image, images);
+            status[i] = fetch(w, samples, index, &planned, crcs == NULL ? NULL : crcs + i, &picture);
+        for (const dt_views *group = groups; group < groups + count; group++)
+            for (int64_t view = 0; view < group->views && status[i] == DT_OK; view++)
+                status[i] = make(w, group, i * group->views + view, picture, &planned, height, width);
     }
 }
 
-/* The second half of `dt_load`, for images whose bytes Python has changed in between: `levels` (n, height, width, 3). */
+/* The second half of `dt_load`, for n images whose bytes Python has changed in between: `levels` (n, height, width, 3). */
 DT_API void dt_finish(const dt_settings *settings, const dt_choices *choices, int64_t n, uint8_t *levels, void *images)
 {
     size_t bytes = 3 * (size_t)settings->height * (size_t)settings->width;

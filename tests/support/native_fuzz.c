@@ -125,32 +125,64 @@ static int compare(const file *jpeg, int64_t height, int64_t width, dt_buffer *m
     return 1;
 }
 
-/* Load a sample of a `.beton` whose tables say anything. */
+enum { VIEWS = 3 };
+
+/* What is drawn for the views of a sample, which may be anything. */
+typedef struct {
+    int64_t boxes[4 * VIEWS], corners[2 * VIEWS], operations[2 * VIEWS];
+    double colors[4 * VIEWS], magnitudes[2 * VIEWS];
+    float weights[2 * VIEWS], images[24 * 20 * 3 * VIEWS];
+    uint8_t flips[VIEWS];
+} drawn;
+
+/* Draw the `views` of `settings`; the picture has the output's size if they are shifted. */
+static dt_choices draw(drawn *to, const dt_settings *settings, int views)
+{
+    for (int view = 0; view < views; view++) {
+        for (int k = 0; k < 4; k++)
+            to->boxes[4 * view + k] = (int64_t)next(next(16) ? 320 : INT64_MAX) - (int64_t)next(2) * 8;
+        if (settings->method == SHIFT)
+            to->boxes[4 * view] = (int64_t)next(9) - 4, to->boxes[4 * view + 1] = (int64_t)next(9) - 4;
+        double colors[] = {0.5, 1.5, 1.2, (double)next(6)};
+        memcpy(to->colors + 4 * view, colors, sizeof colors);
+        for (int k = 2 * view; k < 2 * view + 2; k++) {
+            to->operations[k] = (int64_t)next(14);
+            to->magnitudes[k] = to->operations[k] == 10 ? (double)next(9) : (double)next(64) / 64 - 0.5;
+            to->weights[k] = 0.5f;
+        }
+        to->corners[2 * view] = (int64_t)next((uint64_t)settings->height - 5);
+        to->corners[2 * view + 1] = (int64_t)next((uint64_t)settings->width - 5);
+        to->flips[view] = (uint8_t)next(2);
+    }
+    return (dt_choices){to->boxes, to->flips, next(2) ? to->colors : NULL, next(2) ? to->corners : NULL, 1, 2,
+                        next(2) ? to->operations : NULL, to->magnitudes, next(2) ? to->weights : NULL};
+}
+
+/* Load a sample of a `.beton` whose tables say anything, in one group of views or two. */
 static void load_anything(dt_workspace *workspace, int descriptor)
 {
     int32_t descriptors[] = {descriptor}, modes[] = {(int32_t)next(2)}, status = -1;
     uint16_t widths[] = {(uint16_t)next(next(8) ? 300 : 65536)}, heights[] = {(uint16_t)next(next(8) ? 300 : 65536)};
     uint64_t pointers[] = {next(next(8) ? LARGEST : UINT64_MAX)}, sizes[] = {next(next(64) ? LARGEST : 1 << 30)};
-    int64_t indices[] = {0}, boxes[] = {0, 0, 0, 0}, corners[] = {0, 0}, operations[] = {0, 0};
-    for (int k = 0; k < 4; k++)
-        boxes[k] = (int64_t)next(next(16) ? 320 : INT64_MAX) - (int64_t)next(2) * 8;
-    float factors[3 * 20] = {1}, summands[3 * 20] = {0}, weights[] = {0.25f, 0.75f}, images[24 * 20 * 3];
-    double colors[] = {0.5, 1.5, 1.2, (double)next(6)}, magnitudes[2];
+    int64_t indices[] = {0};
+    float factors[3 * 20] = {1}, summands[3 * 20] = {0};
     uint16_t table[3 * 256] = {0};
     uint32_t crc;
-    uint8_t flips[] = {(uint8_t)next(2)};
-    for (int k = 0; k < 2; k++) {
-        operations[k] = (int64_t)next(14);
-        magnitudes[k] = operations[k] == 10 ? (double)next(9) : (double)next(64) / 64 - 0.5;
-    }
-    corners[0] = (int64_t)next(24 - 5), corners[1] = (int64_t)next(20 - 5);
     dt_samples samples = {descriptors, modes, widths, heights, pointers, sizes};
-    dt_settings settings = {24, 20, (int32_t)next(5), (int32_t)next(3), factors, summands, table, 5, {1, 2, 3}};
-    dt_choices choices = {indices, boxes, flips, next(2) ? colors : NULL, next(2) ? corners : NULL, 1, 2,
-                          next(2) ? operations : NULL, magnitudes, next(2) ? weights : NULL, next(2) ? &crc : NULL};
-    if (settings.method == SHIFT)
-        heights[0] = 24, widths[0] = 20, boxes[0] = (int64_t)next(9) - 4, boxes[1] = (int64_t)next(9) - 4;
-    dt_load(workspace, &samples, &settings, &choices, 1, images, &status);
+    int32_t method = (int32_t)next(5), dtype = (int32_t)next(3);
+    dt_settings settings[] = {{24, 20, method, dtype, factors, summands, table, 5, {1, 2, 3}},
+                              {8, 12, method == SHIFT ? 0 : method, dtype, factors, summands, table, 5, {1, 2, 3}}};
+    if (method == SHIFT)
+        heights[0] = 24, widths[0] = 20;
+    static _Thread_local drawn memory[2];
+    dt_views groups[2];
+    dt_choices choices[2];
+    for (int k = 0; k < 2; k++) {
+        int views = 1 + (int)next(VIEWS);
+        choices[k] = draw(&memory[k], &settings[k], views);
+        groups[k] = (dt_views){&settings[k], &choices[k], views, memory[k].images};
+    }
+    dt_load(workspace, &samples, indices, 1, groups, 1 + (int64_t)next(2), next(2) ? &crc : NULL, &status);
     if (status < DT_OK || status > DT_NO_MEMORY)
         fail("a sample without a status", 0);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -62,21 +63,16 @@ def load_pictures(
             )
         ]  # fmt: skip
         choices = library.Choices(
-            address(indices), address(boxes), address(flips), address(arrays[0]), address(arrays[1]),
+            address(boxes), address(flips), address(arrays[0]), address(arrays[1]),
             *(arrays[2].shape[1:] if arrays[2] is not None else (0, 0)), *map(address, arrays[2:]),
         )  # fmt: skip
         loaded, status = np.empty((n, height, width, 3), np.uint8), np.empty(n, np.int32)
         core = library.library()
         workspace = core.dt_workspace_new()
+        views = library.Views(ctypes.pointer(made), ctypes.pointer(choices), 1, address(loaded))
         core.dt_load(
-            workspace,
-            library.Samples(*map(address, columns)),
-            made,
-            choices,
-            n,
-            address(loaded),
-            address(status),
-        )
+            workspace, library.Samples(*map(address, columns)), address(indices), n, views, 1, None, address(status)
+        )  # fmt: skip
         core.dt_workspace_free(workspace)
     finally:
         os.close(file)
