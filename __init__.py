@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .pipeline import Callback as Callback
     from .pipeline import Checkpoints as Checkpoints
     from .pipeline import Classification as Classification
+    from .pipeline import Contrastive as Contrastive
     from .pipeline import EarlyStopping as EarlyStopping
     from .pipeline import GradientNorms as GradientNorms
     from .pipeline import MultiLabel as MultiLabel

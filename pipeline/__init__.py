@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .spec.plan import Plan as Plan
     from .spec.plan import Step as Step
     from .tasks.classification import Classification as Classification
+    from .tasks.contrastive import Contrastive as Contrastive
     from .tasks.multi_label import MultiLabel as MultiLabel
     from .tasks.regression import Regression as Regression
     from .tasks.segmentation import Segmentation as Segmentation

@@ -42,6 +42,7 @@ from ..training.build import (
 )
 from ..training.hooks import TrainingHooks, split_microbatches
 from ..training.schedule import torch_scheduler
+from ..training.views import forward
 from .callbacks import translated
 from .strategies import check_trainer, share, trainer_arguments
 
@@ -200,7 +201,7 @@ class LitModule(pl.LightningModule):
         self._hooks.state.step = self.trainer.global_step
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
         images, targets = self._hooks.apply_batch_transforms(batch, number, self.model, self._loss)
-        outputs = self.model(images, **model_inputs(self._loss, targets))
+        outputs = forward(self.model, images, **model_inputs(self._loss, targets))
         loss = self._loss(to_float(outputs), targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
         # Lightning divides the loss by `accumulate`, and DeepSpeed divides it again.

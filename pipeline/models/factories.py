@@ -151,6 +151,31 @@ def pretrained(name: str, num_classes: int, weights: str | Path | None = "DEFAUL
     return model
 
 
+def projected(name: str, dim: int = 128, **options: Any) -> nn.Module:
+    """Build a model that returns embeddings `(B, dim)`: its last linear layer is replaced by a projection, two linear
+    layers with a ReLU between them, the first as wide as its input, as in SimCLR (arXiv:2002.05709, section 4.2).
+
+    All other layers keep their names, so `fit(init_from=…)` of the plain model takes their weights.
+
+    Args:
+        name: of the model, as `model_factory` takes it.
+        dim: size of the embeddings. Default 128, SimCLR's.
+        options: of the model.
+
+    Raises:
+        RecipeError: if the model has no linear layer.
+    """
+    model = model_factory(name)(**options)
+    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise RecipeError(f"{name} has no linear layer that a projection could replace.")
+    parent, _, attribute = linear[-1].rpartition(".")
+    width = getattr(model.get_submodule(parent), attribute).in_features
+    head = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))
+    setattr(model.get_submodule(parent), attribute, head)
+    return model
+
+
 def _published(name: str, weights: Any) -> nn.Module:
     """Return a torchvision model with published weights, from torch's cache or the network."""
     cached = Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
@@ -206,6 +231,7 @@ MODELS: dict[str, Factory] = {
     "airbench_net": airbench_net,
     "cifar_resnet": cifar_resnet,
     "pretrained": pretrained,
+    "projected": projected,
     "vit": vit,
     "vit_s16": vit_s16,
 }

@@ -69,6 +69,43 @@ CIFAR: dict[str, dict[str, Any]] = {
         ],
         "precision": "bf16",
     },
+    "cifar10-simclr": {
+        "description": "Features of CIFAR-10 without labels: two views of each image, contrastive loss. Then train on "
+        "labels with --init-from.",
+        "source": "Chen et al., A simple framework for contrastive learning of visual representations (2020), "
+        "arXiv:2002.05709: its loss, projection and crops",
+        "published": "94.0 % with a linear classifier on ResNet-50 after 1000 epochs (appendix B.9); nothing for this "
+        "model",
+        "measured": "not measured",
+        "notes": {
+            "model": "the quickstart's small network; SimCLR: ResNet-50 with a 3 × 3 first layer",
+            "loading.color_jitter": "SimCLR, strength 0.5: brightness, contrast and saturation 0.4, without hue and "
+            "grayscale",
+            "loading.scale": "SimCLR: (0.08, 1); ours for few epochs",
+            "batch_size": "SimCLR: 256 to 4096 on CIFAR-10",
+            "optimizer": "ours; SimCLR: LARS, lr 1.0, weight decay 1e-6",
+            "epochs": "ours: minutes on a CPU; SimCLR: 1000",
+        },
+        "train": "cifar10:train",
+        "image_size": 32,
+        "model": "projected",
+        "model_options": {"name": "cifar_resnet", "width": 16},
+        "task": {"name": "Contrastive", "temperature": 0.5},
+        "batch_size": 512,
+        "loading": {
+            "views": 2,
+            "scale": [0.2, 1.0],
+            "color_jitter": [0.4, 0.4, 0.4],
+            "eval_ratio": 1.0,
+            "mean": _LOADING["mean"],
+            "std": _LOADING["std"],
+        },
+        "transforms": [{"name": "ChannelsLast"}],
+        "optimizer": {"name": "adamw", "lr": 2e-3, "weight_decay": 1e-4},
+        "schedule": "cosine",
+        "warmup": 0.1,
+        "epochs": 10,
+    },
     "cifar10-fast": {
         "description": "94 % on CIFAR-10 on one GPU, after airbench94; the notes list the differences.",
         "source": "Keller Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU (2024), arXiv:2404.00498; values "

@@ -223,6 +223,38 @@ def _loss_of_the_model(spec: PipelineSpec) -> None:
         )
 
 
+def _views(spec: PipelineSpec) -> None:
+    views = 1 if spec.data is None else spec.data.settings.get("views", 1)
+    task = spec.target
+    if not isinstance(views, int):
+        raise PlanError(
+            f"views={list(views)!r:.80} makes images of several sizes, which no task of a pipeline takes. Pass a "
+            "number of views, or load them with FFCVLoader for a loop of your own."
+        )
+    if views == 1 and task.kind == "views":
+        raise PlanError(
+            f"{type(task).__name__} compares several views of each image. Pass views=2 to load()."
+        )
+    if views == 1:
+        return
+    if task.kind not in ("views", "any"):
+        raise PlanError(
+            f"views={views} makes several images of each sample, but {type(task).__name__} has {task.kind} of one. "
+            "Leave views out, or pass task(Contrastive())."
+        )
+    if task.kind == "views" and spec.distributed.accumulate > 1:
+        raise PlanError(
+            f"With accumulate={spec.distributed.accumulate}, {type(task).__name__} would compare images only with "
+            "those of their microbatch. Leave accumulate out, or use a smaller batch_size."
+        )
+    for transform in spec.transforms:
+        if transform.kind in ("batch", "algorithm") and not isinstance(transform, ProgressiveResizing):
+            raise PlanError(
+                f"{_name(transform)} changes batches of images, but with views={views} there are several of each "
+                "sample. Leave it out."
+            )
+
+
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _unsafe_strategies,
     _unused_parameters,
@@ -237,6 +269,7 @@ RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _flat_shards_of_matrices,
     _targets,
     _loss_of_the_model,
+    _views,
 )
 """Every rule, one function each."""
 

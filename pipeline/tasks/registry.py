@@ -7,13 +7,14 @@ from typing import Any
 from ...errors import PlanError, suggest
 from ...names import imported, name_of
 from .classification import Classification
+from .contrastive import Contrastive
 from .multi_label import MultiLabel
 from .regression import Regression
 from .segmentation import Segmentation
 from .task import Task
 
 TASKS: dict[str, type[Task]] = {
-    task.__name__: task for task in (Classification, MultiLabel, Regression, Segmentation)
+    task.__name__: task for task in (Classification, Contrastive, MultiLabel, Regression, Segmentation)
 }
 
 

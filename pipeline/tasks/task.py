@@ -20,9 +20,9 @@ from .nests import map_tensors, to_float
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-Kind = Literal["class indices", "labels", "values", "masks", "any"]
+Kind = Literal["class indices", "labels", "values", "masks", "views", "any"]
 """What the targets of a batch are: class indices `(B,)`, 0 or 1 for each label `(B, K)`, numbers `(B,)` or `(B, K)`,
-class indices of pixels `(B, H, W)`, or whatever the task takes."""
+class indices of pixels `(B, H, W)`, none (the views of each image are compared), or whatever the task takes."""
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 """Maps outputs and targets to the mean loss of the batch, a scalar."""

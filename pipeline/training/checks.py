@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from ...strategies.options import HALF
 from ..models.hf_models import loss_mismatch
 from ..spec.config import DataConfig
 from ..tasks.task import LossFunction, StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model
+from .views import forward
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -58,13 +60,20 @@ def check_output(
     try:
         with torch.no_grad(), context:
             output = model.eval()(torch.zeros(2, 3, *height_width(size)))  # as in prediction
+            views = data.settings.get("views", 1)
+            shape = (2, 3) if views == 1 else (2, views, 3)
             # Lazy modules have their shapes now. BatchNorm's statistics change only in the copies.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             inputs = task.model_inputs(targets)
-            judged = model(torch.zeros(2, 3, *height_width(size)), **inputs) if inputs else output
+            judged = output
+            if inputs or views != 1:
+                judged = forward(model, torch.zeros(*shape, *height_width(size)), **inputs)
             size = data.image_size
-            trained = torch.func.functional_call(
-                model.train(), buffers, torch.zeros(2, 3, *height_width(size)), kwargs=inputs
+            call = partial(torch.func.functional_call, model.train(), buffers)
+            trained = forward(
+                lambda images, **further: call(images, kwargs=further),
+                torch.zeros(*shape, *height_width(size)),
+                **inputs,
             )
     except Exception as error:  # a model may raise anything
         raise PlanError(

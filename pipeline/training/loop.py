@@ -21,6 +21,7 @@ from ..telemetry.observer import Observer
 from .events import LoopEvents
 from .hooks import Microbatch, TrainingHooks
 from .schedule import Schedule
+from .views import forward
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def train_epoch(
 
     Args:
         engine: the model and its optimizer, from a strategy.
-        batches: `(images (B, 3, H, W), labels (B,) or (B, K))`; B is divisible by `engine.accumulate`.
+        batches: `(images (B, 3, H, W), labels (B,) or (B, K))`; B is divisible by `engine.accumulate`. Of images
+            `(B, V, 3, H, W)`, the model receives all views as one batch, and the loss outputs `(B, V, …)`.
         loss: maps the model's outputs, in float32, and labels to a scalar, the mean over the batch. A `TaskLoss` may
             also give the labels to the model.
         hooks: transforms of batches, gradients and weights, with the run's position. Default None: no transforms.
@@ -122,7 +124,7 @@ def add_gradients(
         images, targets = events.before_forward(images, targets, number)
         observer.on_phase("forward")
         with engine.forward_context():
-            outputs = engine.model(images, **model_inputs(loss, targets))
+            outputs = forward(engine.model, images, **model_inputs(loss, targets))
         observer.on_phase("other")
         outputs, targets = events.before_loss(to_float(outputs), targets)
         value = events.before_backward(loss(outputs, targets))

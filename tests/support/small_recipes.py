@@ -38,6 +38,8 @@ def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:
         # Each epoch is a step. Of three, growing images have one epoch at full size.
         "epochs": 3 if grows else 2,
     }  # fmt: skip
+    if recipe["val"] is None:  # it learns without labels
+        overrides["val"] = None
     if recipe["precision"] == "fp16":
         overrides["precision"] = "bf16"
     if recipe["model"] == "vit":
