@@ -62,6 +62,11 @@ class BetonFiles:
         return self.files[0].fields
 
     @property
+    def targets(self) -> dict[str, str]:
+        """Map the fields that move with the image to their kinds, as `Beton.targets`."""
+        return self.files[0].targets
+
+    @property
     def label_name(self) -> str:
         """The label's field."""
         return self.files[0].label_name
@@ -73,12 +78,14 @@ class BetonFiles:
 
     @cached_property
     def labels(self) -> NDArray[Any]:
-        """`(N,)` or `(N, K)`, as `Beton.labels`."""
+        """`(N,)` or `(N, K)`, as `Beton.labels`; raises `BetonError` if they are masks."""
         return self._joined(lambda one: one.labels)
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; see `count_classes`."""
+        """Number of classes; see `Beton.num_classes`."""
+        if self.label_name in self.targets:
+            return len(self.classes)
         return count_classes(self.classes, self.labels)
 
     @cached_property
@@ -175,6 +182,11 @@ class BetonFiles:
         one, own = self._at(index)
         return one.image(own)
 
+    def mask(self, name: str, index: int) -> NDArray[Any]:
+        """Return a sample's mask, `(H, W)`; see `Beton.mask`."""
+        one, own = self._at(index)
+        return one.mask(name, own)
+
     def sample_error(self, index: int, reason: str) -> BetonError:
         """Return the error for an unusable sample."""
         one, own = self._at(index)
@@ -211,13 +223,14 @@ class BetonFiles:
         for one in self.files[1:]:
             for what, own, there in (
                 ("fields", _types(one), _types(first)),
+                ("targets", one.targets, first.targets),
                 ("classes", one.classes, first.classes),
             ):
                 if own != there:
                     raise BetonError(
                         f"{one.path} has the {what} {_brief(own)}, and {first.path} has {_brief(there)}. Files of one "
                         f"data set, and of a mix, must have the same {what} in the same order. Convert them alike "
-                        "(classes=)."
+                        "(classes=, fields=)."
                     )
         for before, one in itertools.pairwise(self.files):
             if not _follows(one.manifest.get("shard"), before.manifest):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...errors import BetonError
 from .layout import Field, metadata_dtype, tables_start
+from .targets import check_targets
 
 SEAL_BYTES = 32
 """Length of a SHA-256, in bytes."""
@@ -76,7 +77,8 @@ def read_manifest(
         whole = checksums.shape == (manifest["samples"],) and all(isinstance(name, str) for name in classes)
         sealed = bytes.fromhex(manifest.get("seal", ""))
         expected = seal(tables, checksums)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        check_targets(manifest.get("targets", {}), kinds)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise BetonError(f"{file} is not a manifest ({error!r}). Delete it, or convert again.") from None
     if not sealed:
         raise BetonError(

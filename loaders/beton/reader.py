@@ -34,6 +34,7 @@ from .tables import (
     read_header,
     read_metadata,
 )
+from .targets import decode_mask
 
 _ATTEMPTS = 5
 """Attempts to open a file that conversions may be replacing."""
@@ -52,7 +53,8 @@ class Beton:
         widths, heights: `(N,)` in pixels.
         pointers, sizes: `(N,)` position and length in bytes of each image in `data`.
         columns: every field by name, in file order.
-        label_name: the label's field: the one named `label`, else the first int, float or ndarray.
+        label_name: the label's field: the one named `label`, else the first int, float or ndarray, else the first
+            bytes, which are masks.
         page_size: in bytes.
         manifest: the manifest's content; empty if there is none.
         checksums: `(N,)` CRC-32 of each sample when it was converted; None without a manifest.
@@ -81,12 +83,23 @@ class Beton:
         return {name: column.field.kind for name, column in self.columns.items()}
 
     @cached_property
+    def targets(self) -> dict[str, str]:
+        """Map the fields that move with the image to their kinds: mask, boxes, keypoints; see `beton.targets`."""
+        masks = {self.label_name: "mask"} if self.fields[self.label_name] == "bytes" else {}
+        return {**masks, **self.manifest.get("targets", {})}
+
+    @cached_property
     def labels(self) -> NDArray[Any]:
         """`(N,)` int64 class indices or float64 targets; `(N, K)` of the stored type for vectors.
 
         Raises:
-            BetonError: if a vector has a non-finite value.
+            BetonError: if the labels are masks, or a vector has a non-finite value.
         """
+        if self.label_name in self.targets:
+            raise BetonError(
+                f"{self.path}: its labels are masks, which differ in size. Read some with "
+                f"read({self.label_name!r}, indices), or one with mask({self.label_name!r}, index)."
+            )
         labels: NDArray[Any] = self.read(self.label_name, np.arange(len(self)))
         if labels.ndim > 1 and labels.dtype.kind in "fc":
             bad = ~np.isfinite(labels).reshape(len(labels), -1).all(axis=1)
@@ -228,6 +241,20 @@ class Beton:
             )
         return image
 
+    def mask(self, name: str, index: int) -> NDArray[Any]:
+        """Return a sample's mask, `(H, W)` uint8 or uint16, read-only: a class index per pixel of its image.
+
+        Raises:
+            BetonError: if it cannot be decoded, or its size is not the image's.
+        """
+        if self.targets.get(name) != "mask":
+            raise BetonError(f"{self.path} has no mask {name!r}.{suggest(name, self.targets)}")
+        stored = self._stored(self.columns[name], index)
+        try:
+            return decode_mask(stored, int(self.heights[index]), int(self.widths[index]))
+        except ValueError as error:
+            raise self.sample_error(index, f"its mask {name!r}: {error}") from None
+
     def sample_error(self, index: int, reason: str) -> BetonError:
         """Return the error for an unusable sample."""
         return BetonError(
@@ -241,8 +268,10 @@ class Beton:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; see `count_classes`."""
-        return count_classes(self.classes, self.labels)
+        """Number of classes; see `count_classes`. Of masks without class names 0: it is not known."""
+        return (
+            len(self.classes) if self.label_name in self.targets else count_classes(self.classes, self.labels)
+        )
 
 
 def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:

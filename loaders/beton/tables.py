@@ -98,16 +98,20 @@ def read_fields(path: Path, header: Any) -> list[Field]:
     if kinds.count("rgb_image") != 1 or len(names) < count or label_field(fields) is None:
         raise BetonError(
             f"{path} has the {count} fields {', '.join(f'{f.name} ({f.kind})' for f in fields)}. Drivetrain "
-            "requires one image, a label (int, float or ndarray), and distinct names for all fields."
+            "requires one image, a label (int, float, ndarray, or bytes for a mask), and distinct names for all fields."
         )
     return fields
 
 
 def label_field(fields: list[Field]) -> Field | None:
-    """Return the label: the number or array named `label`, else the first one; None if there is none."""
+    """Return the label: the field named `label`, else the first number or array, else the first bytes (a mask).
+
+    None if there is none. JSON and images are not labels.
+    """
     numeric = [field for field in fields if field.kind in ("int", "float", "ndarray")]
-    named = [field for field in numeric if field.name == "label"]
-    return next(iter(named or numeric), None)
+    masks = [field for field in fields if field.kind == "bytes"]
+    named = [field for field in numeric + masks if field.name == "label"]
+    return next(iter(named or numeric or masks), None)
 
 
 def read_metadata(path: Path, data: NDArray[np.uint8], header: Any, fields: list[Field]) -> Any:

@@ -140,9 +140,9 @@ def test_header(copy: Path, change: dict[str, int], words: str) -> None:
     ("kind", "words"),
     [
         (2, "requires one image"),
-        (3, r"image \(rgb_image\), label \(bytes\)\. Drivetrain requires one image, a label"),
+        (3, "data that was never written"),  # a mask
         (4, "ndarray field has the invalid shape"),
-        (5, "requires one image"),
+        (5, r"image \(rgb_image\), label \(json\)\. Drivetrain requires one image, a label"),
         (6, "unknown type 6"),
         (255, "unknown type 255"),
     ],

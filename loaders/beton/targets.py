@@ -1,0 +1,180 @@
+"""Targets that move with the image: masks (one class index per pixel), boxes and keypoints, as stored in a file.
+
+A mask is a PNG file in a bytes field; boxes and keypoints are lists of numbers in a JSON field. So FFCV reads the
+fields, and every image viewer shows a mask. Which fields are targets is in the manifest.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+MOVING = ("mask", "boxes", "keypoints")
+"""The kinds of targets that are cropped, flipped and resized with the image."""
+
+STORED_AS = {"mask": "bytes", "boxes": "json", "keypoints": "json"}
+"""Maps a target's kind to that of the field that stores it."""
+
+NOT_COUNTED = 255
+"""The class index of pixels that count neither in the loss nor in metrics, as in PASCAL VOC."""
+
+_COLUMNS = {"boxes": 4, "keypoints": 2}
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_HEADER = struct.Struct(">8xIIBB")
+"""The first chunk: length and name, then width, height, bits per value and colour type."""
+_LARGEST = (1 << 16) - 1
+_GREY, _PALETTE = 0, 3
+_COLOURS = {
+    _GREY: "grey",
+    2: "RGB",
+    _PALETTE: "palette",
+    4: "grey with transparency",
+    6: "RGB with transparency",
+}
+_INDICES = ((1, _GREY), (8, _GREY), (16, _GREY), (1, _PALETTE), (2, _PALETTE), (4, _PALETTE), (8, _PALETTE))
+"""Bits per sample and colour type of PNGs whose values Pillow returns unscaled."""
+
+
+def check_targets(targets: Mapping[Any, Any], kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return the targets of a file, as name to kind.
+
+    Raises:
+        ValueError: if one of them is not a field, or not of the kind that stores it.
+    """
+    for name, kind in targets.items():
+        if kind not in MOVING or name not in kinds or kinds[name] != STORED_AS[kind]:
+            stored = f"the field is {kinds[name]}" if name in kinds else "there is no such field"
+            raise ValueError(f"the target {name!r} is {kind!r}, but {stored}")
+    return dict(targets)
+
+
+def palette() -> NDArray[np.uint8]:
+    """Return a colour for each class index, `(256, 3)`: those of PASCAL VOC.
+
+    Three times, the lowest three bits of the index give the next lower bit of red, green and blue.
+    """
+    indices, colours = np.arange(256)[:, None], np.zeros((256, 3), dtype=np.int64)
+    for bit in range(8):
+        colours |= ((indices >> (3 * bit) >> np.arange(3)) & 1) << (7 - bit)
+    return colours.astype(np.uint8)
+
+
+_PALETTE_BYTES = palette().tobytes()
+
+
+def encode_mask(indices: NDArray[Any]) -> bytes:
+    """Return class indices `(H, W)`, integers from 0 to 65535, as a PNG file.
+
+    The PNG has a palette with a colour per class, or 16 bits per pixel if an index is above 255.
+
+    Raises:
+        ValueError: if they are not such indices.
+    """
+    if indices.ndim != 2 or not indices.size or indices.dtype.kind not in "biu":
+        raise ValueError(
+            f"a mask is {indices.dtype} of shape {indices.shape}; expected integers of shape (H, W)"
+        )
+    smallest, largest = int(indices.min()), int(indices.max())
+    if smallest < 0 or largest > _LARGEST:
+        raise ValueError(
+            f"a mask has the class index {smallest if smallest < 0 else largest}; expected 0 to {_LARGEST}"
+        )
+    buffer, options = io.BytesIO(), {}
+    if largest <= 255:
+        image = Image.fromarray(np.ascontiguousarray(indices, dtype=np.uint8))
+        image.putpalette(_PALETTE_BYTES)
+        options["bits"] = 8
+    else:
+        image = Image.fromarray(np.ascontiguousarray(indices, dtype=np.uint16))
+    image.save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+def decode_mask(data: bytes, height: int, width: int) -> NDArray[Any]:
+    """Return the class indices of a mask's PNG file, `(height, width)` uint8 or uint16, read-only.
+
+    Grey and palette PNGs are read, of other programs too. Each chunk's CRC-32 is checked, and the size before pixels
+    are decoded.
+
+    Raises:
+        ValueError: naming the reason, if it is not such a PNG, is damaged, or has another size.
+    """
+    size, bits, colour = _header(data)
+    if (bits, colour) not in _INDICES:
+        what = f"{_COLOURS.get(colour, f'of colour type {colour}')} with {bits} bits"
+        raise ValueError(
+            f"it is a PNG that is {what}; expected class indices: 8 bits grey, or with a palette"
+        )
+    if size != (width, height):
+        raise ValueError(
+            f"it has {size[0]} × {size[1]} pixels (width × height), but its image has {width} × {height}"
+        )
+    try:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+            indices = np.asarray(image)
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files make Pillow's readers raise many types
+        raise ValueError(f"its PNG cannot be decoded ({error})") from None
+    return indices.astype(np.uint16 if bits == 16 else np.uint8, copy=False)
+
+
+def _header(data: bytes) -> tuple[tuple[int, int], int, int]:
+    """Return (width, height), bits and colour type of a PNG whose chunks are intact."""
+    if not data.startswith(_SIGNATURE):
+        raise ValueError("it is not a PNG file")
+    view, at, kind = memoryview(data), len(_SIGNATURE), b""
+    while kind != b"IEND":
+        if at + 12 > len(data):
+            raise ValueError("its PNG is truncated")
+        length, kind = struct.unpack_from(">I4s", data, at)
+        end = at + 8 + length
+        if end + 4 > len(data):
+            raise ValueError("its PNG is truncated")
+        if zlib.crc32(view[at + 4 : end]) != int.from_bytes(view[end : end + 4]):
+            raise ValueError(f"its PNG is damaged: the CRC-32 of the chunk {kind!r} differs")
+        if (at == len(_SIGNATURE)) != (kind == b"IHDR"):
+            raise ValueError("its PNG does not begin with its only header")
+        at = end + 4
+    width, height, bits, colour = _HEADER.unpack_from(data, len(_SIGNATURE))
+    return (width, height), bits, colour
+
+
+def coordinates(kind: str, values: Any) -> NDArray[Any]:
+    """Return boxes as `(n, 4)`, left, top, right, bottom; keypoints as `(n, 2)`, x, y. `n` may be 0.
+
+    Args:
+        kind: `"boxes"` or `"keypoints"`.
+        values: an array, or lists of numbers.
+
+    Raises:
+        ValueError: if they have another shape, are not finite numbers, or a box ends before it begins.
+    """
+    columns = _COLUMNS[kind]
+    names = "left, top, right, bottom" if kind == "boxes" else "x, y"
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):  # lists of different lengths
+        array = np.empty(0, dtype=object)
+    if not array.size and array.dtype.kind in "fiu" and array.shape in ((0,), (0, columns)):
+        return np.zeros((0, columns))
+    if array.dtype.kind not in "fiu" or array.ndim != 2 or array.shape[1] != columns:
+        raise ValueError(f"expected any number of {kind}, each a list of {columns} numbers: {names}")
+    if not np.isfinite(array).all():
+        row = int(np.argmin(np.isfinite(array).all(axis=1)))
+        raise ValueError(f"number {row} of its {kind} is {array[row].tolist()}, which is not finite")
+    if kind == "boxes":
+        wrong = (array[:, 2:] < array[:, :2]).any(axis=1)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise ValueError(
+                f"box {row} is {array[row].tolist()}, which ends before it begins; expected {names}"
+            )
+    return array

@@ -1,0 +1,166 @@
+"""Masks, boxes and keypoints as stored: PNG files and numbers of any program, and what is rejected."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from drivetrain.loaders.beton.targets import coordinates, decode_mask, encode_mask, palette
+from numpy.typing import NDArray
+from PIL import Image
+
+HEIGHT, WIDTH = 37, 53
+
+
+def indices(largest: int = 20, seed: int = 0) -> NDArray[np.int64]:
+    """A mask of rectangles."""
+    rng, mask = np.random.default_rng(seed), np.zeros((HEIGHT, WIDTH), dtype=np.int64)
+    for index in (*rng.integers(0, largest, 4), largest):
+        top, left = rng.integers(0, HEIGHT - 9), rng.integers(0, WIDTH - 9)
+        mask[top : top + rng.integers(3, 30), left : left + rng.integers(3, 30)] = index
+    return mask
+
+
+def png(image: Image.Image, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def grey_png(bits: int, width: int, height: int, rows: bytes) -> bytes:
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("largest", "mode", "dtype"),
+    [(1, "P", "u1"), (255, "P", "u1"), (256, "I;16", "u2"), (65535, "I;16", "u2")],
+)
+def test_masks_are_png_files_that_pillow_opens(largest: int, mode: str, dtype: str) -> None:
+    mask = indices(largest)
+    stored = encode_mask(mask)
+    with Image.open(io.BytesIO(stored)) as image:
+        assert (image.mode, image.size) == (mode, (WIDTH, HEIGHT))
+        assert np.array_equal(np.asarray(image), mask)
+        if mode == "P":
+            assert np.array_equal(np.asarray(image.convert("RGB")), palette()[mask])
+    decoded = decode_mask(stored, HEIGHT, WIDTH)
+    assert decoded.dtype == np.dtype(dtype)
+    assert np.array_equal(decoded, mask)
+
+
+def test_colours_are_those_of_pascal_voc() -> None:
+    colours = palette()
+    assert colours[[0, 1, 2, 7, 8, 15, 20]].tolist() == [
+        [0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 128], [64, 0, 0], [192, 128, 128], [0, 64, 128],
+    ]  # fmt: skip
+    assert colours[255].tolist() == [224, 224, 192]
+    assert len(np.unique(colours, axis=0)) == 256
+
+
+def test_masks_of_other_programs() -> None:
+    mask = indices(3).astype(np.uint8)
+    few = Image.fromarray(mask)
+    few.putpalette([0, 0, 0, 9, 9, 9, 200, 0, 0, 0, 99, 7])
+    for stored, expected in (
+        (png(Image.fromarray(mask)), mask),
+        (png(Image.fromarray(mask > 1)), mask > 1),
+        (png(few, bits=2), mask),
+        (png(few, bits=4), mask),
+        (png(few, bits=8, transparency=0, optimize=True), mask),
+        (png(Image.fromarray(mask.astype(np.uint16) * 999)), mask.astype(int) * 999),
+    ):
+        decoded = decode_mask(stored, HEIGHT, WIDTH)
+        assert decoded.dtype in (np.uint8, np.uint16)
+        assert np.array_equal(decoded, expected)
+    packed = np.packbits(mask > 1, axis=1)
+    rows = np.concatenate([np.zeros((HEIGHT, 1), np.uint8), packed], axis=1).tobytes()
+    assert np.array_equal(decode_mask(grey_png(1, WIDTH, HEIGHT, rows), HEIGHT, WIDTH), mask > 1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (np.full((3, 4), -1), "has the class index -1; expected 0 to 65535"),
+        (np.full((3, 4), 65536), "has the class index 65536"),
+        (np.zeros((3, 4), np.float32), r"is float32 of shape \(3, 4\); expected integers"),
+        (np.zeros((3, 4, 3), np.uint8), r"shape \(3, 4, 3\)"),
+        (np.zeros((0, 4), np.uint8), r"shape \(0, 4\)"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_not_a_mask(mask: NDArray[Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        encode_mask(mask)
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        (b"", "not a PNG file"),
+        (png(Image.fromarray(indices().astype(np.uint8)))[:-1], "truncated"),
+        (png(Image.fromarray(indices().astype(np.uint8)))[:20], "truncated"),
+        (png(Image.new("RGB", (WIDTH, HEIGHT))), "RGB with 8 bits; expected class indices"),
+        (png(Image.new("RGBA", (WIDTH, HEIGHT))), "RGB with transparency"),
+        (png(Image.new("LA", (WIDTH, HEIGHT))), "grey with transparency"),
+        (png(Image.new("L", (HEIGHT, WIDTH))), "37 × 53 pixels .* its image has 53 × 37"),
+        (grey_png(4, WIDTH, HEIGHT, b""), "grey with 4 bits"),  # Pillow would give 17 times the indices
+        (grey_png(8, WIDTH, HEIGHT, b"\0" * 99), "cannot be decoded"),
+        (grey_png(8, WIDTH, HEIGHT, b"\0" * 3000).replace(b"IHDR", b"IEND"), "damaged: the CRC-32 of"),
+        (b"\x89PNG\r\n\x1a\n" + chunk(b"IEND", b""), "does not begin with its only header"),
+        (grey_png(8, 50000, 50000, b"\0" * 99), "50000 × 50000 pixels"),
+    ],
+    ids=str,
+)
+def test_other_files_are_rejected(stored: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        decode_mask(stored, HEIGHT, WIDTH)
+
+
+def test_every_changed_byte_is_noticed() -> None:
+    """The CRC-32 of each chunk finds all of them; Pillow alone does not check that of the pixels."""
+    stored = encode_mask(indices())
+    for at in range(len(stored)):
+        changed = bytearray(stored)
+        changed[at] ^= 1 << at % 8
+        with pytest.raises(ValueError, match=r"."):
+            decode_mask(bytes(changed), HEIGHT, WIDTH)
+
+
+@pytest.mark.parametrize("nothing", [[], np.zeros((0, 4)), np.zeros((0, 4), np.int64)], ids=str)
+def test_no_boxes(nothing: Any) -> None:
+    assert coordinates("boxes", nothing).shape == (0, 4)
+
+
+def test_boxes_and_keypoints() -> None:
+    assert coordinates("boxes", [[1, 2.5, 3, 2.5]]).tolist() == [[1, 2.5, 3, 2.5]]
+    assert coordinates("keypoints", [[1, -2], [3, 4]]).tolist() == [[1, -2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        ("boxes", [[1, 2, 3, 4], [1, 2, 3]], "each a list of 4 numbers: left, top, right, bottom"),
+        ("boxes", [1, 2, 3, 4], "expected any number of boxes"),
+        ("boxes", [["1", "2", "3", "4"]], "expected any number of boxes"),
+        ("boxes", None, "expected any number of boxes"),
+        ("boxes", {"a": 1}, "expected any number of boxes"),
+        ("boxes", [[True, True, True, True]], "expected any number of boxes"),
+        ("boxes", [[0, 0, 1, 1], [0, 0, float("nan"), 1]], r"number 1 of its boxes .* not finite"),
+        ("boxes", [[0, 0, 1, 1], [5, 0, 4, 1]], r"box 1 is \[5, 0, 4, 1\], which ends before it begins"),
+        ("keypoints", [[1, 2, 1]], "each a list of 2 numbers: x, y"),
+        ("keypoints", [[1, float("inf")]], "number 0 of its keypoints"),
+    ],
+    ids=str,
+)
+def test_what_are_not_boxes(kind: str, values: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        coordinates(kind, values)
