@@ -44,8 +44,7 @@ class FFCVLoader(EpochLoader):
         batch_size: the *global* batch size, over all ranks.
         image_size: side of square output images, or height and width, in pixels; `set_image_size` changes it between
             epochs. A JPEG with a crop at least twice as large is decoded at half (a quarter, an eighth) of its size.
-        train: True for random crops, flips and the other augmentations; False for centre crops, in order. Default
-            True.
+        train: True for random crops, flips and the other augmentations; False for `eval_crop`, in order. Default True.
         seed: of order and augmentation. Default 0.
         workers: number of threads. Default None: one per available core.
         order: `"random"`, `"sequential"`, or `"quasi_random"`, which mixes about 16 batches at a time, so that a file
@@ -64,13 +63,19 @@ class FFCVLoader(EpochLoader):
             the previous one.
         pad_last: fill up the last batch with the epoch's first samples; `padded` is the number of repeated samples.
         crop: in training, `"resized"` (Inception's random resized crop), `"random"` (a place in the image, in its own
-            resolution: torchvision's `RandomCrop`), `"whole"` (the full image, resized) or `"padded"` (the full image
-            shifted by up to `padding` pixels over its reflected edges; the usual choice for CIFAR).
+            resolution: torchvision's `RandomCrop`), `"whole"` and `"fit"` (as `eval_crop`), or `"padded"` (the full
+            image shifted by up to `padding` pixels; the usual choice for CIFAR).
         scale: fraction of the area that a resized crop covers. Default (0.25, 1), as in ffcv-imagenet's recipes.
         ratio: its aspect ratio.
         padding: maximum shift of the padded crop, in pixels. Default 4, the usual choice for CIFAR's 32 pixels.
-        eval_ratio: in evaluation, the size of the central crop relative to the largest one of the shape of the output;
-            for square images, its side relative to the image's shorter side. Default 224/256, customary for ImageNet.
+        padding_mode: what the padded crop has beyond the image's edges: `"reflect"` (default), its pixels, mirrored; or
+            `"constant"`, the mean colour (`mean`, rounded to levels): torchvision's `RandomCrop` with that `fill`.
+        eval_crop: in evaluation, `"center"` (a central crop, resized; default), `"whole"` (the full image, resized to
+            the shape of the output, whatever its own; timm's "squash") or `"fit"` (a letterbox: the full image, scaled
+            to fit, in its own shape, and centred on the mean colour; timm's "border").
+        eval_ratio: with `eval_crop="center"`, the size of the central crop relative to the largest one of the shape of
+            the output; for square images, its side relative to the image's shorter side. Default 224/256, customary for
+            ImageNet.
         interpolation: `"bilinear"`, antialiased, as in Pillow and torchvision (within two levels if the JPEG is decoded
             at full size, four if a raw image shrinks more than eightfold); `"bicubic"`, antialiased, and `"nearest"`,
             with exactly the pixels of Pillow (from version 13 on, Pillow shrinks tall images first vertically, which

@@ -94,8 +94,10 @@ class Decoder:
         )  # fmt: skip
         self._samples = library.Samples(*map(library.address, columns))
         line, table = self._tables = _normalisation(settings)
-        method = library.SHIFT if settings.shifts else _METHODS[settings.interpolation]
-        fill = (ctypes.c_uint8 * 3)(*(round(level * 255) for level in settings.mean))
+        method = _METHODS[settings.interpolation]
+        if settings.shifts:  # nothing is resized
+            method = library.NEAREST if settings.pads else library.SHIFT
+        fill = (ctypes.c_uint8 * 3)(*settings.fill)
         self._made = {
             dtype: library.Settings(
                 *settings.size, method, number, library.address(line[0]),
@@ -118,6 +120,7 @@ class Decoder:
         (height, width), widest = self._settings.size, self._widest
         policy = 18 * height * width  # a sum in float32, and two pictures
         images = 3 * height * width * (self.part if self._operations else 1)
+        images += 3 * height * width * (self._settings.pads or self._settings.active_crop == "fit")
         resizing = (3 * widest + 4 * widest + 4 * width) * height
         return self.largest_bytes + resizing + images + policy
 
@@ -258,6 +261,7 @@ def _native(choices: augmentation.Choices, part: slice, indices: NDArray[np.int6
         flips=library.address(choices.flips[part]),
         colors=library.address(choices.color[part]),
         corners=library.address(choices.corners[part]),
+        places=None if choices.places is None else library.address(choices.places[part]),
     )
     if choices.policy is not None:
         drawn = choices.policy

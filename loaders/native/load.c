@@ -38,11 +38,12 @@ typedef struct {
     const double *magnitudes;
     const float *weights; /* (n, 1 + chains) */
     uint32_t *crcs;       /* (n), receives the CRC-32 of each sample's stored image; NULL: not computed */
+    const int64_t *places; /* (n, 4): where in the output each crop goes, as in `boxes`; NULL: everywhere */
 } dt_choices;
 
 /* A thread's working memory. */
 typedef struct {
-    dt_buffer file, pixels, image, policy, area;
+    dt_buffer file, pixels, image, policy, area, placed;
     dt_resizing resizing;
 } dt_workspace;
 
@@ -53,6 +54,7 @@ DT_API void dt_workspace_free(dt_workspace *workspace)
     if (workspace == NULL)
         return;
     dt_buffer *buffers[] = {&workspace->file, &workspace->pixels, &workspace->image, &workspace->policy, &workspace->area,
+                            &workspace->placed,
                             &workspace->resizing.first, &workspace->resizing.weights, &workspace->resizing.exact,
                             &workspace->resizing.rows, &workspace->resizing.columns, &workspace->resizing.turned};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
@@ -124,11 +126,10 @@ static int is_inside(const int64_t *box, int64_t height, int64_t width)
     return box[0] >= 0 && box[1] >= 0 && box[2] > 0 && box[3] > 0 && box[0] <= height - box[2] && box[1] <= width - box[3];
 }
 
-/* Resize and mirror a crop, which has been decoded at 1/`share` of its size, to `target`. */
+/* Resize and mirror a crop, which has been decoded at 1/`share` of its size, to `target` (`height`, `width`, 3). */
 static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, const int64_t *box, int share, int flip,
-                  uint8_t *target)
+                  uint8_t *target, int64_t height, int64_t width)
 {
-    int64_t height = settings->height, width = settings->width;
     double scale = share;
     int status = DT_OK;
     if (settings->method == SHIFT)
@@ -152,22 +153,48 @@ static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, 
     return status;
 }
 
-/* Write a sample's crop to `target`, resized and mirrored. */
+/* Resize a crop to its place in `output`, fill what is around it, and mirror the whole. */
+static int put(dt_workspace *w, const dt_settings *settings, dt_image image, const int64_t *box, int share, int flip,
+               uint8_t *output, const int64_t *place)
+{
+    size_t whole = 3 * (size_t)settings->width, line = 3 * (size_t)place[3];
+    uint8_t *part = dt_reserve(&w->placed, line * (size_t)place[2]);
+    if (part == NULL)
+        return DT_NO_MEMORY;
+    int status = resize(w, settings, image, box, share, 0, part, place[2], place[3]);
+    if (status != DT_OK)
+        return status;
+    for (size_t x = 0; x < whole; x += 3)
+        memcpy(output + x, settings->fill, 3);
+    for (size_t y = 1; y < (size_t)settings->height; y++)
+        memcpy(output + y * whole, output, whole);
+    uint8_t *target = output + (size_t)place[0] * whole + 3 * (size_t)place[1];
+    for (size_t y = 0; y < (size_t)place[2]; y++)
+        memcpy(target + y * whole, part + y * line, line);
+    if (flip)
+        dt_flip(output, settings->height, settings->width);
+    return DT_OK;
+}
+
+/* Write a sample's crop to `target`, resized and mirrored; `place` is where in it, NULL: everywhere. */
 static int decode(dt_workspace *w, const dt_samples *samples, const dt_settings *settings, int64_t index,
-                  const int64_t *box, int flip, uint32_t *crc, uint8_t *target)
+                  const int64_t *box, const int64_t *place, int flip, uint32_t *crc, uint8_t *target)
 {
     int64_t height = samples->heights[index], width = samples->widths[index];
     int64_t whole[4] = {0, 0, height, width};
     int shifts = settings->method == SHIFT;
     if (shifts ? height != settings->height || width != settings->width : !is_inside(box, height, width))
         return DT_WRONG_SIZE;
-    int share = settings->method == BILINEAR && samples->modes[index] == 0
-                    ? denominator(box, settings->height, settings->width) : 1;
+    if (place != NULL && (shifts || !is_inside(place, settings->height, settings->width)))
+        return DT_WRONG_SIZE;
+    int64_t out_height = place == NULL ? settings->height : place[2], out_width = place == NULL ? settings->width : place[3];
+    int share = settings->method == BILINEAR && samples->modes[index] == 0 ? denominator(box, out_height, out_width) : 1;
     dt_image image;
     int status = fetch(w, samples, index, shifts ? whole : box, share, settings->method == AREA, crc, &image);
-    if (status == DT_OK)
-        status = resize(w, settings, image, box, share, flip, target);
-    return status;
+    if (status != DT_OK)
+        return status;
+    return place == NULL ? resize(w, settings, image, box, share, flip, target, out_height, out_width)
+                         : put(w, settings, image, box, share, flip, target, place);
 }
 
 /* Recolour the i-th image. */
@@ -206,7 +233,8 @@ DT_API void dt_load(dt_workspace *w, const dt_samples *samples, const dt_setting
         uint8_t *image = settings->dtype == UINT8 ? (uint8_t *)images + bytes * (size_t)i : dt_reserve(&w->image, bytes);
         status[i] = image == NULL ? DT_NO_MEMORY
                                   : decode(w, samples, settings, choices->indices[i], choices->boxes + 4 * i,
-                                           choices->flips[i], choices->crcs == NULL ? NULL : choices->crcs + i, image);
+                                           choices->places == NULL ? NULL : choices->places + 4 * i, choices->flips[i],
+                                           choices->crcs == NULL ? NULL : choices->crcs + i, image);
         if (status[i] == DT_OK)
             status[i] = recolor(w, settings, choices, i, image);
         if (status[i] == DT_OK)

@@ -134,6 +134,9 @@ static void load_anything(dt_workspace *workspace, int descriptor)
     int64_t indices[] = {0}, boxes[] = {0, 0, 0, 0}, corners[] = {0, 0}, operations[] = {0, 0};
     for (int k = 0; k < 4; k++)
         boxes[k] = (int64_t)next(next(16) ? 320 : INT64_MAX) - (int64_t)next(2) * 8;
+    int64_t places[] = {(int64_t)next(24), (int64_t)next(20), 0, 0};
+    places[2] = next(8) ? 1 + (int64_t)next((uint64_t)(24 - places[0])) : (int64_t)next(INT64_MAX) - 8;
+    places[3] = next(8) ? 1 + (int64_t)next((uint64_t)(20 - places[1])) : (int64_t)next(30) - 8;
     float factors[3 * 20] = {1}, summands[3 * 20] = {0}, weights[] = {0.25f, 0.75f}, images[24 * 20 * 3];
     double colors[] = {0.5, 1.5, 1.2, (double)next(6)}, magnitudes[2];
     uint16_t table[3 * 256] = {0};
@@ -147,7 +150,8 @@ static void load_anything(dt_workspace *workspace, int descriptor)
     dt_samples samples = {descriptors, modes, widths, heights, pointers, sizes};
     dt_settings settings = {24, 20, (int32_t)next(5), (int32_t)next(3), factors, summands, table, 5, {1, 2, 3}};
     dt_choices choices = {indices, boxes, flips, next(2) ? colors : NULL, next(2) ? corners : NULL, 1, 2,
-                          next(2) ? operations : NULL, magnitudes, next(2) ? weights : NULL, next(2) ? &crc : NULL};
+                          next(2) ? operations : NULL, magnitudes, next(2) ? weights : NULL, next(2) ? &crc : NULL,
+                          next(2) ? places : NULL};
     if (settings.method == SHIFT)
         heights[0] = 24, widths[0] = 20, boxes[0] = (int64_t)next(9) - 4, boxes[1] = (int64_t)next(9) - 4;
     dt_load(workspace, &samples, &settings, &choices, 1, images, &status);
