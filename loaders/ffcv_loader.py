@@ -45,8 +45,7 @@ class FFCVLoader(EpochLoader):
         batch_size: the *global* batch size, over all ranks.
         image_size: side of square output images, or height and width, in pixels; `set_image_size` changes it between
             epochs. A JPEG with a crop at least twice as large is decoded at half (a quarter, an eighth) of its size.
-        train: True for random crops, flips and the other augmentations; False for centre crops, in order. Default
-            True.
+        train: True for random crops, flips and the other augmentations; False for `eval_crop`, in order. Default True.
         seed: of order and augmentation. Default 0.
         workers: number of threads. Default None: one per available core.
         order: `"random"`, `"sequential"`, or `"quasi_random"`, which mixes about 16 batches at a time, so that a file
@@ -65,19 +64,25 @@ class FFCVLoader(EpochLoader):
             the previous one.
         pad_last: fill up the last batch with the epoch's first samples; `padded` is the number of repeated samples.
         crop: in training, `"resized"` (Inception's random resized crop), `"random"` (a place in the image, in its own
-            resolution: torchvision's `RandomCrop`), `"whole"` (the full image, resized) or `"padded"` (the full image
-            shifted by up to `padding` pixels over its reflected edges; the usual choice for CIFAR).
+            resolution: torchvision's `RandomCrop`), `"whole"` and `"fit"` (as `eval_crop`), or `"padded"` (the full
+            image shifted by up to `padding` pixels; the usual choice for CIFAR).
         scale: fraction of the area that a resized crop covers. Default (0.25, 1), as in ffcv-imagenet's recipes.
         ratio: its aspect ratio.
         padding: maximum shift of the padded crop, in pixels. Default 4, the usual choice for CIFAR's 32 pixels.
+        padding_mode: what the padded crop has beyond the image's edges: `"reflect"` (default), its pixels, mirrored; or
+            `"constant"`, the mean colour (`mean`, rounded to levels): torchvision's `RandomCrop` with that `fill`.
         views: number of images to make of each training sample, from one decoding. Each view's draws are a function of
             (seed, epoch, sample, view). Above 1, images are `(B, V, 3, H, W)`. Or a list of dicts, such as `[{"count":
             2, "scale": (0.4, 1)}, {"count": 4, "image_size": 96, "scale": (0.05, 0.4)}]` (multi-crop; Caron et al.
             2020, arXiv:2006.09882): images are a tuple of such tensors, one per dict. `image_size`, `crop`, `scale`,
-            `ratio`, `padding`, `flip`, `color_jitter`, `policy` and `cutout` may differ among them. A JPEG is decoded
-            at a smaller size only if this suffices for all views. Default 1: images are `(B, 3, H, W)`.
-        eval_ratio: in evaluation, the size of the central crop relative to the largest one of the shape of the output;
-            for square images, its side relative to the image's shorter side. Default 224/256, customary for ImageNet.
+            `ratio`, `padding`, `padding_mode`, `flip`, `color_jitter`, `policy` and `cutout` may differ among them. A
+            JPEG is decoded at a smaller size only if this suffices for all views. Default 1: images are `(B, 3, H, W)`.
+        eval_crop: in evaluation, `"center"` (a central crop, resized; default), `"whole"` (the full image, resized to
+            the shape of the output, whatever its own; timm's "squash") or `"fit"` (a letterbox: the full image, scaled
+            to fit, in its own shape, and centred on the mean colour; timm's "border").
+        eval_ratio: with `eval_crop="center"`, the size of the central crop relative to the largest one of the shape of
+            the output; for square images, its side relative to the image's shorter side. Default 224/256, customary for
+            ImageNet.
         interpolation: `"bilinear"`, antialiased, as in Pillow and torchvision (within two levels if the JPEG is decoded
             at full size, four if a raw image shrinks more than eightfold); `"bicubic"`, antialiased, and `"nearest"`,
             with exactly the pixels of Pillow (from version 13 on, Pillow shrinks tall images first vertically, which

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,10 +25,13 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 """ImageNet's, for pixels scaled to 0–1; torchvision's documented values."""
 
 ON_ERROR = ("raise", "skip")
-CROPS = ("resized", "random", "whole", "padded")
+CROPS = ("resized", "random", "whole", "fit", "padded")
+EVAL_CROPS = ("center", "whole", "fit")
+EVAL_RATIO = 224 / 256
+PADDING_MODES = ("reflect", "constant")
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "area")
 VIEW_SETTINGS = (
-    "image_size", "crop", "scale", "ratio", "padding", "flip", "color_jitter", "policy", "cutout"
+    "image_size", "crop", "scale", "ratio", "padding", "padding_mode", "flip", "color_jitter", "policy", "cutout"
 )  # fmt: skip
 """The settings in which groups of views may differ."""
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -53,8 +56,10 @@ class Settings:
     scale: tuple[float, float] = (0.25, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     padding: int = 4
+    padding_mode: str = "reflect"
     views: int | tuple[Mapping[str, Any], ...] = 1
-    eval_ratio: float = 224 / 256
+    eval_crop: str = "center"
+    eval_ratio: float = EVAL_RATIO
     interpolation: str = "bilinear"
     flip: bool | str = True
     color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -80,7 +85,10 @@ class Settings:
         check("batch_size", self.batch_size >= 1, "at least 1")
         check("world_size", self.world_size >= 1, "at least 1")
         check("seed", 0 <= self.seed < 2**63, "an integer, 0 or more")
-        for name, known in (("order", ORDERS), ("crop", CROPS), ("interpolation", INTERPOLATIONS)):
+        for name, known in (
+            ("order", ORDERS), ("crop", CROPS), ("padding_mode", PADDING_MODES), ("eval_crop", EVAL_CROPS),
+            ("interpolation", INTERPOLATIONS),
+        ):  # fmt: skip
             value = getattr(self, name)
             article = "an" if name[0] in "aeiou" else "a"
             check(
@@ -101,6 +109,7 @@ class Settings:
             is_number(self.eval_ratio, "(0, 1]"),
             "a fraction of the shorter side, above 0 and at most 1",
         )
+        self._check_contradictions()
         check("color_jitter", min(self.color_jitter) >= 0, "three strengths, 0 or more")
         if self.policy is not None:
             complete(self.policy)
@@ -151,9 +160,36 @@ class Settings:
         return sum(count * own.size[0] * own.size[1] for count, own in self.groups)
 
     @property
+    def active_crop(self) -> str:
+        """The crop in use: that of training, or of evaluation."""
+        return self.crop if self.train else self.eval_crop
+
+    @property
+    def pads(self) -> bool:
+        """Whether full images are shifted, and what they leave free is filled."""
+        return self.shifts and self.padding_mode == "constant"
+
+    @property
+    def fill(self) -> tuple[int, ...]:
+        """The levels of red, green and blue of what is filled: the mean colour."""
+        return fill_color(self.mean)
+
+    @property
     def alternates(self) -> bool:
         """Whether an image's mirroring follows from the epoch instead of a draw."""
         return self.train and self.flip == "alternating"
+
+    def _check_contradictions(self) -> None:
+        if self.eval_crop != "center" and self.eval_ratio != EVAL_RATIO:
+            raise DataError(
+                f"eval_crop={self.eval_crop!r} takes the full image, but eval_ratio={self.eval_ratio!r} is the size of "
+                f"a central crop. Leave eval_ratio at {EVAL_RATIO}, or use eval_crop='center'."
+            )
+        if self.padding_mode != "reflect" and self.crop != "padded":
+            raise DataError(
+                f"padding_mode={self.padding_mode!r} is of crop='padded', but crop={self.crop!r} does not pad. Leave "
+                "padding_mode out, or use crop='padded'."
+            )
 
     def _check_types(self, check: Callable[[str, bool, str], None]) -> None:
         check("image_size", is_size(self.image_size), "a positive integer, or two: height and width")
@@ -190,6 +226,11 @@ class Settings:
             if not is_whole(group.get("count", 1), 1):
                 raise DataError(f"views: count={group['count']!r} must be a positive integer.")
         object.__setattr__(self, "views", tuple(views))
+
+
+def fill_color(mean: Sequence[float]) -> tuple[int, ...]:
+    """Return the levels of that mean colour, from 0 to 255; `mean` is for pixels scaled to 0–1."""
+    return tuple(min(max(round(level * 255), 0), 255) for level in mean)
 
 
 def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> DataError:

@@ -59,8 +59,8 @@ class StockFFCVLoader(EpochLoader):
         source: one local `.beton` file.
         workers: number of threads, at most numba's limit (`NUMBA_NUM_THREADS`). Default None: one per available core.
         others: see `FFCVLoader`. What FFCV does not have is rejected: several files, mixes, addresses, `verify`, and in
-            training `crop="padded"`, `flip="alternating"`, `color_jitter`, `policy` and `cutout`. `interpolation` is
-            "area".
+            evaluation another `eval_crop` than "center", and in training another `crop` than "resized",
+            `flip="alternating"`, `color_jitter`, `policy` and `cutout`. `interpolation` is "area".
 
     Raises:
         BetonError: for an unusable file.
@@ -356,6 +356,7 @@ def stock_settings(**settings: Any) -> Settings:
         ("on_error", made.on_error == "skip", "Leave it out and run drivetrain verify before training"),
         ("crop", train and made.crop != "resized", "Use crop='resized'"),
         ("views", made.has_views, "Leave it out"),
+        ("eval_crop", not train and made.eval_crop != "center", "Use eval_crop='center'"),
         ("flip", made.alternates, "Use flip=True"),
         ("color_jitter", train and any(made.color_jitter), "Leave it out"),
         ("policy", train and made.policy is not None, "Leave it out"),

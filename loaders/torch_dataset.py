@@ -18,6 +18,7 @@ from ..errors import DataError
 from .beton.data_set import BetonFiles, open_files
 from .beton.open_file import Identity
 from .conversion.sources import FolderSource
+from .decode.centers import fitted
 from .native.transcode import huffman_coded
 from .policies import torchvision_policy
 from .preprocess import EvaluationCrop
@@ -132,7 +133,7 @@ def _transform(settings: Settings) -> Any:
         steps.append(torchvision_policy(settings.policy))
     steps.append(v2.PILToTensor())
     if settings.train and settings.cutout:
-        steps.append(CutOut(settings.cutout, settings.mean))
+        steps.append(CutOut(settings.cutout, settings.fill))
     if settings.dtype != torch.uint8:
         steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
         steps.append(v2.ToDtype(settings.dtype))
@@ -142,17 +143,41 @@ def _transform(settings: Settings) -> Any:
 def _crop(settings: Settings) -> list[Any]:
     """Return the transforms that make the output's size."""
     size, filter_ = settings.size, v2.InterpolationMode(settings.interpolation)
-    if not settings.train:
+    if settings.active_crop == "center":
         if isinstance(settings.image_size, tuple):  # for which there is no customary pair of transforms
             return [EvaluationCrop(settings.image_size, settings.eval_ratio, settings.interpolation)]
         return [v2.Resize(round(size[0] / settings.eval_ratio), filter_), v2.CenterCrop(size)]
+    if settings.active_crop == "whole":
+        return [v2.Resize(size, filter_)]
+    if settings.active_crop == "fit":
+        return [Fit(size, filter_, settings.fill)]
     if settings.crop == "resized":
         return [v2.RandomResizedCrop(size, settings.scale, settings.ratio, filter_)]
     if settings.crop == "random":
         return [AtLeast(size), v2.RandomCrop(size)]
-    if settings.crop == "whole":
-        return [v2.Resize(size, filter_)]
-    return [OfSize(size), v2.RandomCrop(size, padding=settings.padding or None, padding_mode="reflect")]
+    padding = {
+        "padding": settings.padding or None,
+        "padding_mode": settings.padding_mode,
+        "fill": settings.fill,
+    }
+    return [OfSize(size), v2.RandomCrop(size, **padding)]
+
+
+class Fit(torch.nn.Module):
+    """Scale full PIL images to fit into this height and width, and pad them to it with the colour `fill`."""
+
+    def __init__(
+        self, size: tuple[int, int], interpolation: v2.InterpolationMode, fill: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        self.size, self.interpolation, self.fill = size, interpolation, fill
+
+    def forward(self, image: Any) -> Any:
+        (place,) = fitted(np.array([image.height]), np.array([image.width]), self.size)
+        top, left, height, width = map(int, place)
+        edges = [left, top, self.size[1] - left - width, self.size[0] - top - height]
+        resized = v2.functional.resize(image, [height, width], self.interpolation)
+        return v2.functional.pad(resized, edges, fill=list(self.fill))
 
 
 class Views(torch.nn.Module):
@@ -206,12 +231,12 @@ class AtLeast(torch.nn.Module):
 
 
 class CutOut(torch.nn.Module):
-    """Fill a square inside an image `(3, H, W)` uint8 with the mean colour, as `FFCVLoader` does."""
+    """Fill a square inside an image `(3, H, W)` uint8 with the colour `fill`, as `FFCVLoader` does."""
 
-    def __init__(self, side: int, mean: Sequence[float]) -> None:
+    def __init__(self, side: int, fill: Sequence[int]) -> None:
         super().__init__()
         self.side = side
-        self.fill = torch.tensor([round(level * 255) for level in mean], dtype=torch.uint8).view(3, 1, 1)
+        self.fill = torch.tensor(fill, dtype=torch.uint8).view(3, 1, 1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         top, left = (int(torch.randint(size - self.side + 1, ())) for size in image.shape[1:])

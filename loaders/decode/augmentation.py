@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..settings import Settings
 from . import draws
-from .centers import central_crops
+from .centers import central_crops, fitted
 from .policy_draws import Drawn, draw
 
 # Which draws of a sample's key decide what; the crop uses 0 to 39, and a policy those from 100 (see
@@ -23,12 +23,14 @@ class Choices:
 
     Attributes:
         boxes: `(n, 4)` int64: top, left, height and width of each crop, in pixels of the stored image. For the padded
-            crop: the row and column shift of the image, and its size.
+            crop with reflected edges: the row and column shift of the image, and its size.
         flips: `(n,)` bool: whether each image is mirrored.
         color: `(n, 4)` float64: factors of brightness, contrast and saturation, and the index of the order in which
             they are applied, one of six; empty without colour jitter.
         corners: `(n, 2)` int64: top and left of the square that is cut out; empty without CutOut.
         policy: the operations of an augmentation policy; None without one.
+        places: `(n, 4)` int64: top, left, height and width of where each crop goes in the output, whose other pixels
+            are filled; None: everywhere.
     """
 
     boxes: NDArray[np.int64]
@@ -36,6 +38,7 @@ class Choices:
     color: NDArray[np.float64]
     corners: NDArray[np.int64]
     policy: Drawn | None
+    places: NDArray[np.int64] | None = None
 
 
 def choose(
@@ -49,25 +52,14 @@ def choose(
 
     `flips` come from `alternating`; None draws them like everything else.
     """
+    boxes, places = _crops(settings, keys, heights, widths)
     if not settings.train:
-        boxes, flips = (
-            central_crops(heights, widths, settings.size, settings.eval_ratio),
-            np.zeros(len(heights), dtype=np.bool_),
-        )
-        return Choices(boxes, flips, np.empty((0, 4)), np.empty((0, 2), dtype=np.int64), None)
-    if settings.crop == "padded":
-        boxes = _shifts(keys, settings.padding, heights, widths)
-    elif settings.crop == "random":
-        boxes = _random_crops(keys, settings.size, heights, widths)
-    elif settings.crop == "whole":
-        none = np.zeros_like(heights)
-        boxes = np.stack([none, none, heights, widths], axis=1)
-    else:
-        scale, ratio = (np.array(pair, dtype=np.float64) for pair in (settings.scale, settings.ratio))
-        boxes = draws.random_resized_crops(keys, heights, widths, scale, ratio)
+        flips = np.zeros(len(heights), dtype=np.bool_)
+        return Choices(boxes, flips, np.empty((0, 4)), np.empty((0, 2), dtype=np.int64), None, places)
     if flips is None:
         flips = draws.uniforms(keys, FLIP, 1)[:, 0] < (0.5 if settings.flip else 0.0)
-    return Choices(boxes, flips, _factors(keys, settings), _corners(keys, settings), _policy(keys, settings))
+    factors, corners, policy = _factors(keys, settings), _corners(keys, settings), _policy(keys, settings)
+    return Choices(boxes, flips, factors, corners, policy, places)
 
 
 def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -75,6 +67,34 @@ def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
     keys = draws.sample_keys(seed, 0, indices)
     flips: NDArray[np.bool_] = draws.uniforms(keys, FLIP, 1)[:, 0] < 0.5
     return ~flips if epoch % 2 else flips
+
+
+def _crops(
+    settings: Settings, keys: NDArray[np.uint64], heights: NDArray[np.int64], widths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Return `boxes` and `places`."""
+    crop, size = settings.active_crop, settings.size
+    if crop == "padded":
+        shifts = _shifts(keys, settings.padding, heights, widths)
+        return _windows(shifts) if settings.pads else (shifts, None)
+    if crop == "center":
+        return central_crops(heights, widths, size, settings.eval_ratio), None
+    if crop == "random":
+        return _random_crops(keys, size, heights, widths), None
+    if crop == "resized":
+        scale, ratio = (np.array(pair, dtype=np.float64) for pair in (settings.scale, settings.ratio))
+        return draws.random_resized_crops(keys, heights, widths, scale, ratio), None
+    none = np.zeros_like(heights)
+    whole = np.stack([none, none, heights, widths], axis=1)
+    return whole, fitted(heights, widths, size) if crop == "fit" else None
+
+
+def _windows(shifts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return what is left of shifted images inside their frame, and where it is in it."""
+    offsets, sides = shifts[:, :2], shifts[:, 2:]
+    left = sides - np.abs(offsets)
+    boxes, places = (np.maximum(corners, 0) for corners in (-offsets, offsets))
+    return np.concatenate([boxes, left], axis=1), np.concatenate([places, left], axis=1)
 
 
 def _shifts(

@@ -1,4 +1,4 @@
-"""The crops of evaluation."""
+"""What of each image evaluation takes, and where in the output it goes."""
 
 from __future__ import annotations
 
@@ -24,3 +24,27 @@ def central_crops(
         tall, wide = scale * height, scale * width
     h, w = (np.maximum(np.rint(sides).astype(np.int64), 1) for sides in (tall, wide))
     return np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1)
+
+
+def fitted(heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int64]:
+    """Return where full images go that are scaled to fit into the output, `(n, 4)`: top, left, height and width.
+
+    They keep their aspect ratio, to the nearest pixel (halves to even, as Python's `round`), and are centred.
+
+    Args:
+        heights, widths: of the images, `(n,)`.
+        size: height and width of the output.
+    """
+    height, width = size
+    tall = height * widths <= width * heights  # the output's height limits them
+    h = np.where(tall, height, _divided(heights * width, widths))
+    w = np.where(tall, _divided(widths * height, heights), width)
+    return np.stack([(height - h) // 2, (width - w) // 2, h, w], axis=1)
+
+
+def _divided(numbers: NDArray[np.int64], divisors: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rounded quotients, at least 1: exact, in integers."""
+    whole, rest = numbers // divisors, numbers % divisors
+    up = (2 * rest > divisors) | ((2 * rest == divisors) & (whole % 2 == 1))
+    rounded: NDArray[np.int64] = np.maximum(whole + up, 1)
+    return rounded

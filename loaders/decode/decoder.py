@@ -102,8 +102,10 @@ class _Group:
         self.settings, self._first, self.views = settings, first, views
         self.operations = _compiled(operations, settings.size)
         line, table = self._tables = _normalisation(settings)
-        method = library.SHIFT if settings.shifts else _METHODS[settings.interpolation]
-        fill = (ctypes.c_uint8 * 3)(*(round(level * 255) for level in settings.mean))
+        method = _METHODS[settings.interpolation]
+        if settings.shifts:  # nothing is resized
+            method = library.NEAREST if settings.pads else library.SHIFT
+        fill = (ctypes.c_uint8 * 3)(*settings.fill)
         self.made = {
             dtype: library.Settings(
                 *settings.size, method, number, library.address(line[0]),
@@ -196,6 +198,7 @@ class Decoder:
         (height, width), widest = group.settings.size, self._widest
         policy = 18 * height * width  # a sum in float32, and two pictures
         images = 3 * height * width * (self.part * group.views if group.operations else 1)
+        images += 3 * height * width * (group.settings.pads or group.settings.active_crop == "fit")
         resizing = (3 * widest + 4 * widest + 4 * width) * height
         return resizing + images + policy
 
@@ -361,6 +364,7 @@ def _native(choices: augmentation.Choices, part: slice) -> library.Choices:
         flips=library.address(choices.flips[part]),
         colors=library.address(choices.color[part]),
         corners=library.address(choices.corners[part]),
+        places=None if choices.places is None else library.address(choices.places[part]),
     )
     if choices.policy is not None:
         drawn = choices.policy

@@ -57,7 +57,7 @@ class Choices(Structure):
     _fields_ = (
         ("boxes", c_void_p), ("flips", c_void_p), ("colors", c_void_p), ("corners", c_void_p),
         ("chains", c_int64), ("steps", c_int64), ("operations", c_void_p), ("magnitudes", c_void_p),
-        ("weights", c_void_p),
+        ("weights", c_void_p), ("places", c_void_p),
     )  # fmt: skip
 
 

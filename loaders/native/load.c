@@ -37,6 +37,7 @@ typedef struct {
     const int64_t *operations; /* (m, chains, steps) */
     const double *magnitudes;
     const float *weights; /* (m, 1 + chains) */
+    const int64_t *places; /* (m, 4): where in the output each crop goes, as in `boxes`; NULL: everywhere */
 } dt_choices;
 
 /* The images of one size that are made of each sample: `views` of them, from one decoding. */
@@ -49,7 +50,7 @@ typedef struct {
 
 /* A thread's working memory. */
 typedef struct {
-    dt_buffer file, pixels, image, policy, area;
+    dt_buffer file, pixels, image, policy, area, placed;
     dt_resizing resizing;
 } dt_workspace;
 
@@ -60,6 +61,7 @@ DT_API void dt_workspace_free(dt_workspace *workspace)
     if (workspace == NULL)
         return;
     dt_buffer *buffers[] = {&workspace->file, &workspace->pixels, &workspace->image, &workspace->policy, &workspace->area,
+                            &workspace->placed,
                             &workspace->resizing.first, &workspace->resizing.weights, &workspace->resizing.exact,
                             &workspace->resizing.rows, &workspace->resizing.columns, &workspace->resizing.turned};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
@@ -108,6 +110,12 @@ static dt_region touched(const int64_t *box, int share, int64_t height, int64_t 
                        smaller((box[1] + box[3] + share - 1) / share, (width + share - 1) / share)};
 }
 
+/* Where the crop of the k-th image of a group goes: `output`, unless places were chosen. */
+static const int64_t *place_of(const dt_views *group, int64_t k, const int64_t *output)
+{
+    return group->choices->places == NULL ? output : group->choices->places + 4 * k;
+}
+
 /* What is decoded of a sample for all of its images. */
 typedef struct {
     int share, fast; /* the denominator of the scale; whether with libjpeg's fast inverse DCT */
@@ -121,6 +129,7 @@ static int plan(const dt_views *groups, int64_t count, int64_t i, int is_jpeg, i
     *made = (dt_plan){.share = is_jpeg ? 8 : 1};
     for (const dt_views *group = groups; group < groups + count; group++) {
         const dt_settings *settings = group->settings;
+        int64_t output[4] = {0, 0, settings->height, settings->width};
         int shifts = settings->method == SHIFT;
         if (shifts && (height != settings->height || width != settings->width))
             return DT_WRONG_SIZE;
@@ -130,7 +139,10 @@ static int plan(const dt_views *groups, int64_t count, int64_t i, int is_jpeg, i
                 return DT_WRONG_SIZE;
             top = smaller(top, box[0]), left = smaller(left, box[1]);
             bottom = larger(bottom, box[0] + box[2]), right = larger(right, box[1] + box[3]);
-            int share = settings->method == BILINEAR ? denominator(box, settings->height, settings->width) : 1;
+            const int64_t *place = place_of(group, i * group->views + view, output);
+            if (place != output && (shifts || !is_inside(place, settings->height, settings->width)))
+                return DT_WRONG_SIZE;
+            int share = settings->method == BILINEAR ? denominator(box, place[2], place[3]) : 1;
             made->share = share < made->share ? share : made->share;
         }
         made->fast |= settings->method == AREA;
@@ -183,11 +195,10 @@ static void copy(dt_image image, uint8_t *target)
         memcpy(target, image.data + (size_t)y * image.stride, 3 * (size_t)image.columns);
 }
 
-/* Resize and mirror a crop, which has been decoded at 1/`share` of its size, to `target`. */
+/* Resize and mirror a crop, which has been decoded at 1/`share` of its size, to `target` (`height`, `width`, 3). */
 static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, const int64_t *box, int share, int flip,
-                  uint8_t *target)
+                  uint8_t *target, int64_t height, int64_t width)
 {
-    int64_t height = settings->height, width = settings->width;
     double scale = share;
     int status = DT_OK;
     if (settings->method == SHIFT)
@@ -209,6 +220,29 @@ static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, 
     if (flip && status == DT_OK)
         dt_flip(target, height, width);
     return status;
+}
+
+/* Resize a crop to its place in `output`, fill what is around it, and mirror the whole. */
+static int put(dt_workspace *w, const dt_settings *settings, dt_image image, const int64_t *box, int share, int flip,
+               uint8_t *output, const int64_t *place)
+{
+    size_t whole = 3 * (size_t)settings->width, line = 3 * (size_t)place[3];
+    uint8_t *part = dt_reserve(&w->placed, line * (size_t)place[2]);
+    if (part == NULL)
+        return DT_NO_MEMORY;
+    int status = resize(w, settings, image, box, share, 0, part, place[2], place[3]);
+    if (status != DT_OK)
+        return status;
+    for (size_t x = 0; x < whole; x += 3)
+        memcpy(output + x, settings->fill, 3);
+    for (size_t y = 1; y < (size_t)settings->height; y++)
+        memcpy(output + y * whole, output, whole);
+    uint8_t *target = output + (size_t)place[0] * whole + 3 * (size_t)place[1];
+    for (size_t y = 0; y < (size_t)place[2]; y++)
+        memcpy(target + y * whole, part + y * line, line);
+    if (flip)
+        dt_flip(output, settings->height, settings->width);
+    return DT_OK;
 }
 
 /* Recolour the i-th image. */
@@ -250,7 +284,9 @@ static int make(dt_workspace *w, const dt_views *group, int64_t k, dt_image pict
     if (image == NULL)
         return DT_NO_MEMORY;
     dt_image part = settings->method == SHIFT ? picture : part_of(picture, planned, box, height, width);
-    int status = resize(w, settings, part, box, planned->share, choices->flips[k], image);
+    int status = choices->places == NULL
+                     ? resize(w, settings, part, box, planned->share, choices->flips[k], image, settings->height, settings->width)
+                     : put(w, settings, part, box, planned->share, choices->flips[k], image, choices->places + 4 * k);
     if (status == DT_OK)
         status = recolor(w, settings, choices, k, image);
     if (status == DT_OK)

@@ -11,6 +11,7 @@ import yaml
 from ...errors import CheckpointError, DrivetrainError
 from ...files import atomic_file
 from ...loaders.image_size import height_width
+from ...loaders.settings import fill_color
 from ...table import Table
 from ..checkpoints.format import Checkpoint
 from ..spec.inputs import Inputs
@@ -129,12 +130,10 @@ def _use(
 
 def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
     height, width = height_width(inputs.image_size)
-    shape = "square" if height == width else f"crop of the shape {height} × {width} (height × width)"
     name = f"`{INPUT}`" if kind == "onnx" else "`images`"
     lines = [
-        f"{name}: float32 `(N, {len(inputs.mean)}, {height}, {width})`, RGB. Of each picture, the central {shape} of "
-        f"{inputs.eval_ratio:g} × the largest size, resized to {height} × {width} pixels ({inputs.interpolation}, "
-        f"antialiased), scaled to 0–1, minus the mean {_list(inputs.mean)}, divided by the standard deviation "
+        f"{name}: float32 `(N, {len(inputs.mean)}, {height}, {width})`, RGB. {_crop_text(inputs)}, "
+        f"scaled to 0–1, minus the mean {_list(inputs.mean)}, divided by the standard deviation "
         f"{_list(inputs.std)}.",
     ]
     result = f"`{OUTPUT}`" if kind == "onnx" else "`outputs`"
@@ -148,6 +147,23 @@ def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
         before = next((text for task, text in _BEFORE.items() if str(task_name).startswith(f"{task}(")), "")
         lines.append(f"{result}: {before}a value for each of {count} classes: {names}.")
     return "\n\n".join(lines)
+
+
+def _crop_text(inputs: Inputs) -> str:
+    """Return what becomes of each picture, until it has the size of the inputs."""
+    height, width = height_width(inputs.image_size)
+    antialiased = ", antialiased" if inputs.interpolation in ("bilinear", "bicubic") else ""
+    resized = f"{height} × {width} pixels ({inputs.interpolation}{antialiased})"
+    if inputs.eval_crop == "whole":
+        return f"Each full picture, resized to {resized}"
+    if inputs.eval_crop == "fit":
+        fill = ", ".join(map(str, fill_color(inputs.mean)))
+        return (
+            f"Each full picture, scaled to fit into {resized}, with its aspect ratio, and centred on the colour "
+            f"({fill})"
+        )
+    shape = "square" if height == width else f"crop of the shape {height} × {width} (height × width)"
+    return f"Of each picture, the central {shape} of {inputs.eval_ratio:g} × the largest size, resized to {resized}"
 
 
 def _list(values: tuple[float, ...]) -> str:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from ... import loaders
 from ...checks import check_number
 from ...errors import CheckpointError, DataError, RecipeError, require_suffix, suggest
 from ...loaders.image_size import height_width
@@ -173,16 +172,15 @@ def _program(
 def _images(inputs: Inputs, recipe: Mapping[str, Any], data: Path | None) -> tuple[torch.Tensor, str]:
     """Return images to compare on, and what they are: the first of `data`, or of the run's validation data, or random
     ones."""
+    from ...loaders.torch_dataset import open_dataset
+
     source = data or _validation_data(recipe)
     if source is not None:
         try:
-            with loaders.TorchLoader(
-                source, batch_size=IMAGES, image_size=inputs.image_size, train=False, workers=0,
-                eval_ratio=inputs.eval_ratio, mean=inputs.mean, std=inputs.std,
-            ) as loader:  # fmt: skip
-                images, *_ = next(iter(loader))
+            data_set = open_dataset(source, inputs.transform(), verify=False)
+            images = [data_set[index][0] for index in range(min(IMAGES, len(data_set)))]
             if len(images) > 1:
-                return images, f"{len(images)} images of {source.name}"
+                return torch.stack(images), f"{len(images)} images of {source.name}"
         except DataError:
             if data is not None:
                 raise  # it is the user's choice

@@ -81,8 +81,8 @@ class FitResult:
 
     @property
     def preprocess(self) -> v2.Compose:
-        """The torchvision transform of a PIL image that gives the pixels `(3, H, W)` of evaluation: the central crop of
-        `eval_ratio`, resized to `eval_image_size`, and normalized."""
+        """The torchvision transform of a PIL image that gives the pixels `(3, H, W)` of evaluation: cropped as
+        `eval_crop`, resized to `eval_image_size`, and normalized."""
         return self.inputs.transform()
 
     def predict(self, images: Any, *, batch_size: int = BATCH) -> list[dict[str, Any]]:

@@ -210,7 +210,7 @@ class DataConfig(Config):
     settings: Mapping[str, Any] = field(
         default_factory=FrozenDict,
         metadata=option(
-            "additional settings of the loader: crop, scale, padding, flip, eval_ratio, mean, std, …",
+            "additional settings of the loader: crop, scale, padding, flip, eval_crop, eval_ratio, mean, std, …",
             MAPPING,
             key="loading",
         ),

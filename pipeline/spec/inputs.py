@@ -24,8 +24,8 @@ class Inputs:
     Attributes:
         image_size: side of the images in evaluation, or height and width, in pixels.
         eval_ratio: size of the central crop relative to the largest one of this shape.
-        mean, std: of each channel, for pixels scaled to 0–1.
-        interpolation: as in `FFCVLoader`.
+        mean, std: of each channel, for pixels scaled to 0–1. The mean is also the colour around an image that fits.
+        interpolation, eval_crop: as in `FFCVLoader`.
         classes: names of the classes or labels; empty if the data has none.
     """
 
@@ -34,6 +34,7 @@ class Inputs:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str = "bilinear"
+    eval_crop: str = "center"
     classes: tuple[str, ...] = ()
 
     @classmethod
@@ -46,6 +47,7 @@ class Inputs:
             tuple(map(float, used.mean)),
             tuple(map(float, used.std)),
             used.interpolation,
+            used.eval_crop,
             tuple(train.classes),
         )
 
@@ -67,7 +69,9 @@ class Inputs:
         """Return the torchvision transform of a PIL image."""
         from ...loaders.preprocess import evaluation_transform
 
-        return evaluation_transform(self.image_size, self.eval_ratio, self.mean, self.std, self.interpolation)
+        return evaluation_transform(
+            self.image_size, self.eval_ratio, self.mean, self.std, self.interpolation, self.eval_crop
+        )
 
 
 TRAINED = ("inputs", "task")

@@ -129,7 +129,7 @@ enum { VIEWS = 3 };
 
 /* What is drawn for the views of a sample, which may be anything. */
 typedef struct {
-    int64_t boxes[4 * VIEWS], corners[2 * VIEWS], operations[2 * VIEWS];
+    int64_t boxes[4 * VIEWS], places[4 * VIEWS], corners[2 * VIEWS], operations[2 * VIEWS];
     double colors[4 * VIEWS], magnitudes[2 * VIEWS];
     float weights[2 * VIEWS], images[24 * 20 * 3 * VIEWS];
     uint8_t flips[VIEWS];
@@ -143,6 +143,11 @@ static dt_choices draw(drawn *to, const dt_settings *settings, int views)
             to->boxes[4 * view + k] = (int64_t)next(next(16) ? 320 : INT64_MAX) - (int64_t)next(2) * 8;
         if (settings->method == SHIFT)
             to->boxes[4 * view] = (int64_t)next(9) - 4, to->boxes[4 * view + 1] = (int64_t)next(9) - 4;
+        uint64_t height = (uint64_t)settings->height, width = (uint64_t)settings->width;
+        int64_t *place = to->places + 4 * view;
+        place[0] = (int64_t)next(height), place[1] = (int64_t)next(width);
+        place[2] = next(8) ? 1 + (int64_t)next(height - (uint64_t)place[0]) : (int64_t)next(INT64_MAX) - 8;
+        place[3] = next(8) ? 1 + (int64_t)next(width - (uint64_t)place[1]) : (int64_t)next(30) - 8;
         double colors[] = {0.5, 1.5, 1.2, (double)next(6)};
         memcpy(to->colors + 4 * view, colors, sizeof colors);
         for (int k = 2 * view; k < 2 * view + 2; k++) {
@@ -155,7 +160,8 @@ static dt_choices draw(drawn *to, const dt_settings *settings, int views)
         to->flips[view] = (uint8_t)next(2);
     }
     return (dt_choices){to->boxes, to->flips, next(2) ? to->colors : NULL, next(2) ? to->corners : NULL, 1, 2,
-                        next(2) ? to->operations : NULL, to->magnitudes, next(2) ? to->weights : NULL};
+                        next(2) ? to->operations : NULL, to->magnitudes, next(2) ? to->weights : NULL,
+                        next(2) ? to->places : NULL};
 }
 
 /* Load a sample of a `.beton` whose tables say anything, in one group of views or two. */
