@@ -61,10 +61,11 @@ def trained(pipeline: Any, epochs: int, *callbacks: Any) -> tuple[Any, list[dict
     return module, found
 
 
-@pytest.mark.parametrize("case", ["plain", "everything", "dropout"])
+@pytest.mark.parametrize("case", ["plain", "everything", "dropout", "letterbox"])
 def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
     model = dropping_model if case == "dropout" else batch_norm_model
-    pipeline = toy.pipeline(model, flip=True).optimize(
+    load = {"image_size": (20, 24), "crop": "fit", "eval_crop": "fit"} if case == "letterbox" else {}
+    pipeline = toy.pipeline(model, flip=True, **load).optimize(
         "sgd", lr=0.1, momentum=0.9, weight_decay=1e-3, schedule="cosine", warmup=0.3
     )
     if case == "everything":
