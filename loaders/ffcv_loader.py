@@ -103,7 +103,13 @@ class FFCVLoader(EpochLoader):
         mean, std: of each channel, for pixels scaled to 0–1. Default: ImageNet's.
         dtype: `torch.float32` or `torch.bfloat16`, normalised; or `torch.uint8`, as stored.
         fields: names of further fields of the file, yielded after the labels: a tensor for numbers and arrays, a list
-            for bytes and JSON.
+            for bytes and JSON. Targets that move with the image, as `convert` stored them, are cropped, resized and
+            mirrored like its pixels, and equal torchvision's `tv_tensors` after the same draws: masks `(B, H, W)` uint8
+            (int32 if there are class indices above 255), resized to the nearest pixel, 255 where there is no image;
+            lists of boxes `(n, 4)` (left, top, right, bottom) and of keypoints `(n, 2)` (x, y), float32, in pixels of
+            the output. Boxes are cut at the crop's edges, and those outside of it stay, without an area. For a file
+            without a manifest, a dict of names and kinds, `{"mask": "mask", "boxes": "boxes", "points": "keypoints"}`;
+            with None, a field is as stored.
         on_error: what to do with a training sample that cannot be decoded, or does not match its checksum: `"raise"`
             (default), or `"skip"`: another one of `indices` takes its place, drawn as a function of (seed, epoch,
             sample), so that batches are the same for any number of workers and ranks; `replaced` lists those of this
@@ -143,10 +149,11 @@ class FFCVLoader(EpochLoader):
         self.beton: BetonFiles = open_files(source)
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
-        # Those in preparation, the one in use, and two spare ones.
-        self._buffers = Buffers(keep=(self._ahead + 3) * len(self.settings.groups))
         self._feed = feed_of(self.device, self.settings)
         self._decoder = self._try_decoder()
+        # For the batches in preparation, the one in use, and two spare ones.
+        each = len(self.settings.groups) + len(self._decoder.targets.kinds)
+        self._buffers = Buffers(keep=(self._ahead + 3) * each)
 
     def _try_decoder(self) -> Decoder:
         """Return a decoder; raise `DataError` if the system has too little memory for its tables."""
@@ -159,14 +166,16 @@ class FFCVLoader(EpochLoader):
 
     def _make_decoder(self) -> Decoder:
         decoder = Decoder(self.beton, self.settings, self._operations)
-        each = 1 if self._feed is not None else self.settings.dtype.itemsize
         share = (
             -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
             + self._last.joined
         )
-        groups = [prod(shape) * each for shape in decoder.shapes(share)]
+        groups = [prod(shape) * self._image_dtype.itemsize for shape in decoder.shapes(share)]
+        groups.append(share * decoder.targets.sample_bytes)
         if self._feed is not None:
-            groups = [1 << (size - 1).bit_length() for size in groups]  # torch rounds pinned memory up
+            groups = [
+                1 << (size - 1).bit_length() for size in groups if size
+            ]  # torch rounds pinned memory up
         self.memory = check_memory(decoder, self._ahead + 3, sum(groups), self.workers)
         return decoder
 
@@ -205,23 +214,30 @@ class FFCVLoader(EpochLoader):
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
         self.beton.prefetch(indices % len(self.beton))
         decoder = self._decoder
-        images = [self._empty(shape) for shape in decoder.shapes(len(indices))]
-        job = decoder.choose(indices, epoch, images, self.indices)
+        images = [self._empty(shape, self._image_dtype) for shape in decoder.shapes(len(indices))]
+        targets = decoder.targets.empty(len(indices), self._empty)
+        job = decoder.choose(indices, epoch, images, self.indices, targets)
         step = max(min(-(-len(indices) // (2 * self.workers)), decoder.part), 1)
         parts = [
             self._pool.submit(decoder.load, job, slice(at, at + step)) for at in range(0, len(indices), step)
         ]
         return _Pending(parts, job)
 
-    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return memory for images."""
-        if self._feed is not None:
-            return self._feed.pinned(shape, torch.uint8)
-        return self._buffers.empty(shape, self.settings.dtype)
+    @property
+    def _image_dtype(self) -> torch.dtype:
+        """That of the images on the host; a GPU normalises bytes."""
+        return self.settings.dtype if self._feed is None else torch.uint8
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for a part of a batch."""
+        return self._buffers.empty(shape, dtype) if self._feed is None else self._feed.pinned(shape, dtype)
 
     def _batch(self, job: Job) -> Batch:
         self.replaced += job.replaced
-        values = self._values(job.indices, (self.beton.label_name, *self.settings.fields))
+        values = (
+            job.targets[name] if name in job.targets else self._values(job.indices, (name,))[0]
+            for name in (self.beton.label_name, *self.settings.fields)
+        )
         return _images(job, self.settings), *values
 
     @property

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .. import machine
 from ..checks import are_numbers, check_whole, is_flag, is_number, is_whole, make_plain, plain
 from ..errors import DataError, suggest
+from .beton.targets import MOVING
 from .image_size import ImageSize, height_width, is_size, size_text, usual_size
 from .order import ORDERS
 from .policies import complete
@@ -68,7 +69,7 @@ class Settings:
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     dtype: torch.dtype = torch.float32
-    fields: tuple[str, ...] = ()
+    fields: tuple[str, ...] | Mapping[str, str | None] = ()
     verify: bool = False
     on_error: str = "raise"
     rank: int = 0
@@ -208,8 +209,14 @@ class Settings:
         )
         self._check_views(check)
         fields = self.fields
-        listed = isinstance(fields, tuple | list) and all(isinstance(name, str) for name in fields)
-        check("fields", listed, "a list of names")
+        listed = isinstance(fields, tuple | list | Mapping) and all(isinstance(name, str) for name in fields)
+        check("fields", listed, "a list of names, or a dict of names and kinds")
+        for name, kind in fields.items() if isinstance(fields, Mapping) else ():
+            if kind is not None and kind not in MOVING:
+                raise DataError(
+                    f"fields={{{name!r}: {kind!r}}}: the kind of a field that moves with the image must be one of "
+                    f"{', '.join(map(repr, MOVING))}; None is for one that does not."
+                )
 
     def _check_views(self, check: Callable[[str, bool, str], None]) -> None:
         views: Any = self.views

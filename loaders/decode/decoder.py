@@ -22,6 +22,7 @@ from ..native import jpeg, library
 from ..settings import Settings
 from . import augmentation, draws
 from .augmentation import REPLACEMENT
+from .moving import MovingTargets
 
 if TYPE_CHECKING:
     from .operations import Operations
@@ -59,6 +60,7 @@ class Job:
         draws: one per group of views.
         epoch: that the draws are for.
         among: `(m,)` the samples that may take the place of one that cannot be decoded.
+        targets: by name, those that move with the images; see `MovingTargets.empty`.
         replaced: the samples that could not be decoded, `on_error="skip"`; `indices` has those in their places.
     """
 
@@ -67,6 +69,7 @@ class Job:
     draws: tuple[Draw, ...]
     epoch: int
     among: NDArray[np.int64]
+    targets: dict[str, Any]
     replaced: list[int] = field(default_factory=list)
 
 
@@ -163,6 +166,7 @@ class Decoder:
     def __init__(self, beton: BetonFiles, settings: Settings, operations: Sequence[Any]) -> None:
         self._beton, self._settings = beton, settings
         self._core = library.library()
+        self.targets = MovingTargets(beton, settings)
         self._groups, first = list[_Group](), 0
         for views, own in settings.groups:
             self._groups.append(_Group(own, first, views, operations))
@@ -208,8 +212,10 @@ class Decoder:
         epoch: int,
         images: Sequence[torch.Tensor],
         among: NDArray[np.int64],
+        targets: dict[str, Any],
     ) -> Job:
-        """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views.
+        """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views,
+        and into `targets`.
 
         A number is an index; each time that a sample is repeated in an epoch, its number is larger by the number of all
         samples. `among`: as in `Job`.
@@ -221,7 +227,7 @@ class Decoder:
             group.draw(keys, numbers, epoch, sizes, own)
             for group, own in zip(self._groups, images, strict=True)
         )
-        return Job(indices, keys, drawn, epoch, among)
+        return Job(indices, keys, drawn, epoch, among, targets)
 
     def load(self, job: Job, part: slice) -> None:
         """Load one chunk of the batch.
@@ -261,11 +267,17 @@ class Decoder:
         draw = draws.uniforms(job.keys[place : place + 1], REPLACEMENT, _REPLACEMENTS)[0]
         for number in job.among[(draw * len(job.among)).astype(np.int64)]:
             images = [draw.images[place : place + 1] for draw in job.draws]
-            other = self.choose(np.array([number]), job.epoch, images, job.among)
+            targets = {name: values[place : place + 1] for name, values in job.targets.items()}
+            other = self.choose(np.array([number]), job.epoch, images, job.among, targets)
             try:
                 self._load(workspace, other, slice(0, 1))
             except BetonError:
                 continue
+            for (
+                name,
+                values,
+            ) in targets.items():  # a part of a tensor is the same memory, but of a list a copy
+                job.targets[name][place] = values[0]
             job.replaced.append(int(job.indices[place]))
             job.indices[place] = number
             return
@@ -283,6 +295,8 @@ class Decoder:
             self._decode(workspace, parts, indices)
         else:
             self._decode_and_operate(workspace, parts, indices)
+        if self.targets.kinds:
+            self.targets.load(job.targets, indices, job.draws[0].choices, part)
 
     def _decode_and_operate(
         self, workspace: _Workspace, parts: list[_Part], indices: NDArray[np.int64]

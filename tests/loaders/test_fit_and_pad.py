@@ -292,7 +292,7 @@ def test_a_place_outside_of_the_output_is_refused(raws: Path, place: tuple[int, 
     settings = Settings(batch_size=1, image_size=(24, 40), train=False, eval_crop="fit", dtype=torch.uint8)
     decoder = Decoder(beton, settings, ())
     images = torch.full((1, 24, 40, 3), 7, dtype=torch.uint8)
-    job = decoder.choose(np.array([2]), 0, [images[:, None]], np.array([2]))
+    job = decoder.choose(np.array([2]), 0, [images[:, None]], np.array([2]), {})
     choices = dataclasses.replace(job.draws[0].choices, places=np.array([place]))
     draw = dataclasses.replace(job.draws[0], choices=choices)
     with pytest.raises(BetonError, match="sample 2"):

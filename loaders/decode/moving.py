@@ -1,0 +1,243 @@
+"""Targets that move with the image: masks, boxes and keypoints, cropped, resized and mirrored as its pixels were.
+
+The results equal those of torchvision's v2 transforms on `tv_tensors` with the same draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import BetonError, DataError
+from ..beton.data_set import BetonFiles
+from ..beton.targets import NOT_COUNTED, STORED_AS, coordinates
+from ..settings import Settings
+from .augmentation import Choices
+
+_NARROW = 255  # the largest class index of a uint8 mask
+_TRIED = 8  # samples that are tried to find out what the masks are
+
+
+@dataclass(frozen=True)
+class Motion:
+    """What becomes of the pixels of one image.
+
+    Attributes:
+        box: top, left, height and width of the crop, in pixels of the stored image; with `shifts`, rows and columns by
+            which the full image is shifted, and its size.
+        place: top, left, height and width of where the crop goes in the output.
+        size: height and width of the output.
+        flip: whether the output is then mirrored.
+        shifts: whether the full image is shifted over its reflected edges.
+    """
+
+    box: tuple[int, int, int, int]
+    place: tuple[int, int, int, int]
+    size: tuple[int, int]
+    flip: bool
+    shifts: bool
+
+    def mask(self, mask: NDArray[Any]) -> NDArray[Any]:
+        """Return class indices `(h, w)` as `(H, W)`: the nearest ones, and 255 where there is no image."""
+        rows, columns = (self._line(axis) for axis in range(2))
+        if self.flip:
+            columns = columns[::-1]
+        moved: NDArray[Any] = mask[rows][:, columns]
+        if self.place[2:] != self.size:
+            moved[rows < 0] = NOT_COUNTED
+            moved[:, columns < 0] = NOT_COUNTED
+        return moved
+
+    def _line(self, axis: int) -> NDArray[np.int64]:
+        """Return the source row (or column) of each output row (or column); -1 where there is none."""
+        start, length, size = self.box[axis], self.box[axis + 2], self.size[axis]
+        if self.shifts:
+            line = np.abs(np.arange(size) - start)
+            reflected: NDArray[np.int64] = np.minimum(line, 2 * (size - 1) - line)
+            return reflected
+        first, extent = self.place[axis], self.place[axis + 2]
+        scale = np.float32(length) / np.float32(extent)  # in float32, as torch's interpolation
+        near = np.floor(np.arange(extent, dtype=np.float32) * scale).astype(np.int64)
+        line = np.full(size, -1)
+        line[first : first + extent] = start + np.minimum(near, length - 1)
+        return line
+
+    def boxes(self, boxes: NDArray[Any]) -> NDArray[np.float32]:
+        """Return boxes `(n, 4)` (left, top, right, bottom) in pixels of the output, cut at the crop's edges.
+
+        A box outside of the crop has no area then, and stays, so that what belongs to boxes by number still does.
+        """
+        corners = boxes.astype(np.float32).reshape(-1, 2, 2) - self._offset
+        corners = self._scaled(np.clip(corners, 0, _floats(self.box[3], self.box[2])))
+        if self.flip:
+            corners[:, :, 0] = np.float32(self.size[1]) - corners[:, ::-1, 0]
+        return corners.reshape(-1, 4)
+
+    def keypoints(self, points: NDArray[Any]) -> NDArray[np.float32]:
+        """Return points `(n, 2)` (x, y) in pixels of the output; those outside of the crop are outside of it."""
+        moved = self._scaled(points.astype(np.float32) - self._offset)
+        if self.flip:  # the centre of a pixel goes to that of its mirror image
+            moved[:, 0] = np.float32(self.size[1] - 1) - moved[:, 0]
+        return moved
+
+    @property
+    def _offset(self) -> NDArray[np.float32]:
+        return _floats(self.box[1], self.box[0])
+
+    def _scaled(self, points: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return points `(…, 2)` of the crop in pixels of the output."""
+        ratios = _floats(self.place[3] / self.box[3], self.place[2] / self.box[2])
+        return points * ratios + _floats(self.place[1], self.place[0])
+
+
+def _floats(x: float, y: float) -> NDArray[np.float32]:
+    return np.array([x, y], dtype=np.float32)
+
+
+class MovingTargets:
+    """The targets of a loader that move with its images.
+
+    Args:
+        beton: the files.
+        settings: of the loader. Fields with a kind, and those that the files' manifest lists, move; the label, too.
+
+    Raises:
+        DataError: if the images change in a way that these targets do not follow.
+    """
+
+    def __init__(self, beton: BetonFiles, settings: Settings) -> None:
+        self._beton, self._settings = beton, settings
+        self.kinds = moving_fields(beton, settings)
+        _check_motion(self.kinds, settings)
+        self._dtypes = {name: self._dtype(name) for name, kind in self.kinds.items() if kind == "mask"}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Return uint8, or int32 if the number of classes or the first mask says that there are larger indices."""
+        wide = name == self._beton.label_name and len(self._beton.classes) > _NARROW + 1
+        return torch.int32 if wide or self._first(name).dtype != np.uint8 else torch.uint8
+
+    def _first(self, name: str) -> NDArray[Any]:
+        """Return the first mask that can be read: with `on_error="skip"`, some may be damaged."""
+        tried = _TRIED if self._settings.on_error == "skip" else 1
+        for index in range(min(len(self._beton), tried) - 1):
+            try:
+                return self._beton.mask(name, index)
+            except BetonError:
+                continue
+        return self._beton.mask(name, min(len(self._beton), tried) - 1)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the masks of a sample."""
+        height, width = self._settings.size
+        return height * width * sum(dtype.itemsize for dtype in self._dtypes.values())
+
+    def empty(self, n: int, memory: Any) -> dict[str, Any]:
+        """Return what `load` fills for n samples, by name: a tensor `(n, H, W)` for masks, else a list.
+
+        Args:
+            n: number of samples.
+            memory: returns a tensor with a shape and a dtype.
+        """
+        shape = (n, *self._settings.size)
+        return {
+            name: memory(shape, self._dtypes[name]) if kind == "mask" else [None] * n
+            for name, kind in self.kinds.items()
+        }
+
+    def load(self, into: dict[str, Any], indices: NDArray[np.int64], choices: Choices, part: slice) -> None:
+        """Load the targets of one chunk of a batch, as its images were chosen to become.
+
+        Raises:
+            BetonError: naming the sample with an unusable target.
+        """
+        motions = list(self._motions(choices, part))
+        for name, kind in self.kinds.items():
+            if kind == "mask":
+                for place, (index, motion) in enumerate(
+                    zip(indices.tolist(), motions, strict=True), part.start
+                ):
+                    into[name][place] = self._mask(name, index, motion)
+                continue
+            stored = self._beton.read(name, indices)
+            for place, (index, values, motion) in enumerate(
+                zip(indices.tolist(), stored, motions, strict=True), part.start
+            ):
+                into[name][place] = self._points(name, kind, index, values, motion)
+
+    def _motions(self, choices: Choices, part: slice) -> Iterator[Motion]:
+        size, shifts = self._settings.size, self._settings.shifts and choices.places is None
+        boxes, flips = choices.boxes[part].tolist(), choices.flips[part].tolist()
+        places = [(0, 0, *size)] * len(boxes) if choices.places is None else choices.places[part].tolist()
+        for box, place, flip in zip(boxes, places, flips, strict=True):
+            yield Motion(tuple(box), tuple(place), size, flip, shifts)
+
+    def _mask(self, name: str, index: int, motion: Motion) -> torch.Tensor:
+        moved = motion.mask(self._beton.mask(name, index))
+        if self._dtypes[name] == torch.uint8 and moved.dtype != np.uint8:
+            if moved.max() > _NARROW:
+                raise self._beton.sample_error(
+                    index,
+                    f"its mask {name!r} has the class index {moved.max()}, but the first sample's has 8 bits per "
+                    "pixel. Convert the data with classes=, one name per class index",
+                )
+            moved = moved.astype(np.uint8)
+        return torch.from_numpy(moved.astype(np.int32) if self._dtypes[name] == torch.int32 else moved)
+
+    def _points(self, name: str, kind: str, index: int, values: Any, motion: Motion) -> torch.Tensor:
+        try:
+            points = coordinates(kind, values)
+        except ValueError as error:
+            raise self._beton.sample_error(index, f"its {name!r}: {error}") from None
+        moved = motion.boxes(points) if kind == "boxes" else motion.keypoints(points)
+        return torch.from_numpy(moved)
+
+
+def moving_fields(beton: BetonFiles, settings: Settings) -> dict[str, str]:
+    """Return the fields of a batch that move with the images, the label among them: name to kind.
+
+    Raises:
+        DataError: if a field is not stored as its kind is.
+    """
+    kinds: dict[str, str | None] = dict(beton.targets)
+    if isinstance(settings.fields, Mapping):
+        kinds |= settings.fields
+    moving = {}
+    for name in (beton.label_name, *settings.fields):
+        if (kind := kinds.get(name)) is not None:
+            if beton.fields[name] != STORED_AS[kind]:
+                raise DataError(
+                    f"fields={{{name!r}: {kind!r}}}: {name!r} is stored as {beton.fields[name]}, but {kind} are stored "
+                    f"as {STORED_AS[kind]}. Leave the kind out, or convert the data with it."
+                )
+            moving[name] = kind
+    return moving
+
+
+def _check_motion(kinds: Mapping[str, str], settings: Settings) -> None:
+    """Raise DataError for settings that move pixels in a way that the targets do not follow."""
+    if not kinds:
+        return
+    what = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
+    points = [name for name, kind in kinds.items() if kind != "mask"]
+    refused = (
+        (settings.has_views, f"views={settings.views!r:.80}", "Leave views out"),
+        (
+            settings.train and settings.policy is not None,
+            f"policy={dict(settings.policy or {})!r:.80}",
+            "Leave the policy out; color_jitter does not move pixels",
+        ),
+        (
+            bool(points) and settings.shifts and not settings.pads,
+            "crop='padded' over reflected edges",
+            "Use padding_mode='constant'",
+        ),
+    )
+    for wrong, setting, remedy in refused:
+        if wrong:
+            raise DataError(f"The targets {what} do not follow {setting}. {remedy}.")
