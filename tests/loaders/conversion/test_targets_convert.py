@@ -165,6 +165,18 @@ def test_targets_are_scaled_as_torchvision_does(tmp_path: Path, options: dict[st
         assert np.allclose(points, np.array(POINTS[index]).reshape(-1, 2) * scale)
 
 
+@pytest.mark.parametrize(("before", "after"), [(26, 22), (234, 224), (375, 90), (500, 375), (7, 1), (9, 8)])
+def test_masks_are_scaled_with_the_rounding_of_torchvision(before: int, after: int, tmp_path: Path) -> None:
+    """For the first three sizes, exact division would take other pixels."""
+    stripes = np.broadcast_to(np.arange(before, dtype=np.uint16) % 251, (before, before))
+    images = np.zeros((1, before, before, 3), np.uint8)
+    convert((images, stripes[None]), tmp_path / "a.beton", max_resolution=after, progress=False)
+    expected = v2.functional.resize(
+        tv_tensors.Mask(torch.from_numpy(stripes.astype(np.uint8))), [after, after]
+    )
+    assert np.array_equal(open_beton(tmp_path / "a.beton").mask("label", 0), expected.numpy())
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_targets_are_those_of_the_upright_picture(tmp_path: Path, orientation: int) -> None:
     exif = Image.Exif()
