@@ -20,9 +20,13 @@ from ..files import atomic_file
 from ..terminal import is_interactive, shortened
 from .beton.layout import MODE_JPEG
 from .beton.reader import Beton, open_beton
+from .beton.targets import NOT_COUNTED, check_classes, coordinates, decode_mask, palette
 from .exhaustion import exhaustion, is_exhaustion
 from .native import jpeg
 from .settings import check_workers
+
+_MASKS = 200
+"""Masks that `inspect` decodes at most, to count the pixels of each class."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,46 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class MaskPixels:
+    """The classes in some masks.
+
+    Attributes:
+        masks: number of masks whose pixels were counted, at most 200, taken evenly from the file.
+        damaged: number of masks that could not be decoded, besides these.
+        classes: class name, or index if it has no name, to its number of pixels, for the classes that occur, in label
+            order.
+    """
+
+    masks: int
+    damaged: int
+    classes: dict[str, int]
+
+    def lines(self, name: str, samples: int) -> list[str]:
+        """Return them as lines of text, for the field `name` of a file with so many samples."""
+        of = f"all {samples:,}" if self.masks == samples else f"{self.masks:,} of {samples:,}"
+        damaged = f", {self.damaged:,} cannot be decoded (see: drivetrain verify)" if self.damaged else ""
+        every, shown = sum(self.classes.values()), list(self.classes.items())
+        lines = [
+            f"  {name}: {len(shown)} class indices in {of} masks{damaged}, with their share of the pixels"
+        ]
+        lines += [f"    {one}: {100 * count / every:.2f} %" for one, count in shown[:20]]
+        return lines + ([f"    … and {len(shown) - 20} more"] if len(shown) > 20 else [])
+
+
+@dataclass(frozen=True)
 class Inspection:
     """The content of a `.beton` file.
 
     Attributes:
         path: the file; `size`: its length in bytes; `page_size`: in bytes.
         samples: number of samples; `jpegs`, `raws`: number stored as JPEG and as raw pixels.
-        fields: field name to kind; for an ndarray with its type and shape.
+        fields: field name to kind; for an ndarray with its type and shape; mask, boxes or keypoints for targets that
+            move with the image.
         classes: class name (or index, if the file has no names) to its sample count, if labels are ints; of vectors of
             0 and 1, each label's name to the number of samples that have it; else empty.
         width, height: of the images, in pixels; `image_bytes`: as stored.
         field_bytes: of each bytes and JSON field, as stored.
+        masks: for each field of masks, its pixels per class.
         checked: whether there is a manifest with checksums.
     """
 
@@ -72,6 +105,7 @@ class Inspection:
     height: Spread
     image_bytes: Spread
     field_bytes: dict[str, Spread]
+    masks: dict[str, MaskPixels]
     checked: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,6 +121,7 @@ class Inspection:
             f"  height: {self.height} pixels",
             f"  image:  {self.image_bytes} bytes",
             *(f"  {name}: {spread} bytes" for name, spread in self.field_bytes.items()),
+            *(line for name, pixels in self.masks.items() for line in pixels.lines(name, self.samples)),
             f"  checksums: {'yes' if self.checked else 'none (no manifest)'}",
         ]
         if self.classes:
@@ -103,7 +138,7 @@ class Inspection:
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Read a file's tables, without decoding any image, and summarise its content.
+    """Read a file's tables, without decoding any image, and summarise its content. Up to 200 masks are decoded.
 
     Raises:
         BetonError: if the file's structure is damaged.
@@ -117,7 +152,7 @@ def inspect(path: str | Path) -> Inspection:
         samples=len(beton),
         jpegs=jpegs,
         raws=len(beton) - jpegs,
-        fields={name: str(column.field) for name, column in beton.columns.items()},
+        fields={name: str(column.field) for name, column in beton.columns.items()} | beton.targets,
         classes=_class_counts(beton),
         width=Spread.of(beton.widths),
         height=Spread.of(beton.heights),
@@ -127,8 +162,32 @@ def inspect(path: str | Path) -> Inspection:
             for name, column in beton.columns.items()
             if column.field.kind in ("bytes", "json")
         },
+        masks={name: _mask_pixels(beton, name) for name, kind in beton.targets.items() if kind == "mask"},
         checked=beton.checksums is not None,
     )
+
+
+def _mask_pixels(beton: Beton, name: str) -> MaskPixels:
+    """Count the pixels of each class in masks taken evenly from the file."""
+    chosen = np.linspace(0, len(beton) - 1, min(_MASKS, len(beton))).round().astype(int).tolist()
+    counts, damaged = np.zeros(1 << 16, dtype=np.int64), 0
+    for number in chosen:
+        try:
+            counts += np.bincount(beton.mask(name, number).ravel(), minlength=len(counts))
+        except BetonError:
+            damaged += 1
+    names = beton.classes if name == beton.label_name else []
+    return MaskPixels(
+        len(chosen) - damaged,
+        damaged,
+        {_class_name(index, names): int(counts[index]) for index in np.flatnonzero(counts).tolist()},
+    )
+
+
+def _class_name(index: int, names: list[str]) -> str:
+    if index < len(names):
+        return names[index]
+    return f"{index} (does not count)" if index == NOT_COUNTED else str(index)
 
 
 def _class_counts(beton: Beton) -> dict[str, int]:
@@ -190,7 +249,9 @@ class Verification:
 
 
 def verify(path: str | Path, *, workers: int | None = None, progress: bool = True) -> Verification:
-    """Check a full file: its structure, every checksum, and every image by decoding it.
+    """Check a full file: its structure, every checksum, and every image and mask by decoding it.
+
+    Masks must have the size of their image and no index without a class; boxes and keypoints must be finite numbers.
 
     Args:
         path: the file; its manifest, if there is one, has the checksums.
@@ -228,6 +289,9 @@ def _fault(beton: Beton, number: int) -> str | None:
         return "its checksum differs from the manifest's: its image or another field has changed"
     if beton.modes[number] == MODE_JPEG and not _decodes(beton, number):
         return "its JPEG data cannot be decoded"
+    for name, kind in beton.targets.items():
+        if (reason := _target_fault(beton, number, name, kind)) is not None:
+            return reason
     for name, kind in beton.fields.items():
         try:
             values = beton.read(name, np.array([number])) if kind in ("json", "ndarray") else None
@@ -235,6 +299,23 @@ def _fault(beton: Beton, number: int) -> str | None:
             return f"its field {name!r} is not valid JSON"
         if name == beton.label_name and values is not None and not np.isfinite(values).all():
             return "its label is not finite"
+    return None
+
+
+def _target_fault(beton: Beton, number: int, name: str, kind: str) -> str | None:
+    """Return what is wrong with a target that moves with the image; None if it is intact."""
+    try:
+        (stored,) = beton.read(name, np.array([number]))
+        if kind != "mask":
+            coordinates(kind, stored)
+            return None
+        indices = decode_mask(stored, int(beton.heights[number]), int(beton.widths[number]))
+        if name == beton.label_name and beton.classes:
+            check_classes(indices, len(beton.classes))
+    except BetonError:
+        return f"its field {name!r} is not valid JSON"
+    except ValueError as error:
+        return f"its {kind} {name!r}: {error}"
     return None
 
 
@@ -248,17 +329,43 @@ def _decodes(beton: Beton, number: int) -> bool:
 
 
 def _label_text(beton: Beton, number: int) -> str:
-    """Return a label's class name, or its number or numbers."""
+    """Return a label's class name, or its number or numbers; of a mask, the names of its classes, the largest first."""
+    if beton.label_name in beton.targets:
+        counts = np.bincount(beton.mask(beton.label_name, number).ravel())
+        largest = sorted(np.flatnonzero(counts).tolist(), key=lambda index: -counts[index])
+        return ", ".join(_class_name(index, beton.classes) for index in largest if index != NOT_COUNTED)
     label = beton.read(beton.label_name, np.array([number]))[0]
     if label.ndim:
         return " ".join(f"{value:.3g}" for value in label.ravel())
     return beton.classes[label] if beton.classes and label.dtype == np.int64 else f"{label:g}"
 
 
+def _with_targets(beton: Beton, number: int) -> Image.Image:
+    """Return a sample's image with its masks in half-transparent colours, boxes as frames, and keypoints as dots."""
+    picture = beton.image(number)
+    for name, kind in beton.targets.items():
+        if kind == "mask":
+            colours = palette()[beton.mask(name, number) & 255]
+            picture = Image.blend(picture, Image.fromarray(colours), 0.5)
+            continue
+        draw, size = ImageDraw.Draw(picture), max(picture.size) // 64
+        try:
+            values = coordinates(kind, beton.read(name, np.array([number]))[0])
+        except ValueError as error:
+            raise beton.sample_error(number, f"its {kind} {name!r}: {error}") from None
+        for each in values.clip(-1e6, 1e6).tolist():
+            if kind == "boxes":
+                draw.rectangle(each, outline="red", width=1 + size)
+            else:
+                (x, y), radius = each, 2 + size
+                draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill="red")
+    return picture
+
+
 def contact_sheet(
     path: str | Path, out: str | Path, *, columns: int = 8, rows: int = 6, side: int = 128
 ) -> None:
-    """Write a PNG of pictures evenly sampled from the file, each with its index and label.
+    """Write a PNG of pictures evenly sampled from the file, each with its index and label, and its targets drawn.
 
     Args:
         path: the `.beton` file.
@@ -280,7 +387,7 @@ def contact_sheet(
     draw = ImageDraw.Draw(sheet)
     for place, number in enumerate(chosen):
         left, top = place % columns * side, place // columns * (side + 14)
-        picture = beton.image(int(number))
+        picture = _with_targets(beton, int(number))
         picture.thumbnail((side - 4, side - 4))
         sheet.paste(picture, (left + (side - picture.width) // 2, top + (side - picture.height) // 2))
         draw.text(

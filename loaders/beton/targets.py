@@ -78,13 +78,11 @@ def encode_mask(indices: NDArray[Any]) -> bytes:
         ValueError: if they are not such indices.
     """
     if indices.ndim != 2 or not indices.size or indices.dtype.kind not in "biu":
-        raise ValueError(
-            f"a mask is {indices.dtype} of shape {indices.shape}; expected integers of shape (H, W)"
-        )
+        raise ValueError(f"it is {indices.dtype} of shape {indices.shape}; expected integers of shape (H, W)")
     smallest, largest = int(indices.min()), int(indices.max())
     if smallest < 0 or largest > _LARGEST:
         raise ValueError(
-            f"a mask has the class index {smallest if smallest < 0 else largest}; expected 0 to {_LARGEST}"
+            f"it has the class index {smallest if smallest < 0 else largest}; expected 0 to {_LARGEST}"
         )
     buffer, options = io.BytesIO(), {}
     if largest <= 255:
@@ -112,10 +110,7 @@ def decode_mask(data: bytes, height: int, width: int) -> NDArray[Any]:
         raise ValueError(
             f"it is a PNG that is {what}; expected class indices: 8 bits grey, or with a palette"
         )
-    if size != (width, height):
-        raise ValueError(
-            f"it has {size[0]} × {size[1]} pixels (width × height), but its image has {width} × {height}"
-        )
+    check_size(size, (width, height))
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
             indices = np.asarray(image)
@@ -124,6 +119,26 @@ def decode_mask(data: bytes, height: int, width: int) -> NDArray[Any]:
     except Exception as error:  # damaged files make Pillow's readers raise many types
         raise ValueError(f"its PNG cannot be decoded ({error})") from None
     return indices.astype(np.uint16 if bits == 16 else np.uint8, copy=False)
+
+
+def check_size(size: tuple[int, int], image: tuple[int, int]) -> None:
+    """Raise ValueError unless a mask has the size of its image; both are (width, height)."""
+    if size != image:
+        turned = "; it is the mask of the upright picture that counts" if size == image[::-1] else ""
+        raise ValueError(
+            f"it has {size[0]} × {size[1]} pixels (width × height), but its image has {image[0]} × {image[1]}{turned}"
+        )
+
+
+def check_classes(indices: NDArray[Any], classes: int) -> None:
+    """Raise ValueError if a mask has an index without a class, other than `NOT_COUNTED`."""
+    wrong = (indices >= classes) & (indices != NOT_COUNTED)
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"it has the class index {indices[row, column]} at row {row}, column {column}, but there are {classes} "
+            f"classes; {NOT_COUNTED} is for pixels that do not count"
+        )
 
 
 def _header(data: bytes) -> tuple[tuple[int, int], int, int]:

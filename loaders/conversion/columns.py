@@ -78,10 +78,10 @@ class Columns:
         image = zlib.crc32(sample.encoded.payload)
         if self.fields[1].kind == "int":
             self._crc_int.append(self._checksum(image, sample, "int"))
-        if self.fields[1].kind != "ndarray":
+        if self.fields[1].kind in ("int", "float"):
             self._crc_float.append(self._checksum(image, sample, "float"))
         else:
-            self._crc_int.append(self._checksum(image, sample, "ndarray"))
+            self._crc_int.append(self._checksum(image, sample, self.fields[1].kind))
 
     def _checksum(self, crc: int, sample: Sample, label: str) -> int:
         kinds = [label, *(field.kind for field in self.fields[2:])]
@@ -97,8 +97,8 @@ class Columns:
 
     @property
     def labels(self) -> NDArray[Any] | None:
-        """Return the labels, `(N,)` int64 or float64; None for vectors."""
-        return None if self.fields[1].kind == "ndarray" else np.array(self._values[0])
+        """Return the labels, `(N,)` int64 or float64; None for vectors and masks."""
+        return None if self.fields[1].allocated else np.array(self._values[0])
 
     def metadata(self) -> NDArray[Any]:
         """Return the metadata, `(N,)` of `metadata_dtype(fields)`."""

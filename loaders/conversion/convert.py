@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ...errors import DataError, require_suffix
 from ...terminal import shortened
+from ..beton.targets import MOVING, STORED_AS
 from ..settings import check_workers
 from ..sources import expand
 from .encode import Encoding
@@ -32,7 +33,8 @@ class ConvertReport:
         path: the `.beton` file, or the pattern of several.
         samples: number of samples in all of them.
         classes: class names in label order; empty if the source has none.
-        fields: name to kind of each field, `image` and `label` first.
+        fields: name to kind of each field, `image` and `label` first; of targets that move with the image, `mask`,
+            `boxes` or `keypoints`.
         treatments: number of images by treatment, e.g. `{"copied unchanged": 390, "scaled down": 2}`.
         modes: number of images stored as `"jpg"` and as `"raw"` pixels.
         skipped: `(sample, reason)` of each skipped sample (`on_error="skip"` only).
@@ -65,7 +67,7 @@ class ConvertReport:
         ]
         if len(self.modes) > 1:
             lines.append(f"  stored: {self.modes['jpg']:,} JPEG, {self.modes['raw']:,} raw")
-        if len(self.fields) > 2:
+        if len(self.fields) > 2 or self.fields.get("label") == "mask":
             lines.append(f"  fields: {', '.join(f'{name} ({kind})' for name, kind in self.fields.items())}")
         lines += shortened([f"  skipped {name}: {reason}" for name, reason in self.skipped], verbose)
         lines += shortened(
@@ -103,12 +105,14 @@ def convert(
 ) -> ConvertReport:
     """Convert a data set to a `.beton` file that FFCV and `FFCVLoader` can read.
 
-    Labels are ints (class indices), floats (targets) or vectors, stored as float32 `(K,)`.
+    Labels are ints (class indices), floats (targets), vectors, stored as float32 `(K,)`, or masks: one class index per
+    pixel, as a Pillow image of mode P, L, 1 or I;16, or integers `(H, W)`, 0 to 65535. The first sample decides. Masks,
+    boxes and keypoints are those of the upright picture (EXIF), and are scaled with it.
 
     Args:
         source: a folder `CLASS/image.jpg`, in which names that begin with a dot, and `__MACOSX`, are ignored;
             WebDataset shards (a path or pattern such as `train-{000..003}.tar`, or a list of them); a pair of
-            arrays `(images (N, H, W, 3) uint8, labels (N,) or (N, K))`; or an indexable data set of
+            arrays `(images (N, H, W, 3) uint8, labels (N,), (N, K) or (N, H, W))`; or an indexable data set of
             `(image, label, …)` or of dicts.
         out: the `.beton` file to write; an existing one is replaced. A pattern such as `train-{000..127}.beton` stands
             for several files, which get equal numbers of samples, in order, and appear together at the end. A file's
@@ -118,11 +122,13 @@ def convert(
         labels: for a folder, a CSV file with a header and one row per image: its path in the folder, then class names
             (one column of text), class indices (one of integers), a target (one of numbers), or several labels of 0
             and 1, or targets (several columns, whose names are kept as class names). The folders in it are then not
-            classes, and images may lie anywhere. Default None: the folders are the classes.
-        fields: further fields, as a list of names or a mapping of names to kinds: int, float, ndarray, bytes, json
-            or None. Without a kind, or with None, it is inferred from the first sample's value. For dicts: their
-            keys; for tuples: the items after (image, label); for shards: the members' extensions, e.g.
-            `["json", "npy"]`.
+            classes, and images may lie anywhere. Or a folder of masks: for each image, a PNG of the same name in the
+            same subfolder, with `.png` as its suffix. Default None: the folders are the classes.
+        fields: further fields, as a list of names or a mapping of names to kinds: int, float, ndarray, bytes, json,
+            mask, boxes, keypoints or None. Without a kind, or with None, it is inferred from the first sample's value,
+            but never one of the last three. Boxes are `(n, 4)`, left, top, right, bottom in pixels, and keypoints
+            `(n, 2)`, x, y, any number per image. For dicts: their keys; for tuples: the items after (image, label);
+            for shards: the members' extensions, e.g. `["json", "npy"]`.
         max_resolution: longest side in pixels; larger images are scaled down. Default None: no limit.
         min_resolution: shortest side in pixels to scale larger images down to; use it instead of
             `max_resolution`. Default None: no limit.
@@ -146,7 +152,8 @@ def convert(
         workers: number of threads that read and encode. Default None: one per available core.
         on_error: `"raise"` stops at the first bad image; `"skip"` skips and reports it.
         classes: class names in label order, for sources without names (arrays, shards), or for the names in
-            `labels`. Default None: the source's.
+            `labels`. Those of masks name their indices; 255, for pixels that do not count, needs none. Default None:
+            the source's, and none for masks.
         progress: whether to show a bar with images/s and the time left.
 
     Raises:
@@ -174,11 +181,18 @@ def convert(
         raise DataError(f"The {samples.kind} contains no samples, so there is nothing to convert.")
     if len(outs) > len(samples):
         raise DataError(f"{out} stands for {len(outs)} files, but there are only {len(samples)} samples.")
-    job = Job(samples, encoding, first_fields(samples, wanted, on_error), on_error)
-    names = list(classes or samples.classes)
+    stored = first_fields(samples, wanted, on_error)
+    masks = stored[1].kind == STORED_AS["mask"]
+    names = list(
+        classes or (() if masks else samples.classes)
+    )  # a data set's own may be those of something else
+    targets = {"label": "mask"} if masks else {}
+    targets |= {name: kind for name, kind in wanted.items() if kind in MOVING}
+    job = Job(samples, encoding, stored, on_error, targets, len(names))
     named = f" {source}" if isinstance(source, str | Path) else ""
     about = {
         "classes": names,
+        **({"targets": targets} if targets else {}),
         "source": samples.kind + named,
         "settings": asdict(encoding),
         "drivetrain": _version(),
@@ -192,7 +206,7 @@ def convert(
         path=Path(out),
         samples=written.samples,
         classes=names,
-        fields=written.fields,
+        fields=written.fields | targets,
         treatments=dict(written.treatments.most_common()),
         modes=dict(written.modes),
         skipped=[(sample.name, sample.reason) for sample in written.skipped],

@@ -10,7 +10,10 @@ from ...errors import DataError
 
 
 class ArraySource:
-    """A pair of arrays: images `(N, H, W, 3)`, `(N, 3, H, W)` or `(N, H, W)` uint8, labels `(N,)` or `(N, K)`."""
+    """A pair of arrays: images `(N, H, W, 3)`, `(N, 3, H, W)` or `(N, H, W)` uint8, and labels.
+
+    Labels are `(N,)`, `(N, K)`, or masks, `(N, H, W)`.
+    """
 
     kind = "arrays"
 
@@ -21,10 +24,10 @@ class ArraySource:
                 f"The images are {dtype} of shape {tuple(images.shape)}. Pass uint8, 0 to 255, of shape "
                 "(N, H, W, 3), (N, 3, H, W) or (N, H, W)."
             )
-        if len(labels.shape) not in (1, 2) or 0 in labels.shape[1:]:
+        if len(labels.shape) not in (1, 2, 3) or 0 in labels.shape[1:]:
             raise DataError(
-                f"The labels have shape {tuple(labels.shape)}. Pass one number per image, (N,), or one vector per "
-                "image, (N, K)."
+                f"The labels have shape {tuple(labels.shape)}. Pass one number per image, (N,), one vector per "
+                "image, (N, K), or one mask per image, (N, H, W)."
             )
         if len(images) != len(labels):
             raise DataError(

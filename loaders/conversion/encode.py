@@ -114,13 +114,17 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image as stored: `mode` (0 JPEG, 1 raw pixels), size in pixels, bytes, and what was done to it."""
+    """An image as stored: `mode` (0 JPEG, 1 raw pixels), size in pixels, bytes, and what was done to it.
+
+    `upright` is its (width, height) upright, before it was scaled.
+    """
 
     mode: int
     width: int
     height: int
     payload: bytes
     treatment: str
+    upright: tuple[int, int]
 
 
 def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
@@ -194,12 +198,12 @@ def _keep(jpeg: bytes, size: tuple[int, int], encoding: Encoding) -> Encoded | N
                 payload = transcode.recoded(jpeg, len(jpeg) - 1, _OPTIMISED_MEMORY)
             if payload is not None:
                 treatment = "Huffman tables optimised" if sequential else "recoded losslessly as baseline"
-                return Encoded(MODE_JPEG, *size, payload, treatment)
+                return Encoded(MODE_JPEG, *size, payload, treatment, size)
             sound = True  # its codes were read to the end
         except ValueError:  # damaged, large, or of a kind that cannot be recoded
             sound = False
     if sound or jpegs.decodes(jpeg, *size):
-        return Encoded(MODE_JPEG, *size, jpeg, "copied unchanged")
+        return Encoded(MODE_JPEG, *size, jpeg, "copied unchanged", size)
     return None
 
 
@@ -256,14 +260,14 @@ def _to_array(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def _store(
     image: Image.Image, treatment: str, encoding: Encoding, number: int, is_jpeg: bool = False
 ) -> Encoded:
-    size = encoding.target_size(image.size)
-    if size != image.size:
+    upright, size = image.size, encoding.target_size(image.size)
+    if size != upright:
         image, treatment = image.resize(size, Image.Resampling.BOX), "scaled down"
     if max(size) > 0xFFFF:
         raise DataError(f"its longest side is {max(size)} pixels; the format's limit is 65535")
     if not encoding.as_jpeg(number, size, is_jpeg):
         treatment = "decoded to raw pixels" if is_jpeg and treatment == "stored" else treatment
-        return Encoded(MODE_RAW, *size, image.tobytes(), treatment)
+        return Encoded(MODE_RAW, *size, image.tobytes(), treatment, upright)
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=encoding.quality)
-    return Encoded(MODE_JPEG, *size, buffer.getvalue(), treatment)
+    return Encoded(MODE_JPEG, *size, buffer.getvalue(), treatment, upright)

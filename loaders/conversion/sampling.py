@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -14,9 +15,10 @@ from ...terminal import is_interactive
 from ..beton.layout import Field
 from ..exhaustion import exhaustion, is_exhaustion
 from .columns import Sample
-from .encode import Encoding, encode_image
+from .encode import Encoded, Encoding, encode_image
+from .moving import store_target
 from .sources import Source
-from .values import infer_field, label_field, store_label, store_value
+from .values import Stored, infer_field, label_field, store_label, store_value
 from .writer import Skipped
 
 _AHEAD = 8
@@ -25,12 +27,23 @@ _AHEAD = 8
 
 @dataclass(frozen=True)
 class Job:
-    """A source, its encoding and fields (the image first, the label second), and what to do on errors."""
+    """What to convert.
+
+    Attributes:
+        source: the samples.
+        encoding: of their images.
+        fields: of every sample, the image first and the label second.
+        on_error: what to do with bad samples.
+        targets: the fields that move with the image, as name to kind.
+        classes: number of classes that labels which are masks may have; 0: any.
+    """
 
     source: Source
     encoding: Encoding
     fields: list[Field]
     on_error: str
+    targets: Mapping[str, str] = field(default_factory=dict)
+    classes: int = 0
 
 
 def first_fields(source: Source, wanted: Mapping[str, str | None], on_error: str) -> list[Field]:
@@ -90,16 +103,24 @@ def encoded_samples(job: Job, workers: int, progress: bool) -> Generator[Sample 
 
 def _encode(job: Job, index: int) -> Sample | Skipped:
     try:
-        image, label, *values = job.source.get(index)
+        image, *values = job.source.get(index)
         encoded = encode_image(image, job.encoding, index)
-        further = [store_value(field, value) for field, value in zip(job.fields[2:], values, strict=True)]
-        return Sample(encoded, (store_label(job.fields[1], label), *further))
+        stored = [_store(job, one, value, encoded) for one, value in zip(job.fields[1:], values, strict=True)]
+        return Sample(encoded, tuple(stored))
     except Exception as error:  # a data set's own code may raise anything; blame the sample
         if refusal := _refusal(error):
             raise refusal from None  # not the sample's fault
         if job.on_error == "skip":
             return Skipped(job.source.describe(index), _reason(error))
         raise _failed(job.source, index, error) from _cause(error)
+
+
+def _store(job: Job, field: Field, value: Any, encoded: Encoded) -> Stored:
+    """Return the value of a field besides the image, as stored."""
+    is_label = field.name == "label"
+    if (kind := job.targets.get(field.name)) is not None:
+        return store_target(field.name, kind, value, encoded, job.classes if is_label else 0)
+    return store_label(field, value) if is_label else store_value(field, value)
 
 
 def _failed(source: Source, index: int, error: Exception) -> DataError:

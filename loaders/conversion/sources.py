@@ -40,7 +40,8 @@ def open_source(
             `(images, labels)` of arrays or tensors; or any object with `len` and `[index]` that returns
             `(image, label, …)` or a dict with `image`/`img` and `label`.
         fields: names of the further fields that each sample must have.
-        labels: for a folder, the CSV file that labels its images (see `LabelledFolder`).
+        labels: for a folder, the CSV file that labels its images (see `LabelledFolder`), or the folder of their masks
+            (see `MaskFolder`).
         classes: class names in label order, for the names in `labels`.
 
     Raises:
@@ -48,6 +49,7 @@ def open_source(
     """
     from .dataset_sources import ArraySource, DatasetSource
     from .labelled_folder import LabelledFolder
+    from .mask_folder import MaskFolder
     from .tar_source import TarSource, is_shards
 
     if labels is not None:
@@ -56,6 +58,8 @@ def open_source(
                 f"labels={str(labels)!r} are for a folder of images. Leave them out for other sources."
             )
         _refuse_fields(fields, "folder")
+        if Path(labels).is_dir():
+            return MaskFolder(Path(source), Path(labels))
         return LabelledFolder(Path(source), Path(labels), classes)
     if is_shards(source):
         return TarSource(source, fields)

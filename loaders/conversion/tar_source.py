@@ -18,7 +18,7 @@ from ...errors import DataError
 from ..sources import expand
 
 IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
-LABEL_MEMBERS = ("cls", "json")
+LABEL_MEMBERS = ("cls", "mask.png", "json")
 LABEL_KEYS = ("label", "cls", "class")
 _BLOCK = 512
 _ABSENT = -1
@@ -55,8 +55,9 @@ def expand_shards(source: Any) -> list[str]:
 class TarSource:
     """Samples of tar shards: members with the same key, such as `0001.jpg`, `0001.cls` and `0001.npy`.
 
-    The image is a `.jpg`, `.jpeg`, `.png` or `.webp`. The label is a `.cls` (a number as text) or else a `.json`: a
-    number, a list, or an object with `label`, `cls` or `class`. Further fields are named by their extension: `.json`
+    The image is a `.jpg`, `.jpeg`, `.png` or `.webp`. The label is a `.cls` (a number as text), else a
+    `.mask.png` (a mask, unless that is a further field), else a `.json`: a number, a list, or an object with `label`,
+    `cls` or `class`. Further fields are named by their extension: `.json`
     is parsed, `.npy` is an array, `.cls` a number, all others are bytes.
 
     Raises:
@@ -69,6 +70,7 @@ class TarSource:
     def __init__(self, source: Any, fields: Sequence[str] = ()) -> None:
         self._shards = expand_shards(source)
         self._fields = [name.removeprefix(".").lower() for name in fields]
+        self._labels = [end for end in LABEL_MEMBERS if end != "mask.png" or end not in self._fields]
         self._starts, self._keys = array("q"), list[str]()
         self._kinds = bytearray()  # per sample: which image and label extension it has
         self._places = array("q")  # per sample: offset and size of image, label and each field
@@ -80,7 +82,7 @@ class TarSource:
 
     def _add(self, key: str, members: Members) -> None:
         image = next((end for end in IMAGE_MEMBERS if end in members), None)
-        label = next((end for end in LABEL_MEMBERS if end in members), None)
+        label = next((end for end in self._labels if end in members), None)
         self._keys.append(key)
         self._kinds.append(LABEL_MEMBERS.index(label) if label else 0)
         for end in (image, label, *self._fields):
@@ -91,7 +93,7 @@ class TarSource:
 
     def get(self, index: int) -> tuple[Any, ...]:
         label = LABEL_MEMBERS[self._kinds[index]]
-        wanted = [(None, f"image ({', '.join(IMAGE_MEMBERS)})"), (label, "label (.cls or .json)")]
+        wanted = [(None, f"image ({', '.join(IMAGE_MEMBERS)})"), (label, "label (.cls, .mask.png or .json)")]
         wanted += [(name, f"member .{name}") for name in self._fields]
         places = self._places[index * self._width : (index + 1) * self._width]
         values = []

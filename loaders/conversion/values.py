@@ -12,13 +12,15 @@ import torch
 
 from ...errors import DataError
 from ..beton.layout import KINDS, Field
+from ..beton.targets import MOVING, STORED_AS
+from .moving import is_mask
 
 SMALLEST_TARGET, LARGEST_TARGET = (
     float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
 )
 """Float labels are loaded as float32; smaller values become zero."""
 
-EXTRA_KINDS = tuple(kind for kind in KINDS if kind != "rgb_image")
+EXTRA_KINDS = (*(kind for kind in KINDS if kind != "rgb_image"), *MOVING)
 
 Stored = int | float | bytes
 """A value as stored in the file: a number in the metadata, or bytes on a page."""
@@ -54,11 +56,13 @@ def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) ->
 
 
 def label_field(label: Any) -> Field:
-    """Return the field for labels like this one: int (later labels may make it float), or a float32 vector.
+    """Return the field for labels like this one: int (later labels may make it float), float32 vector, or mask (bytes).
 
     Raises:
-        DataError: if it is neither a number nor a vector.
+        DataError: if it is none of them.
     """
+    if is_mask(label):
+        return Field("label", STORED_AS["mask"])
     if (vector := _vector(label)) is not None:
         return Field("label", "ndarray", np.dtype("<f4"), vector.shape)
     return Field("label", "float" if isinstance(plain_label(label), float) else "int")
@@ -101,7 +105,7 @@ def plain_label(label: Any) -> int | float:
         label = label.item()
     if isinstance(label, bool) or not isinstance(label, int | float):
         raise DataError(
-            f"its label is {_short(label)}; expected an int (class), a float (target) or a vector of them"
+            f"its label is {_short(label)}; expected an int (class), a float (target), a vector of them or a mask"
         )
     if isinstance(label, float) and not abs(label) <= LARGEST_TARGET:
         raise DataError(f"its label is {label}; a target must be finite and fit float32")
@@ -118,12 +122,15 @@ def infer_field(name: str, kind: str | None, value: Any) -> Field:
     Args:
         name: of the field.
         kind: one of `EXTRA_KINDS`, or None to infer it: int or bool → int; float → float; bytes → bytes; arrays,
-            tensors and lists of numbers → ndarray; anything else that JSON supports → json.
+            tensors and lists of numbers → ndarray; anything else that JSON supports → json. Targets that move with the
+            image are never inferred.
         value: the first sample's.
 
     Raises:
         DataError: if no kind, or not the given one, can store it.
     """
+    if kind in MOVING:
+        return Field(name, STORED_AS[kind])  # values are checked with the size of their image
     kind = kind or _natural_kind(value)
     if kind != "ndarray":
         field = Field(name, kind)

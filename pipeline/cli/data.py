@@ -29,8 +29,14 @@ def convert(
     labels: Annotated[
         Path | None,
         "CSV with a header and a row per image: its path in the folder, then its class, or numbers (0 and 1 for "
-        "labels). Default: the folders are the classes.",
-        "FILE",
+        "labels); or the folder of their masks, PNGs with the images' names. Default: the folders are the classes.",
+        "PATH",
+    ] = None,
+    classes: Annotated[
+        str | None,
+        "Class names in label order, for shards, masks, and the names in a CSV: A,B,C; or a text file, one per line.",
+        "NAMES",
+        "files",
     ] = None,
     max_resolution: Annotated[int | None, "Scale down to this longest side. Default: none.", "PIXELS"] = None,
     min_resolution: Annotated[int | None, "Scale down to this shortest side instead.", "PIXELS"] = None,
@@ -50,7 +56,7 @@ def convert(
     field: Annotated[
         Sequence[str],
         "An additional field of the shards' samples, by extension, e.g. json or npy; with its kind: int, float, "
-        "ndarray, bytes or json. May be repeated.",
+        "ndarray, bytes, json, mask, boxes or keypoints. May be repeated.",
         "NAME[=KIND]",
     ] = (),
     check: Annotated[
@@ -88,10 +94,28 @@ def convert(
         compress_probability=compress_probability,
         check=cast(Literal["decode", "structure"], check),
         optimize=optimize, keep_bytes=keep_bytes, workers=workers,
-        on_error="skip" if skip_bad else "raise", progress=not quiet,
+        on_error="skip" if skip_bad else "raise", classes=_class_names(classes), progress=not quiet,
     )  # fmt: skip
     text = report.text(verbose=verbose)
     print(text.partition("\n")[0] if quiet else text)
+
+
+def _class_names(text: str | None) -> list[str] | None:
+    """Return class names given as `A,B,C`, or as a file with one per line; empty lines at its end are ignored."""
+    if text is None:
+        return None
+    if not Path(text).is_file():
+        names = [name.strip() for name in text.split(",")]
+    else:
+        try:
+            names = [name.strip() for name in Path(text).read_text(encoding="utf-8").rstrip().split("\n")]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--classes {text} cannot be read as UTF-8 text: {error}.") from None
+    if empty := [number for number, name in enumerate(names) if not name]:
+        raise DataError(
+            f"--classes {text}: class {empty[0]} has no name. Names are in label order, from class 0."
+        )
+    return names
 
 
 def inspect(
@@ -101,7 +125,7 @@ def inspect(
 ) -> None:
     """Print the contents of a .beton file: fields, counts, classes, sizes.
 
-    Only the tables are read, so a large file takes no longer.
+    Only the tables are read, and up to 200 masks, so a large file takes no longer.
     """
     from ...loaders import contact_sheet
     from ...loaders import inspect as run
@@ -115,7 +139,7 @@ def inspect(
 
 
 def verify(file: Beton, *, workers: Threads = None, quiet: Quiet = False, verbose: Verbose = False) -> int:
-    """Verify a full .beton file: its structure, every checksum, and every image by decoding it.
+    """Verify a full .beton file: its structure, every checksum, and every image and mask by decoding it.
 
     Bad samples are listed; the exit status is 1 if there are any.
     """

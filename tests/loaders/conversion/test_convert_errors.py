@@ -120,7 +120,7 @@ def test_folders_that_hold_nothing(tmp_path: Path) -> None:
         (IMAGES[..., :2], LABELS, r"sample 0: its shape is \(12, 12, 2\)"),
         (IMAGES[:, :0], LABELS, "sample 0: its shape is"),
         (IMAGES, LABELS[:4], "5 images and 4 labels"),
-        (IMAGES, LABELS[:, None, None], r"shape \(5, 1, 1\)"),
+        (IMAGES, LABELS[:, None, None, None], r"shape \(5, 1, 1, 1\)"),
         (IMAGES, np.zeros((5, 0)), r"shape \(5, 0\)"),
         (
             IMAGES,
