@@ -20,6 +20,7 @@ from .. import machine
 from ..errors import DataError, require
 from .beton.data_set import BetonFiles, open_files
 from .buffers import Buffers
+from .decode.moving import moving_fields
 from .device import feed_of
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
@@ -95,6 +96,11 @@ class StockFFCVLoader(EpochLoader):
         self.beton = open_files(source)
         if self.beton.remote:
             raise _at_an_address(str(self.beton.files[0].path))
+        if targets := moving_fields(self.beton, checked):
+            raise DataError(
+                f"{self.beton.name} has targets that move with the image ({', '.join(targets)}: "
+                f"{', '.join(set(targets.values()))}), which FFCV's own loader does not have. To move them, {_OURS}."
+            )
         super().__init__(checked, indices, len(self.beton), self.beton)
         _require_crops(checked, self.beton)
         self._feed = feed_of(self._device, checked)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder, VisionDataset
 from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
@@ -17,8 +19,10 @@ from torchvision.transforms import v2
 from ..errors import DataError
 from .beton.data_set import BetonFiles, open_files
 from .beton.open_file import Identity
+from .beton.targets import NOT_COUNTED
 from .conversion.sources import FolderSource
-from .decode.centers import fitted
+from .decode.centers import central_crops, fitted
+from .decode.moving import Masks
 from .native.transcode import huffman_coded
 from .policies import torchvision_policy
 from .preprocess import EvaluationCrop
@@ -43,6 +47,12 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
         self._verify = verify
         self.classes = self.beton.classes
 
+    @cached_property
+    def masks(self) -> Masks | None:
+        """The labels, if they are masks."""
+        beton = self.beton
+        return Masks(beton, beton.label_name) if beton.label_name in beton.targets else None
+
     @property
     def beton(self) -> BetonFiles:
         if self._beton is None:
@@ -54,9 +64,8 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
         return self._beton
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_beton": None
-        }  # each worker process opens the file itself; it must be the same file
+        # Each worker process opens the file itself; it must be the same file.
+        return {name: value for name, value in self.__dict__.items() if name != "masks"} | {"_beton": None}
 
     def __len__(self) -> int:
         return len(self.beton)
@@ -65,7 +74,12 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
         beton = self.beton
         if self._verify or beton.remote:
             beton.require_unchanged(index)
-        image, label = beton.image(index), beton.read(beton.label_name, np.array([index]))[0]
+        image = beton.image(index)
+        if self.masks is not None:
+            mask = tv_tensors.Mask(torch.from_numpy(self.masks(index)))
+            image, mask = (image, mask) if self.transform is None else self.transform(image, mask)
+            return image, mask.as_subclass(torch.Tensor)
+        label = beton.read(beton.label_name, np.array([index]))[0]
         label = label.item() if label.ndim == 0 else torch.from_numpy(label)
         return (image if self.transform is None else self.transform(image)), label
 
@@ -133,7 +147,7 @@ def _transform(settings: Settings) -> Any:
         steps.append(torchvision_policy(settings.policy))
     steps.append(v2.PILToTensor())
     if settings.train and settings.cutout:
-        steps.append(CutOut(settings.cutout, settings.fill))
+        steps.append(OnImage(CutOut(settings.cutout, settings.fill)))
     if settings.dtype != torch.uint8:
         steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
         steps.append(v2.ToDtype(settings.dtype))
@@ -145,7 +159,7 @@ def _crop(settings: Settings) -> list[Any]:
     size, filter_ = settings.size, v2.InterpolationMode(settings.interpolation)
     if settings.active_crop == "center":
         if isinstance(settings.image_size, tuple):  # for which there is no customary pair of transforms
-            return [EvaluationCrop(settings.image_size, settings.eval_ratio, settings.interpolation)]
+            return [CenterOf(settings)]
         return [v2.Resize(round(size[0] / settings.eval_ratio), filter_), v2.CenterCrop(size)]
     if settings.active_crop == "whole":
         return [v2.Resize(size, filter_)]
@@ -154,17 +168,48 @@ def _crop(settings: Settings) -> list[Any]:
     if settings.crop == "resized":
         return [v2.RandomResizedCrop(size, settings.scale, settings.ratio, filter_)]
     if settings.crop == "random":
-        return [AtLeast(size), v2.RandomCrop(size)]
+        return [OnImage(AtLeast(size)), v2.RandomCrop(size)]
     padding = {
         "padding": settings.padding or None,
         "padding_mode": settings.padding_mode,
-        "fill": settings.fill,
+        "fill": {"others": settings.fill, tv_tensors.Mask: NOT_COUNTED},
     }
-    return [OfSize(size), v2.RandomCrop(size, **padding)]
+    return [OnImage(OfSize(size)), v2.RandomCrop(size, **padding)]
+
+
+class OnImage(torch.nn.Module):
+    """Apply a transform to the image; masks pass through."""
+
+    def __init__(self, transform: torch.nn.Module) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def forward(self, image: Any, *masks: Any) -> Any:
+        changed = self.transform(image)
+        return (changed, *masks) if masks else changed
+
+
+class CenterOf(torch.nn.Module):
+    """Crop the centre of a PIL image, and of its masks, as `FFCVLoader` does in evaluation, and resize them."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.size, self.ratio = settings.size, settings.eval_ratio
+        self.crop = EvaluationCrop(settings.image_size, settings.eval_ratio, settings.interpolation)
+
+    def forward(self, image: Any, *masks: Any) -> Any:
+        cropped = self.crop(image)
+        if not masks:
+            return cropped
+        (box,) = central_crops(np.array([image.height]), np.array([image.width]), self.size, self.ratio)
+        nearest = v2.InterpolationMode.NEAREST
+        moved = (v2.functional.resized_crop(mask, *map(int, box), list(self.size), nearest) for mask in masks)
+        return (cropped, *moved)
 
 
 class Fit(torch.nn.Module):
-    """Scale full PIL images to fit into this height and width, and pad them to it with the colour `fill`."""
+    """Scale full PIL images, and their masks, to fit into this height and width, and pad them to it with the colour
+    `fill`, and with 255."""
 
     def __init__(
         self, size: tuple[int, int], interpolation: v2.InterpolationMode, fill: tuple[int, ...]
@@ -172,12 +217,17 @@ class Fit(torch.nn.Module):
         super().__init__()
         self.size, self.interpolation, self.fill = size, interpolation, fill
 
-    def forward(self, image: Any) -> Any:
+    def forward(self, image: Any, *masks: Any) -> Any:
         (place,) = fitted(np.array([image.height]), np.array([image.width]), self.size)
         top, left, height, width = map(int, place)
         edges = [left, top, self.size[1] - left - width, self.size[0] - top - height]
         resized = v2.functional.resize(image, [height, width], self.interpolation)
-        return v2.functional.pad(resized, edges, fill=list(self.fill))
+        padded = v2.functional.pad(resized, edges, fill=list(self.fill))
+        if not masks:
+            return padded
+        nearest = v2.InterpolationMode.NEAREST
+        moved = (v2.functional.resize(mask, [height, width], nearest) for mask in masks)
+        return (padded, *(v2.functional.pad(mask, edges, fill=NOT_COUNTED) for mask in moved))
 
 
 class Views(torch.nn.Module):

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from torchvision.datasets.vision import StandardTransform
 
 from ..errors import DataError, DrivetrainError
+from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
@@ -71,6 +72,14 @@ class TorchLoader(EpochLoader):
             raise DataError("interpolation='area' is only available in FFCVLoader. Use 'bilinear'.")
         self.dataset = open_dataset(source, make_transform(checked), checked.verify)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
+        if beton is not None:
+            targets = moving_fields(beton, checked)
+            check_motion(targets, checked)
+            if further := [name for name in checked.fields if name in targets]:
+                raise DataError(
+                    f"fields={further}: targets that move with the image, besides the label, are only available in "
+                    "FFCVLoader. Leave them out, or load them as stored: fields={name: None}."
+                )
         super().__init__(checked, indices, len(self.dataset), beton)
         self._device = check_device(device)
         self._feed = None if self._device.type == "cpu" else DeviceFeed(self._device)
@@ -241,6 +250,7 @@ class _Keyed(Dataset[Any]):
         self._wanted, self._samples = wanted, len(dataset)
         self._dataset, self._seed = dataset, int(settings.seed)
         self._alternates = settings.alternates
+        self._masks = isinstance(dataset, BetonDataset) and dataset.masks is not None
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         if get_worker_info() is not None:
@@ -256,7 +266,7 @@ class _Keyed(Dataset[Any]):
         self._be_at(epoch, index)
         try:
             sample = self._dataset[index % self._samples]
-            return (sample[0].flip(-1), *sample[1:]) if flip else sample
+            return _mirrored(sample, self._masks) if flip else sample
         except DrivetrainError as error:
             return error
         except Exception as error:  # the data set's own code may raise anything
@@ -275,6 +285,12 @@ class _Keyed(Dataset[Any]):
             (self._seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB)
             % 2**64
         )
+
+
+def _mirrored(sample: Any, masks: bool) -> Any:
+    """Return an image and its label mirrored, a label only if it is a mask."""
+    image, label, *further = sample
+    return image.flip(-1), label.flip(-1) if masks else label, *further
 
 
 def _collated(samples: list[Any]) -> Any:

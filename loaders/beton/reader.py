@@ -247,8 +247,9 @@ class Beton:
         Raises:
             BetonError: if it cannot be decoded, or its size is not the image's.
         """
-        if self.targets.get(name) != "mask":
-            raise BetonError(f"{self.path} has no mask {name!r}.{suggest(name, self.targets)}")
+        if self.fields.get(name) != "bytes":
+            known = [field for field, kind in self.fields.items() if kind == "bytes"]
+            raise BetonError(f"{self.path} has no mask {name!r}.{suggest(name, known)}")
         stored = self._stored(self.columns[name], index)
         try:
             return decode_mask(stored, int(self.heights[index]), int(self.widths[index]))

@@ -121,6 +121,15 @@ def decode_mask(data: bytes, height: int, width: int) -> NDArray[Any]:
     return indices.astype(np.uint16 if bits == 16 else np.uint8, copy=False)
 
 
+def nearest_places(before: int, after: int) -> NDArray[np.int64]:
+    """Return the index in the input of each output, `(after,)`, when `before` pixels are resized to the nearest ones.
+
+    With PyTorch's rounding: the product with the scale is in float32, and truncated.
+    """
+    places = np.arange(after, dtype=np.float32) * (np.float32(before) / np.float32(after))
+    return np.minimum(places.astype(np.int64), before - 1)
+
+
 def check_size(size: tuple[int, int], image: tuple[int, int]) -> None:
     """Raise ValueError unless a mask has the size of its image; both are (width, height)."""
     if size != image:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...errors import DataError
-from ..beton.targets import check_classes, check_size, coordinates, decode_mask, encode_mask
+from ..beton.targets import check_classes, check_size, coordinates, decode_mask, encode_mask, nearest_places
 from .encode import Encoded
 
 _MODES = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B")
@@ -95,14 +95,10 @@ def _numbers(value: Any) -> NDArray[Any]:
 
 def _nearest(indices: NDArray[Any], size: Size) -> NDArray[Any]:
     """Return a mask scaled to another size: for each pixel the one at its top left corner, as in PyTorch."""
-    rows, columns = (_sources(before, after) for before, after in zip(indices.shape, size[::-1], strict=True))
+    rows, columns = (
+        nearest_places(before, after) for before, after in zip(indices.shape, size[::-1], strict=True)
+    )
     return indices[rows[:, None], columns]
-
-
-def _sources(before: int, after: int) -> NDArray[np.int64]:
-    """Return the index in the input for each one of the output, with PyTorch's rounding: in float32."""
-    places = np.arange(after, dtype=np.float32) * (np.float32(before) / np.float32(after))
-    return np.minimum(places.astype(np.int64), before - 1)
 
 
 def _scaled_coordinates(kind: str, value: Any, upright: Size, stored: Size) -> str:

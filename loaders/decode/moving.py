@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...errors import BetonError, DataError
 from ..beton.data_set import BetonFiles
-from ..beton.targets import NOT_COUNTED, STORED_AS, coordinates
+from ..beton.targets import NOT_COUNTED, STORED_AS, coordinates, nearest_places
 from ..settings import Settings
 from .augmentation import Choices
 
@@ -61,10 +61,8 @@ class Motion:
             reflected: NDArray[np.int64] = np.minimum(line, 2 * (size - 1) - line)
             return reflected
         first, extent = self.place[axis], self.place[axis + 2]
-        scale = np.float32(length) / np.float32(extent)  # in float32, as torch's interpolation
-        near = np.floor(np.arange(extent, dtype=np.float32) * scale).astype(np.int64)
         line = np.full(size, -1)
-        line[first : first + extent] = start + np.minimum(near, length - 1)
+        line[first : first + extent] = start + nearest_places(length, extent)
         return line
 
     def boxes(self, boxes: NDArray[Any]) -> NDArray[np.float32]:
@@ -99,6 +97,48 @@ def _floats(x: float, y: float) -> NDArray[np.float32]:
     return np.array([x, y], dtype=np.float32)
 
 
+class Masks:
+    """The masks of a field, all in one dtype: uint8, or int32 if there may be class indices above 255.
+
+    The number of classes says so, or the first mask. With `on_error="skip"`, that may be damaged: a later one does.
+
+    Attributes:
+        dtype: of a mask's tensor.
+    """
+
+    def __init__(self, beton: BetonFiles, name: str, on_error: str = "raise") -> None:
+        self._beton, self._name = beton, name
+        wide = name == beton.label_name and len(beton.classes) > _NARROW + 1
+        self.dtype = torch.int32 if wide or self._first(on_error).dtype != np.uint8 else torch.uint8
+
+    def _first(self, on_error: str) -> NDArray[Any]:
+        last = min(len(self._beton), _TRIED if on_error == "skip" else 1) - 1
+        for index in range(last):
+            try:
+                return self._beton.mask(self._name, index)
+            except BetonError:
+                continue
+        return self._beton.mask(self._name, last)
+
+    def __call__(self, index: int, motion: Motion | None = None) -> NDArray[Any]:
+        """Return a sample's mask, moved with its image.
+
+        Raises:
+            BetonError: if it cannot be read, or does not fit into the dtype.
+        """
+        mask = self._beton.mask(self._name, index)
+        moved = mask if motion is None else motion.mask(mask)
+        if self.dtype == torch.int32:
+            return moved.astype(np.int32)
+        if moved.dtype != np.uint8 and moved.max() > _NARROW:
+            raise self._beton.sample_error(
+                index,
+                f"its mask {self._name!r} has the class index {moved.max()}, but the first sample's has 8 bits per "
+                "pixel. Convert the data with classes=, one name per class index",
+            )
+        return moved.astype(np.uint8)
+
+
 class MovingTargets:
     """The targets of a loader that move with its images.
 
@@ -113,29 +153,16 @@ class MovingTargets:
     def __init__(self, beton: BetonFiles, settings: Settings) -> None:
         self._beton, self._settings = beton, settings
         self.kinds = moving_fields(beton, settings)
-        _check_motion(self.kinds, settings)
-        self._dtypes = {name: self._dtype(name) for name, kind in self.kinds.items() if kind == "mask"}
-
-    def _dtype(self, name: str) -> torch.dtype:
-        """Return uint8, or int32 if the number of classes or the first mask says that there are larger indices."""
-        wide = name == self._beton.label_name and len(self._beton.classes) > _NARROW + 1
-        return torch.int32 if wide or self._first(name).dtype != np.uint8 else torch.uint8
-
-    def _first(self, name: str) -> NDArray[Any]:
-        """Return the first mask that can be read: with `on_error="skip"`, some may be damaged."""
-        tried = _TRIED if self._settings.on_error == "skip" else 1
-        for index in range(min(len(self._beton), tried) - 1):
-            try:
-                return self._beton.mask(name, index)
-            except BetonError:
-                continue
-        return self._beton.mask(name, min(len(self._beton), tried) - 1)
+        check_motion(self.kinds, settings)
+        self._masks = {
+            name: Masks(beton, name, settings.on_error) for name, kind in self.kinds.items() if kind == "mask"
+        }
 
     @property
     def sample_bytes(self) -> int:
         """Bytes of the masks of a sample."""
         height, width = self._settings.size
-        return height * width * sum(dtype.itemsize for dtype in self._dtypes.values())
+        return height * width * sum(masks.dtype.itemsize for masks in self._masks.values())
 
     def empty(self, n: int, memory: Any) -> dict[str, Any]:
         """Return what `load` fills for n samples, by name: a tensor `(n, H, W)` for masks, else a list.
@@ -146,7 +173,7 @@ class MovingTargets:
         """
         shape = (n, *self._settings.size)
         return {
-            name: memory(shape, self._dtypes[name]) if kind == "mask" else [None] * n
+            name: memory(shape, self._masks[name].dtype) if kind == "mask" else [None] * n
             for name, kind in self.kinds.items()
         }
 
@@ -162,7 +189,7 @@ class MovingTargets:
                 for place, (index, motion) in enumerate(
                     zip(indices.tolist(), motions, strict=True), part.start
                 ):
-                    into[name][place] = self._mask(name, index, motion)
+                    into[name][place] = torch.from_numpy(self._masks[name](index, motion))
                 continue
             stored = self._beton.read(name, indices)
             for place, (index, values, motion) in enumerate(
@@ -176,18 +203,6 @@ class MovingTargets:
         places = [(0, 0, *size)] * len(boxes) if choices.places is None else choices.places[part].tolist()
         for box, place, flip in zip(boxes, places, flips, strict=True):
             yield Motion(tuple(box), tuple(place), size, flip, shifts)
-
-    def _mask(self, name: str, index: int, motion: Motion) -> torch.Tensor:
-        moved = motion.mask(self._beton.mask(name, index))
-        if self._dtypes[name] == torch.uint8 and moved.dtype != np.uint8:
-            if moved.max() > _NARROW:
-                raise self._beton.sample_error(
-                    index,
-                    f"its mask {name!r} has the class index {moved.max()}, but the first sample's has 8 bits per "
-                    "pixel. Convert the data with classes=, one name per class index",
-                )
-            moved = moved.astype(np.uint8)
-        return torch.from_numpy(moved.astype(np.int32) if self._dtypes[name] == torch.int32 else moved)
 
     def _points(self, name: str, kind: str, index: int, values: Any, motion: Motion) -> torch.Tensor:
         try:
@@ -219,7 +234,7 @@ def moving_fields(beton: BetonFiles, settings: Settings) -> dict[str, str]:
     return moving
 
 
-def _check_motion(kinds: Mapping[str, str], settings: Settings) -> None:
+def check_motion(kinds: Mapping[str, str], settings: Settings) -> None:
     """Raise DataError for settings that move pixels in a way that the targets do not follow."""
     if not kinds:
         return
