@@ -30,8 +30,8 @@ from .order import (
 from .settings import Settings, check_indices, odd_size, too_small
 
 Batch = tuple[Any, ...]
-"""Images `(B, 3, H, W)` and labels `(B,)` or `(B, K)`; then the further fields requested by name. With `views`, images
-are `(B, V, 3, H, W)`, or a tuple of them."""
+"""Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
+`(B, H, W)`; then the further fields requested by name."""
 
 
 class EpochLoader(ABC):
@@ -98,8 +98,13 @@ class EpochLoader(ABC):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; see `count_classes`."""
-        return count_classes(self.classes, self.labels)
+        """Number of classes; see `count_classes`. Of masks without class names 0: it is not known."""
+        return len(self.classes) if self.has_masks else count_classes(self.classes, self.labels)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the labels are masks, `(B, H, W)` in a batch."""
+        return self.beton is not None and self.beton.label_name in self.beton.targets
 
     def _values(self, indices: NDArray[np.int64], names: Iterable[str]) -> list[Any]:
         """Return these fields of the samples `indices` `(n,)`: tensors, or lists of bytes or of JSON values."""

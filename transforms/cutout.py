@@ -56,7 +56,8 @@ class CutOut(Transform):
         Raises:
             DataError: if the batch has another shape.
         """
-        check_batch(self, images, targets)
+        # Of masks, too: what is hidden is still to be segmented.
+        check_batch(self, images, targets[:, 0, 0] if targets.dim() == 3 else targets)
         height, width = images.shape[-2:]
         drawn = [
             torch.randint(n, (len(images), self.holes), generator=context.generator) for n in (height, width)

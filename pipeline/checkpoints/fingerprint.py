@@ -170,9 +170,13 @@ def _task(task: Task) -> str:
 
 
 def _identity(loader: EpochLoader) -> int:
-    """Return the CRC-32 of the samples' checksums if the file has a manifest, else of their labels."""
-    checksums = None if loader.beton is None else loader.beton.checksums
-    return zlib.crc32((loader.labels if checksums is None else checksums).tobytes())
+    """Return the CRC-32 of the samples' checksums if the file has a manifest, else of their labels, or, where these are
+    masks, of the images' lengths in the file."""
+    beton = loader.beton
+    checksums = None if beton is None else beton.checksums
+    if checksums is not None:
+        return zlib.crc32(checksums.tobytes())
+    return zlib.crc32((beton.sizes if beton is not None and loader.has_masks else loader.labels).tobytes())
 
 
 def description(plan: ResolvedPlan) -> dict[str, Any] | None:

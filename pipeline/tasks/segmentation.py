@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ...checks import is_whole
 from ...errors import PlanError
 from .metrics import maker
-from .task import Kind, LossFunction, StandardTask, Targets
+from .task import Kind, LossFunction, StandardTask, Targets, check_names
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -21,7 +21,7 @@ IGNORED = 255
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the pixels that count; 0 if none does."""
+    """Return the mean over the pixels of this (micro)batch that count; 0 if none does."""
     total = F.cross_entropy(outputs, targets.long(), ignore_index=IGNORED, reduction="sum")
     return total / (targets != IGNORED).sum().clamp(min=1)
 
@@ -35,7 +35,7 @@ class Segmentation(StandardTask):
         classes: number of classes C.
         metrics: of `"miou"` (mean intersection over union over the classes, of all pixels of the data) and
             `"pixel_accuracy"`, or torchmetrics objects. Default `("miou", "pixel_accuracy")`.
-        loss: default cross entropy over the pixels that count.
+        loss: default cross entropy over the pixels that count; `"model"`: the one that the model computes.
         monitor: default the first metric.
     """
 
@@ -70,9 +70,43 @@ class Segmentation(StandardTask):
         """Return the masks as torchmetrics takes them: int64."""
         return targets.long()
 
-    def check(self, train: Targets, val: Targets | None) -> int:  # noqa: ARG002
-        """Raise PlanError: `.beton` files have no masks yet."""
-        raise PlanError(
-            f"{train.source} has one label per image, but Segmentation needs a mask per image, which .beton files "
-            "cannot hold yet. Train on tensors with drivetrain.pipeline.train_epoch and Segmentation().loss."
+    def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the masks as int64 `labels` for a model that computes the loss."""
+        return {name: value.long() for name, value in super().model_inputs(targets).items()}
+
+    def check(self, train: Targets, val: Targets | None) -> int:
+        """Return the number of classes.
+
+        Raises:
+            PlanError: if the targets are not masks, or have more classes than this task.
+        """
+        for targets in (train, val):
+            if targets is None:
+                continue
+            if targets.largest is None:
+                raise PlanError(
+                    f"{targets.source} has one label per image, but Segmentation needs a mask per image. Convert it "
+                    "from pairs of an image and a mask, or with labels=FOLDER_OF_MASKS."
+                )
+            found = max(targets.largest + 1, len(targets.classes))
+            if found > self.classes:
+                raise PlanError(
+                    f"{targets.source} has {found} classes, but the task has classes={self.classes}. Pass "
+                    f"Segmentation({found}); {IGNORED} is for pixels that do not count."
+                )
+        check_names(train, val, "classes")
+        return self.classes
+
+    def output_error(self, outputs: Any, width: int | None, source: str) -> str:  # noqa: ARG002
+        """Return why outputs for two images are not logits per pixel; "" if they are."""
+        if (
+            isinstance(outputs, torch.Tensor)
+            and outputs.dim() == 4
+            and outputs.shape[:2] == (2, self.classes)
+        ):
+            return ""
+        found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        return (
+            f"The model returns {found} for 2 images, but {self} needs logits per pixel, (2, {self.classes}, H, W). "
+            f"Build it with num_classes={self.classes}; in a recipe: model_options.num_classes={self.classes}."
         )

@@ -37,13 +37,22 @@ class Targets:
 
     Attributes:
         source: where they are from, for messages.
-        values: `(N,)` or `(N, K)`.
+        values: `(N,)` or `(N, K)`; empty for masks.
         classes: names of the classes or labels; empty if the source has none.
+        largest: of masks, the largest class index of some of them, except 255; None: the targets are not masks.
     """
 
     source: str
     values: NDArray[Any]
     classes: tuple[str, ...] = ()
+    largest: int | None = None
+
+    def two(self, size: tuple[int, int]) -> torch.Tensor:
+        """Return the targets of two images, as loaders deliver them; masks of that height and width are of class 0."""
+        if self.largest is not None:
+            return torch.zeros((2, *size), dtype=torch.uint8)
+        two = torch.from_numpy(self.values[[0, -1]])
+        return two.float() if two.is_floating_point() else two
 
 
 class Task:

@@ -19,6 +19,7 @@ from torch import nn
 from ... import loaders
 from ...errors import PlanError, StrategyError
 from ...loaders.epochs import EpochLoader
+from ...loaders.image_size import height_width
 from ...loaders.sources import Files, Source, files_of
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
@@ -32,7 +33,7 @@ from ..tasks.metrics import higher_is_better
 from ..tasks.nests import map_tensors
 from ..tasks.task import LossFunction, TaskLoss
 from ..telemetry.history import Monitor
-from .checks import check_loss, check_metrics, check_output, targets_of
+from .checks import check_kind, check_loss, check_metrics, check_output, targets_of
 from .groups import GroupedFactory
 from .hooks import TrainingHooks
 from .schedule import Schedule
@@ -168,14 +169,17 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
     """
     data, task = plan.data, plan.task
     targets = targets_of(train, str(files_of(data.train)))
-    width = task.check(targets, None if val is None or data.val is None else targets_of(val, str(data.val)))
+    judged = None if val is None or data.val is None else targets_of(val, str(data.val))
+    for each in (targets, judged):
+        if each is not None:
+            check_kind(task, each)
+    width = task.check(targets, judged)
     model, reports = build_model(plan.spec, plan.transforms)
     for transform in plan.transforms:
         transform.begin(model, len(train))  # one epoch, until training sets the actual length
-    two = torch.from_numpy(targets.values[[0, -1]])
-    two = two.float() if two.is_floating_point() else two  # as loaders deliver them
+    two = targets.two(height_width(data.eval_size))
     with fork_rng(plan.seed):
-        outputs, used = check_output(model, task, width, data, plan.distribution.precision, two)
+        outputs, used = check_output(model, task, width, data, plan.distribution.precision, targets)
     meters = task.meters(width)
     check_metrics(task, meters, used, two)
     monitor = Monitor(task.monitor, higher_is_better(meters.get(task.monitor)))

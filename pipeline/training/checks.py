@@ -7,11 +7,14 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ...errors import DrivetrainError, PlanError
+from ...loaders.beton.data_set import BetonFiles
+from ...loaders.beton.targets import NOT_COUNTED
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width, size_text
 from ...loaders.sources import files_of
@@ -25,10 +28,31 @@ from .views import forward
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+_MASKS = 64  # that are read to find class indices which a model does not have
+
 
 def targets_of(loader: EpochLoader, source: str) -> Targets:
     """Return all targets of a loader's data, and the names of its classes."""
-    return Targets(source, loader.labels, tuple(loader.classes))
+    names = tuple(loader.classes)
+    if loader.beton is None or not loader.has_masks:
+        return Targets(source, loader.labels, names)
+    return Targets(source, np.empty(0), names, _largest(loader.beton))
+
+
+def _largest(beton: BetonFiles) -> int:
+    """Return the largest class index, except 255, of masks all over the data: all would take minutes to read."""
+    some = np.unique(np.linspace(0, len(beton) - 1, _MASKS).astype(np.int64))
+    masks = (beton.mask(beton.label_name, index) for index in some.tolist())
+    return max(int(mask.max(where=mask != NOT_COUNTED, initial=0)) for mask in masks)
+
+
+def check_kind(task: Task, targets: Targets) -> None:
+    """Raise PlanError if the data has masks, but the task needs other targets."""
+    if targets.largest is not None and task.kind not in ("masks", "views", "any"):
+        raise PlanError(
+            f"{targets.source} has a mask per image, but {type(task).__name__} trains on {task.kind}. Pass "
+            "task(Segmentation(classes))."
+        )
 
 
 def check_output(
@@ -37,7 +61,7 @@ def check_output(
     width: int | None,
     data: DataConfig,
     precision: Precision,
-    targets: torch.Tensor,
+    targets: Targets,
 ) -> tuple[Any, Any]:
     """Check that the model returns what the task needs, by a forward of two images in each mode. Return the outputs in
     evaluation mode, as the loss and as the metrics receive them.
@@ -50,7 +74,7 @@ def check_output(
         width: values per image; None if any number.
         data: sizes of the images.
         precision: of the forward.
-        targets: of two images, for a model that computes the loss.
+        targets: of the data, two of them for a model that computes the loss.
 
     Raises:
         PlanError: if it does not, or if the forward fails.
@@ -64,11 +88,13 @@ def check_output(
             shape = (2, 3) if views == 1 else (2, views, 3)
             # Lazy modules have their shapes now. BatchNorm's statistics change only in the copies.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            inputs = task.model_inputs(targets)
+            two = targets.two(height_width(size))
+            inputs = task.model_inputs(two)
             judged = output
             if inputs or views != 1:
                 judged = forward(model, torch.zeros(*shape, *height_width(size)), **inputs)
             size = data.image_size
+            inputs = task.model_inputs(targets.two(height_width(size)))
             call = partial(torch.func.functional_call, model.train(), buffers)
             trained = forward(
                 lambda images, **further: call(images, kwargs=further),
@@ -90,7 +116,7 @@ def check_output(
         )
     if task.loss_in_model:
         for each in (judged, trained):
-            loss_of_model(each, targets)
+            loss_of_model(each, two)
         if wrong := loss_mismatch(model, task.kind):
             raise PlanError(wrong)
     for mode, each in (("", output), ("", judged), ("In training mode: ", trained)):

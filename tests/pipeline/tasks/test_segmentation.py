@@ -1,0 +1,181 @@
+"""Segmentation from a `.beton` with masks: trained, judged as by hand, on ranks, resumed, predicted, and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain import Classification, Pipeline, PlanError, Segmentation
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert
+from drivetrain.pipeline import load_run
+from drivetrain.strategies import launch
+from drivetrain.transforms import CutOut, MixUp, ProgressiveResizing, RandAugment, TestTimeFlip
+from PIL import Image
+from segmentation_jobs import CLASSES, SIDE, VAL, Files, Net, history, on_two_ranks, pipeline_of, scene, write
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return write(tmp_path_factory.mktemp("segmentation"))
+
+
+def test_it_learns_and_is_judged_as_by_hand(files: Files, tmp_path: Path) -> None:
+    result = pipeline_of(files).fit(epochs=6, out=tmp_path, progress=False)
+    last = result.history.epochs[-1]
+    assert last.metrics["miou"] > 0.6
+    assert result.history.epochs[0].metrics["miou"] < last.metrics["miou"]
+    with FFCVLoader(files[1], batch_size=VAL, image_size=SIDE, train=False, workers=1) as loader:
+        ((images, masks),) = loader
+    assert masks.shape == (VAL, SIDE, SIDE)
+    with torch.no_grad():
+        predicted = result.model.eval()(images)["out"].argmax(1)
+    counted = masks != 255
+    assert 0 < counted.float().mean() < 1
+    assert last.metrics["pixel_accuracy"] == pytest.approx(
+        (predicted == masks)[counted].float().mean().item(), abs=1e-5
+    )
+    ratios = []
+    for label in range(3):
+        ours, theirs = (predicted == label) & counted, masks == label
+        ratios.append(((ours & theirs).sum() / (ours | theirs).sum()).item())
+    assert last.metrics["miou"] == pytest.approx(np.mean(ratios), abs=1e-5)
+    saved = json.loads((tmp_path / "history.json").read_text())
+    assert saved["monitor"]["name"] == "miou"
+
+
+@pytest.mark.process
+@pytest.mark.timeout(150)
+@pytest.mark.usefixtures("one_thread")
+def test_it_is_the_same_on_two_ranks(tmp_path: Path) -> None:
+    """Every pixel counts here: with some that do not, each rank takes the mean over its own."""
+    paths = []
+    for name, number in (("train", 64), ("val", 21)):
+        scenes = [scene(seed) for seed in range(number)]
+        pairs = [(image, np.where(mask == 255, 0, mask)) for image, mask in scenes]
+        convert(pairs, tmp_path / f"{name}.beton", progress=False)
+        paths.append(str(tmp_path / f"{name}.beton"))
+    both = paths[0], paths[1]
+    alone = history(both)
+    for strategy, found in launch(on_two_ranks, both, devices=2)[0].items():
+        for one, other in zip(alone, found, strict=True):
+            assert other[:2] == pytest.approx(one[:2], abs=5e-6), strategy
+            assert other[2:] == pytest.approx(one[2:], abs=1e-3), strategy  # a pixel or two between two classes
+
+
+def test_it_resumes_bit_for_bit(files: Files, tmp_path: Path) -> None:
+    pipeline = pipeline_of(files).optimize("sgd", lr=0.3, schedule="constant")
+    whole = pipeline.fit(epochs=3, progress=False)
+    pipeline.fit(epochs=1, out=tmp_path, progress=False)
+    resumed = pipeline.fit(epochs=3, out=tmp_path, progress=False, resume=True)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_methods_that_keep_the_mask_in_place(files: Files) -> None:
+    pipeline = pipeline_of(files).transform(CutOut(), ProgressiveResizing(0.5))
+    result = pipeline.fit(epochs=4, progress=False)
+    assert np.isfinite(result.metrics["val_loss"])
+
+
+def test_plain_pytorch_loads_the_same_masks_in_evaluation(files: Files) -> None:
+    """Its customary crop of squares is of a resized image; of other shapes, both crop first."""
+    shape = (20, 28)
+    options = {"batch_size": VAL, "image_size": shape, "train": False}
+    with (
+        FFCVLoader(files[1], workers=1, **options) as ours,
+        TorchLoader(files[1], workers=0, **options) as plain,
+    ):
+        (images, masks), (others, expected) = next(iter(ours)), next(iter(plain))
+    assert torch.equal(masks, expected)
+    assert type(expected) is torch.Tensor
+    assert (images - others).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"crop": "random"}, {"crop": "whole"}, {"crop": "fit"}, {"flip": "alternating"}, {"train": False},
+        {"train": False, "eval_crop": "fit"}, {"color_jitter": (0.2, 0.2, 0.2), "cutout": 6},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_masks_of_plain_pytorch_follow_the_image(options: dict[str, Any], tmp_path: Path) -> None:
+    """The images show their masks, so that a mask that stays behind is seen."""
+    pairs = []
+    for seed in range(8):
+        shown = np.zeros((30 + seed, 40 - seed), np.uint8)
+        shown[5:25, 3 : 12 + seed] = 1
+        pairs.append((np.repeat(shown[:, :, None] * 200, 3, 2), shown))
+    convert(pairs, tmp_path / "a.beton", progress=False)
+    given = {"batch_size": 8, "image_size": 22, "dtype": torch.uint8, "interpolation": "nearest", **options}
+    agree = []
+    for kind, workers in ((FFCVLoader, 2), (TorchLoader, 0)):
+        with kind(tmp_path / "a.beton", workers=workers, **given) as loader:
+            for _ in range(2):
+                images, masks = next(iter(loader))
+                inside = masks != 255
+                bright = images.float().mean(1)[inside] > 80
+                agree.append((bright == (masks[inside] == 1)).float().mean().item())
+    assert min(agree) > (0.85 if "cutout" in options else 0.94)
+
+
+def test_the_ledgers_baseline_trains_on_masks(files: Files) -> None:
+    pipeline = pipeline_of(files).load(
+        *files, batch_size=16, image_size=SIDE, workers=0, loader="torch", scale=(0.5, 1.0)
+    )
+    assert pipeline.fit(epochs=2, progress=False).metrics["miou"] > 0.2
+
+
+def test_a_recipe_a_run_and_its_predictions(files: Files, tmp_path: Path) -> None:
+    pipeline = pipeline_of(files)
+    recipe = pipeline.replace(epochs=1).to_recipe()
+    assert Pipeline.from_recipe(recipe).goal == Segmentation(3)
+    pipeline.fit(epochs=4, out=tmp_path / "run", progress=False)
+    image, mask = scene(5)
+    Image.fromarray(image).save(tmp_path / "scene.png")
+    run = load_run(tmp_path / "run")
+    (row,) = run.predict(tmp_path / "scene.png")
+    assert np.array(row["prediction"]).shape == (SIDE, SIDE)
+    assert set(np.unique(row["prediction"])) <= {0, 1, 2}
+    assert 1 in mask
+
+
+def changed(files: Files, **options: Any) -> Pipeline:
+    return pipeline_of(files).load(*files, batch_size=16, image_size=SIDE, workers=1, **options)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "classes": (lambda f: pipeline_of(f).task(Segmentation(2)), "has 3 classes, but the task has classes=2"),
+    "another task": (lambda f: pipeline_of(f).task(Classification()), "a mask per image, but Classification"),
+    "width": (lambda f: pipeline_of(f).task(Segmentation(4)), r"returns \(2, 3, 24, 24\).*num_classes=4"),
+    "mixing": (lambda f: pipeline_of(f).transform(MixUp(0.2)), "MixUp needs targets that are"),
+    "flips": (lambda f: pipeline_of(f).transform(TestTimeFlip()), "TestTimeFlip needs targets"),
+    "a policy": (lambda f: pipeline_of(f).transform(RandAugment()), "do not follow policy"),
+    "views": (lambda f: changed(f, views=2), "several images of each sample, but Segmentation has masks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused(name: str, files: Files) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(Exception, match=message) as raised:
+        make(files).fit(epochs=1, progress=False)
+    assert type(raised.value).__module__ == "drivetrain.errors"
+
+
+def test_class_indices_without_names_are_looked_at(tmp_path: Path) -> None:
+    pairs = [(scene(seed)[0], scene(seed)[1]) for seed in range(20)]
+    convert(pairs, tmp_path / "a.beton", progress=False)
+    path = str(tmp_path / "a.beton")
+    pipeline = Pipeline(Net, num_classes=2).task(Segmentation(2)).load(path, batch_size=4, image_size=SIDE)
+    with pytest.raises(PlanError, match="has 3 classes, but the task has classes=2"):
+        pipeline.fit(epochs=1, progress=False)
+
+
+def test_names_are_those_of_the_classes(files: Files) -> None:
+    with FFCVLoader(files[0], batch_size=4, image_size=SIDE) as loader:
+        assert (loader.classes, loader.num_classes, loader.has_masks) == (list(CLASSES), 3, True)
