@@ -4,7 +4,7 @@
 # make install      only set up                     make lock   rewrite requirements.txt and requirements-run.txt
 # make wheel        one wheel for all Pythons in dist/, with libjpeg-turbo inside
 # make check        ruff, import layers and mypy    make bench PHOTOS=FOLDER   loading speed on a folder of photographs
-# make bench-peers PHOTOS=FOLDER   the same against DALI, TorchCodec and torchvision
+# make bench-peers PHOTOS=FOLDER   the same against DALI, TorchCodec, torchvision and SPDL
 # make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
 # make fuzz         a million damaged files through the native library, under the sanitizers

@@ -28,7 +28,7 @@ import torch
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton.layout import ALLOCATION, HEADER, MODE_RAW, Field, metadata_dtype, tables_start
 from drivetrain.loaders.beton.manifest import manifest_path, seal, tables_checksum, write_manifest
-from drivetrain.loaders.native.library import library
+from drivetrain.loaders.native.library import MESSAGE, library
 from drivetrain.table import Table
 from measuring import Contender, compare, measure, save
 from one_shot import BATCH, SIDE, our_loader, stock_loader
@@ -58,7 +58,7 @@ def decoding(path: Path, workers: int, share: int) -> Contender:
     beton, pool, core = open_beton(path), ThreadPoolExecutor(workers), library()
 
     def decode(i: int) -> bool:
-        stored, message = beton.stored(i), ctypes.create_string_buffer(200)
+        stored, message = beton.stored(i), ctypes.create_string_buffer(MESSAGE)
         size = int(beton.heights[i]), int(beton.widths[i])
         return int(core.dt_jpeg_check(stored, len(stored), *size, share, message)) == 0
 

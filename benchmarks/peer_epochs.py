@@ -1,6 +1,6 @@
 """One peer's loader, in an environment without Drivetrain; `peers.py` starts it.
 
-    python benchmarks/peer_epochs.py dali|torchcodec|torchvision FOLDER SCALE WORKERS
+    python benchmarks/peer_epochs.py dali|torchcodec|torchvision|spdl FOLDER SCALE WORKERS
 
 For each line on stdin it runs an epoch over the folder (RandomResizedCrop (SCALE, 1) to 224, flip, normalised float32)
 and prints images/s. The first line printed has the versions.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 
 SIDE, BATCH = 224, 64
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-PACKAGES = ("torch", "torchvision", "torchcodec", "nvidia-dali-cuda120")
+PACKAGES = ("torch", "torchvision", "torchcodec", "nvidia-dali-cuda120", "spdl")
 
 
 def dali(folder: str, scale: float, workers: int) -> Callable[[], Iterator[int]]:
@@ -95,7 +97,57 @@ def torchvision(folder: str, scale: float, workers: int) -> Callable[[], Iterato
     return of_torch(folder, scale, workers, None)
 
 
-PEERS = {"dali": dali, "torchcodec": torchcodec, "torchvision": torchvision}
+def crop_box(height: int, width: int, scale: float) -> tuple[int, int, int, int]:
+    """Draw the height, width, top and left of a random resized crop."""
+    for _ in range(10):
+        area = height * width * random.uniform(scale, 1)
+        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < across <= width and 0 < down <= height:
+            return down, across, random.randint(0, height - down), random.randint(0, width - across)
+    return height, width, 0, 0
+
+
+def spdl(folder: str, scale: float, workers: int) -> Callable[[], Iterator[int]]:
+    """SPDL's threads: each decodes a batch, with crop, resize and flip in FFmpeg's filter graph, and normalises it."""
+    import spdl.io
+    import torch
+    from spdl.pipeline import PipelineBuilder
+
+    torch.set_num_threads(1)  # per thread of SPDL
+    files = sorted(str(path) for path in Path(folder).rglob("*.jp*g"))
+    # Of a line of pixels: torch is slower with the three channels as innermost dimension.
+    factors = (1 / (255 * torch.tensor(STD))).repeat(SIDE)
+    summands = (-torch.tensor(MEAN) / torch.tensor(STD)).repeat(SIDE)
+
+    def decode(path: str) -> Any:
+        packets = spdl.io.demux_image(path)
+        down, across, top, left = crop_box(packets.codec.height, packets.codec.width, scale)
+        steps = f"crop={across}:{down}:{left}:{top},scale={SIDE}:{SIDE}:flags=bilinear"
+        steps += ",hflip" * (random.random() < 0.5)
+        graph = spdl.io.get_video_filter_desc(filter_desc=steps, pix_fmt="rgb24")
+        return spdl.io.decode_packets(packets, filter_desc=graph)
+
+    decode(files[0])  # an error here ends the process; in the pipeline it is logged, and the batch left out
+
+    def load(paths: list[str]) -> Any:
+        images = spdl.io.to_torch(spdl.io.convert_frames([decode(path) for path in paths]))
+        lines = torch.mul(images.flatten(2), factors).add_(summands)
+        return lines.unflatten(2, (SIDE, 3)).permute(0, 3, 1, 2)
+
+    def epoch() -> Iterator[int]:
+        shuffled = random.sample(files, len(files))
+        batches = PipelineBuilder().add_source(shuffled).aggregate(BATCH, drop_last=True)
+        loaded = batches.pipe(load, concurrency=workers).add_sink(3)
+        pipeline = loaded.build(num_threads=workers, max_failures=0)
+        with pipeline.auto_stop():
+            for images in pipeline:
+                yield len(images)
+
+    return epoch
+
+
+PEERS = {"dali": dali, "torchcodec": torchcodec, "torchvision": torchvision, "spdl": spdl}
 
 
 def version(package: str) -> str | None:

@@ -5,6 +5,9 @@
 The peers run in processes of their own, in an environment of their own (`--python`), and wait while another measures:
 all are interleaved in each round. RandomResizedCrop (0.25, 1) and (0.08, 1) to 224, flip, normalised float32, on a CPU.
 Writes results/peers.json.
+
+TorchCodec and SPDL load FFmpeg's shared libraries (Debian 12: `apt-get install libavdevice59`); `--peers` leaves them
+out. Slipstream, which reads `.beton` files, too, is not measured: the package index has no package of that name.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from one_shot import BATCH, SIDE
 from loaders import epochs_of, linked
 
 SCALES = (0.25, 0.08)
-PEERS = {"DALI": "dali", "TorchCodec": "torchcodec", "torchvision": "torchvision"}
+PEERS = {"DALI": "dali", "TorchCodec": "torchcodec", "torchvision": "torchvision", "SPDL": "spdl"}
 
 
 class Peer:

@@ -23,6 +23,9 @@ from .image_size import ImageSize
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .sources import Source
 
+_CHUNK = 1 << 20
+"""Bytes that a chunk reads and writes, at least: starting one takes as long as ten images of 32 pixels."""
+
 
 class FFCVLoader(EpochLoader):
     """Load a `.beton` file, or several; samples and pixels do not depend on the number of workers and ranks.
@@ -166,6 +169,7 @@ class FFCVLoader(EpochLoader):
 
     def _make_decoder(self) -> Decoder:
         decoder = Decoder(self.beton, self.settings, self._operations)
+        self._sample_bytes = 3 * self.settings.sample_pixels + int(self.beton.sizes.mean())
         share = (
             -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
             + self._last.joined
@@ -209,7 +213,7 @@ class FFCVLoader(EpochLoader):
                 pending.cancel()
 
     def _submit(self, indices: NDArray[np.int64], epoch: int) -> _Pending:
-        """Start loading a batch, in chunks so small that no worker idles at its end."""
+        """Start loading a batch, in chunks."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
         self.beton.prefetch(indices % len(self.beton))
@@ -217,11 +221,21 @@ class FFCVLoader(EpochLoader):
         images = [self._empty(shape, self._image_dtype) for shape in decoder.shapes(len(indices))]
         targets = decoder.targets.empty(len(indices), self._empty)
         job = decoder.choose(indices, epoch, images, self.indices, targets)
-        step = max(min(-(-len(indices) // (2 * self.workers)), decoder.part), 1)
+        step = self._chunk(len(indices))
         parts = [
             self._pool.submit(decoder.load, job, slice(at, at + step)) for at in range(0, len(indices), step)
         ]
         return _Pending(parts, job)
+
+    def _chunk(self, n: int) -> int:
+        """Return the number of samples in a chunk of a batch of n.
+
+        Chunks are so small that no worker idles at the batch's end. Chunks below `_CHUNK` cost more to start than they
+        gain; they are used only if the batches in preparation would otherwise not have one for each worker.
+        """
+        share = -(-n // (2 * self.workers))
+        least = min(_CHUNK // self._sample_bytes, -(-n * (self._ahead + 1) // self.workers))
+        return max(min(share, self._decoder.part), least, 1)
 
     @property
     def _image_dtype(self) -> torch.dtype:

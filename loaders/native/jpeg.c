@@ -1,72 +1,19 @@
 /* JPEG to pixels with libjpeg-turbo: only the part that is wanted, with errors caught. */
-#include "core.h"
+#include "jpeg_errors.h"
 
-#include <setjmp.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-
-#include <jpeglib.h>
-#include <jerror.h>
-
-/* A progressive file may repeat scans without end, each of which takes time; real ones have about ten. (libjpeg-turbo's
- * own limit in its fuzzers is 500.) */
-#define MOST_SCANS 500
 
 /* One for each picture: libjpeg keeps Huffman and quantisation tables from picture to picture, and a file that lacks its
  * own would be decoded with those of another. */
 typedef struct {
     struct jpeg_decompress_struct jpeg;
-    struct jpeg_error_mgr errors;
-    struct jpeg_progress_mgr progress;
-    jmp_buf escape;
-    int status; /* of the error that was escaped from */
-    char message[JMSG_LENGTH_MAX];
+    dt_jpeg_errors errors;
 } decoder;
-
-static void escape(j_common_ptr jpeg)
-{
-    decoder *d = (decoder *)jpeg->client_data;
-    jpeg->err->format_message(jpeg, d->message);
-    d->status = jpeg->err->msg_code == JERR_OUT_OF_MEMORY ? DT_NO_MEMORY : DT_UNDECODABLE;
-    longjmp(d->escape, 1);
-}
-
-/* Every warning is an error: the pixels after it would be wrong. */
-static void heed(j_common_ptr jpeg, int level)
-{
-    if (level < 0)
-        escape(jpeg);
-}
-
-static void print_nothing(j_common_ptr jpeg) { (void)jpeg; }
-
-static void limit_scans(j_common_ptr jpeg)
-{
-    decoder *d = (decoder *)jpeg->client_data;
-    if (d->jpeg.input_scan_number > MOST_SCANS) {
-        snprintf(d->message, sizeof d->message, "more than %d scans", MOST_SCANS);
-        d->status = DT_UNDECODABLE;
-        longjmp(d->escape, 1);
-    }
-}
-
-/* The caller has set `escape`. */
-static void create(decoder *d)
-{
-    jpeg_create_decompress(&d->jpeg);
-    d->jpeg.progress = &d->progress;
-}
 
 static void prepare(decoder *d)
 {
-    memset(d, 0, sizeof *d);
-    d->jpeg.err = jpeg_std_error(&d->errors);
-    d->errors.error_exit = escape;
-    d->errors.emit_message = heed;
-    d->errors.output_message = print_nothing;
-    d->progress.progress_monitor = limit_scans;
-    d->jpeg.client_data = d;
+    memset(&d->jpeg, 0, sizeof d->jpeg);
+    d->jpeg.err = dt_catch_errors(&d->errors);
 }
 
 /* Read the header and choose how to decode; DT_WRONG_SIZE if the picture does not have `height` × `width` pixels. */
@@ -74,7 +21,8 @@ static int begin(decoder *d, const uint8_t *data, size_t size, int64_t height, i
                  int fast)
 {
     j_decompress_ptr jpeg = &d->jpeg;
-    create(d);
+    jpeg_create_decompress(jpeg);
+    dt_limit_scans(jpeg);
     jpeg_mem_src(jpeg, data, (unsigned long)size);
     jpeg_read_header(jpeg, TRUE);
     if (jpeg->image_height != height || jpeg->image_width != width)
@@ -129,17 +77,17 @@ int dt_decode(const uint8_t *data, size_t size, int64_t height, int64_t width, i
 {
     decoder d;
     prepare(&d);
-    if (setjmp(d.escape)) {
+    if (setjmp(d.errors.escape)) {
         jpeg_destroy_decompress(&d.jpeg);
-        return d.status;
+        return d.errors.status;
     }
-    d.status = begin(&d, data, size, height, width, share, fast);
-    if (d.status == DT_OK) {
+    d.errors.status = begin(&d, data, size, height, width, share, fast);
+    if (d.errors.status == DT_OK) {
         JDIMENSION first = crop(&d.jpeg, wanted);
         size_t stride = (size_t)d.jpeg.output_width * 3;
         uint8_t *pixels = dt_reserve(memory, stride * (size_t)(wanted.bottom - wanted.top));
         if (pixels == NULL)
-            d.status = DT_NO_MEMORY;
+            d.errors.status = DT_NO_MEMORY;
         else {
             read_lines(&d.jpeg, wanted, pixels, stride);
             *image = (dt_image){pixels + 3 * (wanted.left - first), stride, wanted.bottom - wanted.top,
@@ -147,16 +95,16 @@ int dt_decode(const uint8_t *data, size_t size, int64_t height, int64_t width, i
         }
     }
     jpeg_destroy_decompress(&d.jpeg);
-    return d.status;
+    return d.errors.status;
 }
 
 int dt_jpeg_check(const uint8_t *data, size_t size, int64_t height, int64_t width, int share, char *message)
 {
     decoder d;
     prepare(&d);
-    if (!setjmp(d.escape)) {
-        d.status = begin(&d, data, size, height, width, share, 0);
-        if (d.status == DT_OK) {
+    if (!setjmp(d.errors.escape)) {
+        d.errors.status = begin(&d, data, size, height, width, share, 0);
+        if (d.errors.status == DT_OK) {
             jpeg_start_decompress(&d.jpeg);
             JSAMPARRAY rows = d.jpeg.mem->alloc_sarray((j_common_ptr)&d.jpeg, JPOOL_IMAGE, d.jpeg.output_width * 3, 16);
             while (d.jpeg.output_scanline < d.jpeg.output_height)
@@ -165,8 +113,8 @@ int dt_jpeg_check(const uint8_t *data, size_t size, int64_t height, int64_t widt
         }
     }
     jpeg_destroy_decompress(&d.jpeg);
-    memcpy(message, d.message, sizeof d.message);
-    return d.status;
+    snprintf(message, DT_MESSAGE, "%s", d.errors.message);
+    return d.errors.status;
 }
 
 /* The version of libjpeg's interface. */

@@ -1,72 +1,36 @@
 /* Lossless recoding of JPEGs: the same coefficients as baseline JPEG with Huffman tables made for them. */
-#include "core.h"
+#include "jpeg_errors.h"
 
-#include <setjmp.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-
-#include <jpeglib.h>
-#include <jerror.h>
-
-_Static_assert(JMSG_LENGTH_MAX <= DT_MESSAGE, "libjpeg's messages fit");
-
-/* libjpeg-turbo's own limit. Real files have about ten scans; each takes the time of a pass over all coefficients. */
-enum { MOST_SCANS = 500 };
 
 /* Everything of one call, so that nothing is lost when libjpeg jumps out of it. */
 typedef struct {
-    struct jpeg_error_mgr errors; /* first: libjpeg has its address only */
-    struct jpeg_progress_mgr progress;
+    dt_jpeg_errors errors; /* first: libjpeg has its address only */
     struct jpeg_destination_mgr sink;
     struct jpeg_decompress_struct from;
     struct jpeg_compress_struct to;
-    jmp_buf out;
-    int status;
-    char *message;
     uint8_t *bytes;
-    size_t room, limit; /* of `bytes`: now, and at most; one more than the result may have, as libjpeg wants some left */
+    size_t room, limit; /* of `bytes`: now, and at most; one more than the result has, as libjpeg wants some left */
 } recoding;
 
-static _Noreturn void leave(recoding *work, int status, const char *message) {
-    work->status = status;
-    snprintf(work->message, DT_MESSAGE, "%s", message);
-    longjmp(work->out, 1);
-}
-
-/* Handles an error of libjpeg, and a warning as one. */
-static void fail(j_common_ptr info) {
-    recoding *work = (recoding *)info->err;
-    char message[JMSG_LENGTH_MAX];
-    info->err->format_message(info, message);
-    leave(work, info->err->msg_code == JERR_OUT_OF_MEMORY ? DT_NO_MEMORY : DT_UNDECODABLE, message);
-}
-
-static void emit(j_common_ptr info, int level) {
-    if (level < 0) fail(info);
-}
-
-static void output(j_common_ptr info) { (void)info; }
-
-static void count_scans(j_common_ptr info) {
-    recoding *work = (recoding *)info->err;
-    if (work->from.input_scan_number > MOST_SCANS) leave(work, DT_UNDECODABLE, "it has more than 500 scans");
-}
-
 /* The destination: memory that doubles up to the limit. */
-static void start(j_compress_ptr info) {
+static void start(j_compress_ptr info)
+{
     recoding *work = (recoding *)info->err;
     work->sink.next_output_byte = work->bytes;
     work->sink.free_in_buffer = work->room;
 }
 
-static boolean grow(j_compress_ptr info) {
+static boolean grow(j_compress_ptr info)
+{
     recoding *work = (recoding *)info->err;
     size_t used = work->room; /* libjpeg calls this when all of it is full */
-    if (used >= work->limit) leave(work, DT_OK, "");
+    if (used >= work->limit)
+        dt_escape(&work->errors, DT_OK, "");
     size_t room = used > work->limit / 2 ? work->limit : 2 * used;
     uint8_t *bytes = realloc(work->bytes, room);
-    if (bytes == NULL) leave(work, DT_NO_MEMORY, "no memory for the recoded file");
+    if (bytes == NULL)
+        dt_escape(&work->errors, DT_NO_MEMORY, "no memory for the recoded file");
     work->bytes = bytes;
     work->room = room;
     work->sink.next_output_byte = bytes + used;
@@ -77,49 +41,59 @@ static boolean grow(j_compress_ptr info) {
 static void end(j_compress_ptr info) { (void)info; }
 
 /* Refuses what decodes to no picture of the loader's, and what would take too much memory. */
-static void check(recoding *work, uint64_t memory) {
+static void check(recoding *work, uint64_t memory)
+{
     const struct jpeg_decompress_struct *from = &work->from;
     uint64_t needed = 0, high = 1, wide = 1;
-    if (from->data_precision != 8) leave(work, DT_UNDECODABLE, "its samples do not have 8 bits");
+    if (from->data_precision != 8)
+        dt_escape(&work->errors, DT_UNDECODABLE, "its samples do not have 8 bits");
     for (int i = 0; i < from->num_components; i++) {
-        if ((uint64_t)from->comp_info[i].h_samp_factor > wide) wide = (uint64_t)from->comp_info[i].h_samp_factor;
-        if ((uint64_t)from->comp_info[i].v_samp_factor > high) high = (uint64_t)from->comp_info[i].v_samp_factor;
+        if ((uint64_t)from->comp_info[i].h_samp_factor > wide)
+            wide = (uint64_t)from->comp_info[i].h_samp_factor;
+        if ((uint64_t)from->comp_info[i].v_samp_factor > high)
+            high = (uint64_t)from->comp_info[i].v_samp_factor;
     }
     uint64_t columns = (from->image_width + 8 * wide - 1) / (8 * wide);
     uint64_t rows = (from->image_height + 8 * high - 1) / (8 * high);
     for (int i = 0; i < from->num_components; i++) {
         uint64_t h = (uint64_t)from->comp_info[i].h_samp_factor, v = (uint64_t)from->comp_info[i].v_samp_factor;
-        if (wide % h != 0 || high % v != 0) leave(work, DT_UNDECODABLE, "its sampling factors have no whole ratio");
+        if (wide % h != 0 || high % v != 0)
+            dt_escape(&work->errors, DT_UNDECODABLE, "its sampling factors have no whole ratio");
         needed += columns * h * rows * v * sizeof(JBLOCK);
     }
-    if (needed > memory) leave(work, DT_WRONG_SIZE, "its coefficients take more memory than allowed");
+    if (needed > memory)
+        dt_escape(&work->errors, DT_WRONG_SIZE, "its coefficients take more memory than allowed");
 }
 
 /* One scan for each component, where one scan for all would be too large for the format. */
-static void separate_scans(struct jpeg_compress_struct *to, jpeg_scan_info *scans) {
+static void separate_scans(struct jpeg_compress_struct *to, jpeg_scan_info *scans)
+{
     int blocks = 0;
     for (int i = 0; i < to->num_components; i++)
         blocks += to->comp_info[i].h_samp_factor * to->comp_info[i].v_samp_factor;
-    if (to->num_components == 1 || (blocks <= C_MAX_BLOCKS_IN_MCU && to->num_components <= MAX_COMPS_IN_SCAN)) return;
+    if (to->num_components == 1 || (blocks <= C_MAX_BLOCKS_IN_MCU && to->num_components <= MAX_COMPS_IN_SCAN))
+        return;
     for (int i = 0; i < to->num_components; i++)
         scans[i] = (jpeg_scan_info){.comps_in_scan = 1, .component_index = {i}, .Se = DCTSIZE2 - 1};
     to->scan_info = scans;
     to->num_scans = to->num_components;
 }
 
-static void recode(recoding *work, const uint8_t *jpeg, size_t size, uint64_t memory, jpeg_scan_info *scans) {
+static void recode(recoding *work, const uint8_t *jpeg, size_t size, uint64_t memory, jpeg_scan_info *scans)
+{
     struct jpeg_decompress_struct *from = &work->from;
     struct jpeg_compress_struct *to = &work->to;
     jpeg_create_decompress(from);
     jpeg_create_compress(to);
     jpeg_mem_src(from, jpeg, (unsigned long)size);
-    from->progress = &work->progress;
+    dt_limit_scans(from);
     jpeg_read_header(from, TRUE);
     check(work, memory);
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(from);
     jpeg_copy_critical_parameters(from, to);
     /* The marker says how CMYK is meant: with it, readers invert. Others get what their colours need. */
-    if (to->jpeg_color_space == JCS_CMYK) to->write_Adobe_marker = from->saw_Adobe_marker;
+    if (to->jpeg_color_space == JCS_CMYK)
+        to->write_Adobe_marker = from->saw_Adobe_marker;
     to->optimize_coding = TRUE;
     to->arith_code = FALSE;
     separate_scans(to, scans);
@@ -130,30 +104,28 @@ static void recode(recoding *work, const uint8_t *jpeg, size_t size, uint64_t me
 }
 
 DT_API int dt_recode(const uint8_t *jpeg, size_t size, uint64_t memory, size_t most, uint8_t **result,
-                     size_t *result_size, char *message) {
+                     size_t *result_size, char *message)
+{
     *result = NULL;
     *result_size = 0;
     message[0] = 0;
     jpeg_scan_info scans[MAX_COMPONENTS];
     recoding *work = calloc(1, sizeof *work);
-    if (work == NULL) return DT_NO_MEMORY;
-    work->message = message;
+    if (work == NULL)
+        return DT_NO_MEMORY;
     work->limit = most < SIZE_MAX ? most + 1 : most;
     work->room = size < most ? size + 1 : work->limit;
     work->bytes = malloc(work->room);
-    work->from.err = work->to.err = jpeg_std_error(&work->errors);
-    work->errors.error_exit = fail;
-    work->errors.emit_message = emit;
-    work->errors.output_message = output;
-    work->progress.progress_monitor = count_scans;
-    work->sink = (struct jpeg_destination_mgr){
-        .init_destination = start, .empty_output_buffer = grow, .term_destination = end};
+    work->from.err = work->to.err = dt_catch_errors(&work->errors);
+    work->sink.init_destination = start;
+    work->sink.empty_output_buffer = grow;
+    work->sink.term_destination = end;
     if (work->bytes == NULL) {
-        work->status = DT_NO_MEMORY;
+        work->errors.status = DT_NO_MEMORY;
     } else if (size == 0 || size > UINT32_MAX) { /* an unsigned long may have 32 bits */
-        work->status = DT_UNDECODABLE;
-        snprintf(message, DT_MESSAGE, "it has %zu bytes", size);
-    } else if (setjmp(work->out) == 0) {
+        work->errors.status = DT_UNDECODABLE;
+        snprintf(work->errors.message, DT_MESSAGE, "it has %zu bytes", size);
+    } else if (setjmp(work->errors.escape) == 0) {
         recode(work, jpeg, size, memory, scans);
         *result = work->bytes;
         *result_size = work->room - work->sink.free_in_buffer;
@@ -161,7 +133,8 @@ DT_API int dt_recode(const uint8_t *jpeg, size_t size, uint64_t memory, size_t m
     }
     jpeg_destroy_compress(&work->to);
     jpeg_destroy_decompress(&work->from);
-    int status = work->status;
+    int status = work->errors.status;
+    snprintf(message, DT_MESSAGE, "%s", work->errors.message);
     free(work->bytes);
     free(work);
     return status;

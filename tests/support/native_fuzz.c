@@ -218,7 +218,7 @@ static void *work(void *argument)
         int64_t height, width;
         find_size(jpeg.data, jpeg.size, &height, &width);
         if (height > 0 && width > 0 && height * width <= MOST_PIXELS) {
-            char message[200];
+            char message[DT_MESSAGE];
             int status = dt_jpeg_check(jpeg.data, jpeg.size, height, width, 1 << next(4), message);
             if (status == DT_UNDECODABLE && message[0] == 0)
                 fail("an error without a message", number);

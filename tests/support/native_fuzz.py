@@ -18,16 +18,30 @@ NATIVE = Path(__file__).parents[2] / "loaders" / "native"
 SANITIZERS = {"address": ["-fsanitize=address,undefined"], "thread": ["-fsanitize=thread"], "none": []}
 
 
+# Without variants for other processors: sanitizers lack them.
+_COMPILE = [
+    "gcc",
+    "-std=gnu11",
+    "-O1",
+    "-g",
+    "-ffp-contract=off",
+    "-DDT_NO_CLONES",
+    "-fno-sanitize-recover=all",
+]
+
+
 def build(out: Path, sanitizers: Sequence[str]) -> None:
-    """Compile the harness and the native core. The variants for other processors are left out: sanitizers lack them."""
-    sources = [
-        path for path in sorted(NATIVE.glob("*.c")) if path.name != "load.c"
-    ]  # which native_fuzz.c includes
-    command = [
-        "gcc", "-std=gnu11", "-O1", "-g", "-ffp-contract=off", "-DDT_NO_CLONES",
-        *sanitizers, "-fno-sanitize-recover=all",
-        "-o", out, Path(__file__).with_suffix(".c"), *sources, "-ljpeg", "-lm", "-lpthread",
-    ]  # fmt: skip
+    """Compile the harness and the native core."""
+    harness = Path(__file__).with_suffix(".c")  # includes load.c
+    sources = [path for path in sorted(NATIVE.glob("*.c")) if path.name != "load.c"]
+    command = [*_COMPILE, *sanitizers, "-o", out, harness, *sources, "-ljpeg", "-lm", "-lpthread"]
+    subprocess.run(command, check=True, timeout=300)
+
+
+def build_library(out: Path, sanitizers: Sequence[str]) -> None:
+    """Compile the native core as the library that Python loads."""
+    sources = sorted(NATIVE.glob("*.c"))
+    command = [*_COMPILE, *sanitizers, "-shared", "-fPIC", "-o", out, *sources, "-ljpeg", "-lm"]
     subprocess.run(command, check=True, timeout=300)
 
 

@@ -132,7 +132,7 @@ def test_a_file_with_arithmetic_codes_is_read_by_both_loaders(tmp_path: Path) ->
     """Others may write such files; `verify` finds them sound, and so they are."""
     path, fields = tmp_path / "a.beton", [Field("image", "rgb_image"), Field("label", "int")]
     images = [long_arithmetic(), jpeg_bytes(PICTURE, quality=60)]
-    samples = [Sample(Encoded(MODE_JPEG, 64, 48, image, ""), (0,)) for image in images]
+    samples = [Sample(Encoded(MODE_JPEG, 64, 48, image, "", (64, 48)), (0,)) for image in images]
     write_betons([path], samples, len(samples), fields, {"classes": []})
     assert verify(path, progress=False).sound
     assert open_beton(path).image(0).tobytes() == open_beton(path).image(1).tobytes()

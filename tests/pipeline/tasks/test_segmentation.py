@@ -63,7 +63,9 @@ def test_it_is_the_same_on_two_ranks(tmp_path: Path) -> None:
     for strategy, found in launch(on_two_ranks, both, devices=2)[0].items():
         for one, other in zip(alone, found, strict=True):
             assert other[:2] == pytest.approx(one[:2], abs=5e-6), strategy
-            assert other[2:] == pytest.approx(one[2:], abs=1e-3), strategy  # a pixel or two between two classes
+            assert other[2:] == pytest.approx(one[2:], abs=1e-3), (
+                strategy
+            )  # a pixel or two between two classes
 
 
 def test_it_resumes_bit_for_bit(files: Files, tmp_path: Path) -> None:
