@@ -302,7 +302,8 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Its lines one after another, on small data; then the task of one's own that it defines."""
     monkeypatch.chdir(tmp_path)
     pictures = images(32, 1)
-    names: dict[str, Any] = {"images": pictures, "labels": vectors(pictures)}
+    masks = (pictures[..., 0] > 90).astype(np.uint8)
+    names: dict[str, Any] = {"images": pictures, "labels": vectors(pictures), "masks": masks}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/tasks.md").read_text(), re.DOTALL):
         exec(block, names)
     assert set(names["result"].metrics) == {"val_loss", "map", "f1"}
