@@ -76,7 +76,7 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
             beton.require_unchanged(index)
         image = beton.image(index)
         if self.masks is not None:
-            mask = tv_tensors.Mask(torch.from_numpy(self.masks(index)))
+            mask = tv_tensors.Mask(torch.from_numpy(self.masks(index).copy()))
             image, mask = (image, mask) if self.transform is None else self.transform(image, mask)
             return image, mask.as_subclass(torch.Tensor)
         label = beton.read(beton.label_name, np.array([index]))[0]

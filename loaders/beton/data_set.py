@@ -182,10 +182,10 @@ class BetonFiles:
         one, own = self._at(index)
         return one.image(own)
 
-    def mask(self, name: str, index: int) -> NDArray[Any]:
+    def mask(self, name: str, index: int, rows: int | None = None) -> NDArray[Any]:
         """Return a sample's mask, `(H, W)`; see `Beton.mask`."""
         one, own = self._at(index)
-        return one.mask(name, own)
+        return one.mask(name, own, rows)
 
     def sample_error(self, index: int, reason: str) -> BetonError:
         """Return the error for an unusable sample."""

@@ -241,8 +241,10 @@ class Beton:
             )
         return image
 
-    def mask(self, name: str, index: int) -> NDArray[Any]:
+    def mask(self, name: str, index: int, rows: int | None = None) -> NDArray[Any]:
         """Return a sample's mask, `(H, W)` uint8 or uint16, read-only: a class index per pixel of its image.
+
+        With `rows`, it may end after so many rows.
 
         Raises:
             BetonError: if it cannot be decoded, or its size is not the image's.
@@ -252,7 +254,7 @@ class Beton:
             raise BetonError(f"{self.path} has no mask {name!r}.{suggest(name, known)}")
         stored = self._stored(self.columns[name], index)
         try:
-            return decode_mask(stored, int(self.heights[index]), int(self.widths[index]))
+            return decode_mask(stored, int(self.heights[index]), int(self.widths[index]), rows)
         except ValueError as error:
             raise self.sample_error(index, f"its mask {name!r}: {error}") from None
 

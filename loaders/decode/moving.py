@@ -42,6 +42,11 @@ class Motion:
     flip: bool
     shifts: bool
 
+    @property
+    def rows(self) -> int | None:
+        """How many rows of the stored image, from its top, the crop needs; None: all."""
+        return None if self.shifts else self.box[0] + self.box[2]
+
     def mask(self, mask: NDArray[Any]) -> NDArray[Any]:
         """Return class indices `(h, w)` as `(H, W)`: the nearest ones, and 255 where there is no image."""
         rows, columns = (self._line(axis) for axis in range(2))
@@ -126,7 +131,7 @@ class Masks:
         Raises:
             BetonError: if it cannot be read, or does not fit into the dtype.
         """
-        mask = self._beton.mask(self._name, index)
+        mask = self._beton.mask(self._name, index, None if motion is None else motion.rows)
         moved = mask if motion is None else motion.mask(mask)
         if self.dtype == torch.int32:
             return moved.astype(np.int32)
@@ -136,7 +141,7 @@ class Masks:
                 f"its mask {self._name!r} has the class index {moved.max()}, but the first sample's has 8 bits per "
                 "pixel. Convert the data with classes=, one name per class index",
             )
-        return moved.astype(np.uint8)
+        return moved.astype(np.uint8, copy=False)
 
 
 class MovingTargets:

@@ -164,3 +164,29 @@ def test_boxes_and_keypoints() -> None:
 def test_what_are_not_boxes(kind: str, values: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         coordinates(kind, values)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 30), (64, 65), (300, 2)])
+def test_lines_with_and_without_filters_are_read_alike(shape: tuple[int, int]) -> None:
+    """Pillow filters grey lines, and not those with a palette; only the latter are read without it."""
+    indices = (np.add.outer(np.arange(shape[0]) * 3, np.arange(shape[1])) % 256).astype(np.uint8)
+    grey = io.BytesIO()
+    Image.fromarray(indices).save(grey, "PNG")
+    for stored in (encode_mask(indices), grey.getvalue()):
+        assert np.array_equal(decode_mask(stored, *shape), indices)
+        for rows in {1, shape[0] // 2 + 1, shape[0]}:
+            assert np.array_equal(decode_mask(stored, *shape, rows)[:rows], indices[:rows])
+
+
+def test_lines_in_several_chunks_too_few_and_damaged() -> None:
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 3, 2, 8, 0, 0, 0, 0))
+    lines = zlib.compress(bytes([0, 1, 2, 3, 0, 4, 5, 6]))
+
+    def file(*parts: bytes) -> bytes:
+        chunks = b"".join(chunk(b"IDAT", part) for part in parts)
+        return b"\x89PNG\r\n\x1a\n" + header + chunks + chunk(b"IEND", b"")
+
+    assert decode_mask(file(lines[:5], lines[5:]), 2, 3).tolist() == [[1, 2, 3], [4, 5, 6]]
+    for wrong in (lines[:9], b"", b"no zlib", zlib.compress(bytes(4))):
+        with pytest.raises(ValueError, match="its PNG (cannot be decoded|ends after 0 of 2 rows)"):
+            decode_mask(file(wrong), 2, 3)
