@@ -7,7 +7,7 @@
 # make bench-peers PHOTOS=FOLDER   the same against DALI, TorchCodec, torchvision and SPDL
 # make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
-# make fuzz         a million damaged files through the native library, under the sanitizers
+# make fuzz         a million damaged files through the native library, under the sanitizers; ten million images for leaks
 # make notebooks    run the notebooks, and keep their outputs in them (NOTEBOOKS=… selects some)
 # make clean        remove what the other targets have created, except runs/
 
@@ -106,7 +106,8 @@ bench-peers: install
 
 fuzz: install
 	$(BIN)/python tests/support/native_fuzz.py --kind address
-	$(BIN)/python tests/support/native_fuzz.py --kind thread --executions 200000
+	$(BIN)/python tests/support/native_fuzz.py --kind thread
+	$(BIN)/python tests/support/native_fuzz.py --kind leaks
 
 gpu: install
 	$(BIN)/python .ci/gpu/run.py $(if $(PHOTOS),--photos "$(PHOTOS)")

@@ -1,14 +1,16 @@
 /* Feeds damaged JPEGs and tables to the native core, compiled with sanitizers; see native_fuzz.py, which builds and runs it.
  *
- *     fuzz CORPUS SEED EXECUTIONS THREADS
+ *     fuzz CORPUS SEED EXECUTIONS THREADS ROUNDS
  *
- * Each execution takes a file of the corpus, damages it, and decodes it as a whole, and in part, at a random scale. What
- * decodes as a whole must decode in part, and to the same bytes.
+ * Each execution takes a file of the corpus, damages it or not, and loads it. Some also decode it as a whole, and in part,
+ * at a random scale, and recode it. What decodes as a whole must decode in part, and recoded, and to the same bytes.
+ * After each round its threads end and release their memory; what the process still has is printed.
  */
 #define _GNU_SOURCE
 #include "../../loaders/native/load.c" /* its types are its own */
 
 #include <dirent.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <sys/mman.h>
@@ -73,8 +75,8 @@ static size_t damage(uint8_t *data, size_t size)
     return size;
 }
 
-/* The size that the first frame header claims, as a `.beton` would; sometimes another one. */
-static void find_size(const uint8_t *data, size_t size, int64_t *height, int64_t *width)
+/* The size that the first frame header claims, as a `.beton` would; otherwise any. Returns its marker, or 0. */
+static int find_size(const uint8_t *data, size_t size, int64_t *height, int64_t *width)
 {
     *height = *width = 1 + (int64_t)next(80);
     for (size_t at = 2; at + 9 < size; at++)
@@ -82,8 +84,9 @@ static void find_size(const uint8_t *data, size_t size, int64_t *height, int64_t
             data[at + 1] != 0xCC) {
             *height = data[at + 5] << 8 | data[at + 6];
             *width = data[at + 7] << 8 | data[at + 8];
-            return;
+            return data[at + 1];
         }
+    return 0;
 }
 
 static void fail(const char *what, int64_t number)
@@ -125,6 +128,30 @@ static int compare(const file *jpeg, int64_t height, int64_t width, dt_buffer *m
     return 1;
 }
 
+/* Recode a JPEG. If it decodes, what it becomes decodes to the same bytes, unless it was progressive: where scans are
+ * missing, libjpeg smooths. */
+static void recode(const file *jpeg, int frame, int64_t height, int64_t width, dt_buffer *memory, int64_t number)
+{
+    uint8_t *result;
+    size_t size;
+    char message[DT_MESSAGE];
+    int status = dt_recode(jpeg->data, jpeg->size, 1 << 24, next(4) ? SIZE_MAX : next(4096), &result, &size, message);
+    if (status != DT_OK && (result != NULL || message[0] == 0))
+        fail("not recoded, without a reason", number);
+    if (result == NULL)
+        return;
+    dt_region all = {0, 0, height, width};
+    dt_image before, after;
+    if (dt_decode(jpeg->data, jpeg->size, height, width, 1, 0, all, &memory[0], &before) == DT_OK) {
+        if (dt_decode(result, size, height, width, 1, 0, all, &memory[1], &after) != DT_OK)
+            fail("what was recoded does not decode", number);
+        for (int64_t y = 0; frame != 0xC2 && y < height; y++)
+            if (memcmp(before.data + (size_t)y * before.stride, after.data + (size_t)y * after.stride, 3 * (size_t)width))
+                fail("what was recoded has other pixels", number);
+    }
+    dt_free(result);
+}
+
 enum { VIEWS = 3 };
 
 /* What is drawn for the views of a sample, which may be anything. */
@@ -135,12 +162,17 @@ typedef struct {
     uint8_t flips[VIEWS];
 } drawn;
 
-/* Draw the `views` of `settings`; the picture has the output's size if they are shifted. */
-static dt_choices draw(drawn *to, const dt_settings *settings, int views)
+/* Draw the `views` of `settings`; the picture has the output's size if they are shifted. With a `height`, crops lie in it. */
+static dt_choices draw(drawn *to, const dt_settings *settings, int views, int64_t height, int64_t width)
 {
     for (int view = 0; view < views; view++) {
+        int64_t *box = to->boxes + 4 * view;
         for (int k = 0; k < 4; k++)
-            to->boxes[4 * view + k] = (int64_t)next(next(16) ? 320 : INT64_MAX) - (int64_t)next(2) * 8;
+            box[k] = (int64_t)next(next(16) ? 320 : INT64_MAX) - (int64_t)next(2) * 8;
+        if (height > 0) {
+            box[0] = (int64_t)next((uint64_t)height), box[2] = 1 + (int64_t)next((uint64_t)(height - box[0]));
+            box[1] = (int64_t)next((uint64_t)width), box[3] = 1 + (int64_t)next((uint64_t)(width - box[1]));
+        }
         if (settings->method == SHIFT)
             to->boxes[4 * view] = (int64_t)next(9) - 4, to->boxes[4 * view + 1] = (int64_t)next(9) - 4;
         uint64_t height = (uint64_t)settings->height, width = (uint64_t)settings->width;
@@ -164,8 +196,9 @@ static dt_choices draw(drawn *to, const dt_settings *settings, int views)
                         next(2) ? to->places : NULL};
 }
 
-/* Load a sample of a `.beton` whose tables say anything, in one group of views or two. */
-static void load_anything(dt_workspace *workspace, int descriptor)
+/* Load a sample of a `.beton`, in one group of views or two. Its tables describe the JPEG of `size` bytes at its beginning,
+ * or raw pixels, or contain anything. Returns whether it was loaded. */
+static int load_anything(dt_workspace *workspace, int descriptor, int64_t height, int64_t width, size_t size)
 {
     int32_t descriptors[] = {descriptor}, modes[] = {(int32_t)next(2)}, status = -1;
     uint16_t widths[] = {(uint16_t)next(next(8) ? 300 : 65536)}, heights[] = {(uint16_t)next(next(8) ? 300 : 65536)};
@@ -178,26 +211,34 @@ static void load_anything(dt_workspace *workspace, int descriptor)
     int32_t method = (int32_t)next(5), dtype = (int32_t)next(3);
     dt_settings settings[] = {{24, 20, method, dtype, factors, summands, table, 5, {1, 2, 3}},
                               {8, 12, method == SHIFT ? 0 : method, dtype, factors, summands, table, 5, {1, 2, 3}}};
+    int64_t inside = 0;
     if (method == SHIFT)
         heights[0] = 24, widths[0] = 20;
+    else if (next(4) && height > 0 && width > 0 && height * width <= MOST_PIXELS) {
+        modes[0] = height * width * 3 <= LARGEST && next(4) == 0;
+        heights[0] = (uint16_t)height, widths[0] = (uint16_t)width;
+        pointers[0] = 0, sizes[0] = modes[0] ? LARGEST : size;
+        inside = height;
+    }
     static _Thread_local drawn memory[2];
     dt_views groups[2];
     dt_choices choices[2];
     for (int k = 0; k < 2; k++) {
         int views = 1 + (int)next(VIEWS);
-        choices[k] = draw(&memory[k], &settings[k], views);
+        choices[k] = draw(&memory[k], &settings[k], views, inside, width);
         groups[k] = (dt_views){&settings[k], &choices[k], views, memory[k].images};
     }
     dt_load(workspace, &samples, indices, 1, groups, 1 + (int64_t)next(2), next(2) ? &crc : NULL, &status);
     if (status < DT_OK || status > DT_NO_MEMORY)
         fail("a sample without a status", 0);
+    return status == DT_OK;
 }
 
 typedef struct {
     const file *files;
     size_t known;
     uint64_t seed;
-    int64_t executions, decoded;
+    int64_t executions, decoded, loaded;
 } share;
 
 static void *work(void *argument)
@@ -206,8 +247,10 @@ static void *work(void *argument)
     state = own->seed * 2 + 1;
     dt_buffer memory[2] = {{0}, {0}};
     dt_workspace *workspace = dt_workspace_new();
-    uint8_t *data = malloc(LARGEST);
+    uint8_t *data = calloc(1, LARGEST);
     int descriptor = memfd_create("beton", 0);
+    if (pwrite(descriptor, data, LARGEST, 0) != LARGEST)
+        fail("no memory for a file", 0);
     for (int64_t number = 0; number < own->executions; number++) {
         const file *sound = &own->files[next(own->known)];
         memcpy(data, sound->data, sound->size);
@@ -216,19 +259,18 @@ static void *work(void *argument)
         jpeg.data = malloc(jpeg.size);
         memcpy(jpeg.data, data, jpeg.size);
         int64_t height, width;
-        find_size(jpeg.data, jpeg.size, &height, &width);
-        if (height > 0 && width > 0 && height * width <= MOST_PIXELS) {
+        int frame = find_size(jpeg.data, jpeg.size, &height, &width);
+        if (next(4) == 0 && height > 0 && width > 0 && height * width <= MOST_PIXELS) {
             char message[DT_MESSAGE];
             int status = dt_jpeg_check(jpeg.data, jpeg.size, height, width, 1 << next(4), message);
             if (status == DT_UNDECODABLE && message[0] == 0)
                 fail("an error without a message", number);
             own->decoded += compare(&jpeg, height, width, memory, number);
+            recode(&jpeg, frame, height, width, memory, number);
         }
-        if (number % 16 == 0) {
-            if (pwrite(descriptor, data, LARGEST, 0) != LARGEST)
-                fail("the disk is full", number);
-            load_anything(workspace, descriptor);
-        }
+        if (pwrite(descriptor, jpeg.data, jpeg.size, 0) != (ssize_t)jpeg.size)
+            fail("no memory for a file", number);
+        own->loaded += load_anything(workspace, descriptor, height, width, jpeg.size);
         free(jpeg.data);
     }
     close(descriptor);
@@ -239,32 +281,52 @@ static void *work(void *argument)
     return NULL;
 }
 
+/* Print what is allocated, and what the process has in memory, in bytes. (A sanitizer's allocator reports nothing.) */
+static void print_memory(int64_t executions)
+{
+    struct mallinfo2 all = mallinfo2();
+    long pages = 0;
+    FILE *usage = fopen("/proc/self/statm", "r");
+    if (usage == NULL || fscanf(usage, "%*s %ld", &pages) != 1)
+        fail("no /proc", 0);
+    fclose(usage);
+    printf("%lld executions: %zu bytes allocated, %ld resident\n", (long long)executions, all.uordblks + all.hblkhd,
+           pages * sysconf(_SC_PAGESIZE));
+    fflush(stdout);
+}
+
 int main(int count, char **arguments)
 {
     static file files[MOST_FILES];
     static share shares[MOST_THREADS];
     pthread_t threads[MOST_THREADS];
-    if (count != 5)
+    if (count != 6)
         return 2;
     size_t known = read_corpus(arguments[1], files);
-    int64_t executions = strtoll(arguments[3], NULL, 10), total = 0, decoded = 0;
-    int workers = atoi(arguments[4]);
-    if (known == 0 || workers < 1 || workers > MOST_THREADS)
+    int64_t executions = strtoll(arguments[3], NULL, 10), total = 0, decoded = 0, loaded = 0;
+    int workers = atoi(arguments[4]), rounds = atoi(arguments[5]);
+    if (known == 0 || workers < 1 || workers > MOST_THREADS || rounds < 1)
         return 2;
-    for (int i = 0; i < workers; i++) {
-        shares[i] = (share){files, known, strtoull(arguments[2], NULL, 10) * MOST_THREADS + (uint64_t)i,
-                            executions / workers, 0};
-        pthread_create(&threads[i], NULL, work, &shares[i]);
-    }
-    for (int i = 0; i < workers; i++) {
-        pthread_join(threads[i], NULL);
-        total += shares[i].executions;
-        decoded += shares[i].decoded;
+    print_memory(0);
+    for (int round = 0; round < rounds; round++) {
+        for (int i = 0; i < workers; i++) {
+            uint64_t seed = (strtoull(arguments[2], NULL, 10) * (uint64_t)rounds + (uint64_t)round) * MOST_THREADS;
+            shares[i] = (share){files, known, seed + (uint64_t)i, executions / workers / rounds, 0, 0};
+            pthread_create(&threads[i], NULL, work, &shares[i]);
+        }
+        for (int i = 0; i < workers; i++) {
+            pthread_join(threads[i], NULL);
+            total += shares[i].executions;
+            decoded += shares[i].decoded;
+            loaded += shares[i].loaded;
+        }
+        print_memory(total);
     }
     for (size_t i = 0; i < MOST_FILES; i++)
         free(files[i].data);
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    printf("%lld executions, %lld decoded, %ld KiB\n", (long long)total, (long long)decoded, usage.ru_maxrss);
+    printf("%lld executions, %lld decoded, %lld loaded, %ld KiB\n", (long long)total, (long long)decoded, (long long)loaded,
+           usage.ru_maxrss);
     return 0;
 }

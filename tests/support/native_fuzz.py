@@ -1,21 +1,55 @@
-"""Builds native_fuzz.c with sanitizers and runs it on small JPEGs: `make fuzz`, and shorter in the tests."""
+"""Builds native_fuzz.c and runs it on small JPEGs: `make fuzz`, and shorter in the tests.
+
+    native_fuzz.py [--kind address|thread|leaks] [--executions N] [--seed 0] [--threads 2]
+
+`address` and `thread` are sanitizers. `leaks` is without one, for as many calls as ten million loaded images take: what
+the process has allocated after a hundredth of them must be what it has in the end, byte for byte.
+"""
 
 from __future__ import annotations
 
 import argparse
 import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 NATIVE = Path(__file__).parents[2] / "loaders" / "native"
-SANITIZERS = {"address": ["-fsanitize=address,undefined"], "thread": ["-fsanitize=thread"], "none": []}
+FLAGS = {"address": ["-fsanitize=address,undefined"], "thread": ["-fsanitize=thread"], "leaks": ["-O2"]}
+EXECUTIONS = {"address": 1_000_000, "thread": 200_000, "leaks": 28_000_000}
+GROWTH = 16 << 20
+"""Bytes by which the memory that the system counts may grow without a leak: the allocator keeps what it gets back."""
+
+
+@dataclass
+class Result:
+    """Number of executions, of pictures decoded as a whole, and of samples loaded; and the bytes that the process has
+    allocated, and in memory, at first and after each round, when nothing is in use.
+    """
+
+    executions: int
+    decoded: int
+    loaded: int
+    allocated: list[int]
+    resident: list[int]
+
+    @property
+    def leaked(self) -> int:
+        """Bytes allocated since the first round, which allocates what threads keep."""
+        return self.allocated[-1] - self.allocated[1]
+
+    @property
+    def grown(self) -> int:
+        """Bytes of memory that the system has given since."""
+        return self.resident[-1] - self.resident[1]
 
 
 # Without variants for other processors: sanitizers lack them.
@@ -30,18 +64,18 @@ _COMPILE = [
 ]
 
 
-def build(out: Path, sanitizers: Sequence[str]) -> None:
+def build(out: Path, flags: Sequence[str]) -> None:
     """Compile the harness and the native core."""
     harness = Path(__file__).with_suffix(".c")  # includes load.c
     sources = [path for path in sorted(NATIVE.glob("*.c")) if path.name != "load.c"]
-    command = [*_COMPILE, *sanitizers, "-o", out, harness, *sources, "-ljpeg", "-lm", "-lpthread"]
+    command = [*_COMPILE, *flags, "-o", out, harness, *sources, "-ljpeg", "-lm", "-lpthread"]
     subprocess.run(command, check=True, timeout=300)
 
 
-def build_library(out: Path, sanitizers: Sequence[str]) -> None:
+def build_library(out: Path, flags: Sequence[str]) -> None:
     """Compile the native core as the library that Python loads."""
     sources = sorted(NATIVE.glob("*.c"))
-    command = [*_COMPILE, *sanitizers, "-shared", "-fPIC", "-o", out, *sources, "-ljpeg", "-lm"]
+    command = [*_COMPILE, *flags, "-shared", "-fPIC", "-o", out, *sources, "-ljpeg", "-lm"]
     subprocess.run(command, check=True, timeout=300)
 
 
@@ -63,8 +97,8 @@ def write_corpus(folder: Path) -> None:
             (folder / f"{height}-{width}-{number}.jpg").write_bytes(file.getvalue())
 
 
-def run(kind: str, executions: int, seed: int, threads: int, folder: Path) -> str:
-    """Build and run the harness in `folder`; return what it prints.
+def run(kind: str, executions: int, seed: int, threads: int, folder: Path, rounds: int = 1) -> Result:
+    """Build and run the harness in `folder`.
 
     Raises:
         subprocess.CalledProcessError: if a sanitizer complains, or a part of a picture differs from the whole.
@@ -72,28 +106,47 @@ def run(kind: str, executions: int, seed: int, threads: int, folder: Path) -> st
     corpus, program = folder / "corpus", folder / f"fuzz-{kind}"
     corpus.mkdir(exist_ok=True)
     write_corpus(corpus)
-    build(program, SANITIZERS[kind])
+    build(program, FLAGS[kind])
     # Sizes in damaged tables may ask for more memory than there is: the core must notice, and not the sanitizer.
     environment = os.environ | {"ASAN_OPTIONS": "allocator_may_return_null=1"}
     done = subprocess.run(
-        [program, corpus, str(seed), str(executions), str(threads)],
+        [program, corpus, *map(str, (seed, executions, threads, rounds))],
         env=environment, capture_output=True, text=True, check=False, timeout=36_000,
     )  # fmt: skip
     if done.returncode:
         print(done.stderr[-4000:], file=sys.stderr)
         done.check_returncode()
-    return done.stdout.strip()
+    *memory, counts = (
+        [int(number) for number in re.findall(r"\d+", line)] for line in done.stdout.splitlines()
+    )
+    return Result(*counts[:3], *([line[column] for line in memory] for column in (1, 2)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=SANITIZERS, default="address")
-    parser.add_argument("--executions", type=int, default=1_000_000)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", choices=FLAGS, default="address")
+    parser.add_argument("--executions", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    executions = options.executions or EXECUTIONS[options.kind]
+    rounds = 100 if options.kind == "leaks" else 1
     with tempfile.TemporaryDirectory() as folder:
-        print(run(options.kind, options.executions, options.seed, options.threads, Path(folder)))
+        result = run(options.kind, executions, options.seed, options.threads, Path(folder), rounds)
+    print(
+        f"{result.executions:,} executions, {result.decoded:,} decoded as a whole, {result.loaded:,} loaded"
+    )
+    if options.kind == "leaks":
+        print(
+            f"allocated after the first round {result.allocated[1]:,} bytes, and in the end {result.allocated[-1]:,}"
+        )
+        print(
+            f"resident after the first round {result.resident[1]:,} bytes, and in the end {result.resident[-1]:,}"
+        )
+        if result.leaked or result.grown > GROWTH:
+            raise SystemExit("Memory is lost.")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ PROGRAM = Path(native_fuzz.__file__).with_name("loader_races.py")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the library, and a file of 96 photographs."""
     made = tmp_path_factory.mktemp("races")
-    native_fuzz.build_library(made / "libdrivetrain.so", native_fuzz.SANITIZERS["thread"])
+    native_fuzz.build_library(made / "libdrivetrain.so", native_fuzz.FLAGS["thread"])
     jpeg_beton(made / "photos.beton", 32)
     return made
 
