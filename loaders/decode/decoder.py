@@ -167,6 +167,11 @@ class Decoder:
         self._beton, self._settings = beton, settings
         self._core = library.library()
         self.targets = MovingTargets(beton, settings)
+        if operations and self.targets.kinds:
+            raise DataError(
+                f"The targets {', '.join(self.targets.kinds)} do not follow FFCV's operations, which may move pixels. "
+                "Leave operations= out."
+            )
         self._groups, first = list[_Group](), 0
         for views, own in settings.groups:
             self._groups.append(_Group(own, first, views, operations))
@@ -273,10 +278,7 @@ class Decoder:
                 self._load(workspace, other, slice(0, 1))
             except BetonError:
                 continue
-            for (
-                name,
-                values,
-            ) in targets.items():  # a part of a tensor is the same memory, but of a list a copy
+            for name, values in targets.items():  # of a tensor in the same memory, of a list in a copy
                 job.targets[name][place] = values[0]
             job.replaced.append(int(job.indices[place]))
             job.indices[place] = number

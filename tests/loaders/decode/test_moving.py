@@ -238,6 +238,11 @@ def test_what_targets_do_not_follow_is_refused(file: Path, options: Any, message
         FFCVLoader(file, batch_size=2, image_size=24, **options)
 
 
+def test_operations_of_ffcv_are_refused(file: Path) -> None:
+    with pytest.raises(DataError, match="do not follow FFCV's operations"):
+        FFCVLoader(file, batch_size=2, image_size=24, operations=[object()])
+
+
 def test_points_do_not_follow_reflected_edges(tmp_path: Path) -> None:
     samples = [(picture(n, 12, 12), n, [[1.0, 2.0]]) for n in range(4)]
     path = tmp_path / "a.beton"

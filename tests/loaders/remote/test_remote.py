@@ -92,6 +92,18 @@ def test_torchs_loader_reads_it_too(server: RangeServer, folder: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
+def test_masks_and_boxes_come_with_their_images(server: RangeServer, tmp_path: Path) -> None:
+    images = np.random.default_rng(1).integers(0, 256, (12, 40, 50, 3), dtype=np.uint8)
+    samples = [(image, image[..., 0] % 5, [[1, 2, 30, 20 + n]]) for n, image in enumerate(images)]
+    local = tmp_path / "served" / "masks.beton"
+    convert(samples, local, fields={"boxes": "boxes"}, progress=False)
+    options = {**OPTIONS, "batch_size": 12, "fields": ("boxes",)}
+    with FFCVLoader(server.address("masks.beton"), **options) as far, FFCVLoader(local, **options) as near:
+        (_, masks, boxes), (_, expected, known) = next(iter(far)), next(iter(near))
+    assert torch.equal(masks, expected)
+    assert all(torch.equal(one, other) for one, other in zip(boxes, known, strict=True))
+
+
 def test_worker_processes_share_the_copy(server: RangeServer, folder: Path) -> None:
     options = OPTIONS | {"dtype": torch.float32, "train": False}
     local = epochs(TorchLoader(folder / "train.beton", **options), 1)
