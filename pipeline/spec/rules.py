@@ -242,6 +242,11 @@ def _views(spec: PipelineSpec) -> None:
             f"views={views} makes several images of each sample, but {type(task).__name__} has {task.kind} of one. "
             "Leave views out, or pass task(Contrastive())."
         )
+    if task.kind == "views" and spec.data is not None and spec.data.batch_size < 2:
+        raise PlanError(
+            f"batch_size={spec.data.batch_size} has no other image that {type(task).__name__} could compare with. Use "
+            "a larger batch_size."
+        )
     if task.kind == "views" and spec.distributed.accumulate > 1:
         raise PlanError(
             f"With accumulate={spec.distributed.accumulate}, {type(task).__name__} would compare images only with "

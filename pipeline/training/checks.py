@@ -119,12 +119,26 @@ def check_output(
             loss_of_model(each, two)
         if wrong := loss_mismatch(model, task.kind):
             raise PlanError(wrong)
-    for mode, each in (("", output), ("", judged), ("In training mode: ", trained)):
+    for mode, each, side in (
+        ("", output, data.eval_size), ("", judged, data.eval_size), ("In training mode: ", trained, size)
+    ):  # fmt: skip
         if wrong := task.output_error(
             loss_and_metric_inputs(task, each)[1], width, str(files_of(data.train))
         ):
             raise PlanError(f"{mode}{wrong}")
+        if wrong := _resolution(task, loss_and_metric_inputs(task, each)[1], height_width(side)):
+            raise PlanError(f"{mode}{wrong}")
     return loss_and_metric_inputs(task, judged)
+
+
+def _resolution(task: Task, outputs: Any, size: tuple[int, int]) -> str:
+    """Return why outputs per pixel are not those of images of this size; "" if they are, or the task has no masks."""
+    if task.kind != "masks" or task.loss_in_model or tuple(outputs.shape[2:]) == size:
+        return ""
+    return (
+        f"The model returns logits for {' × '.join(map(str, outputs.shape[2:]))} pixels of images of "
+        f"{' × '.join(map(str, size))}. Let it end with torch.nn.functional.interpolate(logits, images.shape[2:])."
+    )
 
 
 def _further(inputs: Mapping[str, torch.Tensor]) -> str:

@@ -113,6 +113,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "makes images of several sizes",
     ),
     "microbatches": (lambda p, _: p.distribute("single", accumulate=2), "those of their microbatch"),
+    "nothing to compare with": (
+        lambda p, f: p.load(f[0], batch_size=1, image_size=SIDE, views=2), "batch_size=1 has no other image"
+    ),
     "mixing": (lambda p, _: p.task(Views()).transform(MixUp(0.2)), "needs targets|changes batches"),
     "evaluation": (
         lambda p, f: p.load(*f, batch_size=32, image_size=SIDE, views=2), "no labels to evaluate on"

@@ -16,6 +16,7 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import CutOut, MixUp, ProgressiveResizing, RandAugment, TestTimeFlip
 from PIL import Image
 from segmentation_jobs import CLASSES, SIDE, VAL, Files, Net, history, on_two_ranks, pipeline_of, scene, write
+from torch import nn
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "classes": (lambda f: pipeline_of(f).task(Segmentation(2)), "has 3 classes, but the task has classes=2"),
     "another task": (lambda f: pipeline_of(f).task(Classification()), "a mask per image, but Classification"),
     "width": (lambda f: pipeline_of(f).task(Segmentation(4)), r"returns \(2, 3, 24, 24\).*num_classes=4"),
+    "resolution": (
+        lambda f: pipeline_of(f).replace(model=nn.Conv2d(3, 3, 3, stride=2), model_options={}),
+        "returns logits for 11 × 11 pixels of images of 24 × 24",
+    ),
     "mixing": (lambda f: pipeline_of(f).transform(MixUp(0.2)), "MixUp needs targets that are"),
     "flips": (lambda f: pipeline_of(f).transform(TestTimeFlip()), "TestTimeFlip needs targets"),
     "a policy": (lambda f: pipeline_of(f).transform(RandAugment()), "do not follow policy"),
