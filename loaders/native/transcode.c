@@ -65,6 +65,19 @@ static void check(recoding *work, uint64_t memory)
         dt_escape(&work->errors, DT_WRONG_SIZE, "its coefficients take more memory than allowed");
 }
 
+/* Refuse a progressive picture without all bits of its low frequencies: decoders smooth it, but not its baseline copy.
+ * libjpeg's smoothing looks at the first ten coefficients, in zigzag order. */
+static void check_scans(recoding *work)
+{
+    const struct jpeg_decompress_struct *from = &work->from;
+    if (from->coef_bits == NULL)
+        return;
+    for (int i = 0; i < from->num_components; i++)
+        for (int k = 0; k < 10; k++)
+            if (from->coef_bits[i][k] != 0)
+                dt_escape(&work->errors, DT_UNDECODABLE, "scans are missing");
+}
+
 /* One scan for each component, where one scan for all would be too large for the format. */
 static void separate_scans(struct jpeg_compress_struct *to, jpeg_scan_info *scans)
 {
@@ -90,6 +103,7 @@ static void recode(recoding *work, const uint8_t *jpeg, size_t size, uint64_t me
     jpeg_read_header(from, TRUE);
     check(work, memory);
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(from);
+    check_scans(work);
     jpeg_copy_critical_parameters(from, to);
     /* The marker says how CMYK is meant: with it, readers invert. Others get what their colours need. */
     if (to->jpeg_color_space == JCS_CMYK)

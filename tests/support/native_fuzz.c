@@ -75,8 +75,8 @@ static size_t damage(uint8_t *data, size_t size)
     return size;
 }
 
-/* The size that the first frame header claims, as a `.beton` would; otherwise any. Returns its marker, or 0. */
-static int find_size(const uint8_t *data, size_t size, int64_t *height, int64_t *width)
+/* The size that the first frame header claims, as a `.beton` would; otherwise any. */
+static void find_size(const uint8_t *data, size_t size, int64_t *height, int64_t *width)
 {
     *height = *width = 1 + (int64_t)next(80);
     for (size_t at = 2; at + 9 < size; at++)
@@ -84,9 +84,8 @@ static int find_size(const uint8_t *data, size_t size, int64_t *height, int64_t 
             data[at + 1] != 0xCC) {
             *height = data[at + 5] << 8 | data[at + 6];
             *width = data[at + 7] << 8 | data[at + 8];
-            return data[at + 1];
+            return;
         }
-    return 0;
 }
 
 static void fail(const char *what, int64_t number)
@@ -128,9 +127,8 @@ static int compare(const file *jpeg, int64_t height, int64_t width, dt_buffer *m
     return 1;
 }
 
-/* Recode a JPEG. If it decodes, what it becomes decodes to the same bytes, unless it was progressive: where scans are
- * missing, libjpeg smooths. */
-static void recode(const file *jpeg, int frame, int64_t height, int64_t width, dt_buffer *memory, int64_t number)
+/* Recode a JPEG. If it decodes, what it becomes decodes to the same bytes. */
+static void recode(const file *jpeg, int64_t height, int64_t width, dt_buffer *memory, int64_t number)
 {
     uint8_t *result;
     size_t size;
@@ -145,7 +143,7 @@ static void recode(const file *jpeg, int frame, int64_t height, int64_t width, d
     if (dt_decode(jpeg->data, jpeg->size, height, width, 1, 0, all, &memory[0], &before) == DT_OK) {
         if (dt_decode(result, size, height, width, 1, 0, all, &memory[1], &after) != DT_OK)
             fail("what was recoded does not decode", number);
-        for (int64_t y = 0; frame != 0xC2 && y < height; y++)
+        for (int64_t y = 0; y < height; y++)
             if (memcmp(before.data + (size_t)y * before.stride, after.data + (size_t)y * after.stride, 3 * (size_t)width))
                 fail("what was recoded has other pixels", number);
     }
@@ -259,14 +257,14 @@ static void *work(void *argument)
         jpeg.data = malloc(jpeg.size);
         memcpy(jpeg.data, data, jpeg.size);
         int64_t height, width;
-        int frame = find_size(jpeg.data, jpeg.size, &height, &width);
+        find_size(jpeg.data, jpeg.size, &height, &width);
         if (next(4) == 0 && height > 0 && width > 0 && height * width <= MOST_PIXELS) {
             char message[DT_MESSAGE];
             int status = dt_jpeg_check(jpeg.data, jpeg.size, height, width, 1 << next(4), message);
             if (status == DT_UNDECODABLE && message[0] == 0)
                 fail("an error without a message", number);
             own->decoded += compare(&jpeg, height, width, memory, number);
-            recode(&jpeg, frame, height, width, memory, number);
+            recode(&jpeg, height, width, memory, number);
         }
         if (pwrite(descriptor, jpeg.data, jpeg.size, 0) != (ssize_t)jpeg.size)
             fail("no memory for a file", number);

@@ -321,3 +321,35 @@ def test_readers_recode_only_arithmetic_codes() -> None:
     progressive = jpeg_bytes(PICTURE, progressive=True)
     assert transcode.huffman_coded(progressive) is progressive
     assert frame_type(transcode.huffman_coded(PROGRESSIVE_ARITHMETIC)) == 0xC0
+
+
+def without_scans(jpeg: bytes, kept: int) -> bytes:
+    """A progressive JPEG's first scans, and its end."""
+    at, scans = 2, 0
+    while jpeg[at + 1] != 0xD9:
+        if jpeg[at + 1] == 0xDA:
+            scans += 1
+            if scans > kept:
+                break
+            at += 2
+            while jpeg[at] != 0xFF or jpeg[at + 1] in (0x00, *range(0xD0, 0xD8)):
+                at += 1
+        else:
+            at += 2 + int.from_bytes(jpeg[at + 2 : at + 4])
+    return jpeg[:at] + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("check", ["decode", "structure"])
+def test_a_progressive_file_without_all_scans_keeps_its_pixels(tmp_path: Path, check: str) -> None:
+    """Decoders smooth what its scans leave open; as baseline it would have other pixels."""
+    whole = jpeg_bytes(PICTURE, progressive=True)
+    scans = sum(without_scans(whole, kept) != whole for kept in range(1, 20)) + 1
+    assert scans > 5
+    changed = 0
+    for kept in range(1, scans + 1):
+        file = without_scans(whole, kept)
+        encoded = encode_image(file, Encoding(check=check))  # type: ignore[arg-type]
+        assert np.array_equal(by_pillow(encoded.payload), by_pillow(file)), kept
+        changed += encoded.treatment == BASELINE
+        assert encoded.treatment in (BASELINE, COPIED)
+    assert 1 <= changed < scans
