@@ -340,7 +340,7 @@ def without_scans(jpeg: bytes, kept: int) -> bytes:
 
 
 @pytest.mark.parametrize("check", ["decode", "structure"])
-def test_a_progressive_file_without_all_scans_keeps_its_pixels(tmp_path: Path, check: str) -> None:
+def test_a_progressive_file_without_all_scans_keeps_its_pixels(check: str) -> None:
     """Decoders smooth what its scans leave open; as baseline it would have other pixels."""
     whole = jpeg_bytes(PICTURE, progressive=True)
     scans = sum(without_scans(whole, kept) != whole for kept in range(1, 20)) + 1
