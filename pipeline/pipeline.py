@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .runs.initial import WeightsArg
     from .runs.result import FitResult
     from .training.build import Built
+    from .tuning.result import Tuned
 
 
 class Pipeline(PipelineSpec):
@@ -221,3 +222,32 @@ class Pipeline(PipelineSpec):
             self, seconds=seconds, within=within, accuracy=accuracy, epochs=epochs, target=target,
             other_loader=other_loader, progress=progress,
         )  # fmt: skip
+
+    def tune(self, *, seconds: float = 600.0, out: str | Path | None = None, progress: bool = True) -> Tuned:
+        """Find the fastest way to run this training on this machine, and prove it.
+
+        Only changes that keep what the training computes are tried: loader workers and batches ahead, memory format,
+        compiling, cuDNN's search, strategies with the same numbers; and if the pipeline does not fit into memory, the
+        fewest microbatches that do, then activation checkpointing. Each change is trained in turns with the best
+        pipeline so far, on the same samples. It is accepted as soon as the confidence interval of the ratio excludes
+        1, and dropped as soon as it excludes a gain of 1 %; what binds, the loader or the model, is tried first. A
+        change without an effect is accepted with a probability of at most 0.25 %.
+
+        Args:
+            seconds: the time budget, for everything. When it is over, the running batch is interrupted.
+            out: a `.json` file that keeps the trials. A second call with it goes on from the first's; it must be of
+                the same pipeline, machine and versions.
+            progress: whether to show a progress bar of the time budget.
+
+        Returns:
+            The tuned `pipeline`, and `accepted`, `trials` and `bound`; it prints as a table, and saves as a recipe
+            (`.yaml`), all figures (`.json`) and a picture (`.png`).
+
+        Raises:
+            PlanError, DataError, StrategyError: as `fit`; also if the pipeline fails.
+            LedgerError: if `out` is of something else.
+            TuneInterrupted: on Ctrl-C, a KeyboardInterrupt. Its `tuned` has what was learned.
+        """
+        from .tuning.tune import tune
+
+        return tune(self, seconds=seconds, out=out, progress=progress)

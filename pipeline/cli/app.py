@@ -1,5 +1,5 @@
-"""The command line: `drivetrain convert | inspect | verify | advise | train | predict | export | ledger | job |
-recipes | completion | doctor`."""
+"""The command line: `drivetrain convert | inspect | verify | advise | train | predict | export | ledger | tune |
+job | recipes | completion | doctor`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def completion(
 COMMANDS: dict[str, Callable[..., int | None]] = {
     function.__name__: function
     for function in (data.convert, data.inspect, data.verify, data.advise, training.train, predict.predict,
-                     training.export, training.ledger, job.job, recipes, completion, doctor)
+                     training.export, training.ledger, training.tune, job.job, recipes, completion, doctor)
 }  # fmt: skip
 """The commands by name. Each returns its exit status, or None for 0."""
 

@@ -1,4 +1,4 @@
-"""The training commands: `drivetrain train | export | ledger`."""
+"""The training commands: `drivetrain train | export | ledger | tune`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from ...errors import CheckpointError, LedgerError, PlanError
+from ...errors import CheckpointError, LedgerError, MissingExtra, PlanError
 from ...loaders.remote.source import is_address
 from .parser import Place, Quiet
 
@@ -62,6 +62,11 @@ def train(
         None,
         ("csv", "tensorboard"),
     ] = (),
+    tune: Annotated[
+        float | None,
+        "Tune for N seconds first, and train what is found; with --out, tuned.json and tuned.yaml are written there.",
+        "N",
+    ] = None,
     ledger: Annotated[bool, "Measure the ledger after training."] = False,
     ledger_seconds: Annotated[float, SECONDS, "SECONDS"] = 90,
     quiet: Quiet = False,
@@ -98,6 +103,10 @@ def train(
         )
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
+        if tune is not None:
+            if is_address(out):
+                raise PlanError("--tune writes its files to a local folder. Pass --out as a folder.")
+            pipeline = _tuned(pipeline, tune, None if out is None else Path(out), quiet)
         with _end_reported(out, quiet):
             config = FitConfig(
                 out=out, init_from=init_from, resume=resume, logger=list(logger) or None, progress=not quiet,
@@ -116,6 +125,59 @@ def train(
             measure(pipeline, ledger_seconds, out, quiet)
         if out is not None and not quiet:
             print(f"{out}: " + ", ".join(_files_in(out)))
+
+
+def _tuned(pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool) -> Pipeline:
+    """Tune, write and print what was found, and return the tuned pipeline; after Ctrl-C, with what was learned."""
+    from ..tuning.result import TuneInterrupted
+
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    try:
+        tuned = pipeline.tune(
+            seconds=seconds, out=None if out is None else out / "tuned.json", progress=not quiet
+        )
+    except TuneInterrupted as interrupt:
+        print(interrupt.tuned)
+        raise
+    if not quiet:
+        print(tuned)
+    if out is not None:
+        tuned.save(out / "tuned.yaml")
+        with suppress(MissingExtra):
+            tuned.save(out / "tuned.png")
+    return cast("Pipeline", tuned.pipeline)
+
+
+def tune(
+    recipe: Annotated[str, RECIPE, None, "recipes"],
+    overrides: Overrides = (),
+    *,
+    train: Train = None,
+    val: Val = None,
+    out: Annotated[
+        Path | None,
+        "Folder for tuned.yaml (the recipe), tuned.json (all trials) and tuned.png, created if missing.",
+        "FOLDER",
+    ] = None,
+    seconds: Annotated[float, "Time budget, in seconds, for everything.", "SECONDS"] = 600,
+    quiet: Quiet = False,
+) -> None:
+    """Find the fastest way to run a recipe on this machine, and prove it.
+
+    Only changes that keep what the training computes are tried: workers, batches ahead, memory format,
+    compiling, strategies with the same numbers; microbatches if the batch does not fit. Each is trained in turns
+    with the best so far, and accepted only if its interval excludes that it is no faster. With --out, a second call
+    goes on from the first's trials.
+    """
+    changes = _checked(recipe, overrides, train, val)
+    from ..ledger.measure import check_asked
+    from ..pipeline import Pipeline
+    from ..recipes.importing import modules_of
+
+    check_asked(seconds)
+    with modules_of(recipe):
+        _tuned(Pipeline.from_recipe(recipe, **changes), seconds, out, quiet)
 
 
 def _files_in(out: Place) -> list[str]:

@@ -185,6 +185,15 @@ class DataConfig(Config):
             NULL,
         ),
     )
+    batches_ahead: int = field(
+        default=3,
+        metadata=option(
+            "batches that the loader prepares while one is in use",
+            POSITIVE,
+            more="More even out samples that take long; each takes the memory of a batch. 3 is FFCV's.",
+            check=whole(1),
+        ),
+    )
     cache: str | None = field(
         default=None,
         metadata=option(

@@ -122,6 +122,7 @@ class PipelineSpec:
         loader: str = "ffcv",
         order: str = "random",
         workers: int | None = None,
+        batches_ahead: int = 3,
         cache: str | None = None,
         cache_limit: float | None = None,
         **settings: Any,

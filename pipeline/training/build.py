@@ -227,6 +227,7 @@ def make_loader(
         seed=plan.seed,
         order=data.order if train else None,
         workers=data.workers,
+        batches_ahead=data.batches_ahead,
         device=device,
         drop_last=train,  # a partial batch would give its samples more weight, and another weight on each rank
         rank=ranks[0],

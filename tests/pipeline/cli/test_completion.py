@@ -57,7 +57,7 @@ def test_bash_completes_commands_options_recipes_and_files(script: Path) -> None
     assert offered("train", "mi") == {"mine.yaml"}
     assert offered("train", "") == {*RECIPES, *FILES}
     assert offered("train", "--le") == {"--ledger", "--ledger-seconds"}
-    assert offered("train", "baseline", "batch") == {"batch_size="}
+    assert offered("train", "baseline", "batch_") == {"batch_size="}
     assert offered("train", "baseline", "epochs", "=", "3", "see") == {"seed="}
     assert offered("train", "--out", "") == FILES
     assert offered("train", "--out", "a") == {"a run"}

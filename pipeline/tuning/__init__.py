@@ -1,0 +1,1 @@
+"""Finding the fastest way to run the same training on this machine."""

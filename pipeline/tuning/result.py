@@ -1,0 +1,205 @@
+"""What tuning found: the pipeline, every trial with its figure and reason, as table, picture and file."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ...errors import LedgerError, PlanError, require
+from ...files import atomic_file
+from ...table import Table
+from ..ledger.statistics import speed_text
+from ..recipes.export import to_recipe
+from ..spec.pipeline_spec import PipelineSpec
+
+Outcome = Literal["accepted", "dropped", "failed", "not tried"]
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A change that was tried.
+
+    Attributes:
+        name: the change, such as `"workers=4"`.
+        binds: what it would make faster: data, step or communication.
+        outcome: `"accepted"`; `"dropped"`, if no gain was found; `"failed"`; `"not tried"`.
+        ratio: speed with it over that without, or None; `low` and `high` end its confidence interval.
+        low, high: see `ratio`.
+        rounds: in which both were measured.
+        images_per_s: with it; None if it was not measured.
+        reason: why it failed, or was not tried; else empty.
+    """
+
+    name: str
+    binds: str
+    outcome: Outcome
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    rounds: int = 0
+    images_per_s: float | None = None
+    reason: str = ""
+
+    @property
+    def figure(self) -> str:
+        """The ratio with its interval, as text."""
+        if self.ratio is None or self.low is None or self.high is None:
+            return self.reason
+        return f"{self.ratio:.3f} ×  ({self.low:.3f} to {self.high:.3f}, {self.rounds} rounds)"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of `Pipeline.tune`.
+
+    Attributes:
+        pipeline: the tuned pipeline: the same training, run faster.
+        trials: every change, in the order in which they were tried.
+        limits: images/s of the tuned pipeline, and of its loader and its model alone, by the names `"training"`,
+            `"loader"` and `"model"`; empty if the time did not suffice.
+        before: images/s of the pipeline as given.
+        facts: recipe, machine and versions.
+        stopped: why it ended.
+    """
+
+    pipeline: PipelineSpec
+    trials: Sequence[Tried]
+    limits: Mapping[str, float] = field(default_factory=dict)
+    before: float | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    stopped: str = ""
+
+    @property
+    def accepted(self) -> tuple[Tried, ...]:
+        """The changes that `pipeline` has, in order."""
+        return tuple(one for one in self.trials if one.outcome == "accepted")
+
+    @property
+    def gain(self) -> float:
+        """The product of the accepted ratios: how many times as fast the tuned pipeline is."""
+        product = 1.0
+        for one in self.accepted:
+            product *= one.ratio or 1.0
+        return product
+
+    @property
+    def bound(self) -> str:
+        """One sentence on what limits the tuned pipeline now."""
+        if not self.limits:
+            return "What binds now is not known: there was no time to measure it."
+        train, loader, model = (self.limits[name] for name in ("training", "loader", "model"))
+        name, least = ("loader", loader) if loader < model else ("model", model)
+        return (
+            f"The {name} binds now: it delivers {speed_text(least)} images/s alone, training reaches "
+            f"{speed_text(train)}, {train / least:.0%} of it; the {'model' if name == 'loader' else 'loader'} alone "
+            f"delivers {speed_text(max(loader, model))}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result in plain JSON types, with the tuned pipeline's recipe if it has one."""
+        try:
+            recipe: Any = to_recipe(self.pipeline)
+        except PlanError as error:  # of a model or a loss without a name
+            recipe = {"none": str(error)}
+        return {
+            "format": FORMAT, "facts": dict(self.facts), "recipe": recipe, "gain": self.gain, "before": self.before,
+            "limits": dict(self.limits), "stopped": self.stopped, "trials": [asdict(one) for one in self.trials],
+        }  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Write the tuned recipe (`.yaml`), all trials (`.json`), or the picture (`.png`, `.svg`, `.pdf`).
+
+        Raises:
+            PlanError: for another suffix, or a pipeline that is no recipe.
+            MissingExtra: for a picture without the extra `plot`.
+        """
+        path = Path(path)
+        if path.suffix == ".json":
+            content = json.dumps(self.to_dict(), indent=1).encode()
+        elif path.suffix == ".yaml":
+            content = yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False).encode()
+        elif path.suffix in (".png", ".svg", ".pdf"):
+            buffer = io.BytesIO()
+            self.picture().savefig(buffer, format=path.suffix[1:], dpi=150, bbox_inches="tight")
+            content = buffer.getvalue()
+        else:
+            raise PlanError(f"{path} must end in .yaml, .json, .png, .svg or .pdf.")
+        with atomic_file(path) as file:
+            file.write(content)
+
+    def picture(self) -> Any:
+        """Return the path as a matplotlib figure: throughput after each accepted change, with the ceilings.
+
+        Raises:
+            MissingExtra: without matplotlib.
+        """
+        figure = require("matplotlib.figure", "plot", "draw the path").Figure(
+            figsize=(8, 3.6), layout="constrained"
+        )
+        axes = figure.subplots()
+        names = ["as given", *(one.name for one in self.accepted)]
+        speeds = [self.before or 0.0]
+        for one in self.accepted:
+            speeds.append(speeds[-1] * (one.ratio or 1.0))
+        axes.step(range(len(names)), speeds, where="post", color="#2f6f9f")
+        axes.plot(range(len(names)), speeds, "o", color="#2f6f9f")
+        for name, color in (("loader", "#3f8f4f"), ("model", "#b5452c")):
+            if name in self.limits:
+                axes.axhline(self.limits[name], color=color, linestyle="--", linewidth=1)
+                axes.annotate(f" {name} alone", (len(names) - 1, self.limits[name]), color=color, fontsize=8)
+        axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
+        axes.set_ylim(0, None)
+        axes.set_ylabel("images/s")
+        axes.set_title(
+            f"{len(self.accepted)} of {len(self.trials)} changes accepted: {self.gain:.2f} × as fast"
+        )
+        return figure
+
+    def __str__(self) -> str:
+        rows = [(one.name, one.binds, one.outcome, one.figure) for one in self.trials]
+        title = f"{len(self.accepted)} of {len(rows)} changes accepted: {self.gain:.2f} × as fast"
+        return str(
+            Table(("change", "for", "outcome", "speed with it"), rows, title, f"{self.bound} {self.stopped}")
+        )
+
+
+class TuneInterrupted(KeyboardInterrupt):
+    """Ctrl-C during `Pipeline.tune`. `tuned` has what was learned so far."""
+
+    def __init__(self, tuned: Tuned) -> None:
+        super().__init__(
+            f"the tuning was interrupted after {len(tuned.trials)} trial(s), which its `tuned` contains"
+        )
+        self.tuned = tuned
+
+
+def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
+    """Return the trials of a file that `save` wrote, those that need not be repeated; none if there is no file.
+
+    Raises:
+        LedgerError: if it is not such a file, or of another pipeline or machine.
+    """
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text())
+        known, trials = dict(content["facts"]), [Tried(**one) for one in content["trials"]]
+        right = content["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LedgerError(
+            f"{path} is not the file of a tuning ({error!r}). Pass another name, or delete it."
+        ) from None
+    if not right or known != facts:
+        different = [name for name in {*known, *facts} if known.get(name) != facts.get(name)]
+        raise LedgerError(
+            f"{path} is of another {' and '.join(sorted(different)) or 'version'}: its trials do not hold here. Pass "
+            "another name, or delete it."
+        )
+    return [one for one in trials if one.outcome in ("accepted", "dropped")]

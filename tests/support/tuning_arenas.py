@@ -1,0 +1,107 @@
+"""Arenas with known speeds: what training, loading and the model take follows from the pipeline's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from drivetrain.pipeline.ledger.budget import OutOfTime
+from drivetrain.pipeline.spec.pipeline_spec import PipelineSpec
+from drivetrain.pipeline.tuning.arena import Failed
+from drivetrain.transforms import ChannelsLast
+
+Cost = Callable[[PipelineSpec], Mapping[str, float]]
+"""Seconds per image of a pipeline's `"loader"`, `"model"` and `"communication"`."""
+
+
+@dataclass
+class Entry:
+    name: str
+    spec: PipelineSpec
+    closed: bool = False
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+
+class Simulated:
+    """An arena in which a step waits for the slower of loader and model, and then communicates.
+
+    Args:
+        cost: of a pipeline.
+        noise: standard deviation of the logarithm of a trial's speed.
+        drift: of the machine's speed, from round to round, shared by a round's trials.
+        rounds: before the time is over.
+        fits: whether a pipeline fits into memory.
+    """
+
+    def __init__(
+        self,
+        cost: Cost,
+        *,
+        seed: int = 0,
+        noise: float = 0.02,
+        drift: float = 0.1,
+        rounds: float = float("inf"),
+        fits: Callable[[PipelineSpec], bool] = lambda _: True,
+    ) -> None:
+        self.cost, self.noise, self.drift, self.left, self.fits = cost, noise, drift, rounds, fits
+        self.random = np.random.default_rng(seed)
+        self.opened: list[Entry] = []
+
+    def open(self, name: str, spec: PipelineSpec) -> Entry:
+        if not self.fits(spec):
+            raise Failed("out of memory (OutOfMemoryError): 1 GB")
+        self.opened.append(Entry(name, spec))
+        return self.opened[-1]
+
+    def round(self, number: int, contenders: Sequence[Any]) -> list[float]:  # noqa: ARG002
+        self.left -= 1
+        if self.left < 0:
+            raise OutOfTime
+        drift = self.random.normal(0, self.drift)
+        return [
+            self.speed(one.spec) * np.exp(drift + self.random.normal(0, self.noise)) for one in contenders
+        ]
+
+    def speed(self, spec: PipelineSpec) -> float:
+        cost = self.cost(spec)
+        return 1 / (max(cost["loader"], cost["model"]) + cost.get("communication", 0.0))
+
+    def limits(self, contender: Any) -> dict[str, float]:
+        cost = self.cost(contender.spec)
+        return {
+            "training": self.speed(contender.spec),
+            "loader": 1 / cost["loader"],
+            "model": 1 / cost["model"],
+        }
+
+
+def slow_decode(spec: PipelineSpec) -> Mapping[str, float]:
+    """Two workers load as fast as four; one takes twice as long."""
+    workers = 2 if spec.data is None or spec.data.workers is None else spec.data.workers
+    return {"loader": 4.0 / min(workers, 2), "model": 1.0}
+
+
+def slow_disk(spec: PipelineSpec) -> Mapping[str, float]:
+    """Samples arrive in bursts, which more batches ahead even out."""
+    assert spec.data is not None
+    return {"loader": 3.0 if spec.data.batches_ahead < 6 else 2.0, "model": 1.0}
+
+
+def slow_step(spec: PipelineSpec) -> Mapping[str, float]:
+    """Channels last makes the convolutions faster, compiling makes nothing faster."""
+    last = any(isinstance(one, ChannelsLast) for one in spec.transforms)
+    return {"loader": 1.0, "model": 2.0 if last else 3.0}
+
+
+def slow_collective(spec: PipelineSpec) -> Mapping[str, float]:
+    """Sharded gradients are exchanged while the step computes."""
+    return {"loader": 1.0, "model": 2.0, "communication": 0.3 if spec.distributed.name == "fsdp" else 1.0}
+
+
+def the_same(_: PipelineSpec) -> Mapping[str, float]:
+    return {"loader": 1.0, "model": 1.0}
