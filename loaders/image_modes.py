@@ -17,6 +17,15 @@ MODES = {"L": (1, 8), "RGB": (3, 8), "RGBA": (4, 8), "I;16": (1, 16), "RGB;16": 
 CHANNELS = (1, 3, 4)
 
 
+RGB = (3, 8)
+"""Channels and bits of the usual images."""
+
+
+def channels_text(channels: int, depth: int) -> str:
+    """Return what the images are, for messages."""
+    return f"{channels} channel{'s' * (channels > 1)} of {depth} bits"
+
+
 def mode_of(channels: int, depth: int) -> str:
     """Return the name of images with so many channels and bits."""
     return next(name for name, kind in MODES.items() if kind == (channels, depth))
