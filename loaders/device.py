@@ -167,10 +167,10 @@ class DeviceFeed:
 
     @cached_property
     def _line(self) -> torch.Tensor:
-        """(2, 1, 3, 1, 1) on the device: factor and summand for pixels 0–255."""
+        """(2, 1, C, 1, 1) on the device: factor and summand for pixels 0–255."""
         mean, std = (torch.tensor(numbers, dtype=torch.float64) for numbers in (self._mean, self._std))
         line = torch.stack([1 / (255 * std), -mean / std]).float()
-        return self.streams.send(line.view(2, 1, 3, 1, 1))
+        return self.streams.send(line.view(2, 1, -1, 1, 1))
 
     def _hand_over(self, sent: _Sent | Exception) -> Batch:
         if isinstance(sent, Exception):
@@ -200,9 +200,12 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
     return value
 
 
-def feed_of(device: torch.device, settings: Settings) -> DeviceFeed | None:
-    """Return what copies a loader's bytes to a GPU and makes its dtype of them; None for the CPU."""
+def feed_of(device: torch.device, settings: Settings, depth: int = 8) -> DeviceFeed | None:
+    """Return what copies a loader's bytes to a GPU and makes its dtype of them; None for the CPU.
+
+    Images of 16 bits are normalised before they are copied.
+    """
     if device.type == "cpu":
         return None
-    dtype = None if settings.dtype == torch.uint8 else settings.dtype
+    dtype = None if settings.dtype == torch.uint8 or depth == 16 else settings.dtype
     return DeviceFeed(device, settings.mean, settings.std, dtype)

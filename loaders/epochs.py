@@ -27,7 +27,7 @@ from .order import (
     require_pages,
     shares,
 )
-from .settings import Settings, check_indices, odd_size, too_small
+from .settings import Settings, check_images, check_indices, odd_size, too_small
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
@@ -106,6 +106,16 @@ class EpochLoader(ABC):
         """Whether the labels are masks, `(B, H, W)` in a batch."""
         return self.beton is not None and self.beton.label_name in self.beton.targets
 
+    @property
+    def channels(self) -> int:
+        """The number of the images' channels."""
+        return len(self.settings.mean)
+
+    @property
+    def depth(self) -> int:
+        """The bits of each value of the images, 8 or 16, as stored."""
+        return 8 if self.beton is None else self.beton.depth
+
     def _values(self, indices: NDArray[np.int64], names: Iterable[str]) -> list[Any]:
         """Return these fields of the samples `indices` `(n,)`: tensors, or lists of bytes or of JSON values."""
         assert self.beton is not None
@@ -172,7 +182,7 @@ class EpochLoader(ABC):
         """Return what loading requires, in words."""
         own = self.settings
         share = -(-own.batch_size // own.world_size)
-        batch = share * own.sample_pixels * 3 * own.dtype.itemsize
+        batch = share * own.sample_pixels * self.channels * own.dtype.itemsize
         return (
             f"workers={self.workers}, and with batches_ahead={self._ahead} {self._ahead + 1} batches of "
             f"{batch:,} bytes, {share} images of {size_text(own.image_size)} pixels each"
@@ -322,6 +332,8 @@ def _check_contents(settings: Settings, beton: BetonFiles | None) -> None:
     if settings.verify and (beton is None or beton.checksums is None):
         where = "the source is not a .beton file" if beton is None else f"{beton.name} has no manifest"
         raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
+    if beton is not None:
+        check_images(settings, beton.channels, beton.depth, beton.name)
     if settings.train and beton is not None:
         for _, own in settings.groups:
             _check_sizes(own, beton)

@@ -30,7 +30,8 @@ _CHUNK = 1 << 20
 class FFCVLoader(EpochLoader):
     """Load a `.beton` file, or several; samples and pixels do not depend on the number of workers and ranks.
 
-    Yields `(images, labels)`: images `(B, 3, H, W)` (several per sample: `views`) with channels-last strides,
+    Yields `(images, labels)`: images `(B, C, H, W)` (several per sample: `views`) with channels-last strides; C is 3,
+    or 1 or 4 for files converted with `image_mode`;
     normalised float32 or bfloat16, or uint8; labels `(B,)` int64 (class indices) or float32 (targets), or `(B, K)`
     float32 (vectors). Each batch has its own memory, so you can keep it.
 
@@ -75,11 +76,11 @@ class FFCVLoader(EpochLoader):
         padding_mode: what the padded crop has beyond the image's edges: `"reflect"` (default), its pixels, mirrored; or
             `"constant"`, the mean colour (`mean`, rounded to levels): torchvision's `RandomCrop` with that `fill`.
         views: number of images to make of each training sample, from one decoding. Each view's draws are a function of
-            (seed, epoch, sample, view). Above 1, images are `(B, V, 3, H, W)`. Or a list of dicts, such as `[{"count":
+            (seed, epoch, sample, view). Above 1, images are `(B, V, C, H, W)`. Or a list of dicts, such as `[{"count":
             2, "scale": (0.4, 1)}, {"count": 4, "image_size": 96, "scale": (0.05, 0.4)}]` (multi-crop; Caron et al.
             2020, arXiv:2006.09882): images are a tuple of such tensors, one per dict. `image_size`, `crop`, `scale`,
             `ratio`, `padding`, `padding_mode`, `flip`, `color_jitter`, `policy` and `cutout` may differ among them. A
-            JPEG is decoded at a smaller size only if this suffices for all views. Default 1: images are `(B, 3, H, W)`.
+            JPEG is decoded at a smaller size only if this suffices for all views. Default 1: images are `(B, C, H, W)`.
         eval_crop: in evaluation, `"center"` (a central crop, resized; default), `"whole"` (the full image, resized to
             the shape of the output, whatever its own; timm's "squash") or `"fit"` (a letterbox: the full image, scaled
             to fit, in its own shape, and centred on the mean colour; timm's "border").
@@ -90,7 +91,8 @@ class FFCVLoader(EpochLoader):
             at full size, four if a raw image shrinks more than eightfold); `"bicubic"`, antialiased, and `"nearest"`,
             with exactly the pixels of Pillow (from version 13 on, Pillow shrinks tall images first vertically, which
             changes some by a level or two); or `"area"`, OpenCV's, with exactly FFCV's pixels. Only with `"bilinear"`
-            are JPEGs decoded at a smaller size.
+            are JPEGs decoded at a smaller size. Of images of other channels, or of 16 bits, each channel is resized by
+            itself, in float32; `"area"`, `color_jitter`, `policy` and `operations` are not available for them.
         flip: True mirrors each training image or not, at random in each epoch. `"alternating"`: at random in epoch 0,
             inverted in every odd epoch, so that two epochs show each image both ways (airbench's, arXiv:2404.00498,
             section 3.6; better with few epochs). False: never.
@@ -103,8 +105,9 @@ class FFCVLoader(EpochLoader):
             torchvision's `RandAugment`, `TrivialAugmentWide` and `AugMix`. Default None: no policy.
         cutout: side, in pixels, of a randomly placed square of a training image that is filled with `mean`
             (DeVries and Taylor 2017, arXiv:1708.04552). Default 0: off.
-        mean, std: of each channel, for pixels scaled to 0–1. Default: ImageNet's.
-        dtype: `torch.float32` or `torch.bfloat16`, normalised; or `torch.uint8`, as stored.
+        mean, std: of each channel, for pixels scaled to 0–1 (by 255, or 65535 for 16 bits). Default: ImageNet's, for
+            three channels.
+        dtype: `torch.float32` or `torch.bfloat16`, normalised; or `torch.uint8`, as stored (8 bits only).
         fields: names of further fields of the file, yielded after the labels: a tensor for numbers and arrays, a list
             for bytes and JSON. Targets that move with the image, as `convert` stored them, are cropped, resized and
             mirrored like its pixels, and equal torchvision's `tv_tensors` after the same draws: masks `(B, H, W)` uint8
@@ -152,7 +155,7 @@ class FFCVLoader(EpochLoader):
         self.beton: BetonFiles = open_files(source)
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
-        self._feed = feed_of(self.device, self.settings)
+        self._feed = feed_of(self.device, self.settings, self.beton.depth)
         self._decoder = self._try_decoder()
         # For the batches in preparation, the one in use, and two spare ones.
         each = len(self.settings.groups) + len(self._decoder.targets.kinds)
@@ -240,7 +243,7 @@ class FFCVLoader(EpochLoader):
     @property
     def _image_dtype(self) -> torch.dtype:
         """That of the images on the host; a GPU normalises bytes."""
-        return self.settings.dtype if self._feed is None else torch.uint8
+        return self.settings.dtype if self._feed is None or self.beton.depth == 16 else torch.uint8
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a part of a batch."""

@@ -293,6 +293,8 @@ def _fault(beton: Beton, number: int) -> str | None:
         if (reason := _target_fault(beton, number, name, kind)) is not None:
             return reason
     for name, kind in beton.fields.items():
+        if name == beton.image_name:
+            continue
         try:
             values = beton.read(name, np.array([number])) if kind in ("json", "ndarray") else None
         except BetonError:
@@ -340,9 +342,20 @@ def _label_text(beton: Beton, number: int) -> str:
     return beton.classes[label] if beton.classes and label.dtype == np.int64 else f"{label:g}"
 
 
+def _shown(beton: Beton, number: int) -> Image.Image:
+    """Return a sample's image in RGB: of 16 bits the upper 8, of four channels the first three."""
+    if (beton.channels, beton.depth) == (3, 8):
+        return beton.image(number)
+    pixels = beton.pixels(number)
+    levels = pixels if beton.depth == 8 else (pixels >> 8).astype(np.uint8)
+    return Image.fromarray(np.ascontiguousarray(levels[..., :3]) if levels.ndim == 3 else levels).convert(
+        "RGB"
+    )
+
+
 def _with_targets(beton: Beton, number: int) -> Image.Image:
     """Return a sample's image with its masks in half-transparent colours, boxes as frames, and keypoints as dots."""
-    picture = beton.image(number)
+    picture = _shown(beton, number)
     for name, kind in beton.targets.items():
         if kind == "mask":
             colours = palette()[beton.mask(name, number) & 255]

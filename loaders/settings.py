@@ -17,6 +17,7 @@ from .. import machine
 from ..checks import are_numbers, check_whole, is_flag, is_number, is_whole, make_plain, plain
 from ..errors import DataError, suggest
 from .beton.targets import MOVING
+from .image_modes import CHANNELS, RGB, channels_text
 from .image_size import ImageSize, height_width, is_size, size_text, usual_size
 from .order import ORDERS
 from .policies import complete
@@ -66,8 +67,8 @@ class Settings:
     color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
     policy: Mapping[str, Any] | None = None
     cutout: int = 0
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
     dtype: torch.dtype = torch.float32
     fields: tuple[str, ...] | Mapping[str, str | None] = ()
     verify: bool = False
@@ -120,7 +121,7 @@ class Settings:
             check("flip", not self.alternates, "True or False with several views per image")
             self.groups  # noqa: B018 — each has the settings of a loader, which are checked
         check("cutout", 0 <= self.cutout <= min(self.size), "a side from 0 to image_size pixels")
-        check("std", min(self.std) > 0, "three positive numbers")
+        check("std", min(self.std) > 0, "positive numbers")
         check(
             "dtype",
             isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES,
@@ -172,7 +173,7 @@ class Settings:
 
     @property
     def fill(self) -> tuple[int, ...]:
-        """The levels of red, green and blue of what is filled: the mean colour."""
+        """The levels, from 0 to 255, of each channel of what is filled: the mean colour."""
         return fill_color(self.mean)
 
     @property
@@ -200,8 +201,12 @@ class Settings:
             check(name, is_flag(getattr(self, name)), "True or False")
         alternating = isinstance(self.flip, str) and self.flip == "alternating"
         check("flip", is_flag(self.flip) or alternating, "True, False or 'alternating'")
-        for name, count in (("scale", 2), ("ratio", 2), ("mean", 3), ("std", 3)):
-            check(name, are_numbers(getattr(self, name), count), f"{count} finite numbers")
+        for name in ("scale", "ratio"):
+            check(name, are_numbers(getattr(self, name), 2), "2 finite numbers")
+        for name in ("mean", "std"):
+            numbers = any(are_numbers(getattr(self, name), count) for count in CHANNELS)
+            check(name, numbers, "3 finite numbers, one per channel; for images with 1 or 4, as many")
+        check("std", len(self.std) == len(self.mean), f"as many numbers as mean={self.mean!r}")
         check(
             "color_jitter",
             are_numbers(self.color_jitter, 3),
@@ -235,9 +240,38 @@ class Settings:
         object.__setattr__(self, "views", tuple(views))
 
 
-def fill_color(mean: Sequence[float]) -> tuple[int, ...]:
-    """Return the levels of that mean colour, from 0 to 255; `mean` is for pixels scaled to 0–1."""
-    return tuple(min(max(round(level * 255), 0), 255) for level in mean)
+def fill_color(mean: Sequence[float], depth: int = 8) -> tuple[int, ...]:
+    """Return the levels of that mean colour, of `depth` bits; `mean` is for pixels scaled to 0–1."""
+    most = (1 << depth) - 1
+    return tuple(min(max(round(level * most), 0), most) for level in mean)
+
+
+def check_images(settings: Settings, channels: int, depth: int, source: str) -> None:
+    """Raise `DataError` for settings that images of so many channels and bits do not have."""
+    if len(settings.mean) != channels:
+        values = f"{channels} value{'s' * (channels > 1)}"
+        raise DataError(
+            f"The images of {source} have {channels_text(channels, depth)}, but mean={settings.mean!r} and "
+            f"std={settings.std!r} are of {len(settings.mean)}. Pass mean= and std= with {values}, for pixels "
+            "scaled to 0–1."
+        )
+    if (channels, depth) == RGB:
+        return
+    refused: list[tuple[str, bool, str]] = [
+        ("interpolation", settings.interpolation == "area", "Use 'bilinear', 'bicubic' or 'nearest'"),
+        ("dtype", settings.dtype == torch.uint8 and depth == 16, "Use torch.float32 or torch.bfloat16"),
+    ]
+    for _, own in settings.groups:
+        for name, wrong, remedy in (
+            *refused,
+            ("color_jitter", own.train and any(own.color_jitter), "Leave it out: it is for colours in RGB"),
+            ("policy", own.train and own.policy is not None, "Leave it out: it is for colours in RGB"),
+        ):
+            if wrong:
+                raise DataError(
+                    f"{name}={getattr(own, name)!r} is for RGB with 8 bits, but the images of {source} have "
+                    f"{channels_text(channels, depth)}. {remedy}."
+                )
 
 
 def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> DataError:

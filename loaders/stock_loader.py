@@ -96,6 +96,11 @@ class StockFFCVLoader(EpochLoader):
         self.beton = open_files(source)
         if self.beton.remote:
             raise _at_an_address(str(self.beton.files[0].path))
+        if self.beton.fields[self.beton.files[0].image_name] != "rgb_image":
+            raise DataError(
+                f"{self.beton.name} has its images in an ndarray field, which FFCV's own loader does not crop or "
+                f"resize. To load them, {_OURS}."
+            )
         if targets := moving_fields(self.beton, checked):
             raise DataError(
                 f"{self.beton.name} has targets that move with the image ({', '.join(targets)}: "

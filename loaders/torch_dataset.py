@@ -23,19 +23,23 @@ from .beton.targets import NOT_COUNTED
 from .conversion.sources import FolderSource
 from .decode.centers import central_crops, fitted
 from .decode.moving import Masks
+from .image_modes import RGB, mode_of
 from .native.transcode import huffman_coded
 from .policies import torchvision_policy
-from .preprocess import EvaluationCrop
-from .settings import Settings, odd_size, too_small
+from .preprocess import EvaluationCrop, tensor_of
+from .settings import Settings, fill_color, odd_size, too_small
 from .sources import Files, Source, files_of
 
 
 class BetonDataset(VisionDataset):  # type: ignore[misc]
     """`.beton` files as a regular torchvision data set: PIL decodes, `transform` does the rest.
 
+    Images are PIL's, of mode RGB or L, or arrays `(H, W)` or `(H, W, C)`: of four channels, because Pillow resizes
+    colours by their opacity, and of 16 bits, because it does not filter those.
+
     Args:
         source: the file or files, as `FFCVLoader`'s.
-        transform: from PIL image to an element of a batch.
+        transform: from such an image to an element of a batch.
         verify: whether to compare each sample with its CRC-32 in the manifest.
     """
 
@@ -74,7 +78,8 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
         beton = self.beton
         if self._verify or beton.remote:
             beton.require_unchanged(index)
-        image = beton.image(index)
+        pillow = mode_of(beton.channels, beton.depth) in ("RGB", "L")
+        image = beton.image(index) if pillow else beton.pixels(index)
         if self.masks is not None:
             mask = tv_tensors.Mask(torch.from_numpy(self.masks(index).copy()))
             image, mask = (image, mask) if self.transform is None else self.transform(image, mask)
@@ -128,17 +133,25 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
     return BetonDataset(source, transform, verify)
 
 
-def make_transform(settings: Settings) -> Any:
-    """Return torchvision's equivalent of `FFCVLoader`'s processing, from PIL image to tensor, or to views."""
+def make_transform(settings: Settings, depth: int = 8) -> Any:
+    """Return torchvision's equivalent of `FFCVLoader`'s processing, from an image of `BetonDataset` to a tensor, or to
+    views. `depth`: bits of the images."""
     if not settings.has_views:
-        return _transform(settings)
-    groups = [Views(count, _transform(own)) for count, own in settings.groups]
+        return _transform(settings, depth)
+    groups = [Views(count, _transform(own, depth)) for count, own in settings.groups]
     return groups[0] if isinstance(settings.views, int) else Each(groups)
 
 
-def _transform(settings: Settings) -> Any:
-    """Return the transform from PIL image to one tensor."""
-    steps = _crop(settings)
+def _transform(settings: Settings, depth: int) -> Any:
+    """Return the transform from an image to one tensor."""
+    fill: tuple[float, ...] = fill_color(settings.mean, depth)
+    if depth == 16:  # tensors of floats from 0 to 1
+        fill = tuple(level / 0xFFFF for level in fill)
+    steps = _crop(settings, fill, depth)
+    if (len(settings.mean), depth) != RGB:
+        steps = [OnImage(PixelsToTensor()), *steps]
+    if depth == 16:
+        steps.append(OnImage(Clamp()))
     if settings.train and settings.flip is True:  # the loader, which knows the epoch, does alternating flips
         steps.append(v2.RandomHorizontalFlip())
     if settings.train and any(settings.color_jitter):
@@ -147,33 +160,33 @@ def _transform(settings: Settings) -> Any:
         steps.append(torchvision_policy(settings.policy))
     steps.append(v2.PILToTensor())
     if settings.train and settings.cutout:
-        steps.append(OnImage(CutOut(settings.cutout, settings.fill)))
+        steps.append(OnImage(CutOut(settings.cutout, fill)))
     if settings.dtype != torch.uint8:
         steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
         steps.append(v2.ToDtype(settings.dtype))
     return v2.Compose(steps)
 
 
-def _crop(settings: Settings) -> list[Any]:
+def _crop(settings: Settings, fill: tuple[float, ...], depth: int) -> list[Any]:
     """Return the transforms that make the output's size."""
     size, filter_ = settings.size, v2.InterpolationMode(settings.interpolation)
+    if filter_ == v2.InterpolationMode.NEAREST:  # of tensors, Pillow's; of Pillow's images the same
+        filter_ = v2.InterpolationMode.NEAREST_EXACT
     if settings.active_crop == "center":
         if isinstance(settings.image_size, tuple):  # for which there is no customary pair of transforms
-            return [CenterOf(settings)]
+            return [CenterOf(settings, depth)]
         return [v2.Resize(round(size[0] / settings.eval_ratio), filter_), v2.CenterCrop(size)]
     if settings.active_crop == "whole":
         return [v2.Resize(size, filter_)]
     if settings.active_crop == "fit":
-        return [Fit(size, filter_, settings.fill)]
+        return [Fit(size, filter_, fill)]
     if settings.crop == "resized":
         return [v2.RandomResizedCrop(size, settings.scale, settings.ratio, filter_)]
     if settings.crop == "random":
         return [OnImage(AtLeast(size)), v2.RandomCrop(size)]
-    padding = {
-        "padding": settings.padding or None,
-        "padding_mode": settings.padding_mode,
-        "fill": {"others": settings.fill, tv_tensors.Mask: NOT_COUNTED},
-    }
+    padding: dict[str, Any] = {"padding": settings.padding or None, "padding_mode": settings.padding_mode}
+    if settings.pads:
+        padding["fill"] = {"others": fill, tv_tensors.Mask: NOT_COUNTED}
     return [OnImage(OfSize(size)), v2.RandomCrop(size, **padding)]
 
 
@@ -189,36 +202,54 @@ class OnImage(torch.nn.Module):
         return (changed, *masks) if masks else changed
 
 
-class CenterOf(torch.nn.Module):
-    """Crop the centre of a PIL image, and of its masks, as `FFCVLoader` does in evaluation, and resize them."""
+class PixelsToTensor(torch.nn.Module):
+    """Make tensors `(C, H, W)` of arrays: uint8, or of 16 bits float32 from 0 to 1. PIL images pass through."""
 
-    def __init__(self, settings: Settings) -> None:
+    def forward(self, image: Any) -> Any:
+        return tensor_of(image) if isinstance(image, np.ndarray) else image
+
+
+class Clamp(torch.nn.Module):
+    """Cut values to 0–1, as those of bytes are: bicubic weights are partly negative."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image.clamp(0, 1)
+
+
+class CenterOf(torch.nn.Module):
+    """Crop the centre of an image, and of its masks, as `FFCVLoader` does in evaluation, and resize them."""
+
+    def __init__(self, settings: Settings, depth: int) -> None:
         super().__init__()
         self.size, self.ratio = settings.size, settings.eval_ratio
-        self.crop = EvaluationCrop(settings.image_size, settings.eval_ratio, settings.interpolation)
+        self.crop = EvaluationCrop(
+            settings.image_size, settings.eval_ratio, settings.interpolation, mean=settings.mean, depth=depth
+        )
 
     def forward(self, image: Any, *masks: Any) -> Any:
         cropped = self.crop(image)
         if not masks:
             return cropped
-        (box,) = central_crops(np.array([image.height]), np.array([image.width]), self.size, self.ratio)
+        height, width = v2.functional.get_size(image)
+        (box,) = central_crops(np.array([height]), np.array([width]), self.size, self.ratio)
         nearest = v2.InterpolationMode.NEAREST
         moved = (v2.functional.resized_crop(mask, *map(int, box), list(self.size), nearest) for mask in masks)
         return (cropped, *moved)
 
 
 class Fit(torch.nn.Module):
-    """Scale full PIL images, and their masks, to fit into this height and width, and pad them to it with the colour
+    """Scale full images, and their masks, to fit into this height and width, and pad them to it with the colour
     `fill`, and with 255."""
 
     def __init__(
-        self, size: tuple[int, int], interpolation: v2.InterpolationMode, fill: tuple[int, ...]
+        self, size: tuple[int, int], interpolation: v2.InterpolationMode, fill: tuple[float, ...]
     ) -> None:
         super().__init__()
         self.size, self.interpolation, self.fill = size, interpolation, fill
 
     def forward(self, image: Any, *masks: Any) -> Any:
-        (place,) = fitted(np.array([image.height]), np.array([image.width]), self.size)
+        own_height, own_width = v2.functional.get_size(image)
+        (place,) = fitted(np.array([own_height]), np.array([own_width]), self.size)
         top, left, height, width = map(int, place)
         edges = [left, top, self.size[1] - left - width, self.size[0] - top - height]
         resized = v2.functional.resize(image, [height, width], self.interpolation)
@@ -231,7 +262,7 @@ class Fit(torch.nn.Module):
 
 
 class Views(torch.nn.Module):
-    """Make several tensors of an image, each with draws of its own, `(V, 3, H, W)`."""
+    """Make several tensors of an image, each with draws of its own, `(V, C, H, W)`."""
 
     def __init__(self, count: int, transform: Any) -> None:
         super().__init__()
@@ -253,40 +284,40 @@ class Each(torch.nn.Module):
 
 
 class OfSize(torch.nn.Module):
-    """Pass PIL images of this height and width through; raise `DataError` for any other."""
+    """Pass images of this height and width through; raise `DataError` for any other."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         super().__init__()
         self.size = size
 
     def forward(self, image: Any) -> Any:
-        width, height = image.size
+        height, width = v2.functional.get_size(image)
         if (height, width) != self.size:
             raise odd_size("one image", width, height, self.size)
         return image
 
 
 class AtLeast(torch.nn.Module):
-    """Pass PIL images of at least this height and width through; raise `DataError` for any other."""
+    """Pass images of at least this height and width through; raise `DataError` for any other."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         super().__init__()
         self.size = size
 
     def forward(self, image: Any) -> Any:
-        width, height = image.size
+        height, width = v2.functional.get_size(image)
         if height < self.size[0] or width < self.size[1]:
             raise too_small("one image", height, width, self.size)
         return image
 
 
 class CutOut(torch.nn.Module):
-    """Fill a square inside an image `(3, H, W)` uint8 with the colour `fill`, as `FFCVLoader` does."""
+    """Fill a square inside an image `(C, H, W)` with the colour `fill`, as `FFCVLoader` does."""
 
-    def __init__(self, side: int, fill: Sequence[int]) -> None:
+    def __init__(self, side: int, fill: Sequence[float]) -> None:
         super().__init__()
         self.side = side
-        self.fill = torch.tensor(fill, dtype=torch.uint8).view(3, 1, 1)
+        self.fill = torch.tensor(fill).view(-1, 1, 1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         top, left = (int(torch.randint(size - self.side + 1, ())) for size in image.shape[1:])

@@ -28,8 +28,8 @@ from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
 from .image_size import ImageSize
-from .settings import Settings, check_ahead, check_device, check_workers, make_settings
-from .torch_dataset import BetonDataset, make_transform, open_dataset
+from .settings import Settings, check_ahead, check_device, check_images, check_workers, make_settings
+from .torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset
 
 _END_PATIENCE = 0.2  # seconds for the workers to exit by themselves; they hold nothing that could be lost
 
@@ -37,7 +37,7 @@ _END_PATIENCE = 0.2  # seconds for the workers to exit by themselves; they hold 
 class TorchLoader(EpochLoader):
     """Load a folder `CLASS/image.jpg`, a `.beton` file or a data set of `(PIL image, label)` with plain PyTorch.
 
-    Arguments and batches are `FFCVLoader`'s, but images are contiguous `(B, 3, H, W)`, as PyTorch creates them.
+    Arguments and batches are `FFCVLoader`'s, but images are contiguous `(B, C, H, W)`, as PyTorch creates them.
     `workers` are processes, started with spawn, because forking after numba or torch has computed can hang; 0 loads in
     this process. Order and augmentation depend only on (seed, epoch, sample index), not on the number of workers and
     ranks.
@@ -72,7 +72,11 @@ class TorchLoader(EpochLoader):
             raise DataError("interpolation='area' is only available in FFCVLoader. Use 'bilinear'.")
         self.dataset = open_dataset(source, make_transform(checked), checked.verify)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
+        if isinstance(self.dataset, PictureFolder):
+            check_images(checked, 3, 8, str(source))
         if beton is not None:
+            check_images(checked, beton.channels, beton.depth, beton.name)
+            self.dataset.transform = make_transform(checked, beton.depth)
             targets = moving_fields(beton, checked)
             check_motion(targets, checked)
             if further := [name for name in checked.fields if name in targets]:
@@ -108,7 +112,7 @@ class TorchLoader(EpochLoader):
     def set_image_size(self, image_size: ImageSize) -> None:
         """See `EpochLoader.set_image_size`; the worker processes are restarted."""
         super().set_image_size(image_size)
-        self.dataset.transform = make_transform(self.settings)
+        self.dataset.transform = make_transform(self.settings, self.depth)
         if hasattr(self.dataset, "transforms"):  # torchvision's data sets have both
             self.dataset.transforms = StandardTransform(self.dataset.transform)
 

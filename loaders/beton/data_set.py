@@ -62,6 +62,16 @@ class BetonFiles:
         return self.files[0].fields
 
     @property
+    def channels(self) -> int:
+        """The number of the images' channels."""
+        return self.files[0].channels
+
+    @property
+    def depth(self) -> int:
+        """The bits of each value of an image, 8 or 16."""
+        return self.files[0].depth
+
+    @property
     def targets(self) -> dict[str, str]:
         """Map the fields that move with the image to their kinds, as `Beton.targets`."""
         return self.files[0].targets
@@ -181,6 +191,11 @@ class BetonFiles:
         """Return a sample's image, decoded by Pillow; see `Beton.image`."""
         one, own = self._at(index)
         return one.image(own)
+
+    def pixels(self, index: int) -> NDArray[Any]:
+        """Return a sample's image as an array; see `Beton.pixels`."""
+        one, own = self._at(index)
+        return one.pixels(own)
 
     def mask(self, name: str, index: int, rows: int | None = None) -> NDArray[Any]:
         """Return a sample's mask, `(H, W)`; see `Beton.mask`."""

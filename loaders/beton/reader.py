@@ -17,6 +17,7 @@ from PIL import Image
 
 from ...errors import BetonError, suggest
 from ...files import renames_held, wait_for_renames
+from ..image_modes import mode_of
 from ..native import transcode
 from ..remote.cache import local_copy
 from ..remote.mirror import Mirror
@@ -27,6 +28,7 @@ from .open_file import OpenFile
 from .tables import (
     Column,
     check_numbers,
+    image_field,
     label_field,
     match_allocations,
     read_allocations,
@@ -49,6 +51,8 @@ class Beton:
         file: the open file, from which samples are read.
         data: the full file, memory-mapped, `(bytes,)` uint8, read-only. Reading it kills the process if the file
             has been truncated since.
+        image_name: the image's field.
+        channels, depth: of the images: their number of channels, and the bits of each value, 8 or 16.
         modes: `(N,)` uint8, 0 for JPEG and 1 for raw pixels.
         widths, heights: `(N,)` in pixels.
         pointers, sizes: `(N,)` position and length in bytes of each image in `data`.
@@ -63,6 +67,9 @@ class Beton:
     path: Path
     file: OpenFile
     data: NDArray[np.uint8]
+    image_name: str
+    channels: int
+    depth: int
     modes: NDArray[np.uint8]
     widths: NDArray[np.uint16]
     heights: NDArray[np.uint16]
@@ -149,7 +156,7 @@ class Beton:
     def _with_fields(self, index: int, crc: int) -> int:
         """Return the CRC-32 of a sample, of whose image it is `crc`."""
         for column in self.columns.values():
-            if column.field.kind != "rgb_image":
+            if column.field.name != self.image_name:
                 crc = zlib.crc32(self._stored(column, index), crc)
         return crc
 
@@ -223,14 +230,21 @@ class Beton:
         return self.file.read(int(self.pointers[index]), int(self.sizes[index]))
 
     def image(self, index: int) -> Image.Image:
-        """Return a sample's image, decoded by Pillow.
+        """Return a sample's image, decoded by Pillow: of mode RGB, L, RGBA or I;16.
 
         Raises:
-            BetonError: if it cannot be decoded, or its size differs from the metadata.
+            BetonError: if it cannot be decoded, or its size differs from the metadata; or if it has several channels of
+                16 bits, for which Pillow has no mode.
         """
-        stored, size = self.stored(index), (int(self.widths[index]), int(self.heights[index]))
         if self.modes[index] == MODE_RAW:
-            return Image.frombytes("RGB", size, stored)
+            mode = mode_of(self.channels, self.depth)
+            if mode in ("RGB;16", "RGBA;16"):
+                raise BetonError(
+                    f"{self.path}: its images have {self.channels} channels of 16 bits, for which Pillow has no mode. "
+                    "Read an array with pixels(index)."
+                )
+            return Image.fromarray(self.pixels(index))
+        stored, size = self.stored(index), (int(self.widths[index]), int(self.heights[index]))
         try:
             image = Image.open(io.BytesIO(transcode.huffman_coded(stored))).convert("RGB")
         except Exception as error:  # damaged files make Pillow's readers raise many types
@@ -240,6 +254,21 @@ class Beton:
                 index, f"its JPEG has {image.size} pixels, but the file's metadata has {size}"
             )
         return image
+
+    def pixels(self, index: int) -> NDArray[Any]:
+        """Return a sample's image as an array, `(H, W)` or `(H, W, C)`, uint8 or uint16.
+
+        Raises:
+            BetonError: as `image`.
+        """
+        if self.modes[index] != MODE_RAW:
+            return np.asarray(self.image(index))
+        shape = (
+            int(self.heights[index]),
+            int(self.widths[index]),
+            *([self.channels] if self.channels > 1 else []),
+        )
+        return np.frombuffer(self.stored(index), dtype=f"<u{self.depth // 8}").reshape(shape)
 
     def mask(self, name: str, index: int, rows: int | None = None) -> NDArray[Any]:
         """Return a sample's mask, `(H, W)` uint8 or uint16, read-only: a class index per pixel of its image.
@@ -379,14 +408,20 @@ def _validated(path: Path) -> Beton:
     assert label is not None  # read_fields rejects a file without a label
     if not label.allocated:
         check_numbers(path, columns[label.name], len(manifest.get("classes", [])))
-    image = next(column for column in columns.values() if column.field.kind == "rgb_image")
+    field = image_field(fields)
+    assert field is not None  # nor without an image
+    image = columns[field.name]
+    modes, widths, heights = _stored_as(image)
     return Beton(
         path=path,
         file=file,
         data=np.asarray(data),
-        modes=image.values["mode"].copy(),  # contiguous, as the compiled loader requires
-        widths=image.values["width"].copy(),
-        heights=image.values["height"].copy(),
+        image_name=field.name,
+        channels=3 if field.kind == "rgb_image" else (*field.shape, 1)[2],
+        depth=8 * field.dtype.itemsize,
+        modes=modes,
+        widths=widths,
+        heights=heights,
         pointers=image.pointers,
         sizes=image.sizes,
         columns=columns,
@@ -395,3 +430,13 @@ def _validated(path: Path) -> Beton:
         manifest=manifest,
         checksums=checksums,
     )
+
+
+def _stored_as(column: Column) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint16]]:
+    """Return modes, widths and heights of the images, `(N,)` each, contiguous, as the compiled loader requires."""
+    field, values = column.field, column.values
+    if field.kind == "rgb_image":
+        return values["mode"].copy(), values["width"].copy(), values["height"].copy()
+    modes = np.full(len(values), MODE_RAW, dtype=np.uint8)
+    height, width = (np.full(len(values), side, dtype=np.uint16) for side in field.shape[:2])
+    return modes, width, height

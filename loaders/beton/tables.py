@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BetonError
+from ..image_modes import CHANNELS
 from .layout import (
     ALLOCATION,
     FIELD,
@@ -94,13 +95,30 @@ def read_fields(path: Path, header: Any) -> list[Field]:
         raise BetonError(
             f"{path}: one of its {count} field descriptors is invalid: {error}. Convert the data again."
         ) from None
-    kinds, names = [field.kind for field in fields], {field.name for field in fields}
-    if kinds.count("rgb_image") != 1 or len(names) < count or label_field(fields) is None:
+    names = {field.name for field in fields}
+    if image_field(fields) is None or len(names) < count or label_field(fields) is None:
         raise BetonError(
-            f"{path} has the {count} fields {', '.join(f'{f.name} ({f.kind})' for f in fields)}. Drivetrain "
-            "requires one image, a label (int, float, ndarray, or bytes for a mask), and distinct names for all fields."
+            f"{path} has the {count} fields {', '.join(f'{f.name} ({f})' for f in fields)}. Drivetrain "
+            "requires one image (rgb_image; or an ndarray named 'image' of uint8 or uint16, (H, W) or (H, W, C) with C "
+            "= 1, 3 or 4), a label (int, float, ndarray, or bytes for a mask), and distinct names for all fields."
         )
     return fields
+
+
+def image_field(fields: list[Field]) -> Field | None:
+    """Return the image: the only `rgb_image`, else the ndarray named `image` whose shape and type are an image's.
+
+    None if there is none, or several.
+    """
+    pictures = [field for field in fields if field.kind == "rgb_image"]
+    arrays = [field for field in fields if field.name == "image" and _is_picture(field)]
+    return (pictures or arrays)[0] if len(pictures or arrays) == 1 else None
+
+
+def _is_picture(field: Field) -> bool:
+    if field.kind != "ndarray" or field.dtype.str not in ("|u1", "<u2") or len(field.shape) not in (2, 3):
+        return False
+    return max(field.shape[:2]) <= 0xFFFF and field.shape[2:] in ((), *((channels,) for channels in CHANNELS))
 
 
 def label_field(fields: list[Field]) -> Field | None:
@@ -108,7 +126,8 @@ def label_field(fields: list[Field]) -> Field | None:
 
     None if there is none. JSON and images are not labels.
     """
-    numeric = [field for field in fields if field.kind in ("int", "float", "ndarray")]
+    image = image_field(fields)
+    numeric = [field for field in fields if field.kind in ("int", "float", "ndarray") and field is not image]
     masks = [field for field in fields if field.kind == "bytes"]
     named = [field for field in numeric + masks if field.name == "label"]
     return next(iter(named or numeric or masks), None)

@@ -98,6 +98,7 @@ def convert(
     check: Literal["decode", "structure"] = "decode",
     optimize: bool = False,
     keep_bytes: bool = False,
+    image_mode: str | None = None,
     workers: int | None = None,
     on_error: Literal["raise", "skip"] = "raise",
     classes: Sequence[str] | None = None,
@@ -113,7 +114,7 @@ def convert(
         source: a folder `CLASS/image.jpg`, in which names that begin with a dot, and `__MACOSX`, are ignored;
             WebDataset shards (a path or pattern such as `train-{000..003}.tar`, or a list of them); a pair of
             arrays `(images (N, H, W, 3) uint8, labels (N,), (N, K) or (N, H, W))`; or an indexable data set of
-            `(image, label, …)` or of dicts.
+            `(image, label, …)` or of dicts. For other images, see `image_mode`.
         out: the `.beton` file to write; an existing one is replaced. A pattern such as `train-{000..127}.beton` stands
             for several files, which get equal numbers of samples, in order, and appear together at the end. A file's
             manifest is written next to it, with `.json` appended to the name; a seal ties the two together. The file
@@ -149,6 +150,11 @@ def convert(
             Default False: photographs are 4 % smaller then, load no faster, and take 2.7 times as long to convert.
         keep_bytes: whether to copy every JPEG that the loader's decoder reads and that needs no change of its pixels
             byte for byte, also progressive ones and those with arithmetic codes. Default False.
+        image_mode: channels and bits of the stored images, by Pillow's names: `"L"` (one channel), `"RGBA"` (four),
+            `"I;16"` (one of 16 bits), `"RGB;16"` or `"RGBA;16"` (of 16 bits; only from uint16 arrays, which Pillow
+            cannot represent). They are stored as raw arrays and must all have one size. Channels of 8-bit images are
+            converted; an image with other bits is an error. Default None, or `"RGB"`: everything becomes RGB with 8
+            bits.
         workers: number of threads that read and encode. Default None: one per available core.
         on_error: `"raise"` stops at the first bad image; `"skip"` skips and reports it.
         classes: class names in label order, for sources without names (arrays, shards), or for the names in
@@ -172,6 +178,7 @@ def convert(
         check,
         optimize,
         keep_bytes,
+        image_mode,
     )
     _check_arguments(outs, on_error)
     threads = check_workers(workers)
@@ -181,7 +188,7 @@ def convert(
         raise DataError(f"The {samples.kind} contains no samples, so there is nothing to convert.")
     if len(outs) > len(samples):
         raise DataError(f"{out} stands for {len(outs)} files, but there are only {len(samples)} samples.")
-    stored = first_fields(samples, wanted, on_error)
+    stored = first_fields(samples, wanted, on_error, encoding)
     masks = stored[1].kind == STORED_AS["mask"]
     names = list(
         classes or (() if masks else samples.classes)

@@ -10,7 +10,7 @@ from ...errors import DataError
 
 
 class ArraySource:
-    """A pair of arrays: images `(N, H, W, 3)`, `(N, 3, H, W)` or `(N, H, W)` uint8, and labels.
+    """A pair of arrays: images `(N, H, W, C)`, `(N, C, H, W)` or `(N, H, W)`, uint8 or uint16, and labels.
 
     Labels are `(N,)`, `(N, K)`, or masks, `(N, H, W)`.
     """
@@ -19,10 +19,10 @@ class ArraySource:
 
     def __init__(self, images: Any, labels: Any) -> None:
         dtype = str(images.dtype).removeprefix("torch.")
-        if dtype != "uint8" or len(images.shape) not in (3, 4):
+        if dtype not in ("uint8", "uint16") or len(images.shape) not in (3, 4):
             raise DataError(
                 f"The images are {dtype} of shape {tuple(images.shape)}. Pass uint8, 0 to 255, of shape "
-                "(N, H, W, 3), (N, 3, H, W) or (N, H, W)."
+                "(N, H, W, 3), (N, 3, H, W) or (N, H, W); for uint16 and other channels, with image_mode=."
             )
         if len(labels.shape) not in (1, 2, 3) or 0 in labels.shape[1:]:
             raise DataError(

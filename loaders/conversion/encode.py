@@ -14,7 +14,8 @@ from PIL import Image, UnidentifiedImageError
 
 from ...checks import check_flag, check_whole, is_number, is_whole, make_plain
 from ...errors import DataError, suggest
-from ..beton.layout import MODE_JPEG, MODE_RAW
+from ..beton.layout import MODE_JPEG, MODE_RAW, Field
+from ..image_modes import MODES, image_pixels, is_wide
 from ..native import jpeg as jpegs
 from ..native import transcode
 
@@ -63,6 +64,7 @@ class Encoding:
     check: str = "decode"
     optimize: bool = False
     keep_bytes: bool = False
+    image_mode: str | None = None
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -89,6 +91,35 @@ class Encoding:
             raise DataError(f"smart_threshold={self.smart_threshold!r} must be a number of bytes, or None.")
         if not is_number(self.compress_probability, "[0, 1]"):
             raise DataError(f"compress_probability={self.compress_probability!r} must be in [0, 1].")
+        self._check_mode()
+
+    def _check_mode(self) -> None:
+        if self.image_mode is not None and self.image_mode not in MODES:
+            raise DataError(
+                f"image_mode={self.image_mode!r} is unknown. Use one of {', '.join(map(repr, MODES))}."
+            )
+        if self.array_mode is None:
+            return
+        for name, wrong, remedy in (
+            (
+                "write_mode",
+                self.write_mode not in ("auto", "raw"),
+                "Leave it out: such images are stored raw",
+            ),
+            ("max_resolution", self.max_resolution is not None, "Resize the images first"),
+            ("min_resolution", self.min_resolution is not None, "Resize the images first"),
+            ("optimize", self.optimize, "Leave it out: such images are stored raw"),
+            ("keep_bytes", self.keep_bytes, "Leave it out: such images are stored raw"),
+        ):
+            if wrong:
+                raise DataError(
+                    f"{name}={getattr(self, name)!r} does not go with image_mode={self.image_mode!r}. {remedy}."
+                )
+
+    @property
+    def array_mode(self) -> str | None:
+        """The mode of images that are stored as arrays; None for RGB with 8 bits."""
+        return None if self.image_mode == "RGB" else self.image_mode
 
     def target_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the (width, height) to store for an image of this size: never larger."""
@@ -137,6 +168,8 @@ def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
         encoding: the encoding settings.
         number: index of the sample in its source, which decides in mode "proportion".
 
+    With `image_mode`, its pixels are stored as they are, with that many channels and bits; see `image_pixels`.
+
     A JPEG file that is RGB, upright, stored as a JPEG at its own size, and readable by the loader's decoder keeps its
     pixels: it is copied byte for byte, or recoded without loss (see `_keep`).
 
@@ -145,11 +178,63 @@ def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
     """
     if isinstance(image, dict) and set(image) == {"bytes", "path"}:
         image = image["bytes"] if image["bytes"] is not None else _read(image["path"])
+    if encoding.array_mode is not None:
+        return _encode_array(image, encoding.array_mode)
     if isinstance(image, bytes):
         return _encode_file(image, encoding, number)
     if isinstance(image, Image.Image):
         return _encode_pil(image, encoding, number)
     return _store(Image.fromarray(_to_array(image)), "stored", encoding, number)
+
+
+def image_field(encoding: Encoding, image: Any) -> Field:
+    """Return the field that stores images like this one.
+
+    Raises:
+        DataError: if it is stored as an array, and cannot be read.
+    """
+    if encoding.array_mode is None:
+        return Field("image", "rgb_image")
+    (channels, depth), encoded = MODES[encoding.array_mode], encode_image(image, encoding)
+    shape = (encoded.height, encoded.width, *([channels] if channels > 1 else []))
+    return Field("image", "ndarray", np.dtype(f"<u{depth // 8}"), shape)
+
+
+def _encode_array(image: Any, mode: str) -> Encoded:
+    """Encode an image of any form as an array."""
+    if isinstance(image, bytes):
+        try:
+            with Image.open(io.BytesIO(image)) as opened:
+                wide = is_wide(opened)
+                data = transcode.huffman_coded(image) if opened.format in _JPEG_FORMATS else image
+            with Image.open(io.BytesIO(data)) as opened:
+                opened.load()
+                return _array_of(opened, mode, wide)
+        except UnidentifiedImageError:
+            raise DataError("it is not an image that Pillow can read") from None
+        except DataError:
+            raise
+        except Exception as error:  # damaged files make Pillow's readers raise many types
+            raise DataError(f"it cannot be decoded: {error}") from error
+    if not isinstance(image, Image.Image):
+        return _array_of(image, mode)
+    wide = is_wide(image)
+    try:
+        image.load()  # opened lazily, so it may still be damaged
+    except Exception as error:
+        raise DataError(f"it cannot be decoded: {error}") from error
+    return _array_of(image, mode, wide)
+
+
+def _array_of(image: Any, mode: str, wide: bool | None = None) -> Encoded:
+    turn = _turn(image) if isinstance(image, Image.Image) else None
+    pixels, treatment = image_pixels(image if turn is None else image.transpose(turn), mode, wide)
+    height, width = pixels.shape[:2]
+    if max(height, width) > 0xFFFF:
+        raise DataError(f"its longest side is {max(height, width)} pixels; the format's limit is 65535")
+    if turn is not None and treatment == "stored":
+        treatment = "rotated upright (EXIF)"
+    return Encoded(MODE_RAW, width, height, pixels.tobytes(), treatment, (width, height))
 
 
 def _read(path: Any) -> bytes:
@@ -243,7 +328,8 @@ def _to_rgb(image: Image.Image, turn: Image.Transpose | None) -> tuple[Image.Ima
 def _to_array(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     array = image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else np.asarray(image)
     if array.dtype != np.uint8:
-        raise DataError(f"its pixels are {array.dtype}; expected uint8, 0 to 255")
+        remedy = ", or image_mode='I;16', 'RGB;16' or 'RGBA;16'" if array.dtype == np.uint16 else ""
+        raise DataError(f"its pixels are {array.dtype}; expected uint8, 0 to 255{remedy}")
     if array.ndim == 3 and array.shape[0] in (1, 3) and array.shape[2] not in (1, 3):
         array = array.transpose(1, 2, 0)
     if array.ndim == 2:

@@ -15,7 +15,7 @@ from ...terminal import is_interactive
 from ..beton.layout import Field
 from ..exhaustion import exhaustion, is_exhaustion
 from .columns import Sample
-from .encode import Encoded, Encoding, encode_image
+from .encode import Encoded, Encoding, encode_image, image_field
 from .moving import store_target
 from .sources import Source
 from .values import Stored, infer_field, label_field, store_label, store_value
@@ -46,21 +46,23 @@ class Job:
     classes: int = 0
 
 
-def first_fields(source: Source, wanted: Mapping[str, str | None], on_error: str) -> list[Field]:
+def first_fields(
+    source: Source, wanted: Mapping[str, str | None], on_error: str, encoding: Encoding
+) -> list[Field]:
     """Return the fields inferred from the first usable sample.
 
     Raises:
         DataError: if it cannot be read, or its values have types that the format does not support.
     """
-    image, failure = Field("image", "rgb_image"), None
+    failure = None
     for index in range(len(source)):
         try:
-            _, label, *values = source.get(index)
+            image, label, *values = source.get(index)
             further = [
                 infer_field(name, kind, value)
                 for (name, kind), value in zip(wanted.items(), values, strict=True)
             ]
-            return [image, label_field(label), *further]
+            return [image_field(encoding, image), label_field(label), *further]
         except Exception as error:  # a data set's own code may raise anything; blame the sample
             if refusal := _refusal(error):
                 raise exhaustion(refusal, "memory for one image", "Free some memory.") from refusal
@@ -105,6 +107,7 @@ def _encode(job: Job, index: int) -> Sample | Skipped:
     try:
         image, *values = job.source.get(index)
         encoded = encode_image(image, job.encoding, index)
+        _check_size(job, encoded)
         stored = [_store(job, one, value, encoded) for one, value in zip(job.fields[1:], values, strict=True)]
         return Sample(encoded, tuple(stored))
     except Exception as error:  # a data set's own code may raise anything; blame the sample
@@ -113,6 +116,15 @@ def _encode(job: Job, index: int) -> Sample | Skipped:
         if job.on_error == "skip":
             return Skipped(job.source.describe(index), _reason(error))
         raise _failed(job.source, index, error) from _cause(error)
+
+
+def _check_size(job: Job, encoded: Encoded) -> None:
+    """Reject an image that does not fit into the array that stores it."""
+    if (shape := job.fields[0].shape[:2]) and shape != (encoded.height, encoded.width):
+        raise DataError(
+            f"it has {encoded.height} × {encoded.width} pixels (height × width), but the first sample has {shape[0]} × "
+            f"{shape[1]}; with image_mode={job.encoding.image_mode!r} all must have the same size: resize them first"
+        )
 
 
 def _store(job: Job, field: Field, value: Any, encoded: Encoded) -> Stored:

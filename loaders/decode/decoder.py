@@ -18,8 +18,9 @@ from ... import machine
 from ...errors import BetonError, DataError, require
 from ..beton.data_set import BetonFiles
 from ..beton.layout import MODE_JPEG
+from ..image_modes import RGB, channels_text
 from ..native import jpeg, library
-from ..settings import Settings
+from ..settings import Settings, fill_color
 from . import augmentation, draws
 from .augmentation import REPLACEMENT
 from .moving import MovingTargets
@@ -42,7 +43,7 @@ class Draw:
     Attributes:
         keys: `(n · views,)` keys of their random draws, sample by sample; see `draws`.
         choices: the augmentations.
-        images: `(n, views, H, W, 3)`, uint8 or already normalised: the memory for the result.
+        images: `(n, views, H, W, C)`, uint8 or already normalised: the memory for the result.
     """
 
     keys: NDArray[np.uint64]
@@ -99,19 +100,24 @@ class _Group:
         first: number of the first view; each draws numbers of its own.
         views: how many there are of each sample.
         operations: FFCV's.
+        kind: number of channels and bits of the images.
     """
 
-    def __init__(self, settings: Settings, first: int, views: int, operations: Sequence[Any]) -> None:
+    def __init__(
+        self, settings: Settings, first: int, views: int, operations: Sequence[Any], kind: tuple[int, int]
+    ) -> None:
         self.settings, self._first, self.views = settings, first, views
         self.operations = _compiled(operations, settings.size)
-        line, table = self._tables = _normalisation(settings)
+        channels, depth = kind
+        line, table = self._tables = _normalisation(settings, depth)
         method = _METHODS[settings.interpolation]
         if settings.shifts:  # nothing is resized
             method = library.NEAREST if settings.pads else library.SHIFT
-        fill = (ctypes.c_uint8 * 3)(*settings.fill)
+        pixel = np.array(fill_color(settings.mean, depth), dtype=f"<u{depth // 8}").tobytes()
+        fill = (ctypes.c_uint8 * 8)(*pixel)
         self.made = {
             dtype: library.Settings(
-                *settings.size, method, number, library.address(line[0]),
+                *settings.size, method, number, channels, depth // 8, library.address(line[0]),
                 library.address(line[1]), library.address(table), settings.cutout, fill,
             )
             for dtype, number in _DTYPES.items()
@@ -173,24 +179,31 @@ class Decoder:
                 "Leave operations= out."
             )
         self._groups, first = list[_Group](), 0
+        kind = beton.channels, beton.depth
+        if operations and kind != RGB:
+            raise DataError(
+                f"operations= of FFCV take RGB with 8 bits, but the images of {beton.name} have "
+                f"{channels_text(*kind)}. Leave them out."
+            )
+        self._pixel = beton.channels * beton.depth // 8  # bytes
         for views, own in settings.groups:
-            self._groups.append(_Group(own, first, views, operations))
+            self._groups.append(_Group(own, first, views, operations, kind))
             first += views
         self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
         self._widest = int(self._widths.max())
-        self._largest = int((self._heights * self._widths).max()) * 3  # bytes of pixels
+        self._largest = int((self._heights * self._widths).max()) * self._pixel  # bytes of pixels
         self._longest = int(beton.sizes[beton.modes == MODE_JPEG].max(initial=1))  # bytes of a JPEG
         columns = (
             beton.descriptors, beton.modes.astype(np.int32), beton.widths, beton.heights, beton.pointers, beton.sizes
         )  # fmt: skip
-        self._samples = library.Samples(*map(library.address, columns))
+        self._samples = library.Samples(*map(library.address, columns), beton.channels, beton.depth // 8)
         self._columns = columns  # keeps their memory
-        self.part = max(_PART // (3 * settings.sample_pixels), 1)
+        self.part = max(_PART // (self._pixel * settings.sample_pixels), 1)
         self._free: deque[_Workspace] = deque()
 
     def shapes(self, n: int) -> list[tuple[int, ...]]:
-        """Return the shape of the images of n samples, `(n, views, H, W, 3)`, for each group of views."""
-        return [(n, group.views, *group.settings.size, 3) for group in self._groups]
+        """Return the shape of the images of n samples, `(n, views, H, W, C)`, for each group of views."""
+        return [(n, group.views, *group.settings.size, self._beton.channels) for group in self._groups]
 
     @property
     def largest_bytes(self) -> int:
@@ -206,9 +219,12 @@ class Decoder:
         """Return the memory that making an image of this group takes."""
         (height, width), widest = group.settings.size, self._widest
         policy = 18 * height * width  # a sum in float32, and two pictures
-        images = 3 * height * width * (self.part * group.views if group.operations else 1)
-        images += 3 * height * width * (group.settings.pads or group.settings.active_crop == "fit")
+        images = self._pixel * height * width * (self.part * group.views if group.operations else 1)
+        images += self._pixel * height * width * (group.settings.pads or group.settings.active_crop == "fit")
         resizing = (3 * widest + 4 * widest + 4 * width) * height
+        if (self._beton.channels, self._beton.depth) != RGB:  # lines of floats; or bytes, of the full picture
+            resizing = 4 * self._beton.channels * (widest * (height + 1) + height) + 2 * self._largest
+            resizing += self._beton.channels * width * (int(self._heights.max()) + height)
         return resizing + images + policy
 
     def choose(
@@ -401,10 +417,10 @@ def _compiled(operations: Sequence[Any], size: tuple[int, int]) -> Operations | 
     return Operations(operations, size)
 
 
-def _normalisation(settings: Settings) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
-    """Return factor and summand of every byte of a line, `(2, 3 · W)`; and bfloat16 bits per level, `(3, 256)`."""
+def _normalisation(settings: Settings, depth: int) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
+    """Return factor and summand of every value of a line, `(2, C · W)`; and bfloat16 bits per byte, `(C, 256)`."""
     mean, std = np.array(settings.mean), np.array(settings.std)
-    line = np.tile(np.stack([1 / (255 * std), -mean / std]), settings.size[1])
+    line = np.tile(np.stack([1 / (((1 << depth) - 1) * std), -mean / std]), settings.size[1])
     levels = (np.arange(256)[None] / 255 - mean[:, None]) / std[:, None]
     table = torch.from_numpy(levels).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     return line.astype(np.float32), table

@@ -44,7 +44,7 @@ void dt_release(dt_buffer *buffer);
 
 /* ---- jpeg.c ---- */
 
-/* Part of a picture: `rows` lines of `columns` pixels of three bytes, `stride` bytes apart. */
+/* Part of a picture: `rows` lines of `columns` pixels, of three bytes unless it is an array's, `stride` bytes apart. */
 typedef struct {
     const uint8_t *data;
     size_t stride;
@@ -90,6 +90,27 @@ int dt_resize_bicubic(dt_image image, int flip, uint8_t *target, int64_t out_hei
 /* Take the nearest pixels, Pillow's. */
 int dt_resize_nearest(dt_image image, uint8_t *target, int64_t out_height, int64_t out_width, dt_resizing *memory);
 
+/* Of the lines 0 to `size` - 1, the nearest to each of `count` outputs, as Pillow rounds. */
+void dt_nearest_lines(int64_t size, int64_t count, int64_t *from);
+
+/* Pillow's weights, whose sum is 1, of the i-th of `count` outputs over the lines 0 to `size` - 1: bilinear, or bicubic if
+ * `bicubic`. Returns how many lines there are, from `*begin` on; at most dt_most_weights(), for which `weights` has room. */
+int64_t dt_exact_weights(int bicubic, int64_t size, int64_t count, int64_t i, double *weights, int64_t *begin);
+int64_t dt_most_weights(int bicubic, int64_t size, int64_t count);
+
+/* Weights with 22 bits after the point, as Pillow's for bytes. */
+typedef struct {
+    int64_t *first;
+    int32_t *weights; /* (count, most) */
+    int64_t most;
+} dt_fine_filter;
+
+/* Weigh the lines for `count` outputs. Returns whether there was memory. */
+int dt_weigh_finely(int64_t size, int64_t count, dt_resizing *memory, dt_fine_filter *found);
+/* Set each of `count` lines of `target` to the weighted sum of lines of `source`, over `lanes` bytes, in whole blocks. */
+void dt_blend_finely(const uint8_t *source, size_t stride, size_t lanes, const dt_fine_filter *filter, int64_t count,
+                     uint8_t *target, size_t target_stride);
+
 /* ---- area.c: the resize of OpenCV's INTER_AREA, bit for bit (version 4.6) ---- */
 
 /* The bytes of working memory that dt_area needs; 0 for a side that is not in 1 to 65535. */
@@ -119,6 +140,25 @@ void dt_normalise(const uint8_t *image, int64_t height, int64_t width, const flo
                   float *values);
 /* `values` = each level's entry in its channel's row of `table` (3, 256): bfloat16. */
 void dt_look_up(const uint8_t *image, int64_t pixels, const uint16_t *table, uint16_t *values);
+
+/* ---- planes.c: images of any number of channels, of 8 or 16 bits: `bytes` per value, `pixel` per pixel ---- */
+
+/* Resize a whole picture, antialiased: bilinear, or bicubic if `cubic`, then with Pillow's bits for 8 bits. Every channel
+ * by itself. Returns DT_OK or DT_NO_MEMORY. */
+int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic, uint8_t *target, int64_t out_height,
+                     int64_t out_width, dt_resizing *memory);
+int dt_planes_nearest(dt_image image, size_t pixel, uint8_t *target, int64_t out_height, int64_t out_width,
+                      dt_resizing *memory);
+void dt_planes_flip(uint8_t *image, size_t pixel, int64_t height, int64_t width);
+void dt_planes_shift(dt_image image, size_t pixel, int64_t down, int64_t right, uint8_t *target);
+void dt_planes_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side,
+                       const uint8_t *fill);
+/* `values` = level · `factors` + `summands`, each (`lanes`), for `height` lines of as many values; in float32, or rounded
+ * to bfloat16 if `half`. */
+void dt_planes_normalise(const uint8_t *image, int64_t bytes, int64_t height, int64_t lanes, const float *factors,
+                         const float *summands, int half, void *values);
+/* The position that `at` is reflected to, of `size`. */
+int64_t dt_reflected(int64_t at, int64_t size);
 
 /* ---- policies.c ---- */
 

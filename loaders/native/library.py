@@ -35,11 +35,12 @@ _FILE = Path(__file__).with_name("libdrivetrain.dylib" if sys.platform == "darwi
 
 
 class Samples(Structure):
-    """`dt_samples`: addresses of the columns of a data set, each `(N,)`."""
+    """`dt_samples`: addresses of the columns of a data set, each `(N,)`, and what its pixels are."""
 
     _fields_ = [
-        (name, c_void_p) for name in ("descriptors", "modes", "widths", "heights", "pointers", "sizes")
-    ]
+        *((name, c_void_p) for name in ("descriptors", "modes", "widths", "heights", "pointers", "sizes")),
+        ("channels", c_int64), ("bytes", c_int64),
+    ]  # fmt: skip
 
 
 class Settings(Structure):
@@ -47,7 +48,8 @@ class Settings(Structure):
 
     _fields_ = (
         ("height", c_int64), ("width", c_int64), ("method", c_int32), ("dtype", c_int32),
-        ("factors", c_void_p), ("summands", c_void_p), ("table", c_void_p), ("cut", c_int64), ("fill", c_uint8 * 3),
+        ("channels", c_int64), ("bytes", c_int64), ("factors", c_void_p), ("summands", c_void_p),
+        ("table", c_void_p), ("cut", c_int64), ("fill", c_uint8 * 8),
     )  # fmt: skip
 
 

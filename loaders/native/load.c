@@ -15,16 +15,18 @@ typedef struct {
     const int32_t *descriptors, *modes;
     const uint16_t *widths, *heights;
     const uint64_t *pointers, *sizes;
+    int64_t channels, bytes; /* bytes of each value; JPEGs have 3 channels of 1 byte */
 } dt_samples;
 
 /* What becomes of every sample of a loader. */
 typedef struct {
     int64_t height, width; /* of the images */
     int32_t method, dtype;
-    const float *factors, *summands; /* (3 · width) each, for float32 */
-    const uint16_t *table;           /* (3, 256), for bfloat16 */
+    int64_t channels, bytes;         /* of the samples */
+    const float *factors, *summands; /* (channels · width) each, for float32; of other images than RGB, also for bfloat16 */
+    const uint16_t *table;           /* (3, 256), for bfloat16 of RGB */
     int64_t cut;                     /* side of the square that is cut out; 0: none */
-    uint8_t fill[3];
+    uint8_t fill[8];                 /* a pixel */
 } dt_settings;
 
 /* What was drawn for each of m images; NULL where nothing is. */
@@ -45,7 +47,7 @@ typedef struct {
     const dt_settings *settings;
     const dt_choices *choices; /* of n · views images */
     int64_t views;
-    void *images; /* (n, views, height, width, 3) of the dtype */
+    void *images; /* (n, views, height, width, channels) of the dtype */
 } dt_views;
 
 /* A thread's working memory. */
@@ -86,6 +88,24 @@ static int read_all(int file, uint64_t start, size_t size, uint8_t *target)
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Whether images have three channels of bytes: the usual ones, with the fastest code and all operations. */
+static int is_rgb(const dt_settings *settings) { return settings->channels == 3 && settings->bytes == 1; }
+
+static size_t pixel_of(const dt_settings *settings) { return (size_t)(settings->channels * settings->bytes); }
+
+/* Whether the settings are for these samples, and have no operation that such images do not. */
+static int is_possible(const dt_views *group, const dt_samples *samples, int is_jpeg)
+{
+    const dt_settings *settings = group->settings;
+    if (settings->channels != samples->channels || settings->bytes != samples->bytes)
+        return 0;
+    if (is_rgb(settings))
+        return 1;
+    return settings->channels >= 1 && settings->channels <= 4 && (settings->bytes == 1 || settings->bytes == 2) &&
+           !is_jpeg && settings->method != AREA && (settings->dtype != UINT8 || settings->bytes == 1) &&
+           group->choices->colors == NULL && group->choices->operations == NULL;
+}
+
 /* The largest denominator of a JPEG's scale at which a crop still has the target's pixels each way: libjpeg decodes
  * directly at that scale, in less time, and the remaining resize is by less than a half. */
 static int denominator(const int64_t *box, int64_t height, int64_t width)
@@ -122,13 +142,17 @@ typedef struct {
     int64_t box[4];  /* around all crops */
 } dt_plan;
 
-/* Plan the i-th sample's decoding. Returns DT_OK, or DT_WRONG_SIZE for crops that do not lie within the picture. */
-static int plan(const dt_views *groups, int64_t count, int64_t i, int is_jpeg, int64_t height, int64_t width, dt_plan *made)
+/* Plan the i-th sample's decoding. Returns DT_OK, or DT_WRONG_SIZE for crops that do not lie within the picture, and for
+ * images that the settings are not for. */
+static int plan(const dt_views *groups, int64_t count, const dt_samples *samples, int64_t i, int is_jpeg, int64_t height,
+                int64_t width, dt_plan *made)
 {
     int64_t top = height, left = width, bottom = 0, right = 0, whole[4] = {0, 0, height, width};
     *made = (dt_plan){.share = is_jpeg ? 8 : 1};
     for (const dt_views *group = groups; group < groups + count; group++) {
         const dt_settings *settings = group->settings;
+        if (!is_possible(group, samples, is_jpeg))
+            return DT_WRONG_SIZE;
         int64_t output[4] = {0, 0, settings->height, settings->width};
         int shifts = settings->method == SHIFT;
         if (shifts && (height != settings->height || width != settings->width))
@@ -168,9 +192,10 @@ static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, cons
     if (crc != NULL)
         *crc = dt_crc32(0, bytes, size);
     if (samples->modes[index] != 0) {
-        if (size < (size_t)(height * width * 3))
+        int64_t pixel = samples->channels * samples->bytes;
+        if (size < (size_t)(height * width * pixel))
             return DT_WRONG_SIZE;
-        *image = (dt_image){bytes + 3 * (box[0] * width + box[1]), 3 * (size_t)width, box[2], box[3]};
+        *image = (dt_image){bytes + pixel * (box[0] * width + box[1]), (size_t)(pixel * width), box[2], box[3]};
         return DT_OK;
     }
     return dt_decode(bytes, size, height, width, planned->share, planned->fast,
@@ -178,33 +203,57 @@ static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, cons
 }
 
 /* The part of the decoded picture that one crop touches. */
-static dt_image part_of(dt_image image, const dt_plan *planned, const int64_t *box, int64_t height, int64_t width)
+static dt_image part_of(dt_image image, size_t pixel, const dt_plan *planned, const int64_t *box, int64_t height,
+                        int64_t width)
 {
     dt_region all = touched(planned->box, planned->share, height, width);
     dt_region own = touched(box, planned->share, height, width);
-    image.data += (size_t)(own.top - all.top) * image.stride + 3 * (size_t)(own.left - all.left);
+    image.data += (size_t)(own.top - all.top) * image.stride + pixel * (size_t)(own.left - all.left);
     image.rows = own.bottom - own.top;
     image.columns = own.right - own.left;
     return image;
 }
 
 /* Copy a crop of the target's own size. */
-static void copy(dt_image image, uint8_t *target)
+static void copy(dt_image image, size_t pixel, uint8_t *target)
 {
-    for (int64_t y = 0; y < image.rows; y++, target += 3 * image.columns)
-        memcpy(target, image.data + (size_t)y * image.stride, 3 * (size_t)image.columns);
+    size_t line = pixel * (size_t)image.columns;
+    for (int64_t y = 0; y < image.rows; y++, target += line)
+        memcpy(target, image.data + (size_t)y * image.stride, line);
 }
 
-/* Resize and mirror a crop, which has been decoded at 1/`share` of its size, to `target` (`height`, `width`, 3). */
+/* Resize and mirror a crop of another image than RGB. */
+static int resize_planes(dt_workspace *w, const dt_settings *settings, dt_image image, const int64_t *box, int flip,
+                         uint8_t *target, int64_t height, int64_t width)
+{
+    size_t pixel = pixel_of(settings);
+    int status = DT_OK;
+    if (settings->method == SHIFT)
+        dt_planes_shift(image, pixel, box[0], box[1], target);
+    else if (box[2] == height && box[3] == width)
+        copy(image, pixel, target);
+    else if (settings->method == NEAREST)
+        status = dt_planes_nearest(image, pixel, target, height, width, &w->resizing);
+    else
+        status = dt_planes_resize(image, settings->channels, settings->bytes, settings->method == BICUBIC, target, height,
+                                  width, &w->resizing);
+    if (flip && status == DT_OK)
+        dt_planes_flip(target, pixel, height, width);
+    return status;
+}
+
+/* Resize and mirror a crop, which has been decoded at 1/`share` of its size, to `target` (`height`, `width`). */
 static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, const int64_t *box, int share, int flip,
                   uint8_t *target, int64_t height, int64_t width)
 {
     double scale = share;
     int status = DT_OK;
+    if (!is_rgb(settings))
+        return resize_planes(w, settings, image, box, flip, target, height, width);
     if (settings->method == SHIFT)
         dt_shifted_copy(image, box[0], box[1], target);
     else if (box[2] == height && box[3] == width)
-        copy(image, target);
+        copy(image, 3, target);
     else if (settings->method == BILINEAR)
         return dt_resize(image, (double)box[0] / scale, (double)box[1] / scale, (double)box[2] / scale,
                          (double)box[3] / scale, flip, target, height, width, &w->resizing);
@@ -226,22 +275,24 @@ static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, 
 static int put(dt_workspace *w, const dt_settings *settings, dt_image image, const int64_t *box, int share, int flip,
                uint8_t *output, const int64_t *place)
 {
-    size_t whole = 3 * (size_t)settings->width, line = 3 * (size_t)place[3];
+    size_t pixel = pixel_of(settings), whole = pixel * (size_t)settings->width, line = pixel * (size_t)place[3];
     uint8_t *part = dt_reserve(&w->placed, line * (size_t)place[2]);
     if (part == NULL)
         return DT_NO_MEMORY;
     int status = resize(w, settings, image, box, share, 0, part, place[2], place[3]);
     if (status != DT_OK)
         return status;
-    for (size_t x = 0; x < whole; x += 3)
-        memcpy(output + x, settings->fill, 3);
+    for (size_t x = 0; x < whole; x += pixel)
+        memcpy(output + x, settings->fill, pixel);
     for (size_t y = 1; y < (size_t)settings->height; y++)
         memcpy(output + y * whole, output, whole);
-    uint8_t *target = output + (size_t)place[0] * whole + 3 * (size_t)place[1];
+    uint8_t *target = output + (size_t)place[0] * whole + pixel * (size_t)place[1];
     for (size_t y = 0; y < (size_t)place[2]; y++)
         memcpy(target + y * whole, part + y * line, line);
-    if (flip)
+    if (flip && is_rgb(settings))
         dt_flip(output, settings->height, settings->width);
+    else if (flip)
+        dt_planes_flip(output, pixel, settings->height, settings->width);
     return DT_OK;
 }
 
@@ -261,7 +312,17 @@ static int recolor(dt_workspace *w, const dt_settings *settings, const dt_choice
 /* Cut out a square of the i-th image, and write it to the batch `images` as numbers of the dtype. */
 static void finish(const dt_settings *settings, const dt_choices *choices, int64_t i, uint8_t *image, void *images)
 {
-    int64_t pixels = settings->height * settings->width, at = 3 * pixels * i;
+    int64_t pixels = settings->height * settings->width, at = settings->channels * pixels * i;
+    if (!is_rgb(settings)) {
+        if (choices->corners != NULL)
+            dt_planes_cut_out(image, pixel_of(settings), settings->width, choices->corners[2 * i],
+                              choices->corners[2 * i + 1], settings->cut, settings->fill);
+        if (settings->dtype != UINT8)
+            dt_planes_normalise(image, settings->bytes, settings->height, settings->channels * settings->width,
+                                settings->factors, settings->summands, settings->dtype == BFLOAT16,
+                                (uint8_t *)images + at * (settings->dtype == BFLOAT16 ? 2 : 4));
+        return;
+    }
     if (choices->corners != NULL)
         dt_cut_out(image, settings->width, choices->corners[2 * i], choices->corners[2 * i + 1], settings->cut,
                    settings->fill);
@@ -279,11 +340,11 @@ static int make(dt_workspace *w, const dt_views *group, int64_t k, dt_image pict
     const dt_settings *settings = group->settings;
     const dt_choices *choices = group->choices;
     const int64_t *box = choices->boxes + 4 * k;
-    size_t bytes = 3 * (size_t)settings->height * (size_t)settings->width;
+    size_t pixel = pixel_of(settings), bytes = pixel * (size_t)settings->height * (size_t)settings->width;
     uint8_t *image = settings->dtype == UINT8 ? (uint8_t *)group->images + bytes * (size_t)k : dt_reserve(&w->image, bytes);
     if (image == NULL)
         return DT_NO_MEMORY;
-    dt_image part = settings->method == SHIFT ? picture : part_of(picture, planned, box, height, width);
+    dt_image part = settings->method == SHIFT ? picture : part_of(picture, pixel, planned, box, height, width);
     int status = choices->places == NULL
                      ? resize(w, settings, part, box, planned->share, choices->flips[k], image, settings->height, settings->width)
                      : put(w, settings, part, box, planned->share, choices->flips[k], image, choices->places + 4 * k);
@@ -303,7 +364,7 @@ DT_API void dt_load(dt_workspace *w, const dt_samples *samples, const int64_t *i
         int64_t index = indices[i], height = samples->heights[index], width = samples->widths[index];
         dt_plan planned;
         dt_image picture;
-        status[i] = plan(groups, count, i, samples->modes[index] == 0, height, width, &planned);
+        status[i] = plan(groups, count, samples, i, samples->modes[index] == 0, height, width, &planned);
         if (status[i] == DT_OK)
             status[i] = fetch(w, samples, index, &planned, crcs == NULL ? NULL : crcs + i, &picture);
         for (const dt_views *group = groups; group < groups + count; group++)
@@ -312,10 +373,11 @@ DT_API void dt_load(dt_workspace *w, const dt_samples *samples, const int64_t *i
     }
 }
 
-/* The second half of `dt_load`, for n images whose bytes Python has changed in between: `levels` (n, height, width, 3). */
+/* The second half of `dt_load`, for n images whose bytes Python has changed in between: `levels` (n, height, width,
+ * channels). */
 DT_API void dt_finish(const dt_settings *settings, const dt_choices *choices, int64_t n, uint8_t *levels, void *images)
 {
-    size_t bytes = 3 * (size_t)settings->height * (size_t)settings->width;
+    size_t bytes = pixel_of(settings) * (size_t)settings->height * (size_t)settings->width;
     for (int64_t i = 0; i < n; i++)
         finish(settings, choices, i, levels + bytes * (size_t)i, images);
 }

@@ -16,8 +16,7 @@ void dt_flip(uint8_t *image, int64_t height, int64_t width)
     }
 }
 
-/* The position that `at` is reflected to, of `size`. */
-static int64_t reflected(int64_t at, int64_t size)
+int64_t dt_reflected(int64_t at, int64_t size)
 {
     at = at < 0 ? -at : at;
     return at >= size ? 2 * (size - 1) - at : at;
@@ -26,9 +25,9 @@ static int64_t reflected(int64_t at, int64_t size)
 void dt_shifted_copy(dt_image image, int64_t down, int64_t right, uint8_t *target)
 {
     for (int64_t y = 0; y < image.rows; y++) {
-        const uint8_t *line = image.data + (size_t)reflected(y - down, image.rows) * image.stride;
+        const uint8_t *line = image.data + (size_t)dt_reflected(y - down, image.rows) * image.stride;
         for (int64_t x = 0; x < image.columns; x++, target += 3)
-            memcpy(target, line + 3 * reflected(x - right, image.columns), 3);
+            memcpy(target, line + 3 * dt_reflected(x - right, image.columns), 3);
     }
 }
 

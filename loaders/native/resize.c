@@ -203,17 +203,38 @@ static double cubic(double x)
     return x < 2.0 ? (((x - 5) * x + 8) * x - 4) * a : 0.0;
 }
 
-typedef struct {
-    int64_t *first;
-    int32_t *weights; /* (count, most) */
-    int64_t most;
-} fine_filter;
-
-/* Weigh the lines 0 to `size` - 1 for `count` outputs, as Pillow does. Returns whether there was memory. */
-static int weigh_finely(int64_t size, int64_t count, dt_resizing *memory, fine_filter *found)
+static double triangle(double x)
 {
-    double scale = (double)size / (double)count, wide = scale > 1.0 ? scale : 1.0, support = 2.0 * wide;
-    int64_t most = (int64_t)ceil(support) * 2 + 1;
+    x = fabs(x);
+    return x < 1.0 ? 1.0 - x : 0.0;
+}
+
+int64_t dt_most_weights(int bicubic, int64_t size, int64_t count)
+{
+    double scale = (double)size / (double)count;
+    return (int64_t)ceil((bicubic ? 2.0 : 1.0) * (scale > 1.0 ? scale : 1.0)) * 2 + 1;
+}
+
+int64_t dt_exact_weights(int bicubic, int64_t size, int64_t count, int64_t i, double *weights, int64_t *begin)
+{
+    double scale = (double)size / (double)count, wide = scale > 1.0 ? scale : 1.0, support = (bicubic ? 2.0 : 1.0) * wide;
+    double center = ((double)i + 0.5) * scale, total = 0.0, narrow = 1.0 / wide;
+    int64_t first = (int64_t)(center - support + 0.5), end = (int64_t)(center + support + 0.5);
+    first = first > 0 ? first : 0;
+    end = end < size ? end : size;
+    for (int64_t k = 0; k < end - first; k++) {
+        double x = ((double)(k + first) - center + 0.5) * narrow;
+        total += weights[k] = bicubic ? cubic(x) : triangle(x);
+    }
+    for (int64_t k = 0; k < end - first && total != 0.0; k++)
+        weights[k] /= total;
+    *begin = first;
+    return end - first;
+}
+
+int dt_weigh_finely(int64_t size, int64_t count, dt_resizing *memory, dt_fine_filter *found)
+{
+    int64_t most = dt_most_weights(1, size, count);
     found->first = dt_reserve(&memory->first, (size_t)count * sizeof(int64_t));
     found->weights = dt_reserve(&memory->weights, (size_t)count * (size_t)most * sizeof(int32_t));
     double *exact = dt_reserve(&memory->exact, (size_t)most * sizeof(double));
@@ -221,16 +242,10 @@ static int weigh_finely(int64_t size, int64_t count, dt_resizing *memory, fine_f
     if (found->first == NULL || found->weights == NULL || exact == NULL)
         return 0;
     for (int64_t i = 0; i < count; i++) {
-        double center = ((double)i + 0.5) * scale, total = 0.0, narrow = 1.0 / wide;
-        int64_t begin = (int64_t)(center - support + 0.5), end = (int64_t)(center + support + 0.5);
-        begin = begin > 0 ? begin : 0;
-        end = end < size ? end : size;
-        for (int64_t k = 0; k < end - begin; k++)
-            total += exact[k] = cubic(((double)(k + begin) - center + 0.5) * narrow);
+        int64_t used = dt_exact_weights(1, size, count, i, exact, &found->first[i]);
         int32_t *weights = found->weights + i * most;
-        found->first[i] = begin;
         for (int64_t k = 0; k < most; k++) {
-            double share = k >= end - begin ? 0.0 : total != 0.0 ? exact[k] / total : exact[k];
+            double share = k >= used ? 0.0 : exact[k];
             weights[k] = (int32_t)(share * (1 << PRECISION) + (share < 0 ? -0.5 : 0.5));
         }
     }
@@ -238,8 +253,8 @@ static int weigh_finely(int64_t size, int64_t count, dt_resizing *memory, fine_f
 }
 
 /* As `blend_lines`, with fine weights, some of which are negative. */
-DT_CLONES static void blend_finely(const uint8_t *source, size_t stride, size_t lanes, const fine_filter *filter,
-                                   int64_t count, uint8_t *target, size_t target_stride)
+DT_CLONES void dt_blend_finely(const uint8_t *source, size_t stride, size_t lanes, const dt_fine_filter *filter,
+                               int64_t count, uint8_t *target, size_t target_stride)
 {
     for (int64_t i = 0; i < count; i++) {
         const int32_t *weights = filter->weights + i * filter->most;
@@ -269,38 +284,42 @@ int dt_resize_bicubic(dt_image image, int flip, uint8_t *target, int64_t out_hei
     uint8_t *columns = dt_reserve(&memory->columns, line * (size_t)(image.columns + 3));
     uint8_t *turned = dt_reserve(&memory->turned, line * (size_t)(out_width + 3));
     uint8_t *rows = dt_reserve(&memory->rows, stride * (size_t)(image.rows + out_height));
-    fine_filter filter;
+    dt_fine_filter filter;
     if (columns == NULL || turned == NULL || rows == NULL)
         return DT_NO_MEMORY;
-    if (!weigh_finely(image.columns, out_width, memory, &filter))
+    if (!dt_weigh_finely(image.columns, out_width, memory, &filter))
         return DT_NO_MEMORY;
     turn(image.data, image.stride, image.rows, image.columns, columns, line);
-    blend_finely(columns, line, 4 * (size_t)image.rows, &filter, out_width, turned, line);
+    dt_blend_finely(columns, line, 4 * (size_t)image.rows, &filter, out_width, turned, line);
     turn_back(turned, line, flip, rows, stride, image.rows, out_width);
-    if (!weigh_finely(image.rows, out_height, memory, &filter))
+    if (!dt_weigh_finely(image.rows, out_height, memory, &filter))
         return DT_NO_MEMORY;
     uint8_t *done = rows + stride * (size_t)image.rows;
-    blend_finely(rows, stride, width, &filter, out_height, done, stride);
+    dt_blend_finely(rows, stride, width, &filter, out_height, done, stride);
     for (int64_t y = 0; y < out_height; y++)
         memcpy(target + width * (size_t)y, done + stride * (size_t)y, width);
     return DT_OK;
 }
 
+void dt_nearest_lines(int64_t size, int64_t count, int64_t *from)
+{
+    double step = (double)size / (double)count, at = 0.5 * step;
+    for (int64_t i = 0; i < count; i++, at += step)
+        from[i] = (int64_t)at < size ? (int64_t)at : size - 1;
+}
+
 int dt_resize_nearest(dt_image image, uint8_t *target, int64_t out_height, int64_t out_width, dt_resizing *memory)
 {
-    int64_t *from = dt_reserve(&memory->first, (size_t)out_width * sizeof(int64_t));
-    if (from == NULL)
+    int64_t *across = dt_reserve(&memory->first, (size_t)(out_width + out_height) * sizeof(int64_t));
+    if (across == NULL)
         return DT_NO_MEMORY;
-    double across = (double)image.columns / (double)out_width, down = (double)image.rows / (double)out_height;
-    double at = 0.5 * across;
-    for (int64_t x = 0; x < out_width; x++, at += across)
-        from[x] = (int64_t)at < image.columns ? (int64_t)at : image.columns - 1;
-    at = 0.5 * down;
-    for (int64_t y = 0; y < out_height; y++, at += down) {
-        int64_t row = (int64_t)at < image.rows ? (int64_t)at : image.rows - 1;
-        const uint8_t *line = image.data + (size_t)row * image.stride;
+    int64_t *down = across + out_width;
+    dt_nearest_lines(image.columns, out_width, across);
+    dt_nearest_lines(image.rows, out_height, down);
+    for (int64_t y = 0; y < out_height; y++) {
+        const uint8_t *line = image.data + (size_t)down[y] * image.stride;
         for (int64_t x = 0; x < out_width; x++, target += 3)
-            memcpy(target, line + 3 * from[x], 3);
+            memcpy(target, line + 3 * across[x], 3);
     }
     return DT_OK;
 }

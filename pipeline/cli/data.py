@@ -71,6 +71,12 @@ def convert(
     keep_bytes: Annotated[
         bool, "Copy JPEGs that need no change of their pixels byte for byte, also progressive ones."
     ] = False,
+    image_mode: Annotated[
+        str | None,
+        "Channels and bits of the stored images, all of one size, as raw arrays. Default: RGB with 8 bits.",
+        "MODE",
+        ("L", "RGB", "RGBA", "I;16", "RGB;16", "RGBA;16"),
+    ] = None,
     workers: Threads = None,
     skip_bad: Annotated[bool, "Skip and list bad images instead of stopping."] = False,
     quiet: Quiet = False,
@@ -93,7 +99,7 @@ def convert(
         quality=quality, write_mode=write_mode, smart_threshold=smart_threshold,
         compress_probability=compress_probability,
         check=cast(Literal["decode", "structure"], check),
-        optimize=optimize, keep_bytes=keep_bytes, workers=workers,
+        optimize=optimize, keep_bytes=keep_bytes, image_mode=image_mode, workers=workers,
         on_error="skip" if skip_bad else "raise", classes=_class_names(classes), progress=not quiet,
     )  # fmt: skip
     text = report.text(verbose=verbose)

@@ -23,6 +23,7 @@ LEDGER = "ledger.json"
 MARK = "<!-- Written by `drivetrain export`, which replaces this file. -->"
 _MANY = 50  # classes beyond this number are only in the file's metadata
 _BEFORE = {"Classification": "before softmax, ", "MultiLabel": "before sigmoid, "}
+_CHANNELS = {1: "one channel", 3: "RGB", 4: "RGBA"}
 _USE = {
     "safetensors": """\
 from safetensors.torch import load_file
@@ -131,8 +132,9 @@ def _use(
 def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
     height, width = height_width(inputs.image_size)
     name = f"`{INPUT}`" if kind == "onnx" else "`images`"
+    channels = _CHANNELS[inputs.channels] + (", from 16 bits" if inputs.depth == 16 else "")
     lines = [
-        f"{name}: float32 `(N, {len(inputs.mean)}, {height}, {width})`, RGB. {_crop_text(inputs)}, "
+        f"{name}: float32 `(N, {len(inputs.mean)}, {height}, {width})`, {channels}. {_crop_text(inputs)}, "
         f"scaled to 0–1, minus the mean {_list(inputs.mean)}, divided by the standard deviation "
         f"{_list(inputs.std)}.",
     ]
@@ -157,7 +159,7 @@ def _crop_text(inputs: Inputs) -> str:
     if inputs.eval_crop == "whole":
         return f"Each full picture, resized to {resized}"
     if inputs.eval_crop == "fit":
-        fill = ", ".join(map(str, fill_color(inputs.mean)))
+        fill = ", ".join(map(str, fill_color(inputs.mean, inputs.depth)))
         return (
             f"Each full picture, scaled to fit into {resized}, with its aspect ratio, and centred on the colour "
             f"({fill})"

@@ -71,7 +71,7 @@ def export(
 
     The file's metadata has the preprocessing with the names of the classes (`inputs`) and the task (`task`), as JSON.
     The programs (`"torch-export"`, `"onnx"`) contain the model after surgery, in fp32, for any number of images:
-    float32 `(N, 3, H, W)`, normalized, as the evaluation loader gives them. Before such a file appears, it is run on
+    float32 `(N, C, H, W)`, normalized, as the evaluation loader gives them. Before such a file appears, it is run on
     the same images as the model.
 
     Args:

@@ -17,7 +17,7 @@ from ...errors import ExportError, require
 from ...files import atomic_file
 
 INPUT = "images"
-"""Name of the input in ONNX, `(N, 3, H, W)`."""
+"""Name of the input in ONNX, `(N, C, H, W)`."""
 OUTPUT = "outputs"
 """Name of the output in ONNX, of a model that returns one tensor."""
 PURPOSE = "export to ONNX"
@@ -58,7 +58,7 @@ def write_program(
     Args:
         kind: `"torch-export"` or `"onnx"`.
         model: in evaluation mode, on the CPU.
-        images: to compare on, `(N, 3, H, W)` with N ≥ 2.
+        images: to compare on, `(N, C, H, W)` with N ≥ 2.
         about: what they are, for messages.
         out: the file, which is complete and checked, or absent.
         metadata: written into the file.

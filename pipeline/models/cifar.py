@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-def cifar_resnet(num_classes: int = 10, width: int = 16) -> nn.Module:
+def cifar_resnet(num_classes: int = 10, width: int = 16, channels: int = 3) -> nn.Module:
     """Build a narrow residual network for images of 32 × 32 pixels.
 
     Eight 3×3 convolutions, three max-pools, two residual blocks: the shape of David Page's ResNet-9
@@ -15,10 +15,11 @@ def cifar_resnet(num_classes: int = 10, width: int = 16) -> nn.Module:
     Args:
         num_classes: size of the output, `(B, num_classes)`. Default 10.
         width: channels after the first layer. Default 16, which gives 154,000 parameters.
+        channels: of the images. Default 3.
     """
     w = width
     return nn.Sequential(
-        _conv(3, w),
+        _conv(channels, w),
         _conv(w, 2 * w),
         nn.MaxPool2d(2),
         Residual(_conv(2 * w, 2 * w), _conv(2 * w, 2 * w)),

@@ -81,7 +81,7 @@ class FitResult:
 
     @property
     def preprocess(self) -> v2.Compose:
-        """The torchvision transform of a PIL image that gives the pixels `(3, H, W)` of evaluation: cropped as
+        """The torchvision transform of an image that gives the pixels `(C, H, W)` of evaluation: cropped as
         `eval_crop`, resized to `eval_image_size`, and normalized."""
         return self.inputs.transform()
 
@@ -92,7 +92,8 @@ class FitResult:
         `probabilities`; for `Regression`: `value`; for other tasks: `prediction`. All are JSON values.
 
         Args:
-            images: a path, a PIL image, an array `(H, W, 3)` of uint8, or several of these.
+            images: a path, a PIL image, an array `(H, W, 3)` of uint8, or several of these. For a model of other
+                images, those that `convert` takes with their `image_mode`: bits are never dropped.
             batch_size: images at once.
 
         Raises:

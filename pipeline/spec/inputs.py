@@ -27,6 +27,7 @@ class Inputs:
         mean, std: of each channel, for pixels scaled to 0–1. The mean is also the colour around an image that fits.
         interpolation, eval_crop: as in `FFCVLoader`.
         classes: names of the classes or labels; empty if the data has none.
+        channels, depth: of the images: their number of channels, and the bits of each value, 8 or 16.
     """
 
     image_size: ImageSize
@@ -36,11 +37,14 @@ class Inputs:
     interpolation: str = "bilinear"
     eval_crop: str = "center"
     classes: tuple[str, ...] = ()
+    channels: int = 3
+    depth: int = 8
 
     @classmethod
     def of(cls, train: EpochLoader, val: EpochLoader | None, eval_size: ImageSize) -> Self:
         """Return that of a training's loaders."""
-        used = (val or train).settings
+        loader = val or train
+        used = loader.settings
         return cls(
             eval_size,
             float(used.eval_ratio),
@@ -49,6 +53,8 @@ class Inputs:
             used.interpolation,
             used.eval_crop,
             tuple(train.classes),
+            loader.channels,
+            loader.depth,
         )
 
     @classmethod
@@ -66,11 +72,17 @@ class Inputs:
         }
 
     def transform(self) -> v2.Compose:
-        """Return the torchvision transform of a PIL image."""
+        """Return the torchvision transform of an image."""
         from ...loaders.preprocess import evaluation_transform
 
         return evaluation_transform(
-            self.image_size, self.eval_ratio, self.mean, self.std, self.interpolation, self.eval_crop
+            self.image_size,
+            self.eval_ratio,
+            self.mean,
+            self.std,
+            self.interpolation,
+            self.eval_crop,
+            self.depth,
         )
 
 

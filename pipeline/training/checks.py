@@ -17,6 +17,7 @@ from ...loaders.beton.data_set import BetonFiles
 from ...loaders.beton.targets import NOT_COUNTED
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width, size_text
+from ...loaders.settings import IMAGENET_MEAN
 from ...loaders.sources import files_of
 from ...strategies import Precision
 from ...strategies.options import HALF
@@ -69,10 +70,10 @@ def check_output(
     The model's buffers do not change. The model may draw random numbers.
 
     Args:
-        model: maps images `(B, 3, H, W)` to outputs.
+        model: maps images `(B, C, H, W)` to outputs.
         task: checks the outputs.
         width: values per image; None if any number.
-        data: sizes of the images.
+        data: sizes and channels of the images.
         precision: of the forward.
         targets: of the data, two of them for a model that computes the loss.
 
@@ -80,12 +81,13 @@ def check_output(
         PlanError: if it does not, or if the forward fails.
     """
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
+    channels = len(data.settings.get("mean", IMAGENET_MEAN))
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=HALF[precision])
     try:
         with torch.no_grad(), context:
-            output = model.eval()(torch.zeros(2, 3, *height_width(size)))  # as in prediction
+            output = model.eval()(torch.zeros(2, channels, *height_width(size)))  # as in prediction
             views = data.settings.get("views", 1)
-            shape = (2, 3) if views == 1 else (2, views, 3)
+            shape = (2, channels) if views == 1 else (2, views, channels)
             # Lazy modules have their shapes now. BatchNorm's statistics change only in the copies.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             two = targets.two(height_width(size))
@@ -103,8 +105,8 @@ def check_output(
             )
     except Exception as error:  # a model may raise anything
         raise PlanError(
-            f"The model does not accept images of {size_text(size)} pixels{_further(inputs)}: {type(error).__name__}: "
-            f"{error}{_signature(inputs)}"
+            f"The model does not accept images of {size_text(size)} pixels{_channels(channels)}{_further(inputs)}: "
+            f"{type(error).__name__}: {error}{_signature(inputs)}"
         ) from error
     finally:
         model.train(training)
@@ -139,6 +141,10 @@ def _resolution(task: Task, outputs: Any, size: tuple[int, int]) -> str:
         f"The model returns logits for {' × '.join(map(str, outputs.shape[2:]))} pixels of images of "
         f"{' × '.join(map(str, size))}. Let it end with torch.nn.functional.interpolate(logits, images.shape[2:])."
     )
+
+
+def _channels(channels: int) -> str:
+    return "" if channels == 3 else f" with {channels} channel{'s' * (channels > 1)}"
 
 
 def _further(inputs: Mapping[str, torch.Tensor]) -> str:

@@ -24,11 +24,11 @@ def read(path: str, verified: bool) -> dict[str, object]:
     """Open the file and read all of it, uncropped, as FFCVLoader does in evaluation, with every further field."""
     try:
         beton = open_beton(path)
-        names = [name for name, kind in beton.fields.items() if kind != "rgb_image"]
-        names.remove(beton.label_name)
+        names = [name for name in beton.fields if name not in (beton.image_name, beton.label_name)]
+        one = (0.5,) * beton.channels
         with FFCVLoader(
-            path, batch_size=4, image_size=SIDE, train=False, workers=1, eval_ratio=1.0, dtype=torch.uint8,
-            fields=names, verify=verified,
+            path, batch_size=4, image_size=SIDE, train=False, workers=1, eval_ratio=1.0, mean=one, std=one,
+            dtype=torch.uint8 if beton.depth == 8 else torch.float32, fields=names, verify=verified,
         ) as loader:  # fmt: skip
             samples = [
                 [label.item(), digest(image.numpy().tobytes()), digest(repr(further).encode())]

@@ -156,20 +156,21 @@ enum { VIEWS = 3 };
 typedef struct {
     int64_t boxes[4 * VIEWS], places[4 * VIEWS], corners[2 * VIEWS], operations[2 * VIEWS];
     double colors[4 * VIEWS], magnitudes[2 * VIEWS];
-    float weights[2 * VIEWS], images[24 * 20 * 3 * VIEWS];
+    float weights[2 * VIEWS], images[24 * 20 * 4 * VIEWS];
     uint8_t flips[VIEWS];
 } drawn;
 
-/* Draw the `views` of `settings`; the picture has the output's size if they are shifted. With a `height`, crops lie in it. */
-static dt_choices draw(drawn *to, const dt_settings *settings, int views, int64_t height, int64_t width)
+/* Draw the `views` of `settings` of a picture of `rows` × `columns`, which has the output's size if they are shifted. */
+static dt_choices draw(drawn *to, const dt_settings *settings, int views, uint64_t rows, uint64_t columns)
 {
+    int within = rows > 0 && columns > 0 && next(4);
     for (int view = 0; view < views; view++) {
-        int64_t *box = to->boxes + 4 * view;
         for (int k = 0; k < 4; k++)
-            box[k] = (int64_t)next(next(16) ? 320 : INT64_MAX) - (int64_t)next(2) * 8;
-        if (height > 0) {
-            box[0] = (int64_t)next((uint64_t)height), box[2] = 1 + (int64_t)next((uint64_t)(height - box[0]));
-            box[1] = (int64_t)next((uint64_t)width), box[3] = 1 + (int64_t)next((uint64_t)(width - box[1]));
+            to->boxes[4 * view + k] = (int64_t)next(next(16) ? 320 : INT64_MAX) - (int64_t)next(2) * 8;
+        if (within) {
+            int64_t *box = to->boxes + 4 * view;
+            box[0] = (int64_t)next(rows), box[1] = (int64_t)next(columns);
+            box[2] = 1 + (int64_t)next(rows - (uint64_t)box[0]), box[3] = 1 + (int64_t)next(columns - (uint64_t)box[1]);
         }
         if (settings->method == SHIFT)
             to->boxes[4 * view] = (int64_t)next(9) - 4, to->boxes[4 * view + 1] = (int64_t)next(9) - 4;
@@ -202,28 +203,40 @@ static int load_anything(dt_workspace *workspace, int descriptor, int64_t height
     uint16_t widths[] = {(uint16_t)next(next(8) ? 300 : 65536)}, heights[] = {(uint16_t)next(next(8) ? 300 : 65536)};
     uint64_t pointers[] = {next(next(8) ? LARGEST : UINT64_MAX)}, sizes[] = {next(next(64) ? LARGEST : 1 << 30)};
     int64_t indices[] = {0};
-    float factors[3 * 20] = {1}, summands[3 * 20] = {0};
+    /* Three channels of bytes; sometimes up to four, of two bytes; and, rarely, what there is not. */
+    int64_t channels = next(2) ? 3 : next(32) ? 1 + (int64_t)next(4) : (int64_t)next(9);
+    int64_t bytes = next(2) ? 1 : next(32) ? 1 + (int64_t)next(2) : (int64_t)next(5);
+    float factors[4 * 20] = {1}, summands[4 * 20] = {0};
     uint16_t table[3 * 256] = {0};
     uint32_t crc;
-    dt_samples samples = {descriptors, modes, widths, heights, pointers, sizes};
+    if (channels != 3 || bytes != 1)
+        modes[0] = next(16) != 0;
+    if (next(2)) { /* pixels that are there */
+        heights[0] = (uint16_t)(1 + next(100)), widths[0] = (uint16_t)(1 + next(100)), pointers[0] = next(2) * next(100);
+        uint64_t exact = (uint64_t)(heights[0] * widths[0] * channels * bytes);
+        sizes[0] = exact < LARGEST - 100 ? exact : LARGEST - 100;
+    }
+    dt_samples samples = {descriptors, modes, widths, heights, pointers, sizes, channels, bytes};
     int32_t method = (int32_t)next(5), dtype = (int32_t)next(3);
-    dt_settings settings[] = {{24, 20, method, dtype, factors, summands, table, 5, {1, 2, 3}},
-                              {8, 12, method == SHIFT ? 0 : method, dtype, factors, summands, table, 5, {1, 2, 3}}};
-    int64_t inside = 0;
+    int64_t others = next(64) ? channels : (int64_t)next(5);
+    dt_settings settings[] = {
+        {24, 20, method, dtype, channels, bytes, factors, summands, table, 5, {1, 2, 3}},
+        {8, 12, method == SHIFT ? 0 : method, dtype, others, bytes, factors, summands, table, 5, {1, 2, 3}}};
     if (method == SHIFT)
         heights[0] = 24, widths[0] = 20;
-    else if (next(4) && height > 0 && width > 0 && height * width <= MOST_PIXELS) {
+    else if (channels == 3 && bytes == 1 && next(4) && height > 0 && width > 0 && height * width <= MOST_PIXELS) {
         modes[0] = height * width * 3 <= LARGEST && next(4) == 0;
         heights[0] = (uint16_t)height, widths[0] = (uint16_t)width;
         pointers[0] = 0, sizes[0] = modes[0] ? LARGEST : size;
-        inside = height;
     }
     static _Thread_local drawn memory[2];
     dt_views groups[2];
     dt_choices choices[2];
     for (int k = 0; k < 2; k++) {
         int views = 1 + (int)next(VIEWS);
-        choices[k] = draw(&memory[k], &settings[k], views, inside, width);
+        choices[k] = draw(&memory[k], &settings[k], views, heights[0], widths[0]);
+        if (next(8) && (channels != 3 || bytes != 1))
+            choices[k].colors = NULL, choices[k].operations = NULL;
         groups[k] = (dt_views){&settings[k], &choices[k], views, memory[k].images};
     }
     dt_load(workspace, &samples, indices, 1, groups, 1 + (int64_t)next(2), next(2) ? &crc : NULL, &status);

@@ -53,7 +53,9 @@ def load_pictures(
             [[0, 0, *picture.shape[:2]] for picture in pictures] if boxes is None else boxes, np.int64
         )
         flips = np.zeros(n, np.bool_) if flips is None else np.asarray(flips, np.bool_)
-        made = library.Settings(height=height, width=width, method=method, dtype=library.UINT8, cut=cut)
+        made = library.Settings(
+            height=height, width=width, method=method, dtype=library.UINT8, channels=3, bytes=1, cut=cut
+        )
         indices = np.arange(n)
         arrays = [
             None if array is None else np.ascontiguousarray(array, kind)
@@ -71,7 +73,8 @@ def load_pictures(
         workspace = core.dt_workspace_new()
         views = library.Views(ctypes.pointer(made), ctypes.pointer(choices), 1, address(loaded))
         core.dt_load(
-            workspace, library.Samples(*map(address, columns)), address(indices), n, views, 1, None, address(status)
+            workspace, library.Samples(*map(address, columns), 3, 1), address(indices), n, views, 1, None,
+            address(status),
         )  # fmt: skip
         core.dt_workspace_free(workspace)
     finally:

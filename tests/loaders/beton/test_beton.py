@@ -142,7 +142,7 @@ def test_header(copy: Path, change: dict[str, int], words: str) -> None:
         (2, "requires one image"),
         (3, "data that was never written"),  # a mask
         (4, "ndarray field has the invalid shape"),
-        (5, r"image \(rgb_image\), label \(json\)\. Drivetrain requires one image, a label"),
+        (5, r"image \(rgb_image\), label \(json\)\. Drivetrain requires one image \(rgb_image; or"),
         (6, "unknown type 6"),
         (255, "unknown type 255"),
     ],

@@ -101,10 +101,25 @@ class Samples:
         }
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+class Arrays(Samples):
+    """The same with images of one channel of 16 bits, in an ndarray field."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image = np.random.default_rng(index).integers(0, 1 << 16, (20, 31)).astype(np.uint16)
+        return super().__getitem__(index) | {"image": image}
+
+
+@pytest.fixture(scope="module", params=["pictures", "arrays"])
+def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fuzz") / "fuzz.beton"
-    convert(Samples(), path, fields=NAMES, progress=False)
+    arrays = request.param == "arrays"
+    convert(
+        Arrays() if arrays else Samples(),
+        path,
+        fields=NAMES,
+        image_mode="I;16" if arrays else None,
+        progress=False,
+    )
     return path
 
 
@@ -121,7 +136,8 @@ def regions(beton: Beton) -> dict[str, tuple[int, int]]:
     found = {"header": (0, HEADER.itemsize), "metadata": (start, tables), "zeros": (tables, first)}
     for number, name in enumerate(beton.columns):
         at = HEADER.itemsize + number * FIELD.itemsize
-        found[f"descriptor of {name}"] = (at, at + (320 if name == "box" else 60))  # where something is
+        used = 320 if beton.fields[name] == "ndarray" else 60
+        found[f"descriptor of {name}"] = (at, at + used)  # where something is
     return found | {
         "metadata again": (start, tables),
         "data": (first, table),
@@ -138,7 +154,7 @@ def may_alter(mutant: Mutant, beton: Beton) -> Mutant:
         for column in fields:
             if column.field.allocated:
                 inside = (column.pointers <= at) & (at < column.pointers + column.sizes)
-                altered = mutant.images if column.field.kind == "rgb_image" else mutant.further
+                altered = mutant.images if column.field.name == "image" else mutant.further
                 altered |= set(np.flatnonzero(inside).tolist())
         sample, offset = divmod(at - tables_start(len(fields)), row.itemsize)
         if 0 <= sample < len(beton):
@@ -148,7 +164,8 @@ def may_alter(mutant: Mutant, beton: Beton) -> Mutant:
                     altered.add(sample)
         number, offset = divmod(at - HEADER.itemsize, FIELD.itemsize)
         if 0 <= number < len(fields) and fields[number].field.kind == "ndarray" and offset > 17:
-            mutant.further |= set(range(len(beton)))  # read as another type of the same width
+            altered = mutant.further if number else mutant.images
+            altered |= set(range(len(beton)))  # read as another type of the same width
     return mutant
 
 

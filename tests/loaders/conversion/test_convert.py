@@ -255,7 +255,7 @@ def test_manifest(tmp_path: Path) -> None:
     assert manifest["settings"] == {
         "max_resolution": 100, "min_resolution": None, "quality": 77, "write_mode": "auto",
         "smart_threshold": None, "compress_probability": 0.5, "check": "decode",
-        "optimize": False, "keep_bytes": False,
+        "optimize": False, "keep_bytes": False, "image_mode": None,
     }  # fmt: skip
     for index in range(19):
         label = beton.labels[index]

@@ -276,7 +276,9 @@ def test_memory_is_bounded() -> None:
 
     source = Counted()
     opened = open_source(source)
-    samples = encoded_samples(Job(opened, Encoding(), first_fields(opened, {}, "raise"), "raise"), 2, False)
+    samples = encoded_samples(
+        Job(opened, Encoding(), first_fields(opened, {}, "raise", Encoding()), "raise"), 2, False
+    )
     for number, _ in enumerate(samples, 1):
         if number % 20 == 0:
             time.sleep(0.01)

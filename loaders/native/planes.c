@@ -1,0 +1,239 @@
+/* Images of any number of channels with 8 or 16 bits per value; those of RGB with 8 bits have faster code, in resize.c and
+ * pixels.c.
+ *
+ * Resizing is separable: sums go along lines of columns · channels, first down the picture, then, transposed, across it.
+ * They are of float32, without rounding in between; but of bytes with the bicubic filter, they are Pillow's.
+ */
+#include "core.h"
+
+#include <string.h>
+
+static size_t whole_blocks(size_t bytes) { return (bytes + DT_BLOCK - 1) / DT_BLOCK * DT_BLOCK; }
+
+typedef struct {
+    int64_t *first;
+    float *weights; /* (count, most) */
+    int64_t most;
+} filter;
+
+/* Weigh the lines 0 to `size` - 1 for `count` outputs. Returns whether there was memory. */
+static int weigh(int cubic, int64_t size, int64_t count, dt_resizing *memory, filter *found)
+{
+    int64_t most = dt_most_weights(cubic, size, count);
+    found->first = dt_reserve(&memory->first, (size_t)count * sizeof(int64_t));
+    found->weights = dt_reserve(&memory->weights, (size_t)count * (size_t)most * sizeof(float));
+    double *exact = dt_reserve(&memory->exact, (size_t)most * sizeof(double));
+    found->most = most;
+    if (found->first == NULL || found->weights == NULL || exact == NULL)
+        return 0;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t used = dt_exact_weights(cubic, size, count, i, exact, &found->first[i]);
+        for (int64_t k = 0; k < most; k++)
+            found->weights[i * most + k] = k < used ? (float)exact[k] : 0.0f;
+    }
+    return 1;
+}
+
+/* How many of the i-th output's weights there are, without the zeros at the end, whose lines may not exist. */
+static int64_t used_of(const filter *filter, int64_t i)
+{
+    int64_t used = filter->most;
+    while (used > 1 && filter->weights[i * filter->most + used - 1] == 0.0f)
+        used--;
+    return used;
+}
+
+/* Set `sums` to weighted sums of lines of `lanes` values, `stride` values apart. */
+#define BLEND(name, type)                                                                                              \
+    DT_CLONES static void name(const type *restrict line, size_t stride, size_t lanes, const float *restrict weights,  \
+                               int64_t used, float *restrict sums)                                                     \
+    {                                                                                                                  \
+        for (size_t x = 0; x < lanes; x++)                                                                             \
+            sums[x] = weights[0] * (float)line[x];                                                                     \
+        for (int64_t k = 1; k < used; k++) {                                                                           \
+            const type *next = line + (size_t)k * stride;                                                              \
+            float weight = weights[k];                                                                                 \
+            for (size_t x = 0; x < lanes; x++)                                                                         \
+                sums[x] += weight * (float)next[x];                                                                    \
+        }                                                                                                              \
+    }
+
+BLEND(blend_bytes, uint8_t)
+BLEND(blend_shorts, uint16_t)
+BLEND(blend_floats, float)
+
+/* Pixel (y, x) of `rows`, of `size` bytes, becomes pixel (x, y) of `columns`; the strides are in bytes. */
+static void turn(const uint8_t *rows, size_t stride, int64_t height, int64_t width, size_t size, uint8_t *columns,
+                 size_t line)
+{
+    for (int64_t y = 0; y < height; y++) {
+        const uint8_t *from = rows + (size_t)y * stride;
+        uint8_t *to = columns + (size_t)y * size;
+        for (int64_t x = 0; x < width; x++, from += size, to += line)
+            memcpy(to, from, size);
+    }
+}
+
+/* Round the sums of one output column to pixels of `target`, whose lines are `stride` bytes apart. */
+static void put_column(const float *sums, int64_t channels, int64_t bytes, int64_t height, uint8_t *target, size_t stride)
+{
+    float most = bytes == 1 ? 255.0f : 65535.0f;
+    for (int64_t y = 0; y < height; y++, target += stride)
+        for (int64_t c = 0; c < channels; c++) {
+            float sum = *sums++ + 0.5f;
+            sum = sum > 0.0f ? sum : 0.0f;
+            uint16_t level = (uint16_t)(sum < most ? sum : most);
+            if (bytes == 1)
+                target[c] = (uint8_t)level;
+            else
+                memcpy(target + 2 * c, &level, 2);
+        }
+}
+
+/* Pillow's bicubic filter on bytes: across the picture, then, rounded to bytes, down. */
+static int resize_finely(dt_image image, size_t pixel, uint8_t *target, int64_t out_height, int64_t out_width,
+                         dt_resizing *memory)
+{
+    size_t line = whole_blocks(pixel * (size_t)image.rows), width = pixel * (size_t)out_width, stride = whole_blocks(width);
+    uint8_t *columns = dt_reserve(&memory->columns, line * (size_t)image.columns);
+    uint8_t *turned = dt_reserve(&memory->turned, line * (size_t)out_width);
+    uint8_t *rows = dt_reserve(&memory->rows, stride * (size_t)(image.rows + out_height));
+    dt_fine_filter filter;
+    if (columns == NULL || turned == NULL || rows == NULL)
+        return DT_NO_MEMORY;
+    if (!dt_weigh_finely(image.columns, out_width, memory, &filter))
+        return DT_NO_MEMORY;
+    turn(image.data, image.stride, image.rows, image.columns, pixel, columns, line);
+    dt_blend_finely(columns, line, pixel * (size_t)image.rows, &filter, out_width, turned, line);
+    turn(turned, line, out_width, image.rows, pixel, rows, stride);
+    if (!dt_weigh_finely(image.rows, out_height, memory, &filter))
+        return DT_NO_MEMORY;
+    uint8_t *done = rows + stride * (size_t)image.rows;
+    dt_blend_finely(rows, stride, width, &filter, out_height, done, stride);
+    for (int64_t y = 0; y < out_height; y++)
+        memcpy(target + width * (size_t)y, done + stride * (size_t)y, width);
+    return DT_OK;
+}
+
+int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic, uint8_t *target, int64_t out_height,
+                     int64_t out_width, dt_resizing *memory)
+{
+    if (cubic && bytes == 1)
+        return resize_finely(image, (size_t)channels, target, out_height, out_width, memory);
+    size_t lanes = (size_t)(channels * image.columns), pixel = (size_t)(channels * bytes);
+    size_t line = (size_t)(channels * out_height); /* of a column, in floats */
+    float *row = dt_reserve(&memory->rows, lanes * sizeof(float));
+    float *columns = dt_reserve(&memory->columns, line * (size_t)image.columns * sizeof(float));
+    float *sums = dt_reserve(&memory->turned, line * sizeof(float));
+    filter filter;
+    if (row == NULL || columns == NULL || sums == NULL || !weigh(cubic, image.rows, out_height, memory, &filter))
+        return DT_NO_MEMORY;
+    for (int64_t y = 0; y < out_height; y++) {
+        const uint8_t *from = image.data + (size_t)filter.first[y] * image.stride;
+        const float *weights = filter.weights + y * filter.most;
+        if (bytes == 1)
+            blend_bytes(from, image.stride, lanes, weights, used_of(&filter, y), row);
+        else
+            blend_shorts((const uint16_t *)(const void *)from, image.stride / 2, lanes, weights, used_of(&filter, y), row);
+        turn((const uint8_t *)row, 0, 1, image.columns, (size_t)channels * sizeof(float),
+             (uint8_t *)(columns + y * channels), line * sizeof(float));
+    }
+    if (!weigh(cubic, image.columns, out_width, memory, &filter))
+        return DT_NO_MEMORY;
+    for (int64_t x = 0; x < out_width; x++) {
+        blend_floats(columns + (size_t)filter.first[x] * line, line, line, filter.weights + x * filter.most,
+                     used_of(&filter, x), sums);
+        put_column(sums, channels, bytes, out_height, target + (size_t)x * pixel, (size_t)out_width * pixel);
+    }
+    return DT_OK;
+}
+
+int dt_planes_nearest(dt_image image, size_t pixel, uint8_t *target, int64_t out_height, int64_t out_width,
+                      dt_resizing *memory)
+{
+    int64_t *across = dt_reserve(&memory->first, (size_t)(out_width + out_height) * sizeof(int64_t));
+    if (across == NULL)
+        return DT_NO_MEMORY;
+    int64_t *down = across + out_width;
+    dt_nearest_lines(image.columns, out_width, across);
+    dt_nearest_lines(image.rows, out_height, down);
+    for (int64_t y = 0; y < out_height; y++) {
+        const uint8_t *line = image.data + (size_t)down[y] * image.stride;
+        for (int64_t x = 0; x < out_width; x++, target += pixel)
+            memcpy(target, line + pixel * (size_t)across[x], pixel);
+    }
+    return DT_OK;
+}
+
+void dt_planes_flip(uint8_t *image, size_t pixel, int64_t height, int64_t width)
+{
+    for (int64_t y = 0; y < height; y++) {
+        uint8_t *left = image + (size_t)(y * width) * pixel, *right = left + (size_t)(width - 1) * pixel;
+        for (; left < right; left += pixel, right -= pixel)
+            for (size_t k = 0; k < pixel; k++) {
+                uint8_t byte = left[k];
+                left[k] = right[k];
+                right[k] = byte;
+            }
+    }
+}
+
+void dt_planes_shift(dt_image image, size_t pixel, int64_t down, int64_t right, uint8_t *target)
+{
+    for (int64_t y = 0; y < image.rows; y++) {
+        const uint8_t *line = image.data + (size_t)dt_reflected(y - down, image.rows) * image.stride;
+        for (int64_t x = 0; x < image.columns; x++, target += pixel)
+            memcpy(target, line + pixel * (size_t)dt_reflected(x - right, image.columns), pixel);
+    }
+}
+
+void dt_planes_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side,
+                       const uint8_t *fill)
+{
+    for (int64_t y = top; y < top + side; y++)
+        for (int64_t x = left; x < left + side; x++)
+            memcpy(image + pixel * (size_t)(y * width + x), fill, pixel);
+}
+
+/* The nearest bfloat16 of a finite number, halves to even. */
+static uint16_t halved(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+#define NORMALISE(name, type, target, rounded)                                                                         \
+    DT_CLONES static void name(const type *restrict image, int64_t lanes, const float *restrict factors,               \
+                               const float *restrict summands, target *restrict values)                                \
+    {                                                                                                                  \
+        for (int64_t x = 0; x < lanes; x++)                                                                            \
+            values[x] = rounded((float)image[x] * factors[x] + summands[x]);                                           \
+    }
+
+NORMALISE(bytes_to_floats, uint8_t, float, )
+NORMALISE(shorts_to_floats, uint16_t, float, )
+NORMALISE(bytes_to_halves, uint8_t, uint16_t, halved)
+NORMALISE(shorts_to_halves, uint16_t, uint16_t, halved)
+
+void dt_planes_normalise(const uint8_t *image, int64_t bytes, int64_t height, int64_t lanes, const float *factors,
+                         const float *summands, int half, void *values)
+{
+    for (int64_t y = 0; y < height; y++) {
+        const uint8_t *line = image + y * lanes * bytes;
+        const uint16_t *shorts = (const uint16_t *)(const void *)line;
+        if (half) {
+            uint16_t *to = (uint16_t *)values + y * lanes;
+            if (bytes == 1)
+                bytes_to_halves(line, lanes, factors, summands, to);
+            else
+                shorts_to_halves(shorts, lanes, factors, summands, to);
+        } else {
+            float *to = (float *)values + y * lanes;
+            if (bytes == 1)
+                bytes_to_floats(line, lanes, factors, summands, to);
+            else
+                shorts_to_floats(shorts, lanes, factors, summands, to);
+        }
+    }
+}
