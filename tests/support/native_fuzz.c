@@ -163,7 +163,7 @@ typedef struct {
 /* Draw the `views` of `settings` of a picture of `rows` × `columns`, which has the output's size if they are shifted. */
 static dt_choices draw(drawn *to, const dt_settings *settings, int views, uint64_t rows, uint64_t columns)
 {
-    int within = rows > 0 && columns > 0 && next(4);
+    int within = rows > 0 && columns > 0 && next(16);
     for (int view = 0; view < views; view++) {
         for (int k = 0; k < 4; k++)
             to->boxes[4 * view + k] = (int64_t)next(next(16) ? 320 : INT64_MAX) - (int64_t)next(2) * 8;
