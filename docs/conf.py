@@ -18,7 +18,7 @@ author = "The authors of Drivetrain"
 copyright = author
 version = release = __version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "public_names"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "public_names"]
 root_doc = "docs/index"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "notebooks/*.ipynb"]
 exclude_patterns = [".*", "build", "dist", "gpu-kit", "runs", "tests", "**/__pycache__"]
@@ -39,7 +39,10 @@ default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-napoleon_use_ivar = True
 python_use_unqualified_type_names = True
-# Annotations name private types, and those of torch, numpy and others, which have no entry here.
-nitpick_ignore_regex = [(r"py:.*", r".*")]
+# Annotations name private types, and those of torch, numpy and others, which have no entry here; the second line has
+# those that are imported for type checkers only.
+nitpick_ignore_regex = [
+    (r"py:.*", r"\w+\..*"),
+    (r"py:class", r"HandOver|Image|LoggerArg|Metric|OnNonFinite|Path|WeightsArg|(list\[)?dict\[str"),
+]
