@@ -128,6 +128,7 @@ PREPARE: dict[str, Callable[[Toy], dict[str, Any]]] = {
     "docs/optimization.md": lambda _: {},
     "docs/recipes.md": toy_pipeline,
     "docs/stages.md": two_files,
+    "docs/strategies.md": toy_pipeline,
     "docs/transforms.md": lambda _: {"model": convolutions()},
 }
 """The pages that are run here: what makes their files in the current folder, and returns the names that they use."""
