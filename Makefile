@@ -9,6 +9,7 @@
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
 # make fuzz         a million damaged files through the native library, under the sanitizers; ten million images for leaks
 # make notebooks    run the notebooks, and keep their outputs in them (NOTEBOOKS=… selects some)
+# make docs         the documentation as a site in .build/docs/
 # make clean        remove what the other targets have created, except runs/
 
 PYTHON ?= $(shell .ci/find-python)
@@ -19,7 +20,7 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
-.PHONY: quickstart install test test-all quick check bytecode lock wheel bench bench-peers fuzz gpu gpu-kit notebooks clean
+.PHONY: quickstart install test test-all quick check bytecode lock wheel bench bench-peers fuzz gpu gpu-kit notebooks docs clean
 
 # With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
@@ -117,6 +118,10 @@ gpu-kit: install
 
 notebooks: install
 	$(BIN)/python .ci/run_notebooks.py $(NOTEBOOKS)
+
+# The sources are the repository: pages link to files of it. Warnings, such as a link that leads nowhere, are errors.
+docs: install
+	$(BIN)/sphinx-build -q -W --keep-going -n -c docs -d .build/doctrees . .build/docs
 
 clean:
 	rm -rf .venv .build build dist gpu-kit *.egg-info .mypy_cache .ruff_cache .pytest_cache

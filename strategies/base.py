@@ -25,11 +25,11 @@ OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 class Engine(Protocol):
     """A model ready to train on this rank. One optimizer step is::
 
-    for i, (images, targets) in enumerate(microbatches):
-        with engine.forward_context():
-            loss = criterion(engine.model(images), targets)
-        engine.backward(loss, last_microbatch=i == len(microbatches) - 1)
-    grad_norm = engine.step()
+        for i, (images, targets) in enumerate(microbatches):
+            with engine.forward_context():
+                loss = criterion(engine.model(images), targets)
+            engine.backward(loss, last_microbatch=i == len(microbatches) - 1)
+        grad_norm = engine.step()
 
     If parameters are sharded, every forward, `step` and `export_state` communicates: all ranks must make the same calls
     in the same order, also in evaluation, if necessary with an empty batch.

@@ -140,7 +140,7 @@ class ALiBi(Transform):
 
     Supports torchvision's ViT and timm's (`VisionTransformer` with plain `Attention`). As in Composer, whose
     surgery supports Hugging Face's BERT, RoBERTa and GPT-2 and needs `transformers`, the position embeddings
-    are set to 0 and frozen, and each head uses the paper's slope. Composer's distance is |i - j| along a text;
+    are set to 0 and frozen, and each head uses the paper's slope. Composer's distance is `|i - j|` along a text;
     here it is the Euclidean distance between patch centres (as in Fuller et al., "CROMA", 2023,
     arXiv:2311.00566). The class token and registers are at distance 0 from all tokens.
 

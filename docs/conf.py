@@ -1,0 +1,48 @@
+"""Sphinx's settings for `make docs`.
+
+The source folder is the repository, not `docs/`: the same relative links then work here and on a code host, and the
+README, the notebooks and files such as `benchmarks/results/*.json` can be linked to.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from drivetrain import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))  # for public_names, below
+
+project = "Drivetrain"
+author = "The authors of Drivetrain"
+copyright = author
+version = release = __version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "public_names"]
+root_doc = "docs/index"
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "notebooks/*.ipynb"]
+exclude_patterns = [".*", "build", "dist", "gpu-kit", "runs", "tests", "**/__pycache__"]
+
+html_theme = "furo"
+html_title = f"Drivetrain {release}"
+html_additional_pages = {"index": "to_docs.html"}
+templates_path = ["_templates"]
+
+# Anchors of headings as on a code host.
+myst_heading_anchors = 4
+# Notebooks are shown with the outputs that they are committed with; nothing is loaded from elsewhere.
+nb_execution_mode = "off"
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}
+
+# In docstrings, `single` backticks are code, as in Markdown.
+default_role = "literal"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+# Annotations name private types, and those of torch, numpy and others, which have no entry here; the second line has
+# those that are imported for type checkers only.
+nitpick_ignore_regex = [
+    (r"py:.*", r"\w+\..*"),
+    (r"py:class", r"HandOver|Image|LoggerArg|Metric|OnNonFinite|Path|WeightsArg|(list\[)?dict\[str"),
+]

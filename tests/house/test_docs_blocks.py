@@ -1,0 +1,249 @@
+"""Every Python block of the README and of `docs/` runs, page by page on small data, and every command line parses.
+
+A block that cannot run follows a comment `<!-- not run: REASON -->`. `NOT_RUN` counts them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain.loaders import convert
+from drivetrain.pipeline.cli.app import COMMANDS
+from drivetrain.pipeline.cli.parser import Parser
+from drivetrain.pipeline.recipes.presets import KEYS, parse_overrides
+from drivetrain.strategies import plugins
+from loader_pictures import jpeg_bytes, picture
+from PIL import Image
+from pipeline_data import Toy
+from places import ROOT
+from torch import nn
+from torch.distributed.run import parse_args
+
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+ELSEWHERE = {
+    "README.md": "tests/house/test_readme.py",
+    "docs/guide/after-the-run.md": "tests/pipeline/exports/test_after_the_run_guide.py",
+    "docs/guide/callbacks.md": "tests/pipeline/callbacks/test_callbacks_guide.py",
+    "docs/guide/composer.md": "tests/transforms/test_from_composer.py",
+    "docs/guide/how-to.md": "tests/house/test_how_to.py",
+    "docs/guide/tasks.md": "tests/pipeline/tasks/test_training.py",
+}
+"""The pages whose Python blocks other tests run."""
+NOT_RUN = {"docs/checkpoints.md": 1, "docs/coming-from.md": 5, "docs/data.md": 1}
+"""How many Python blocks of a page cannot run here: downloads, an object store, other libraries' code."""
+BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A Python block, and why it is not run; "" if it is."""
+
+    text: str
+    excuse: str
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(text, excuse) for excuse, text in BLOCK.findall(PAGES[page])]
+
+
+def numbered_images(count: int, side: int = 16) -> np.ndarray:
+    return np.random.default_rng(count).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+
+
+def write(name: str, count: int, classes: int = 10, side: int = 16) -> None:
+    convert((numbered_images(count, side), np.arange(count) % classes), name, progress=False)
+
+
+def convolutions(num_classes: int = 10) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(), nn.Linear(64, num_classes),
+    )  # fmt: skip
+
+
+def data_sources(_: Toy) -> dict[str, Any]:
+    """The folder, the table, the shards and the VOC data set of `docs/data.md`."""
+    rows = []
+    for number in range(4):
+        path = Path("photos", "train", ("cat", "dog")[number % 2], f"{number}.jpg")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg_bytes(picture(number, 40, 50)))
+        rows.append(f"{path.relative_to('photos')},{number % 2}\n")
+    Path("labels.csv").write_text("".join(["file,label\n", *rows]))
+    Path("shards").mkdir()
+    for number in range(128):
+        with tarfile.open(f"shards/train-{number:03}.tar", "w") as tar:
+            content = {"jpg": jpeg_bytes(picture(number, 20, 20)), "cls": b"1", "txt": b"a text"}
+            for suffix, value in content.items():
+                member = tarfile.TarInfo(f"{number:04}.{suffix}")
+                member.size = len(value)
+                tar.addfile(member, io.BytesIO(value))
+    voc = Path("voc/VOCdevkit/VOC2012")
+    for folder in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        (voc / folder).mkdir(parents=True)
+    (voc / "ImageSets/Segmentation/train.txt").write_text("1\n2\n")
+    for number in (1, 2):
+        (voc / f"JPEGImages/{number}.jpg").write_bytes(jpeg_bytes(picture(number, 20, 30)))
+        Image.new("P", (30, 20), number).save(voc / f"SegmentationClass/{number}.png")
+    for number in range(32):
+        write(f"photos-{number:02}.beton", 2)
+    write("scans.beton", 2)
+    return {"images": numbered_images(4, 32), "labels": np.array([0, 1, 0, 1])}
+
+
+def toy_pipeline(toy: Toy) -> dict[str, Any]:
+    """A pipeline, and what `docs/checkpoints.md` calls other.beton."""
+    Path("other.beton").symlink_to(toy.val)
+    return {"pipeline": toy.pipeline()}
+
+
+def two_files(_: Toy) -> dict[str, Any]:
+    write("train.beton", 64, side=32)
+    write("val.beton", 64, side=32)
+    return {"model": convolutions()}
+
+
+PREPARE: dict[str, Callable[[Toy], dict[str, Any]]] = {
+    "docs/checkpoints.md": toy_pipeline,
+    "docs/coming-from.md": two_files,
+    "docs/data.md": data_sources,
+    "docs/extending.md": toy_pipeline,
+    "docs/optimization.md": lambda _: {},
+    "docs/recipes.md": toy_pipeline,
+    "docs/stages.md": two_files,
+    "docs/strategies.md": toy_pipeline,
+    "docs/transforms.md": lambda _: {"model": convolutions()},
+}
+"""The pages that are run here: what makes their files in the current folder, and returns the names that they use."""
+REPLACED = {
+    "docs/data.md": {"batch_size=256": "batch_size=4", '"batch_size": 256': '"batch_size": 4'},
+    "docs/recipes.md": {'strategy="ddp", devices=2': 'accelerator="cpu", enable_checkpointing=False'},
+}
+"""What would only take long, in memory or in processes."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_registered() -> Iterator[None]:
+    before = dict(plugins.REGISTERED)
+    yield
+    plugins.REGISTERED.clear()
+    plugins.REGISTERED.update(before)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", PREPARE)
+@pytest.mark.filterwarnings(
+    "ignore:.*VOC2012:pytest.PytestUnraisableExceptionWarning",  # torchvision leaves masks open
+    "ignore:::lightning",
+    "ignore:.*LeafSpec:FutureWarning",
+)
+def test_the_blocks_of_a_page_run_one_after_another(
+    page: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = {"__name__": "page", **PREPARE[page](toy)}
+    for block in blocks(page):
+        if block.excuse:
+            continue
+        text = block.text
+        for printed, instead in REPLACED.get(page, {}).items():
+            text = text.replace(printed, instead)
+        exec(compile(text, page, "exec", dont_inherit=True), names)
+
+
+def test_every_page_with_python_is_run() -> None:
+    with_python = {page for page in PAGES if blocks(page)}
+    assert with_python == {*PREPARE, *ELSEWHERE, "docs/index.md"}
+    for page, test in ELSEWHERE.items():
+        assert page in (ROOT / test).read_text().replace('"docs" / "guide"', "docs/guide"), (page, test)
+    (example,) = blocks("docs/index.md")
+    assert example == blocks("README.md")[0]
+
+
+def test_what_is_not_run_is_counted() -> None:
+    found = {page: sum(bool(block.excuse) for block in blocks(page)) for page in PAGES}
+    assert {page: count for page, count in found.items() if count} == NOT_RUN
+    assert sum(len(re.findall("<!-- not run", text)) for text in PAGES.values()) == sum(NOT_RUN.values())
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_what_is_not_run_imports_names_that_exist() -> None:
+    """Those of libraries that are installed, in a process of its own, because Composer's import has side effects."""
+    imports = [
+        ast.unparse(node)
+        for page in NOT_RUN
+        for block in blocks(page)
+        for node in ast.walk(ast.parse(block.text))
+        if block.excuse and isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    roots = [line.split()[1].partition(".")[0] for line in imports]
+    there = [line for line, root in zip(imports, roots, strict=True) if importlib.util.find_spec(root)]
+    assert len(there) > 8
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "\n".join(there)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def commands(page: str) -> list[list[str]]:
+    """The command lines of a page, without comments, redirections and dots."""
+    text = "\n".join(re.findall(r"```console\n(.*?)```", PAGES[page], re.DOTALL)).replace("\\\n", " ")
+    lines = [shlex.split(line.partition(" > ")[0], comments=True) for line in text.splitlines()]
+    return [[word for word in line if word != "…"] for line in lines if line]
+
+
+def parses(words: list[str]) -> None:
+    """Fail unless our parser and the recipes' keys know all that follows `drivetrain`."""
+    values = Parser(words[0], COMMANDS[words[0]]).parse(words[1:])
+    keys = {key.partition(".")[0] for key in parse_overrides(values.get("overrides", ()))}
+    assert keys <= set(KEYS), words
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_each_command_parses(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    monkeypatch.chdir(tmp_path)
+    for program, *words in commands(page):
+        if program == "drivetrain":
+            parses(words)
+        elif program == "torchrun":
+            parses(parse_args(words).training_script_args)
+        elif program == "make":
+            assert words[0] in targets, words
+        else:
+            assert program in ("export", "pip"), program
+
+
+def test_options_within_sentences_are_options_of_the_command() -> None:
+    """`drivetrain train … --resume`, and options alone, such as `--scratch`, of any command."""
+    known = {
+        name: {one.name for one in Parser(name, function).arguments} for name, function in COMMANDS.items()
+    }
+    seen = 0
+    for page, text in PAGES.items():
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        for command, rest in re.findall(r"`drivetrain ([a-z]+)([^`]*)`", prose):
+            assert command in known, (page, command)
+            for option in re.findall(r"--[a-z-]+", rest):
+                assert option in known[command], (page, command, option)
+                seen += 1
+    assert seen

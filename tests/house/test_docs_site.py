@@ -1,0 +1,179 @@
+"""`make docs`: the site builds without a warning and without a network, and every link and public name is there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+import pytest
+from places import ROOT
+
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(280)]
+
+# An interpreter that fails to look up a host or to connect, and that runs Sphinx. Unix sockets are allowed.
+OFFLINE = """
+import socket, sys
+def refuse(*given, **more):
+    raise OSError(f"a connection, while the network is refused: {given}")
+socket.getaddrinfo = socket.create_connection = refuse
+connect = socket.socket.connect
+socket.socket.connect = lambda one, place: connect(one, place) if one.family == socket.AF_UNIX else refuse(place)
+from sphinx.cmd.build import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def build(*arguments: str | Path, conf: Path = ROOT / "docs") -> subprocess.CompletedProcess[str]:
+    """Run sphinx-build with the options that `make docs` passes."""
+    (line,) = re.findall(r"^\t\$\(BIN\)/sphinx-build (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    options = line.partition(" -c docs")[0]
+    return subprocess.run(
+        [sys.executable, "-c", OFFLINE, *shlex.split(options), "-c", conf, *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=270, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = build("-d", out / "trees", ROOT, out / "html")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return out / "html"
+
+
+class Links(HTMLParser):
+    """The ids of a page, the places that it links to, and what a browser loads with it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids |= {given["id"]} if "id" in given else set()
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag in ("link", "script", "img", "iframe") and ("href" in given or "src" in given):
+            self.loaded.append(given.get("href") or given["src"])
+
+
+def pages(site: Path) -> Iterator[tuple[Path, Links]]:
+    for path in sorted(site.rglob("*.html")):
+        yield path, Links(path)
+
+
+def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site: Path) -> None:
+    found = dict(pages(site))
+    assert len(found) > 35
+    checked = 0
+    for path, page in found.items():
+        for link in {*page.links, *page.loaded}:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            assert target.exists(), (path.relative_to(site), link)
+            checked += 1
+            if parts.fragment and target.suffix == ".html":
+                assert unquote(parts.fragment) in found[target].ids | {"", "top"}, (
+                    path.relative_to(site),
+                    link,
+                )
+    assert checked > 1000
+
+
+def test_the_links_of_the_sources_lead_to_pages_of_the_site(site: Path) -> None:
+    """Also of the README: those that a code host resolves are not left as text or as a copy of the source."""
+    for source in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        page = Links(site / source.relative_to(ROOT).with_suffix(".html"))
+        text = re.sub(r"^```.*?^```", "", source.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"(?<!!)\[[^\]]*\]\(([^)#]+\.md)", text):
+            html = f"{target.removesuffix('.md')}.html"
+            assert any(link.partition("#")[0] == html for link in page.links), (source.name, target)
+
+
+def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
+    for path, page in pages(site):
+        for link in page.loaded:
+            assert not urlsplit(link).netloc, (path.relative_to(site), link)
+
+
+def test_every_page_is_in_the_table_of_contents(site: Path) -> None:
+    contents = {
+        (site / "docs" / link).resolve() for link in Links(site / "docs/index.html").links if "#" not in link
+    }
+    written = {
+        path.relative_to(ROOT).with_suffix(".html")
+        for path in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    }
+    assert {site / path for path in written} <= contents | {site / "docs/index.html"}
+
+
+def test_every_public_name_has_an_entry(site: Path) -> None:
+    from drivetrain import transforms
+    from sphinx.util.inventory import InventoryFile
+
+    found = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+    entries = {name for domain, names in found.items() if domain.startswith("py:") for name in names}
+    for package in ("drivetrain", "drivetrain.loaders", "drivetrain.strategies", "drivetrain.pipeline"):
+        names = {f"{package}.{name}" for name in importlib.import_module(package).__all__}
+        assert names <= entries | {f"{package}.__version__"}, names - entries
+    names = {
+        *transforms.TRANSFORMS,
+        "Transform",
+        "Report",
+        "Session",
+        "get",
+        "to_dict",
+        "catalogue",
+        "from_composer",
+    }
+    assert {f"drivetrain.transforms.{name}" for name in names} <= entries
+    methods = ("load", "transform", "optimize", "distribute", "task", "plan", "fit", "ledger", "build")
+    assert {f"drivetrain.Pipeline.{name}" for name in methods} <= entries  # some are those of a private base
+
+
+def test_notebooks_are_shown_with_their_outputs(site: Path) -> None:
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        images = [
+            link for link in Links(site / "notebooks" / f"{path.stem}.html").loaded if "_images/" in link
+        ]
+        outputs = [
+            output
+            for cell in nbformat.read(path, as_version=4).cells
+            if cell.cell_type == "code"
+            for output in cell.outputs
+            if "image/png" in output.get("data", {})
+        ]
+        assert len(images) == len(outputs) > 0
+
+
+def test_mistakes_fail_the_build(tmp_path: Path) -> None:
+    """A link to a page, one to a heading, a heading of the wrong level, a page that no table of contents has."""
+    source = tmp_path / "source"
+    (source / "docs").mkdir(parents=True)
+    (source / "docs/index.md").write_text("# A\n\n[a page](nowhere.md)\n\n[a heading](#nothing)\n\n### B\n")
+    (source / "docs/alone.md").write_text("# C\n")
+    done = build(source, tmp_path / "html")
+    assert done.returncode == 1
+    for warning in (
+        "cross-reference target not found: 'nowhere.md'",
+        "cross-reference target not found: 'nothing'",
+        "Non-consecutive header level",
+        "alone.md: WARNING: document isn't included in any toctree",
+    ):
+        assert warning in done.stderr
