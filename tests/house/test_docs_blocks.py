@@ -120,6 +120,11 @@ def two_files(_: Toy) -> dict[str, Any]:
     return {"model": convolutions()}
 
 
+def three_classes(_: Toy) -> dict[str, Any]:
+    write("train.beton", 64, classes=3, side=32)
+    return {}
+
+
 PREPARE: dict[str, Callable[[Toy], dict[str, Any]]] = {
     "docs/checkpoints.md": toy_pipeline,
     "docs/coming-from.md": two_files,
@@ -130,10 +135,16 @@ PREPARE: dict[str, Callable[[Toy], dict[str, Any]]] = {
     "docs/stages.md": two_files,
     "docs/strategies.md": toy_pipeline,
     "docs/transforms.md": lambda _: {"model": convolutions()},
+    "docs/tuning.md": three_classes,
 }
 """The pages that are run here: what makes their files in the current folder, and returns the names that they use."""
 REPLACED = {
     "docs/data.md": {"batch_size=256": "batch_size=4", '"batch_size": 256': '"batch_size": 4'},
+    "docs/tuning.md": {
+        "batch_size=256, image_size=176": "batch_size=8, image_size=32",
+        "=600": "=5",
+        "=16": "=1",
+    },
     "docs/recipes.md": {'strategy="ddp", devices=2': 'accelerator="cpu", enable_checkpointing=False'},
 }
 """What would only take long, in memory or in processes."""
