@@ -23,6 +23,7 @@ from .image_size import ImageSize
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .sources import Source
 
+_FEWEST = 64
 _CHUNK = 1 << 20
 """Bytes that a chunk reads and writes, at least: starting one takes as long as ten images of 32 pixels."""
 
@@ -234,10 +235,12 @@ class FFCVLoader(EpochLoader):
         """Return the number of samples in a chunk of a batch of n.
 
         Chunks are so small that no worker idles at the batch's end. Chunks below `_CHUNK` cost more to start than they
-        gain; they are used only if the batches in preparation would otherwise not have one for each worker.
+        gain; they are used only if the batches in preparation would otherwise not have one for each worker, and never
+        below `_FEWEST` samples.
         """
         share = -(-n // (2 * self.workers))
-        least = min(_CHUNK // self._sample_bytes, -(-n * (self._ahead + 1) // self.workers))
+        each = -(-n * (self._ahead + 1) // self.workers)
+        least = min(_CHUNK // self._sample_bytes, max(each, _FEWEST))
         return max(min(share, self._decoder.part), least, 1)
 
     @property

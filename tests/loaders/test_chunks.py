@@ -38,8 +38,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (1, 3, [128]),  # no larger than the batch
         (4, 3, [128]),  # four batches in preparation have one for each
-        (16, 3, [32] * 4),
-        (16, 1, [16] * 8),
+        (16, 3, [64, 64]),  # never fewer
+        (16, 1, [64, 64]),
     ],
 )
 def test_small_images_in_large_chunks(small: Path, workers: int, ahead: int, expected: list[int]) -> None:
