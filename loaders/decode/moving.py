@@ -135,10 +135,10 @@ class Masks:
         moved = mask if motion is None else motion.mask(mask)
         if self.dtype == torch.int32:
             return moved.astype(np.int32)
-        if moved.dtype != np.uint8 and moved.max() > _NARROW:
+        if mask.dtype != np.uint8 and mask.max() > _NARROW:  # of all of it, so that no crop decides
             raise self._beton.sample_error(
                 index,
-                f"its mask {self._name!r} has the class index {moved.max()}, but the first sample's has 8 bits per "
+                f"its mask {self._name!r} has the class index {mask.max()}, but the first sample's has 8 bits per "
                 "pixel. Convert the data with classes=, one name per class index",
             )
         return moved.astype(np.uint8, copy=False)
