@@ -56,8 +56,9 @@ class CutOut(Transform):
         Raises:
             DataError: if the batch has another shape.
         """
-        # Of masks, too: what is hidden is still to be segmented.
-        check_batch(self, images, targets[:, 0, 0] if targets.dim() == 3 else targets)
+        masks = images.dim() == 4 and targets.shape == (len(images), *images.shape[2:])
+        if not masks:  # these stay: what is hidden is still to be segmented
+            check_batch(self, images, targets)
         height, width = images.shape[-2:]
         drawn = [
             torch.randint(n, (len(images), self.holes), generator=context.generator) for n in (height, width)

@@ -15,7 +15,7 @@ def forward(model: Callable[..., Any], images: torch.Tensor, **inputs: torch.Ten
 
     All views are one batch, so that BatchNorm has the statistics of all of them.
     """
-    if images.dim() == 4:
+    if images.dim() != 5:  # also of another kind of data, in a loop of one's own
         return model(images, **inputs)
     shape = images.shape[:2]
     outputs = model(images.flatten(0, 1), **inputs)

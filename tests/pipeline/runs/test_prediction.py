@@ -145,7 +145,7 @@ def test_a_run_is_loaded_from_its_folder(
     inputs = json.loads(about["inputs"])
     assert inputs == {
         "image_size": 32, "eval_ratio": 0.8, "mean": [0.5, 0.4, 0.3], "std": [0.229, 0.224, 0.225],
-        "interpolation": "bilinear", "eval_crop": "center", "classes": list(CLASSES),
+        "interpolation": "bilinear", "eval_crop": "center", "classes": list(CLASSES), "channels": 3, "depth": 8,
     }  # fmt: skip
     assert json.loads(about["task"]) == "Classification()"
     recipe, _ = read_recipe(out / "recipe.yaml")

@@ -16,7 +16,7 @@ from command_line import call, toy_values
 from drivetrain import Pipeline, PlanError
 from drivetrain.errors import LedgerError
 from drivetrain.pipeline import TuneInterrupted
-from pipeline_data import Toy, living_threads, plain_model
+from pipeline_data import Sleepy, Toy, living_threads, plain_model
 
 
 def pipeline_of(toy: Toy, **load: Any) -> Pipeline:
@@ -30,7 +30,7 @@ def test_a_training_is_tuned_within_its_budget_and_stays_the_same(toy: Toy, tmp_
     start = perf_counter()
     tuned = pipeline.tune(seconds=8, out=tmp_path / "tuned.json", progress=False)
     assert perf_counter() - start < 10
-    assert living_threads() == threads
+    assert not [one for one in living_threads() - threads if one.name.startswith("drivetrain")]
     assert torch.equal(torch.get_rng_state(), state)
     assert tuned.trials
     assert {one.outcome for one in tuned.trials} <= {"accepted", "dropped", "failed", "not tried"}
@@ -68,13 +68,14 @@ def test_a_file_of_something_else_is_refused_and_a_second_call_goes_on(toy: Toy,
 @pytest.mark.long
 def test_an_interrupt_keeps_what_was_learned(toy: Toy, tmp_path: Path) -> None:
     def interrupt() -> None:
-        sleep(4)
+        sleep(3)
         signal.raise_signal(signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
+    slow = pipeline_of(toy).replace(model=Sleepy, model_options={"seconds": 0.1})
     with pytest.raises(TuneInterrupted, match="after") as raised:
-        pipeline_of(toy).tune(seconds=60, out=tmp_path / "tuned.json", progress=False)
+        slow.tune(seconds=60, out=tmp_path / "tuned.json", progress=False)
     thread.join()
     assert raised.value.tuned.stopped == "Interrupted (Ctrl-C)."
     assert (tmp_path / "tuned.json").exists()
