@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,26 +205,17 @@ def image_field(encoding: Encoding, image: Any) -> Field:
 def _encode_array(image: Any, mode: str) -> Encoded:
     """Encode an image of any form as an array."""
     if isinstance(image, bytes):
-        try:
+        with _reading():
             with Image.open(io.BytesIO(image)) as opened:
                 wide = is_wide(opened)
                 data = transcode.huffman_coded(image) if opened.format in _JPEG_FORMATS else image
             with Image.open(io.BytesIO(data)) as opened:
                 opened.load()
                 return _array_of(opened, mode, wide)
-        except UnidentifiedImageError:
-            raise DataError("it is not an image that Pillow can read") from None
-        except DataError:
-            raise
-        except Exception as error:  # damaged files make Pillow's readers raise many types
-            raise DataError(f"it cannot be decoded: {error}") from error
     if not isinstance(image, Image.Image):
         return _array_of(image, mode)
     wide = is_wide(image)
-    try:
-        image.load()  # opened lazily, so it may still be damaged
-    except Exception as error:
-        raise DataError(f"it cannot be decoded: {error}") from error
+    _load(image)
     return _array_of(image, mode, wide)
 
 
@@ -244,8 +237,29 @@ def _read(path: Any) -> bytes:
         raise DataError(f"its file {path} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
-def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raise what an unusable image file makes Pillow raise in the block as DataError, with the reason."""
     try:
+        yield
+    except UnidentifiedImageError:
+        raise DataError("it is not an image that Pillow can read") from None
+    except DataError:
+        raise
+    except Exception as error:  # damaged files make Pillow's readers raise many types
+        raise DataError(f"it cannot be decoded: {error}") from error
+
+
+def _load(image: Image.Image) -> None:
+    """Decode an image that was opened lazily, so that it may still be damaged."""
+    try:
+        image.load()
+    except Exception as error:
+        raise DataError(f"it cannot be decoded: {error}") from error
+
+
+def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
+    with _reading():
         with Image.open(io.BytesIO(data)) as image:
             is_jpeg, whole, turn = image.format in _JPEG_FORMATS, False, _turn(image)
             if is_jpeg and image.mode == "RGB" and transcode.frame_type(data) in transcode.DECODED_FRAMES:
@@ -259,12 +273,6 @@ def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
         if whole:
             treatment = "re-encoded: its JPEG decoded with a warning"
         return _store(rgb, treatment, encoding, number, is_jpeg)
-    except UnidentifiedImageError:
-        raise DataError("it is not an image that Pillow can read") from None
-    except DataError:
-        raise
-    except Exception as error:  # damaged files make Pillow's readers raise many types
-        raise DataError(f"it cannot be decoded: {error}") from error
 
 
 def _keep(jpeg: bytes, size: tuple[int, int], encoding: Encoding) -> Encoded | None:
@@ -293,10 +301,7 @@ def _keep(jpeg: bytes, size: tuple[int, int], encoding: Encoding) -> Encoded | N
 
 
 def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:
-    try:
-        image.load()  # opened lazily, so it may still be damaged
-    except Exception as error:
-        raise DataError(f"it cannot be decoded: {error}") from error
+    _load(image)
     return _store(*_to_rgb(image, _turn(image)), encoding, number)
 
 

@@ -87,11 +87,10 @@ int dt_resize(dt_image image, double top, double left, double height, double wid
 /* Resize a whole picture with Pillow's bicubic filter, antialiased, and mirror it if `flip`; with the same bits. */
 int dt_resize_bicubic(dt_image image, int flip, uint8_t *target, int64_t out_height, int64_t out_width,
                       dt_resizing *memory);
-/* Take the nearest pixels, Pillow's. */
-int dt_resize_nearest(dt_image image, uint8_t *target, int64_t out_height, int64_t out_width, dt_resizing *memory);
+/* Take the nearest pixels, of `pixel` bytes, as Pillow does. */
+int dt_resize_nearest(dt_image image, size_t pixel, uint8_t *target, int64_t out_height, int64_t out_width,
+                      dt_resizing *memory);
 
-/* Of the lines 0 to `size` - 1, the nearest to each of `count` outputs, as Pillow rounds. */
-void dt_nearest_lines(int64_t size, int64_t count, int64_t *from);
 
 /* Pillow's weights, whose sum is 1, of the i-th of `count` outputs over the lines 0 to `size` - 1: bilinear, or bicubic if
  * `bicubic`. Returns how many lines there are, from `*begin` on; at most dt_most_weights(), for which `weights` has room. */
@@ -147,8 +146,6 @@ void dt_look_up(const uint8_t *image, int64_t pixels, const uint16_t *table, uin
  * by itself. Returns DT_OK or DT_NO_MEMORY. */
 int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic, uint8_t *target, int64_t out_height,
                      int64_t out_width, dt_resizing *memory);
-int dt_planes_nearest(dt_image image, size_t pixel, uint8_t *target, int64_t out_height, int64_t out_width,
-                      dt_resizing *memory);
 void dt_planes_flip(uint8_t *image, size_t pixel, int64_t height, int64_t width);
 void dt_planes_shift(dt_image image, size_t pixel, int64_t down, int64_t right, uint8_t *target);
 void dt_planes_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side,

@@ -233,7 +233,7 @@ static int resize_planes(dt_workspace *w, const dt_settings *settings, dt_image 
     else if (box[2] == height && box[3] == width)
         copy(image, pixel, target);
     else if (settings->method == NEAREST)
-        status = dt_planes_nearest(image, pixel, target, height, width, &w->resizing);
+        status = dt_resize_nearest(image, pixel, target, height, width, &w->resizing);
     else
         status = dt_planes_resize(image, settings->channels, settings->bytes, settings->method == BICUBIC, target, height,
                                   width, &w->resizing);
@@ -260,7 +260,7 @@ static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, 
     else if (settings->method == BICUBIC)
         return dt_resize_bicubic(image, flip, target, height, width, &w->resizing);
     else if (settings->method == NEAREST)
-        status = dt_resize_nearest(image, target, height, width, &w->resizing);
+        status = dt_resize_nearest(image, 3, target, height, width, &w->resizing);
     else {
         size_t bytes = dt_area_bytes(image.rows, image.columns, height, width);
         status = dt_area(image.data, image.stride, image.rows, image.columns, target, height, width,

@@ -148,23 +148,6 @@ int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic,
     return DT_OK;
 }
 
-int dt_planes_nearest(dt_image image, size_t pixel, uint8_t *target, int64_t out_height, int64_t out_width,
-                      dt_resizing *memory)
-{
-    int64_t *across = dt_reserve(&memory->first, (size_t)(out_width + out_height) * sizeof(int64_t));
-    if (across == NULL)
-        return DT_NO_MEMORY;
-    int64_t *down = across + out_width;
-    dt_nearest_lines(image.columns, out_width, across);
-    dt_nearest_lines(image.rows, out_height, down);
-    for (int64_t y = 0; y < out_height; y++) {
-        const uint8_t *line = image.data + (size_t)down[y] * image.stride;
-        for (int64_t x = 0; x < out_width; x++, target += pixel)
-            memcpy(target, line + pixel * (size_t)across[x], pixel);
-    }
-    return DT_OK;
-}
-
 void dt_planes_flip(uint8_t *image, size_t pixel, int64_t height, int64_t width)
 {
     for (int64_t y = 0; y < height; y++) {

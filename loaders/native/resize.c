@@ -301,25 +301,37 @@ int dt_resize_bicubic(dt_image image, int flip, uint8_t *target, int64_t out_hei
     return DT_OK;
 }
 
-void dt_nearest_lines(int64_t size, int64_t count, int64_t *from)
+/* Of the lines 0 to `size` - 1, the nearest to each of `count` outputs, as Pillow rounds. */
+static void nearest_lines(int64_t size, int64_t count, int64_t *from)
 {
     double step = (double)size / (double)count, at = 0.5 * step;
     for (int64_t i = 0; i < count; i++, at += step)
         from[i] = (int64_t)at < size ? (int64_t)at : size - 1;
 }
 
-int dt_resize_nearest(dt_image image, uint8_t *target, int64_t out_height, int64_t out_width, dt_resizing *memory)
+/* Inlined, so that a constant `pixel` is copied without a call. */
+static inline void take_nearest(dt_image image, size_t pixel, const int64_t *across, const int64_t *down, uint8_t *target,
+                                int64_t out_height, int64_t out_width)
+{
+    for (int64_t y = 0; y < out_height; y++) {
+        const uint8_t *line = image.data + (size_t)down[y] * image.stride;
+        for (int64_t x = 0; x < out_width; x++, target += pixel)
+            memcpy(target, line + pixel * (size_t)across[x], pixel);
+    }
+}
+
+int dt_resize_nearest(dt_image image, size_t pixel, uint8_t *target, int64_t out_height, int64_t out_width,
+                      dt_resizing *memory)
 {
     int64_t *across = dt_reserve(&memory->first, (size_t)(out_width + out_height) * sizeof(int64_t));
     if (across == NULL)
         return DT_NO_MEMORY;
     int64_t *down = across + out_width;
-    dt_nearest_lines(image.columns, out_width, across);
-    dt_nearest_lines(image.rows, out_height, down);
-    for (int64_t y = 0; y < out_height; y++) {
-        const uint8_t *line = image.data + (size_t)down[y] * image.stride;
-        for (int64_t x = 0; x < out_width; x++, target += 3)
-            memcpy(target, line + 3 * across[x], 3);
-    }
+    nearest_lines(image.columns, out_width, across);
+    nearest_lines(image.rows, out_height, down);
+    if (pixel == 3)
+        take_nearest(image, 3, across, down, target, out_height, out_width);
+    else
+        take_nearest(image, pixel, across, down, target, out_height, out_width);
     return DT_OK;
 }

@@ -19,8 +19,6 @@ from ..ledger.runner import Loaders, VariantRunner, described
 from ..ledger.variants import Variant
 from ..spec.pipeline_spec import PipelineSpec
 
-TRIAL_SECONDS = 0.7
-"""Seconds of a trial, if the budget allows: the start and the end of an epoch then count little."""
 LIMIT_ROUNDS = 3
 FEWEST = 2
 """Batches of a trial, where a step takes seconds."""
@@ -80,7 +78,7 @@ class Trials:
         seconds: that a trial may take.
     """
 
-    def __init__(self, deadline: float, seconds: float = TRIAL_SECONDS) -> None:
+    def __init__(self, deadline: float, seconds: float) -> None:
         self._deadline, self._seconds = deadline, seconds
         self._batches = 0  # of a trial; the first pipeline's speed decides
 
