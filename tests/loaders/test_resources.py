@@ -18,6 +18,7 @@ from drivetrain.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
 from drivetrain.loaders.decode import decoder
 from drivetrain.loaders.native.library import library
+from held import grown, settled
 from loader_pictures import jpeg_beton, run_python
 
 
@@ -28,23 +29,6 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loader(path: Path, **options: object) -> FFCVLoader:
     return FFCVLoader(path, **{"batch_size": 3, "image_size": 32, "workers": 2, **options})
-
-
-def held() -> tuple[int, int, int]:
-    """Python threads, threads of the process, and descriptors."""
-    gc.collect()
-    process = psutil.Process()
-    return threading.active_count(), process.num_threads(), process.num_fds()
-
-
-def settled() -> tuple[int, int, int]:
-    """What is held once threads that have ended are gone, some milliseconds later: it stays for 0.2 s."""
-    deadline, last, since = time.monotonic() + 10, held(), time.monotonic()
-    while time.monotonic() - since < 0.2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-        if held() != last:
-            last, since = held(), time.monotonic()
-    return last
 
 
 def warm_up(path: Path) -> None:
@@ -93,7 +77,7 @@ def test_threads_and_descriptors_come_back(photos: Path, use: Callable[[Path], N
     use(photos)  # once before counting: OpenCV and torch start pools of their own at first use
     before = settled()
     use(photos)
-    assert settled() == before
+    assert not grown(before)
 
 
 def start_all_threads(made: FFCVLoader) -> None:
@@ -111,7 +95,7 @@ def test_an_open_loader_does_not_grow(photos: Path) -> None:
         before = settled()
         for _ in range(20):
             next(iter(made))
-        assert settled() == before
+        assert not grown(before)
 
 
 def test_memory_does_not_grow(photos: Path) -> None:

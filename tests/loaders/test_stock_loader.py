@@ -9,19 +9,18 @@ import gc
 import re
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
-import psutil
 import pytest
 import torch
 from drivetrain import machine
 from drivetrain.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, convert, device, stock_loader
+from held import grown, settled
 from late_streams import LateStreams
 from loader_pictures import jpeg_beton, raw_beton, raw_pictures
 
@@ -128,12 +127,6 @@ def test_kept_batches_stay(training: StockFFCVLoader) -> None:
     assert len({images.data_ptr() for images in kept}) == len(kept) == 18
 
 
-def held() -> tuple[int, int, int]:
-    gc.collect()
-    process = psutil.Process()
-    return threading.active_count(), process.num_threads(), process.num_fds()
-
-
 def leave_early(loader: StockFFCVLoader) -> None:
     for _ in range(10):
         for number, _ in enumerate(loader):
@@ -148,14 +141,9 @@ def leave_early(loader: StockFFCVLoader) -> None:
 
 def test_leaving_early_leaves_nothing(training: StockFFCVLoader) -> None:
     leave_early(training)  # numba and torch start pools of their own at first use
-    before = held()
+    before = settled()
     leave_early(training)
-    deadline = time.monotonic() + 5
-    while (
-        held() != before and time.monotonic() < deadline
-    ):  # the system forgets a thread some time after its end
-        time.sleep(0.01)
-    assert held() == before
+    assert not grown(before)
     assert len(list(training)) == 6
 
 

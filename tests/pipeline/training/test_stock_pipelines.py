@@ -63,7 +63,7 @@ def test_training(toy: Toy, tmp_path: Path) -> None:
     before, threads = surroundings(), set(threading.enumerate())
     result = pipeline.fit(epochs=5, out=tmp_path, progress=False)
     assert surroundings() == before
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # what an earlier test left may end meanwhile
     epochs = result.history.epochs
     assert epochs[-1].loss < 0.7 * epochs[0].loss
     assert epochs[-1].accuracy > 0.6
