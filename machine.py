@@ -22,6 +22,10 @@ _USUAL_MOUNTS = {
 """Mount points by controller if `/proc/self/mountinfo` cannot be read; `""` is version 2."""
 
 
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
+"""Environment variables of glibc, in bytes: allocate large blocks on the heap, and do not return it to the system after
+a step."""
+
 _UNLIMITED = (1 << 63) - (1 << 16)
 """Version 1's value for no limit: the largest signed 64-bit integer, rounded down to pages."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -223,31 +223,50 @@ class Pipeline(PipelineSpec):
             other_loader=other_loader, progress=progress,
         )  # fmt: skip
 
-    def tune(self, *, seconds: float = 600.0, out: str | Path | None = None, progress: bool = True) -> Tuned:
+    def tune(
+        self,
+        *,
+        seconds: float = 600.0,
+        allow: Sequence[str] = (),
+        epochs: int = 1,
+        out: str | Path | None = None,
+        progress: bool = True,
+    ) -> Tuned:
         """Find the fastest way to run this training on this machine, and prove it.
 
-        Only changes that keep what the training computes are tried: loader workers and batches ahead, memory format,
-        compiling, cuDNN's search, strategies with the same numbers; and if the pipeline does not fit into memory, the
-        fewest microbatches that do, then activation checkpointing. Each change is trained in turns with the best
-        pipeline so far, on the same samples. It is accepted as soon as the confidence interval of the ratio excludes
-        1, and dropped as soon as it excludes a gain of 1 %; what binds, the loader or the model, is tried first. A
-        change without an effect is accepted with a probability of at most 0.25 %.
+        Without `allow`, only changes that keep what the training computes are tried: loader workers and batches ahead,
+        memory format, compiling, cuDNN's search, strategies with the same numbers, the allocator's environment
+        variables; and if the pipeline does not fit into memory, the fewest microbatches that do, then activation
+        checkpointing. Each change is trained in turns with the best pipeline so far, on the same samples. It is
+        accepted as soon as the confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain
+        of 1 %; what binds, the loader, the model or communication, is tried first. A change without an effect is
+        accepted with a probability of at most 0.25 %.
+
+        A change of `allow` that is faster is trained from three to eight seeds, as is the pipeline as given. It is
+        accepted only if the interval of the difference excludes a loss of accuracy of half a percentage point; else it
+        is reported as a trade, and not taken.
 
         Args:
             seconds: the time budget, for everything. When it is over, the running batch is interrupted.
+            allow: kinds of changes that change what the training computes: `"precision"`, `"resolution"`, `"surgery"`,
+                `"batch_size"` (with the learning rate scaled to it if its rule is known). Default: none.
+            epochs: of each short training by which `allow` measures the accuracy. Default 1: more make it more
+                similar to the full training, and take longer.
             out: a `.json` file that keeps the trials. A second call with it goes on from the first's; it must be of
-                the same pipeline, machine and versions.
+                the same pipeline, machine, environment and versions.
             progress: whether to show a progress bar of the time budget.
 
         Returns:
-            The tuned `pipeline`, and `accepted`, `trials` and `bound`; it prints as a table, and saves as a recipe
-            (`.yaml`), all figures (`.json`) and a picture (`.png`).
+            The tuned `pipeline`, `variables` of the environment to set before Python starts, and `accepted`, `trades`,
+            `trials` and `bound`; it prints as a table, and saves as a recipe (`.yaml`), all figures (`.json`) and a
+            picture (`.png`).
 
         Raises:
-            PlanError, DataError, StrategyError: as `fit`; also if the pipeline fails.
+            PlanError, DataError, StrategyError: as `fit`; also if the pipeline fails, and for `allow` without
+                validation data.
             LedgerError: if `out` is of something else.
             TuneInterrupted: on Ctrl-C, a KeyboardInterrupt. Its `tuned` has what was learned.
         """
         from .tuning.tune import tune
 
-        return tune(self, seconds=seconds, out=out, progress=progress)
+        return tune(self, seconds=seconds, allow=allow, epochs=epochs, out=out, progress=progress)

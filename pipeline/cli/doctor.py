@@ -45,9 +45,6 @@ EXTRAS = {
 }
 NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}
 
-KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
-"""Settings of glibc, in bytes: allocate large blocks on the heap, and do not return it to the system after a step."""
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -184,7 +181,7 @@ def _machine() -> Finding:
 
 def memory_kept() -> Finding:
     """Return whether glibc keeps a step's memory for the next one; see docs/ledger.md, "On a CPU"."""
-    given = {name: os.environ.get(name) for name in KEEPS_MEMORY}
+    given = {name: os.environ.get(name) for name in machine.KEEPS_MEMORY}
     values = ", ".join(f"{name}={value}" for name, value in given.items() if value)
-    remedy = "export " + " ".join(f"{name}={value}" for name, value in KEEPS_MEMORY.items())
+    remedy = "export " + " ".join(f"{name}={value}" for name, value in machine.KEEPS_MEMORY.items())
     return Finding("memory kept between steps", values or "-", all(given.values()), remedy)

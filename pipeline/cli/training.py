@@ -127,7 +127,14 @@ def train(
             print(f"{out}: " + ", ".join(_files_in(out)))
 
 
-def _tuned(pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool) -> Pipeline:
+def _tuned(
+    pipeline: Pipeline,
+    seconds: float,
+    out: Path | None,
+    quiet: bool,
+    allow: Sequence[str] = (),
+    epochs: int = 1,
+) -> Pipeline:
     """Tune, write and print what was found, and return the tuned pipeline; after Ctrl-C, with what was learned."""
     from ..tuning.result import TuneInterrupted
 
@@ -135,8 +142,9 @@ def _tuned(pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool) ->
         out.mkdir(parents=True, exist_ok=True)
     try:
         tuned = pipeline.tune(
-            seconds=seconds, out=None if out is None else out / "tuned.json", progress=not quiet
-        )
+            seconds=seconds, allow=allow, epochs=epochs, progress=not quiet,
+            out=None if out is None else out / "tuned.json",
+        )  # fmt: skip
     except TuneInterrupted as interrupt:
         print(interrupt.tuned)
         raise
@@ -161,14 +169,22 @@ def tune(
         "FOLDER",
     ] = None,
     seconds: Annotated[float, "Time budget, in seconds, for everything.", "SECONDS"] = 600,
+    allow: Annotated[
+        Sequence[str],
+        "Also try changes of what the training computes: precision, resolution, surgery or batch_size. They are "
+        "accepted only if short trainings show that they keep the accuracy. May be repeated.",
+        None,
+        ("precision", "resolution", "surgery", "batch_size"),
+    ] = (),
+    epochs: Annotated[int, "Epochs of each of these short trainings.", "N"] = 1,
     quiet: Quiet = False,
 ) -> None:
     """Find the fastest way to run a recipe on this machine, and prove it.
 
-    Only changes that keep what the training computes are tried: workers, batches ahead, memory format,
-    compiling, strategies with the same numbers; microbatches if the batch does not fit. Each is trained in turns
-    with the best so far, and accepted only if its interval excludes that it is no faster. With --out, a second call
-    goes on from the first's trials.
+    Without --allow, only changes that keep what the training computes are tried: workers, batches ahead, memory
+    format, compiling, strategies with the same numbers, the allocator's environment variables; microbatches if the
+    batch does not fit. Each is trained in turns with the best so far, and accepted only if its interval shows
+    that it is faster. With --out, a second call goes on from the first's trials.
     """
     changes = _checked(recipe, overrides, train, val)
     from ..ledger.measure import check_asked
@@ -177,7 +193,7 @@ def tune(
 
     check_asked(seconds)
     with modules_of(recipe):
-        _tuned(Pipeline.from_recipe(recipe, **changes), seconds, out, quiet)
+        _tuned(Pipeline.from_recipe(recipe, **changes), seconds, out, quiet, allow, epochs)
 
 
 def _files_in(out: Place) -> list[str]:

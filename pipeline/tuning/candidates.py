@@ -1,14 +1,28 @@
-"""The changes that tuning tries: they make a training faster, and keep what it computes."""
+"""The changes that tuning tries: those that keep what a training computes, and those that must be allowed."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ... import machine
-from ...transforms import ChannelsLast
+from ...errors import PlanError, suggest
+from ...loaders.image_size import ImageSize, height_width
+from ...transforms import (
+    ChannelsLast,
+    Factorize,
+    LayerFreezing,
+    ProgressiveResizing,
+    SelectiveBackprop,
+    StochasticDepth,
+    Transform,
+)
+from ..spec.config import OptimizerConfig
 from ..spec.cuda_settings import uses_gpu
 from ..spec.kinds import find
 from ..spec.pipeline_spec import PipelineSpec
@@ -21,6 +35,14 @@ Binds = Literal["data", "step", "communication"]
 EQUAL = ("ddp", "zero_redundancy", "fsdp")
 """Strategies with the same numbers, but for the order of sums."""
 AHEAD = (1, 6)
+VARIABLES = {"cpu": machine.KEEPS_MEMORY, "cuda": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+"""Environment variables of the allocator of a device: glibc's, and torch's."""
+FASTER: tuple[Transform, ...] = (Factorize(), LayerFreezing(), SelectiveBackprop(), StochasticDepth())
+"""Methods that make steps shorter."""
+SIDES = (3 / 4, 7 / 8)
+"""Parts of the image size."""
+LARGER = (2, 4)
+"""Times the batch size."""
 MICROBATCHES = (2, 4, 8, 16, 32, 64)
 
 
@@ -32,11 +54,15 @@ class Candidate:
         name: that no other has, such as `"workers=4"`.
         binds: what it makes faster.
         change: returns a pipeline with it.
+        variables: the environment variables that it is, instead; they are read when Python starts.
+        numbers: whether it changes what the training computes, so that its accuracy must be measured.
     """
 
     name: str
     binds: Binds
     change: Callable[[PipelineSpec], PipelineSpec]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    numbers: bool = False
 
 
 def candidates(plan: ResolvedPlan) -> list[Candidate]:
@@ -50,7 +76,7 @@ def candidates(plan: ResolvedPlan) -> list[Candidate]:
     ]
     found += [_data("batches_ahead", count) for count in AHEAD if count != data.batches_ahead]
     if find(plan.transforms, ChannelsLast) is None:
-        found.append(Candidate("ChannelsLast", "step", _channels_last))
+        found.append(_transform(ChannelsLast()))
     if not how.compile:
         found.append(_how("compile", True, "step"))
     if uses_gpu(how):
@@ -61,6 +87,97 @@ def candidates(plan: ResolvedPlan) -> list[Candidate]:
     if how.ranks > 1 and family(how.name) in ("ddp", "fsdp"):
         found += [_how("strategy", name, "communication") for name in EQUAL if name != how.name]
     return found
+
+
+def environments(plan: ResolvedPlan) -> list[Candidate]:
+    """Return the environment variables to try: those of the allocator, unless they are set."""
+    device = "cuda" if uses_gpu(plan.distribution) else "cpu"
+    if device == "cpu" and platform.libc_ver()[0] != "glibc":
+        return []
+    variables = VARIABLES[device]
+    if any(name in os.environ for name in variables):
+        return []
+    name = " ".join(f"{name}={value}" for name, value in variables.items())
+    return [Candidate(name, "step", lambda spec: spec, variables)]
+
+
+def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
+    """Return the changes of these kinds, which change what the training computes.
+
+    Raises:
+        PlanError: for an unknown kind, or one that has no change for this pipeline.
+    """
+    found: list[Candidate] = []
+    for name in dict.fromkeys(allow):
+        if name not in ALLOW:
+            raise PlanError(f"allow={name!r} is not a kind of change.{suggest(str(name), ALLOW)}")
+        of_this = ALLOW[name](plan)
+        if not of_this:
+            raise PlanError(f"allow={name!r}: there is no such change to this pipeline that would be tried.")
+        found += of_this
+    return [dataclasses.replace(one, numbers=True) for one in found]
+
+
+def _precision(plan: ResolvedPlan) -> list[Candidate]:
+    how = plan.distribution
+    found = [_how("precision", "bf16", "step")] if how.precision == "fp32" else []
+    if uses_gpu(how):
+        found += [_how("precision", "fp16", "step")] if how.precision == "fp32" else []
+        found += [_how("matmul_precision", "high", "step")] if how.matmul_precision != "high" else []
+    return found
+
+
+def _resolution(plan: ResolvedPlan) -> list[Candidate]:
+    found = [_transform(ProgressiveResizing())] if find(plan.transforms, ProgressiveResizing) is None else []
+    own = height_width(plan.data.image_size)
+    for part in SIDES:
+        height, width = (max(round(side * part / 2) * 2, 2) for side in own)
+        if (height, width) != own:
+            found.append(_image_size(height if height == width else (height, width)))
+    return found
+
+
+def _image_size(size: ImageSize) -> Candidate:
+    """Return smaller images in training; those of the evaluation stay as they are."""
+
+    def change(spec: PipelineSpec) -> PipelineSpec:
+        assert spec.data is not None
+        data = dataclasses.replace(spec.data, image_size=size, eval_image_size=spec.data.eval_size)
+        return spec.replace(data=data)
+
+    return Candidate(f"image_size={size}", "step", change)
+
+
+def _surgery(plan: ResolvedPlan) -> list[Candidate]:
+    return [_transform(one) for one in FASTER if find(plan.transforms, type(one)) is None]
+
+
+def _batch_size(plan: ResolvedPlan) -> list[Candidate]:
+    """Return larger batches, with the learning rate scaled to them if its rule is known."""
+    own = plan.data.batch_size
+
+    def change(spec: PipelineSpec, batch_size: int) -> PipelineSpec:
+        data = spec.data
+        assert data is not None
+        rate = OptimizerConfig() if spec.optimization is None else spec.optimization
+        if not rate.is_factory and rate.scaling:
+            base = rate.base_batch_size if rate.scale_lr else own
+            spec = spec.replace(optimization=dataclasses.replace(rate, base_batch_size=base, scale_lr=True))
+        return spec.replace(data=dataclasses.replace(data, batch_size=batch_size))
+
+    return [
+        Candidate(f"batch_size={times * own}", "step", partial(change, batch_size=times * own))
+        for times in LARGER
+    ]
+
+
+ALLOW: dict[str, Callable[[ResolvedPlan], list[Candidate]]] = {
+    "precision": _precision,
+    "resolution": _resolution,
+    "surgery": _surgery,
+    "batch_size": _batch_size,
+}
+"""Kinds of changes that change numbers."""
 
 
 def fitting(plan: ResolvedPlan) -> list[Candidate]:
@@ -75,8 +192,8 @@ def fitting(plan: ResolvedPlan) -> list[Candidate]:
 
 
 def ordered(found: list[Candidate], bound: Binds) -> list[Candidate]:
-    """Return the changes with those of what binds first."""
-    return sorted(found, key=lambda one: one.binds != bound)
+    """Return the changes with those of what binds first, and those that cost the most time to test last."""
+    return sorted(found, key=lambda one: (one.numbers, bool(one.variables), one.binds != bound))
 
 
 def _data(name: str, value: Any) -> Candidate:
@@ -94,5 +211,8 @@ def _how(name: str, value: Any, binds: Binds) -> Candidate:
     return Candidate(f"{name}={value!r}", binds, change)
 
 
-def _channels_last(spec: PipelineSpec) -> PipelineSpec:
-    return spec.replace(transforms=(*spec.transforms, ChannelsLast()))
+def _transform(one: Transform) -> Candidate:
+    def change(spec: PipelineSpec) -> PipelineSpec:
+        return spec.replace(transforms=(*spec.transforms, one))
+
+    return Candidate(type(one).__name__, "step", change)

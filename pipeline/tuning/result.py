@@ -18,8 +18,8 @@ from ..ledger.statistics import speed_text
 from ..recipes.export import to_recipe
 from ..spec.pipeline_spec import PipelineSpec
 
-Outcome = Literal["accepted", "dropped", "failed", "not tried"]
-FORMAT = 1
+Outcome = Literal["accepted", "dropped", "trade", "failed", "not tried"]
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,18 @@ class Tried:
     Attributes:
         name: the change, such as `"workers=4"`.
         binds: what it would make faster: data, step or communication.
-        outcome: `"accepted"`; `"dropped"`, if no gain was found; `"failed"`; `"not tried"`.
+        outcome: `"accepted"`; `"dropped"`, if no gain was found; `"trade"`, if it is faster, but was not found to keep
+            the accuracy; `"failed"`; `"not tried"`.
         ratio: speed with it over that without, or None; `low` and `high` end its confidence interval.
         low, high: see `ratio`.
         rounds: in which both were measured.
         images_per_s: with it; None if it was not measured.
         reason: why it failed, or was not tried; else empty.
+        accuracy: after short trainings, less that of the pipeline as given, or None if it was not measured;
+            `accuracy_low` and `accuracy_high` end its confidence interval. Fractions, not percentage points.
+        accuracy_low, accuracy_high: see `accuracy`.
+        seeds: from which both were trained.
+        memory: measured bytes on a rank: the peak on a GPU, else of parameters, gradients and optimizer.
     """
 
     name: str
@@ -46,13 +52,22 @@ class Tried:
     rounds: int = 0
     images_per_s: float | None = None
     reason: str = ""
+    accuracy: float | None = None
+    accuracy_low: float | None = None
+    accuracy_high: float | None = None
+    seeds: int = 0
+    memory: int | None = None
 
     @property
     def figure(self) -> str:
-        """The ratio with its interval, as text."""
+        """The ratio with its interval, and the accuracy's difference with its own, as text."""
         if self.ratio is None or self.low is None or self.high is None:
             return self.reason
-        return f"{self.ratio:.3f} ×  ({self.low:.3f} to {self.high:.3f}, {self.rounds} rounds)"
+        speed = f"{self.ratio:.3f} ×  ({self.low:.3f} to {self.high:.3f}, {self.rounds} rounds)"
+        if self.accuracy is None or self.accuracy_low is None or self.accuracy_high is None:
+            return f"{speed} {self.reason}".strip()
+        points = [f"{100 * one:+.2f}" for one in (self.accuracy, self.accuracy_low, self.accuracy_high)]
+        return f"{speed}; accuracy {points[0]} points ({points[1]} to {points[2]}, {self.seeds} seeds)"
 
 
 @dataclass(frozen=True)
@@ -61,9 +76,11 @@ class Tuned:
 
     Attributes:
         pipeline: the tuned pipeline: the same training, run faster.
+        variables: environment variables that make it faster still, to be set before Python starts.
         trials: every change, in the order in which they were tried.
         limits: images/s of the tuned pipeline, and of its loader and its model alone, by the names `"training"`,
-            `"loader"` and `"model"`; empty if the time did not suffice.
+            `"loader"` and `"model"`; on several ranks also what exchanging the gradients would allow,
+            `"communication"`; empty if the time did not suffice.
         before: images/s of the pipeline as given.
         facts: recipe, machine and versions.
         stopped: why it ended.
@@ -75,11 +92,17 @@ class Tuned:
     before: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     stopped: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def accepted(self) -> tuple[Tried, ...]:
         """The changes that `pipeline` has, in order."""
         return tuple(one for one in self.trials if one.outcome == "accepted")
+
+    @property
+    def trades(self) -> tuple[Tried, ...]:
+        """The changes that are faster, but were not found to keep the accuracy; `pipeline` does not have them."""
+        return tuple(one for one in self.trials if one.outcome == "trade")
 
     @property
     def gain(self) -> float:
@@ -96,11 +119,16 @@ class Tuned:
             return "What binds now is not known: there was no time to measure it."
         train, loader, model = (self.limits[name] for name in ("training", "loader", "model"))
         name, least = ("loader", loader) if loader < model else ("model", model)
-        return (
+        text = (
             f"The {name} binds now: it delivers {speed_text(least)} images/s alone, training reaches "
             f"{speed_text(train)}, {train / least:.0%} of it; the {'model' if name == 'loader' else 'loader'} alone "
             f"delivers {speed_text(max(loader, model))}."
         )
+        if "communication" in self.limits:
+            text += (
+                f" Exchanging gradients takes {model / self.limits['communication']:.0%} of a step's time."
+            )
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result in plain JSON types, with the tuned pipeline's recipe if it has one."""
@@ -110,7 +138,8 @@ class Tuned:
             recipe = {"none": str(error)}
         return {
             "format": FORMAT, "facts": dict(self.facts), "recipe": recipe, "gain": self.gain, "before": self.before,
-            "limits": dict(self.limits), "stopped": self.stopped, "trials": [asdict(one) for one in self.trials],
+            "limits": dict(self.limits), "stopped": self.stopped,
+            "variables": dict(self.variables), "trials": [asdict(one) for one in self.trials],
         }  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -165,9 +194,14 @@ class Tuned:
     def __str__(self) -> str:
         rows = [(one.name, one.binds, one.outcome, one.figure) for one in self.trials]
         title = f"{len(self.accepted)} of {len(rows)} changes accepted: {self.gain:.2f} × as fast"
-        return str(
-            Table(("change", "for", "outcome", "speed with it"), rows, title, f"{self.bound} {self.stopped}")
-        )
+        notes = [self.bound, self.stopped]
+        if self.trades:
+            names = " and ".join(one.name for one in self.trades)
+            notes.insert(0, f"Faster, but not found to keep the accuracy, and so not taken: {names}.")
+        if self.variables:
+            exports = " ".join(f"{name}={value}" for name, value in self.variables.items())
+            notes.insert(0, f"Before Python starts: export {exports}")
+        return str(Table(("change", "for", "outcome", "speed with it"), rows, title, " ".join(notes)))
 
 
 class TuneInterrupted(KeyboardInterrupt):
@@ -202,4 +236,5 @@ def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
             f"{path} is of another {' and '.join(sorted(different)) or 'version'}: its trials do not hold here. Pass "
             "another name, or delete it."
         )
-    return [one for one in trials if one.outcome in ("accepted", "dropped")]
+    done = ("accepted", "dropped", "trade")
+    return [one for one in trials if one.outcome in done and (one.outcome == "accepted" or not one.reason)]

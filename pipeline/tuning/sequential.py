@@ -1,13 +1,16 @@
-"""Whether a change is faster: a test that may end after any of several looks at the rounds so far."""
+"""Whether a change is faster, and whether it keeps the accuracy: tests that may end after any of several looks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
 from typing import Literal
 
-from ..ledger.statistics import Ratio, ratio
+from ..ledger.statistics import Ratio, ratio, t_quantile
 
 Verdict = Literal["accepted", "dropped", "undecided"]
+Kept = Literal["kept", "lost", "undecided"]
 
 LOOKS = (4, 5, 6, 8, 10, 12, 16, 20, 24)
 """Numbers of rounds after which the test may end."""
@@ -36,3 +39,41 @@ def judge(ratios: Sequence[float]) -> tuple[Verdict, Ratio]:
     if loose.high < WORTH or n == LOOKS[-1]:
         return "dropped", loose
     return "undecided", strict
+
+
+SEEDS = (3, 5, 8)
+"""Numbers of pairs of short trainings after which the test of the accuracy may end."""
+MARGIN = 0.005
+"""A change keeps the accuracy if a loss of this much, half a percentage point, is excluded."""
+ACCURACY_ERROR = 0.05
+"""Twice the probability that a change with just this loss is found to keep the accuracy: the interval has two ends."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean difference of `n` pairs of accuracies, and its confidence interval, `low` to `high`."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+def judge_accuracy(differences: Sequence[float]) -> tuple[Kept, Difference]:
+    """Return whether a change keeps the accuracy, and by how much it changes it.
+
+    Student's t of the paired differences; each look has an equal part of the error (Bonferroni's bound).
+
+    Args:
+        differences: its accuracy less that without it, one per seed, from which both were trained.
+    """
+    n, value = len(differences), mean(differences)
+    half = 1.0  # more than any difference of accuracies
+    if n > 1:
+        half = t_quantile(1 - ACCURACY_ERROR / len(SEEDS), n - 1) * stdev(differences) / n**0.5
+    found = Difference(value, value - half, value + half, n)
+    if n not in SEEDS:
+        return "undecided", found
+    if found.low > -MARGIN:
+        return "kept", found
+    return "lost" if found.high < 0 else "undecided", found

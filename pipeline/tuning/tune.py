@@ -2,42 +2,61 @@
 
 A change and the best pipeline so far are trained in turns, on the same samples. It is accepted as soon as the
 confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain; see `sequential`. What the
-ceilings say binds is tried first. Only changes that keep what the training computes are tried; see `candidates`.
+ceilings say binds is tried first. Changes of what the training computes must be allowed, and are accepted only if
+short trainings show that they keep the accuracy of the pipeline as given; see `candidates`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any, Generic
 
+from ...checks import check_whole
 from ...errors import DrivetrainError, PlanError
+from ..checkpoints.identity import identity
 from ..ledger.budget import Budget, OutOfTime, alarm
 from ..ledger.measure import check_asked
+from ..spec.options import Config
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
+from ..telemetry.history import is_fraction
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
-from .arena import Arena, C, Failed, Trials, is_out_of_memory
-from .candidates import Binds, Candidate, candidates, fitting, ordered
+from .arena import Arena, C, Trials, is_out_of_memory
+from .candidates import Binds, Candidate, allowed, candidates, environments, fitting, ordered
 from .result import Tried, Tuned, TuneInterrupted, read_trials
-from .sequential import LOOKS, judge
+from .separate import Failed
+from .sequential import LOOKS, SEEDS, judge, judge_accuracy
 
 SHARE = 1 / 100
 """Part of the budget that a trial takes at most: with two pipelines, a change can have all its rounds in half of it."""
+PROBE_SECONDS = 60.0
+"""In budgets of at least this many seconds, the first pipeline is tried in a process of its own; see `Trials`."""
+COMMUNICATION = 0.5
+"""Communication binds if exchanging the gradients alone takes this part of a step or more."""
 
 
 def tune(
-    spec: PipelineSpec, *, seconds: float = 600.0, out: str | Path | None = None, progress: bool = True
+    spec: PipelineSpec,
+    *,
+    seconds: float = 600.0,
+    allow: Sequence[str] = (),
+    epochs: int = 1,
+    out: str | Path | None = None,
+    progress: bool = True,
 ) -> Tuned:
     """Tune a pipeline; see `Pipeline.tune`."""
     check_asked(seconds)
     begin = perf_counter()
     plan = resolve_data(resolve(spec), progress)
-    facts = machine_facts(plan)
+    changes = [*candidates(plan), *environments(plan), *_allowed(plan, allow, epochs)]
+    facts = facts_of(plan)
     file = None if out is None else Path(out)
     if file is not None and file.suffix != ".json":
         raise PlanError(
@@ -45,8 +64,8 @@ def tune(
         )
     known = [] if file is None else read_trials(file, facts)
     budget = Budget(seconds, begin, progress)
-    arena = Trials(budget.end, seconds * SHARE)
-    tuner = Tuner(spec, arena, candidates(plan), fitting(plan), facts, known, budget.show)
+    arena = Trials(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs)
+    tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show)
     interrupted = False
     try:
         with fork_rng(plan.seed), alarm(budget.end):
@@ -67,17 +86,45 @@ def tune(
     return tuned
 
 
-def machine_facts(plan: ResolvedPlan) -> dict[str, Any]:
-    """Return what the trials hold for: the training, the machine and the versions."""
+def _allowed(plan: ResolvedPlan, allow: Sequence[str], epochs: int) -> list[Candidate]:
+    """Return the changes of `allow`, whose accuracy can be measured."""
+    if isinstance(allow, str):
+        raise PlanError(f"allow={allow!r} must be a sequence of names: allow=({allow!r},).")
+    found = allowed(plan, allow)
+    if not found:
+        return []
+    check_whole("epochs", epochs, PlanError, 1)
+    if plan.data.val is None:
+        raise PlanError(
+            "allow= measures the accuracy, which needs validation data. Pass a second file to load() (--val)."
+        )
+    if not is_fraction(plan.task.monitor):
+        raise PlanError(
+            f"allow= compares a fraction such as top1, and {plan.task} monitors {plan.task.monitor!r}. Choose another "
+            "monitor of the task."
+        )
+    return found
+
+
+def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
+    """Return what the trials hold for: every option of the training, the machine, its environment and the versions."""
     known = provenance()
     return {
         "recipe": plan.recipe,
-        "model": plan.spec.model_name,
-        "data": str(plan.data.train),
-        "batch_size": plan.data.batch_size,
-        "image_size": plan.data.image_size,
-        "hardware": known["hardware"],
-        "versions": known["versions"],
+        "model": f"{plan.spec.model_name} {identity(plan.spec.model_options)}",
+        "seed": plan.seed,
+        "task": f"{type(plan.task).__qualname__} {identity(plan.task.options)}",
+        "transforms": [identity(one) for one in plan.transforms],
+        **_options(plan.data, ""),
+        **_options(plan.optimization, "optimizer's "),
+        **_options(plan.distribution, ""),
+        **{name: known[name] for name in ("hardware", "environment", "versions")},
+    }
+
+
+def _options(config: Config, prefix: str) -> dict[str, str]:
+    return {
+        f"{prefix}{field.name}": identity(getattr(config, field.name)) for field in dataclasses.fields(config)
     }
 
 
@@ -87,7 +134,7 @@ class Tuner(Generic[C]):
     Args:
         spec: the pipeline as given.
         arena: measures.
-        changes: to try.
+        changes: to try, those that keep numbers first.
         fitting: to try first, one after the other, if the pipeline does not fit into memory.
         facts: kept in the result.
         known: trials of an earlier call: their changes are not tried again.
@@ -107,13 +154,15 @@ class Tuner(Generic[C]):
         known: list[Tried] | None = None,
         show: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._spec, self._arena, self._changes, self._fitting = spec, arena, changes, fitting
+        self._given, self._spec, self._arena = spec, spec, arena
+        self._changes, self._fitting = changes, fitting
         self._facts, self._known, self._show = facts, known or [], show
         self._trials: list[Tried] = []
         self._best: C | None = None
-        self._stack = ExitStack()
         self._before: float | None = None
         self._limits: dict[str, float] = {}
+        self._variables: dict[str, str] = {}
+        self._accuracies: dict[int, float] = {}  # of the pipeline as given, by seed
         self._number = 0
         self.stopped = ""
 
@@ -128,13 +177,20 @@ class Tuner(Generic[C]):
         self._best = self._first()
         self._measure_limits()
         self._before = self._before or self._limits.get("training")
-        bound: Binds = "data" if self._limits["loader"] < self._limits["model"] else "step"
         left = [one for one in self._changes if all(one.name != tried.name for tried in self._trials)]
-        for candidate in ordered(left, bound):
+        for candidate in ordered(left, self._bound()):
             self._try(candidate)
         if any(one.outcome == "accepted" for one in self._trials):
             self._measure_limits()
         self.stopped = "Every change was tried."
+
+    def _bound(self) -> Binds:
+        """Return what binds: the loader, or of the step its computation or its communication."""
+        loader, model = self._limits["loader"], self._limits["model"]
+        if loader < model:
+            return "data"
+        share = model / self._limits["communication"] if "communication" in self._limits else 0.0
+        return "communication" if share >= COMMUNICATION else "step"
 
     def _recall(self) -> None:
         """Take over the trials of an earlier call."""
@@ -146,7 +202,7 @@ class Tuner(Generic[C]):
                 continue
             self._trials.append(tried)
             if tried.outcome == "accepted":
-                self._spec = candidate.change(self._spec)
+                self._take(candidate, candidate.change(self._spec))
 
     def _first(self) -> C:
         """Build the pipeline as given, or with what makes it fit into memory."""
@@ -181,54 +237,88 @@ class Tuner(Generic[C]):
         except Failed as failure:
             raise PlanError(f"The pipeline cannot be trained, so it cannot be tuned: {failure}") from None
 
+    def _take(self, candidate: Candidate, spec: PipelineSpec) -> None:
+        """Accept a change."""
+        self._spec = spec
+        self._variables |= candidate.variables
+
     def _try(self, candidate: Candidate) -> None:
         """Test a change against the best pipeline."""
         assert self._best is not None
-        tried = Tried(candidate.name, candidate.binds, "failed")
+        reason = "interrupted before there was a verdict"
+        self._trials.append(Tried(candidate.name, candidate.binds, "not tried", reason=reason))
         self._show(candidate.name)
-        try:
-            spec = candidate.change(self._spec)
-            resolve(spec)
-            contender = self._arena.open(candidate.name, spec)
-        except (Failed, DrivetrainError) as error:
-            self._trials.append(replace(tried, reason=str(error)))
-            return
-        keep = False
-        try:
-            tried = self._compare(contender, tried)
-            keep = tried.outcome == "accepted"
-        except Failed as failure:
-            tried = replace(tried, reason=str(failure))
-        except OutOfTime:
-            tried = replace(tried, outcome="not tried", reason="the time was over before there was a verdict")
-            raise
-        finally:
-            self._trials.append(tried)
-            if keep:
-                self._best.close()
-                self._best, self._spec = contender, spec
-            else:
-                contender.close()
+        with ExitStack() as opened:
+            try:
+                spec = candidate.change(self._spec)
+                resolve(spec)
+                contender, against = self._opened(candidate, spec, opened)
+                faster = self._compare(contender, against)
+                if faster and (not candidate.numbers or self._keeps_accuracy(spec)):
+                    self._note(outcome="accepted")
+                    self._take(candidate, spec)
+                    if not candidate.variables:
+                        self._best.close()
+                        self._best = contender
+                        opened.pop_all()
+            except (Failed, DrivetrainError) as error:
+                self._trials[-1] = Tried(candidate.name, candidate.binds, "failed", reason=str(error))
+            except OutOfTime:
+                if self._trials[-1].ratio is None:
+                    self._note(reason="the time was over before there was a verdict")
+                raise
 
-    def _compare(self, contender: C, tried: Tried) -> Tried:
-        """Run rounds until there is a verdict."""
+    def _note(self, **changes: Any) -> None:
+        """Change the row of the change that is being tried."""
+        self._trials[-1] = replace(self._trials[-1], **changes)
+
+    def _opened(self, candidate: Candidate, spec: PipelineSpec, opened: ExitStack) -> tuple[C, C]:
+        """Build a change, and what it is compared with: with environment variables, both in processes of their own."""
         assert self._best is not None
+        if not candidate.variables:
+            contender = self._arena.open(candidate.name, spec)
+            opened.callback(contender.close)
+            return contender, self._best
+        against = self._arena.open("without", spec, dict(self._variables))
+        opened.callback(against.close)
+        contender = self._arena.open(candidate.name, spec, {**self._variables, **candidate.variables})
+        opened.callback(contender.close)
+        return contender, against
+
+    def _compare(self, contender: C, against: C) -> bool:
+        """Run rounds until there is a verdict, note it, and return whether the contender is faster."""
         ratios: list[float] = []
         speeds: list[float] = []
         while len(ratios) < LOOKS[-1]:
             self._number += 1
-            own, other = self._arena.round(self._number, [contender, self._best])
+            own, other = self._arena.round(self._number, [contender, against])
             ratios.append(own / other)
             speeds.append(own)
             verdict, found = judge(ratios)
             if verdict != "undecided":
                 break
-        return replace(
-            tried,
-            outcome="accepted" if verdict == "accepted" else "dropped",
-            ratio=found.value, low=found.low, high=found.high, rounds=found.n,
-            images_per_s=sorted(speeds)[len(speeds) // 2],
+        self._note(
+            outcome="dropped", reason="", ratio=found.value, low=found.low, high=found.high, rounds=found.n,
+            images_per_s=median(speeds), memory=contender.memory,
         )  # fmt: skip
+        return verdict == "accepted"
+
+    def _keeps_accuracy(self, spec: PipelineSpec) -> bool:
+        """Train a faster pipeline and the one as given from the same seeds; note the difference, and return whether the
+        accuracy is kept. A change is a trade until it is found to do so."""
+        self._note(outcome="trade", reason="the time was over before its accuracy was known")
+        differences: list[float] = []
+        while True:
+            seed = self._given.seed + len(differences)
+            self._show(f"{self._trials[-1].name}: accuracy, training {len(differences) + 1}")
+            if seed not in self._accuracies:
+                self._accuracies[seed] = self._arena.accuracy(self._given, seed)
+            differences.append(self._arena.accuracy(spec, seed) - self._accuracies[seed])
+            verdict, found = judge_accuracy(differences)
+            self._note(accuracy=found.value, accuracy_low=found.low, accuracy_high=found.high, seeds=found.n)
+            if verdict != "undecided" or found.n == SEEDS[-1]:
+                self._note(reason="")
+                return verdict == "kept"
 
     def close(self) -> None:
         """Release the best pipeline's model and loaders."""
@@ -244,5 +334,11 @@ class Tuner(Generic[C]):
             if one.name not in names
         ]
         return Tuned(
-            self._spec, [*self._trials, *left], self._limits, self._before, self._facts, self.stopped
+            self._spec,
+            [*self._trials, *left],
+            self._limits,
+            self._before,
+            self._facts,
+            self.stopped,
+            self._variables,
         )

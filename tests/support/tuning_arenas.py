@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from drivetrain.pipeline.ledger.budget import OutOfTime
 from drivetrain.pipeline.spec.pipeline_spec import PipelineSpec
-from drivetrain.pipeline.tuning.arena import Failed
+from drivetrain.pipeline.tuning.separate import Failed
 from drivetrain.transforms import ChannelsLast
 
 Cost = Callable[[PipelineSpec], Mapping[str, float]]
@@ -20,7 +20,9 @@ Cost = Callable[[PipelineSpec], Mapping[str, float]]
 class Entry:
     name: str
     spec: PipelineSpec
+    variables: Mapping[str, str] | None = None
     closed: bool = False
+    memory = None
 
     def close(self) -> None:
         assert not self.closed
@@ -36,6 +38,8 @@ class Simulated:
         drift: of the machine's speed, from round to round, shared by a round's trials.
         rounds: before the time is over.
         fits: whether a pipeline fits into memory.
+        kept: speed with environment variables, over that without.
+        accuracies: of a pipeline; each seed adds noise that all pipelines share, and each training 0.05 points besides.
     """
 
     def __init__(
@@ -47,15 +51,19 @@ class Simulated:
         drift: float = 0.1,
         rounds: float = float("inf"),
         fits: Callable[[PipelineSpec], bool] = lambda _: True,
+        accuracies: Callable[[PipelineSpec], float] = lambda _: 0.7,
+        kept: float = 1.0,
     ) -> None:
+        self.accuracies, self.kept = accuracies, kept
+        self.trained: list[tuple[PipelineSpec, int]] = []
         self.cost, self.noise, self.drift, self.left, self.fits = cost, noise, drift, rounds, fits
         self.random = np.random.default_rng(seed)
         self.opened: list[Entry] = []
 
-    def open(self, name: str, spec: PipelineSpec) -> Entry:
+    def open(self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None) -> Entry:
         if not self.fits(spec):
             raise Failed("out of memory (OutOfMemoryError): 1 GB")
-        self.opened.append(Entry(name, spec))
+        self.opened.append(Entry(name, spec, variables))
         return self.opened[-1]
 
     def round(self, number: int, contenders: Sequence[Any]) -> list[float]:  # noqa: ARG002
@@ -64,7 +72,10 @@ class Simulated:
             raise OutOfTime
         drift = self.random.normal(0, self.drift)
         return [
-            self.speed(one.spec) * np.exp(drift + self.random.normal(0, self.noise)) for one in contenders
+            self.speed(one.spec)
+            * (self.kept if one.variables else 1)
+            * np.exp(drift + self.random.normal(0, self.noise))
+            for one in contenders
         ]
 
     def speed(self, spec: PipelineSpec) -> float:
@@ -76,8 +87,14 @@ class Simulated:
         return {
             "training": self.speed(contender.spec),
             "loader": 1 / cost["loader"],
-            "model": 1 / cost["model"],
+            "model": 1 / (cost["model"] + cost.get("communication", 0.0)),
+            **({"communication": 1 / cost["communication"]} if "communication" in cost else {}),
         }
+
+    def accuracy(self, spec: PipelineSpec, seed: int) -> float:
+        self.trained.append((spec, seed))
+        shared = np.random.default_rng(seed).normal(0, 0.02)
+        return float(self.accuracies(spec) + shared + self.random.normal(0, 0.0005))
 
 
 def slow_decode(spec: PipelineSpec) -> Mapping[str, float]:
@@ -100,7 +117,7 @@ def slow_step(spec: PipelineSpec) -> Mapping[str, float]:
 
 def slow_collective(spec: PipelineSpec) -> Mapping[str, float]:
     """Sharded gradients are exchanged while the step computes."""
-    return {"loader": 1.0, "model": 2.0, "communication": 0.3 if spec.distributed.name == "fsdp" else 1.0}
+    return {"loader": 1.0, "model": 2.0, "communication": 0.3 if spec.distributed.name == "fsdp" else 3.0}
 
 
 def the_same(_: PipelineSpec) -> Mapping[str, float]:

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from command_line import ENVIRONMENT, call, call_several, run, run_several, toy_values
 from drivetrain import RECIPES, Pipeline, loaders
+from drivetrain.machine import KEEPS_MEMORY
 from drivetrain.pipeline.cli import data
-from drivetrain.pipeline.cli.doctor import EXTRAS, KEEPS_MEMORY, memory_kept, reachable_host
+from drivetrain.pipeline.cli.doctor import EXTRAS, memory_kept, reachable_host
 from drivetrain.pipeline.cli.parser import say
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes.presets import KEYS

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -16,7 +18,17 @@ from command_line import call, toy_values
 from drivetrain import Pipeline, PlanError
 from drivetrain.errors import LedgerError
 from drivetrain.pipeline import TuneInterrupted
+from drivetrain.pipeline.ledger.budget import OutOfTime
+from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.tuning.arena import Trials
+from drivetrain.pipeline.tuning.candidates import fitting
+from drivetrain.pipeline.tuning.result import Tuned
+from drivetrain.pipeline.tuning.separate import Failed
+from drivetrain.pipeline.tuning.tune import Tuner, facts_of
+from drivetrain.transforms import LabelSmoothing
 from pipeline_data import Sleepy, Toy, living_threads, plain_model
+from process_state import wait_until_ended
+from tuning_models import Hungry, Informed
 
 
 def pipeline_of(toy: Toy, **load: Any) -> Pipeline:
@@ -99,3 +111,97 @@ def test_the_command_writes_a_recipe_that_trains(toy: Toy, tmp_path: Path) -> No
     recipe = yaml.safe_load((out / "tuned.yaml").read_text())
     assert Pipeline.from_recipe(recipe).plan().steps
     assert call("train", str(out / "tuned.yaml"), "epochs=1").code == 0
+
+
+@pytest.mark.long
+def test_lack_of_memory_on_one_rank_is_answered_on_all_by_smaller_microbatches(toy: Toy) -> None:
+    """The allocator of rank 1 refuses; rank 0 waits for it in a collective."""
+    pipeline = pipeline_of(toy).replace(model=Hungry, model_options={"most": 2, "rank": 1})
+    spec = pipeline.distribute("ddp", devices=2, device="cpu")
+    tuner = Tuner(spec, Trials(perf_counter() + 120, 0.1), [], fitting(resolve(spec)), {})
+    tuner.run()
+    tuner.close()
+    tuned = tuner.result()
+    assert [(one.name, one.outcome) for one in tuned.trials] == [
+        ("accumulate=2", "failed"), ("accumulate=4", "accepted"),
+    ]  # fmt: skip
+    assert "memory" in tuned.trials[0].reason
+    assert tuned.pipeline.distributed.accumulate == 4
+    assert tuned.limits["communication"] > 0
+
+
+@pytest.mark.long
+def test_a_process_that_the_system_kills_is_another_one(toy: Toy) -> None:
+    """On a CPU, lack of memory is no error but a kill: it hits the process in which the pipeline is tried first."""
+    pipeline = pipeline_of(toy).replace(model=Hungry, model_options={"most": 4, "killed": True})
+    arena = Trials(perf_counter() + 60, 0.1, probe=True)
+    with pytest.raises(Failed, match=r"out of memory: the system killed its process \(SIGKILL\)"):
+        arena.open("as given", pipeline)
+    arena.open("accumulate=4", pipeline.distribute("single", accumulate=4, device="cpu")).close()
+
+
+@pytest.mark.long
+def test_processes_of_their_own_have_variables_and_leave_nothing(toy: Toy) -> None:
+    arena = Trials(perf_counter() + 60, 0.1)
+    pipeline = pipeline_of(toy).replace(model=Informed, model_options={"variable": "DRIVETRAIN_TEST"})
+    with pytest.raises(Failed, match="DRIVETRAIN_TEST is not set"):
+        arena.open("without", pipeline, {})
+    contender = arena.open("with", pipeline, {"DRIVETRAIN_TEST": "1"})
+    here = arena.open("here", pipeline_of(toy))
+    assert all(speed > 0 for speed in arena.round(1, [contender, here]))  # on the same samples, or it raises
+    (child,) = [one for one in psutil.Process().children() if "separate" in " ".join(one.cmdline())]
+    contender.close()
+    here.close()
+    assert not wait_until_ended([child], 5)
+    assert "DRIVETRAIN_TEST" not in os.environ
+
+
+@pytest.mark.long
+def test_a_process_of_its_own_keeps_to_the_deadline(toy: Toy) -> None:
+    slow = pipeline_of(toy).replace(model=Sleepy, model_options={"seconds": 60})
+    start = perf_counter()
+    with pytest.raises(OutOfTime):
+        Trials(start + 6, 0.1).open("slow", slow, {})
+    assert perf_counter() - start < 8
+    assert not [one for one in psutil.Process().children() if "separate" in " ".join(one.cmdline())]
+
+
+@pytest.mark.long
+def test_a_change_of_numbers_is_weighed_by_real_trainings(toy: Toy, tmp_path: Path) -> None:
+    """Its speed is given here: only the accuracy is measured, in three trainings each, from the same seeds."""
+    arena = Trials(perf_counter() + 120, 0.1, epochs=2)
+    pipeline = pipeline_of(toy)
+    same = [arena.accuracy(pipeline, seed) for seed in (0, 0, 1)]
+    assert same[0] == same[1]
+    assert same[0] == pipeline.fit(epochs=2, progress=False).history.monitored
+    result = pipeline.tune(
+        seconds=20, allow=("resolution", "batch_size"), out=tmp_path / "tuned.json", progress=False
+    )
+    rows = {one.name: one for one in result.trials}
+    assert {"ProgressiveResizing", "image_size=6", "batch_size=32", "batch_size=64"} <= rows.keys()
+    for one in result.trials:
+        assert (one.seeds > 0) <= (one.outcome in ("accepted", "trade"))
+
+
+def test_what_cannot_be_allowed_is_refused_before_any_trial(toy: Toy) -> None:
+    with pytest.raises(PlanError, match=r"must be a sequence of names: allow=\('precision',\)"):
+        pipeline_of(toy).tune(allow="precision")
+    with pytest.raises(PlanError, match="needs validation data"):
+        Pipeline(plain_model).load(toy.train, batch_size=16, image_size=8).tune(allow=("precision",))
+    with pytest.raises(PlanError, match="epochs=0"):
+        pipeline_of(toy).tune(allow=("precision",), epochs=0)
+
+
+def test_a_file_of_other_options_is_refused(toy: Toy, tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    plan = resolve(pipeline_of(toy))
+    Tuned(pipeline_of(toy), [], facts=facts_of(plan)).save(file)
+    for other, name in (
+        (pipeline_of(toy).distribute("single", precision="bf16"), "precision"),
+        (pipeline_of(toy).transform(LabelSmoothing(0.1)), "transforms"),
+        (pipeline_of(toy).optimize("sgd", lr=0.06), "optimizer's options"),
+        (pipeline_of(toy, flip=False), "settings"),
+        (pipeline_of(toy).replace(seed=1), "seed"),
+    ):
+        with pytest.raises(LedgerError, match=f"is of another {name}:"):
+            other.tune(seconds=5, out=file, progress=False)

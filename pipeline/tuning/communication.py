@@ -1,0 +1,42 @@
+"""How long the ranks of a training need to exchange its gradients, and nothing else."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from ...errors import StrategyError
+from ...strategies import launch
+from ...strategies.devices import rank_device
+from ...strategies.launching.speed import all_reduce_speed
+from ..ledger.budget import OutOfTime
+from ..spec.resolve import ResolvedPlan
+from ..training.build import build_model
+
+
+def collective_seconds(plan: ResolvedPlan, deadline: float) -> float:
+    """Return the median seconds of an all-reduce of all gradients on the ranks of this pipeline: the least that a
+    step without overlap communicates.
+
+    Raises:
+        OutOfTime: at the deadline, in `perf_counter` time.
+        StrategyError: if a rank fails.
+    """
+    model, _ = build_model(plan.spec, plan.transforms)
+    size = 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
+    del model
+    how = plan.distribution
+    try:
+        return max(
+            launch(
+                _median, size, how.device, devices=how.ranks, device=how.device, collective_timeout=how.timeout,
+                timeout=max(deadline - perf_counter(), 0.0), patience=0.0,
+            )
+        )  # fmt: skip
+    except StrategyError:
+        if perf_counter() >= deadline:
+            raise OutOfTime from None
+        raise
+
+
+def _median(size: int, device: str) -> float:
+    return all_reduce_speed(size, rank_device(device)).median
