@@ -77,19 +77,20 @@ def candidates(plan: ResolvedPlan) -> list[Candidate]:
     found += [_data("batches_ahead", count) for count in AHEAD if count != data.batches_ahead]
     if find(plan.transforms, ChannelsLast) is None:
         found.append(_transform(ChannelsLast()))
-    if not how.compile:
-        found.append(_how("compile", True, "step"))
     if uses_gpu(how):
         modes = {True, False} - {how.cudnn_benchmark}
         found += [_how("cudnn_benchmark", mode, "step") for mode in sorted(modes, reverse=True)]
-        if how.compile != "reduce-overhead":
-            found.append(_how("compile", "reduce-overhead", "step"))
+    found += _allocator(plan)
+    if not how.compile:  # last of these, because it takes the longest to build
+        found.append(_how("compile", True, "step"))
+    if uses_gpu(how) and how.compile != "reduce-overhead":
+        found.append(_how("compile", "reduce-overhead", "step"))
     if how.ranks > 1 and family(how.name) in ("ddp", "fsdp"):
         found += [_how("strategy", name, "communication") for name in EQUAL if name != how.name]
     return found
 
 
-def environments(plan: ResolvedPlan) -> list[Candidate]:
+def _allocator(plan: ResolvedPlan) -> list[Candidate]:
     """Return the environment variables to try: those of the allocator, unless they are set."""
     device = "cuda" if uses_gpu(plan.distribution) else "cpu"
     if device == "cpu" and platform.libc_ver()[0] != "glibc":
@@ -97,8 +98,7 @@ def environments(plan: ResolvedPlan) -> list[Candidate]:
     variables = VARIABLES[device]
     if any(name in os.environ for name in variables):
         return []
-    name = " ".join(f"{name}={value}" for name, value in variables.items())
-    return [Candidate(name, "step", lambda spec: spec, variables)]
+    return [Candidate("allocator's variables", "step", lambda spec: spec, variables)]
 
 
 def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
@@ -192,8 +192,8 @@ def fitting(plan: ResolvedPlan) -> list[Candidate]:
 
 
 def ordered(found: list[Candidate], bound: Binds) -> list[Candidate]:
-    """Return the changes with those of what binds first, and those that cost the most time to test last."""
-    return sorted(found, key=lambda one: (one.numbers, bool(one.variables), one.binds != bound))
+    """Return the changes with those of what binds first; those that need short trainings last."""
+    return sorted(found, key=lambda one: (one.numbers, one.binds != bound))
 
 
 def _data(name: str, value: Any) -> Candidate:

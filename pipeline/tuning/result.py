@@ -18,8 +18,10 @@ from ..ledger.statistics import speed_text
 from ..recipes.export import to_recipe
 from ..spec.pipeline_spec import PipelineSpec
 
-Outcome = Literal["accepted", "dropped", "trade", "failed", "not tried"]
+Outcome = Literal["accepted", "dropped", "trade", "undecided", "failed", "not tried"]
 FORMAT = 2
+CEILINGS = {"loader": "#3f8f4f", "model": "#b5452c", "communication": "#8a6fb0"}
+"""Their colours."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Tried:
         name: the change, such as `"workers=4"`.
         binds: what it would make faster: data, step or communication.
         outcome: `"accepted"`; `"dropped"`, if no gain was found; `"trade"`, if it is faster, but was not found to keep
-            the accuracy; `"failed"`; `"not tried"`.
-        ratio: speed with it over that without, or None; `low` and `high` end its confidence interval.
+            the accuracy; `"undecided"`, if the tuning ended during its rounds; `"failed"`; `"not tried"`.
+        ratio: speed with it over that without, or None; `low` and `high` end its confidence interval, None after a
+            single round.
         low, high: see `ratio`.
         rounds: in which both were measured.
         images_per_s: with it; None if it was not measured.
@@ -61,11 +64,14 @@ class Tried:
     @property
     def figure(self) -> str:
         """The ratio with its interval, and the accuracy's difference with its own, as text."""
-        if self.ratio is None or self.low is None or self.high is None:
+        if self.ratio is None:
             return self.reason
-        speed = f"{self.ratio:.3f} ×  ({self.low:.3f} to {self.high:.3f}, {self.rounds} rounds)"
+        rounds = f"{self.rounds} round{'s' * (self.rounds != 1)}"
+        if self.low is not None and self.high is not None:
+            rounds = f"{self.low:.3f} to {self.high:.3f}, {rounds}"
+        speed = f"{self.ratio:.3f} ×  ({rounds})"
         if self.accuracy is None or self.accuracy_low is None or self.accuracy_high is None:
-            return f"{speed} {self.reason}".strip()
+            return f"{speed}; {self.reason}" if self.reason else speed
         points = [f"{100 * one:+.2f}" for one in (self.accuracy, self.accuracy_low, self.accuracy_high)]
         return f"{speed}; accuracy {points[0]} points ({points[1]} to {points[2]}, {self.seeds} seeds)"
 
@@ -179,12 +185,21 @@ class Tuned:
             speeds.append(speeds[-1] * (one.ratio or 1.0))
         axes.step(range(len(names)), speeds, where="post", color="#2f6f9f")
         axes.plot(range(len(names)), speeds, "o", color="#2f6f9f")
-        for name, color in (("loader", "#3f8f4f"), ("model", "#b5452c")):
-            if name in self.limits:
-                axes.axhline(self.limits[name], color=color, linestyle="--", linewidth=1)
-                axes.annotate(f" {name} alone", (len(names) - 1, self.limits[name]), color=color, fontsize=8)
+        for place, speed in enumerate(speeds):
+            axes.annotate(speed_text(speed), (place, speed), (0, 6), textcoords="offset points", ha="center")
+        ceilings = {name: speed for name, speed in self.limits.items() if name != "training"}
+        # A ceiling far above would flatten the path.
+        top = 1.25 * max([*speeds, *sorted(ceilings.values())[:1]]) or 1.0
+        for name, speed in ceilings.items():
+            if speed < top:
+                axes.axhline(speed, color=CEILINGS[name], linestyle="--", linewidth=1)
+            text = f"{name} alone\n{speed_text(speed)}{'' if speed < top else ' ↑'}"
+            place = axes.get_yaxis_transform()  # beside the axes, at the height of the line
+            axes.text(
+                1.01, min(speed, top), text, transform=place, color=CEILINGS[name], fontsize=8, va="center"
+            )
         axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
-        axes.set_ylim(0, None)
+        axes.set_ylim(0, top)
         axes.set_ylabel("images/s")
         axes.set_title(
             f"{len(self.accepted)} of {len(self.trials)} changes accepted: {self.gain:.2f} × as fast"
@@ -197,10 +212,10 @@ class Tuned:
         notes = [self.bound, self.stopped]
         if self.trades:
             names = " and ".join(one.name for one in self.trades)
-            notes.insert(0, f"Faster, but not found to keep the accuracy, and so not taken: {names}.")
+            notes.append(f"Faster, but not found to keep the accuracy, and so not taken: {names}.")
         if self.variables:
             exports = " ".join(f"{name}={value}" for name, value in self.variables.items())
-            notes.insert(0, f"Before Python starts: export {exports}")
+            notes.append(f"To be set before Python starts: export {exports}")
         return str(Table(("change", "for", "outcome", "speed with it"), rows, title, " ".join(notes)))
 
 

@@ -52,7 +52,8 @@ class Separate:
         deadline: in `perf_counter` time.
 
     Raises:
-        Failed: if the pipeline cannot be trained, or the process dies.
+        Failed: if building the pipeline fails, or the process dies.
+        PlanError, DataError, StrategyError: as `Pipeline.fit`.
         OutOfTime: at the deadline.
     """
 
@@ -115,6 +116,8 @@ class Separate:
                 else f"exit status {status}"
             )
             raise Failed(f"{why}, before it answered") from None
+        if isinstance(answer, DrivetrainError):
+            raise answer
         if isinstance(answer, str):
             raise Failed(answer)
         return answer
@@ -140,7 +143,7 @@ def _answer(spec: PipelineSpec, batches: int, line: Connection) -> None:
         try:
             runner = VariantRunner([Variant(one, spec)], Loaders(stack), batches)
         except Exception as error:
-            line.send(str(error) if isinstance(error, DrivetrainError) else described(error))
+            line.send(error if isinstance(error, DrivetrainError) else described(error))
             return
         stack.callback(runner.close)
         line.send(None)

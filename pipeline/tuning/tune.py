@@ -29,7 +29,7 @@ from ..telemetry.history import is_fraction
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
 from .arena import Arena, C, Trials, is_out_of_memory
-from .candidates import Binds, Candidate, allowed, candidates, environments, fitting, ordered
+from .candidates import Binds, Candidate, allowed, candidates, fitting, ordered
 from .result import Tried, Tuned, TuneInterrupted, read_trials
 from .separate import Failed
 from .sequential import LOOKS, SEEDS, judge, judge_accuracy
@@ -55,7 +55,7 @@ def tune(
     check_asked(seconds)
     begin = perf_counter()
     plan = resolve_data(resolve(spec), progress)
-    changes = [*candidates(plan), *environments(plan), *_allowed(plan, allow, epochs)]
+    changes = [*candidates(plan), *_allowed(plan, allow, epochs)]
     facts = facts_of(plan)
     file = None if out is None else Path(out)
     if file is not None and file.suffix != ".json":
@@ -245,7 +245,7 @@ class Tuner(Generic[C]):
     def _try(self, candidate: Candidate) -> None:
         """Test a change against the best pipeline."""
         assert self._best is not None
-        reason = "interrupted before there was a verdict"
+        reason = "the tuning ended before there was a verdict"
         self._trials.append(Tried(candidate.name, candidate.binds, "not tried", reason=reason))
         self._show(candidate.name)
         with ExitStack() as opened:
@@ -263,10 +263,6 @@ class Tuner(Generic[C]):
                         opened.pop_all()
             except (Failed, DrivetrainError) as error:
                 self._trials[-1] = Tried(candidate.name, candidate.binds, "failed", reason=str(error))
-            except OutOfTime:
-                if self._trials[-1].ratio is None:
-                    self._note(reason="the time was over before there was a verdict")
-                raise
 
     def _note(self, **changes: Any) -> None:
         """Change the row of the change that is being tried."""
@@ -295,18 +291,21 @@ class Tuner(Generic[C]):
             ratios.append(own / other)
             speeds.append(own)
             verdict, found = judge(ratios)
+            several = found.n > 1
+            self._note(
+                outcome="undecided", ratio=found.value, low=found.low if several else None,
+                high=found.high if several else None, rounds=found.n, images_per_s=median(speeds),
+                memory=contender.memory,
+            )  # fmt: skip
             if verdict != "undecided":
                 break
-        self._note(
-            outcome="dropped", reason="", ratio=found.value, low=found.low, high=found.high, rounds=found.n,
-            images_per_s=median(speeds), memory=contender.memory,
-        )  # fmt: skip
+        self._note(outcome="dropped", reason="")
         return verdict == "accepted"
 
     def _keeps_accuracy(self, spec: PipelineSpec) -> bool:
         """Train a faster pipeline and the one as given from the same seeds; note the difference, and return whether the
         accuracy is kept. A change is a trade until it is found to do so."""
-        self._note(outcome="trade", reason="the time was over before its accuracy was known")
+        self._note(outcome="trade", reason="the tuning ended before its accuracy was known")
         differences: list[float] = []
         while True:
             seed = self._given.seed + len(differences)

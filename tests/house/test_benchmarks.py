@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from drivetrain.loaders import convert
+from loader_pictures import jpeg_folder, raw_pictures
 from machines import Cluster
 from places import ROOT
 
@@ -61,3 +63,27 @@ def test_bytes_on_the_wire(cluster: Cluster, tmp_path: Path) -> None:
         figures = results[strategy]["2"]
         for sizes in figures["bytes_per_step_and_rank"].values():
             assert sizes["median"] / figures["formula"] == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_two_recipes_are_tuned(tmp_path: Path) -> None:
+    """cifar10-quickstart and a recipe for photographs, each for 60 s; then both pipelines are measured again."""
+    jpeg_folder(tmp_path / "photos", per_class=20)
+    small = tmp_path / "small.beton"
+    images, numbers = raw_pictures(2048, 32)
+    convert((images, numbers % 10), small, progress=False)
+    out = tmp_path / "results"
+    command = [sys.executable, str(ROOT / "benchmarks/tuning.py"), str(tmp_path / "photos"), "--seconds", "60",
+               "--rounds", "2", "--train", str(small), "--val", str(small), "--out", str(out)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    recipes = json.loads((out / "tuning.json").read_text())["recipes"]
+    assert recipes.keys() == {"cifar10-quickstart", "ffcv-resnet18-16"}
+    for name, found in recipes.items():
+        trials = found["tuning"]["trials"]
+        assert {"workers=1", "allocator's variables", "compile=True"} <= {one["name"] for one in trials}
+        assert found["tuning"]["before"] > 0
+        assert sum(one["rounds"] for one in trials) > 0 or "budget" in found["tuning"]["stopped"]
+        assert found["measured afterwards"]["tuned"]["images/s"]["n"] == 2
+        assert (out / f"tuning-{name}.png").stat().st_size > 1000

@@ -143,7 +143,8 @@ REPLACED = {
     "docs/tuning.md": {
         "batch_size=256, image_size=176": "batch_size=8, image_size=32",
         "=600": "=5",
-        "=16": "=1",
+        "=16)": "=1)",
+        "seconds=3600": "seconds=5",
     },
     "docs/recipes.md": {'strategy="ddp", devices=2': 'accelerator="cpu", enable_checkpointing=False'},
 }

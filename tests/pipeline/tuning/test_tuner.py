@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from drivetrain.machine import KEEPS_MEMORY
 from drivetrain.pipeline.ledger.budget import OutOfTime
 from drivetrain.pipeline.spec.pipeline_spec import PipelineSpec
 from drivetrain.pipeline.spec.resolve import resolve
-from drivetrain.pipeline.tuning.candidates import ALLOW, allowed, candidates, environments, fitting
-from drivetrain.pipeline.tuning.result import read_trials
+from drivetrain.pipeline.tuning.candidates import ALLOW, allowed, candidates, fitting
+from drivetrain.pipeline.tuning.result import Tuned, read_trials
 from drivetrain.pipeline.tuning.sequential import LOOKS, MARGIN, judge, judge_accuracy
 from drivetrain.pipeline.tuning.tune import Tuner
 from drivetrain.transforms import ChannelsLast
@@ -29,7 +30,7 @@ def spec(toy: Toy) -> PipelineSpec:
 
 def tuned(spec: PipelineSpec, arena: Simulated, allow: Sequence[str] = (), **options: Any) -> Any:
     plan = resolve(spec)
-    changes = [*candidates(plan), *environments(plan), *allowed(plan, allow)]
+    changes = [*candidates(plan), *allowed(plan, allow)]
     tuner = Tuner(spec, arena, changes, fitting(plan), {}, **options)
     try:
         tuner.run()
@@ -118,12 +119,18 @@ def test_microbatches_make_it_fit_and_checkpointing_only_after_them(spec: Pipeli
 
 def test_the_budget_ends_it_with_every_change_in_the_report(spec: PipelineSpec) -> None:
     result = tuned(spec, Simulated(slow_step, rounds=30))
-    plan = resolve(spec)
-    names = {one.name for one in (*candidates(plan), *environments(plan))}
+    names = {one.name for one in candidates(resolve(spec))}
     assert {one.name for one in result.trials} == names
     assert {one.outcome for one in result.trials} >= {"not tried"}
-    assert all(one.reason for one in result.trials if one.outcome == "not tried")
+    assert all(one.reason for one in result.trials if one.outcome in ("not tried", "undecided"))
+    assert [one.rounds for one in result.trials if one.outcome == "undecided"] == [30 - done(result)]
+    json.loads(json.dumps(result.to_dict()), parse_constant=pytest.fail)  # no infinity
     assert "What binds now" in str(result) or "binds now" in str(result)
+
+
+def done(result: Tuned) -> int:
+    """The rounds of changes with a verdict."""
+    return sum(one.rounds for one in result.trials if one.outcome in ("accepted", "dropped"))
 
 
 def test_a_second_call_goes_on(spec: PipelineSpec) -> None:
@@ -214,7 +221,7 @@ def test_an_accuracy_that_was_not_measured_is_a_trade_that_is_tried_again(
     (trade,) = result.trades
     assert (trade.name, trade.reason) == (
         "precision='bf16'",
-        "the time was over before its accuracy was known",
+        "the tuning ended before its accuracy was known",
     )
     assert result.pipeline.distributed.precision == "fp32"
     result.save(tmp_path / "tuned.json")
