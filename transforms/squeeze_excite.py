@@ -79,7 +79,7 @@ CLASSES: dict[type[nn.Module], type[_Gated]] = {
 
 @dataclass(frozen=True)
 class SqueezeExcite(Transform):
-    """Adds a squeeze-and-excitation block to every convolution that is wide enough.
+    """Add a squeeze-and-excitation block to every convolution that is wide enough.
 
     Same modules and numbers as Composer's `apply_squeeze_excite`. A factorised convolution counts as one, with a
     block after its second factor. SqueezeExcite is therefore applied after Factorize, BlurPool and
