@@ -74,8 +74,9 @@ def figure(name: str, keys: str) -> float | str:
             f"No figure is at <!-- {name}: {keys} -->: {error!r}. "
             "Name a file of benchmarks/results/ and keys in it, or a name in COMPUTED of benchmarks/figures.py."
         ) from None
-    if isinstance(found, bool) or not isinstance(found, int | float | str):
-        raise DataError(f"<!-- {name}: {keys} --> is not one figure; continue with a key of {list(found)}.")
+    if not isinstance(found, int | float | str):
+        there = list(found) if isinstance(found, dict) else found
+        raise DataError(f"<!-- {name}: {keys} --> is not one figure; continue with a key of {there}.")
     return found
 
 
