@@ -131,6 +131,15 @@ class FFCVLoader(EpochLoader):
             conversion (`verify`).
         DataError: for an invalid argument, or settings that need more memory than available.
         MissingExtra: for `operations`, if FFCV is not installed.
+
+    Example::
+
+        >>> loader = FFCVLoader("train.beton", batch_size=8, image_size=32, workers=2)
+        >>> for images, labels in loader:
+        ...     pass
+        >>> images.shape, labels.shape
+        (torch.Size([8, 3, 32, 32]), torch.Size([8]))
+        >>> loader.close()
     """
 
     def __init__(

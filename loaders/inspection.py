@@ -91,6 +91,12 @@ class Inspection:
         field_bytes: of each bytes and JSON field, as stored.
         masks: for each field of masks, its pixels per class.
         checked: whether there is a manifest with checksums.
+
+    Example::
+
+        >>> inspection = inspect("train.beton")
+        >>> inspection.samples, inspection.jpegs, inspection.raws
+        (32, 0, 32)
     """
 
     path: str
@@ -142,6 +148,11 @@ def inspect(path: str | Path) -> Inspection:
 
     Raises:
         BetonError: if the file's structure is damaged.
+
+    Example::
+
+        >>> inspect("train.beton").classes
+        {'cat': 16, 'dog': 16}
     """
     beton = open_beton(path)
     jpegs = int((beton.modes == MODE_JPEG).sum())
@@ -219,6 +230,12 @@ class Verification:
         path: the file; `samples`: number of samples examined.
         bad: `(sample, reason)` of each sample that cannot be decoded or does not match its checksum.
         checked: whether there were checksums to compare with.
+
+    Example::
+
+        >>> verification = verify("train.beton", progress=False)
+        >>> verification.samples, verification.bad
+        (32, [])
     """
 
     path: str
@@ -261,6 +278,11 @@ def verify(path: str | Path, *, workers: int | None = None, progress: bool = Tru
     Raises:
         DataError: for an invalid number of `workers`, or if the system refuses memory or threads.
         BetonError: if the structure is damaged, so that samples cannot be located.
+
+    Example::
+
+        >>> verify("train.beton", progress=False).sound
+        True
     """
     threads = check_workers(workers)
     beton = open_beton(path)
@@ -389,6 +411,10 @@ def contact_sheet(
     Raises:
         BetonError: if the file is damaged; DataError: for an `out` that does not end in `.png`, and for invalid
             numbers.
+
+    Example::
+
+        >>> contact_sheet("train.beton", "sheet.png", columns=4, rows=2)
     """
     require_suffix(Path(out), ".png", DataError)
     for name, value, least in (("columns", columns, 1), ("rows", rows, 1), ("side", side, 16)):

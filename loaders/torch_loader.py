@@ -44,6 +44,13 @@ class TorchLoader(EpochLoader):
 
     Raises:
         DataError, BetonError: as `FFCVLoader`.
+
+    Example::
+
+        >>> loader = TorchLoader("photos", batch_size=2, image_size=32, workers=0)
+        >>> images, labels = next(iter(loader))
+        >>> images.shape
+        torch.Size([2, 3, 32, 32])
     """
 
     def __init__(

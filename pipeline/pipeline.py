@@ -46,15 +46,16 @@ class Pipeline(PipelineSpec):
 
     Example::
 
-        pipeline = (
-            Pipeline(torchvision.models.resnet50, num_classes=10)
-            .load("train.beton", "val.beton", batch_size=256, image_size=176)
-            .transform(BlurPool(), ChannelsLast(), LabelSmoothing(0.1))
-            .optimize("sgd", lr=2.0, momentum=0.9, weight_decay=5e-5, schedule="cosine", warmup=0.1)
-            .distribute("ddp", devices=8, precision="bf16")
-        )
-        print(pipeline.plan())
-        result = pipeline.fit(epochs=16)
+        >>> pipeline = (
+        ...     Pipeline("resnet18", num_classes=2)
+        ...     .load("train.beton", "val.beton", batch_size=16, image_size=32)
+        ...     .transform(BlurPool(), ChannelsLast(), LabelSmoothing(0.1))
+        ...     .optimize("sgd", lr=0.1, momentum=0.9, weight_decay=5e-5, schedule="cosine", warmup=0.1)
+        ...     .distribute("single", precision="fp32")
+        ... )
+        >>> result = pipeline.fit(epochs=1, progress=False)
+        >>> len(result.history.epochs)
+        1
     """
 
     @classmethod
@@ -69,6 +70,12 @@ class Pipeline(PipelineSpec):
         Raises:
             RecipeError: for an unknown name or key, with the closest known one, or a value of the wrong type; for a
                 file, with the line.
+
+        Example::
+
+            >>> pipeline = Pipeline.from_recipe("resnet50-mild", train="train.beton", val="val.beton", batch_size=64)
+            >>> pipeline.epochs
+            32
         """
         return build_pipeline(recipe, overrides, cls)
 
@@ -77,6 +84,12 @@ class Pipeline(PipelineSpec):
 
         Raises:
             RecipeError: naming what a recipe cannot contain (a module, a factory without a name), and the remedy.
+
+        Example::
+
+            >>> recipe = Pipeline("resnet18").load("train.beton", batch_size=16, image_size=32).to_recipe()
+            >>> recipe["model"], recipe["batch_size"]
+            ('resnet18', 16)
         """
         return to_recipe(self)
 
@@ -89,11 +102,31 @@ class Pipeline(PipelineSpec):
         Raises:
             PlanError, StrategyError: naming the conflicting parts and the remedy.
             DataError: for a file that is missing, unreadable, or not a complete `.beton` file.
+
+        Example::
+
+            >>> for step in pipeline.transform(LabelSmoothing(0.1)).plan().steps:
+            ...     print(step.what)
+            load train.beton
+            build cifar_resnet
+            check the output
+            wrap with single
+            optimizer: sgd (lr=0.1), cosine schedule
+            loss: cross entropy
+            LabelSmoothing(smoothing=0.1)
         """
         return Plan(resolve(self).steps)
 
     def build(self) -> Built:
-        """Build the loaders, model and engine of this process for a custom loop; docs/guide/how-to.md has one."""
+        """Build the loaders, model and engine of this process for a custom loop; docs/guide/how-to.md has one.
+
+        Example::
+
+            >>> with pipeline.build() as built:
+            ...     images, labels = next(iter(built.train))
+            >>> images.shape
+            torch.Size([16, 3, 32, 32])
+        """
         from .training.build import build
 
         return build(resolve(self))
@@ -115,6 +148,12 @@ class Pipeline(PipelineSpec):
             CheckpointError: if a checkpoint cannot be written, is damaged, or is from another run.
             NonFiniteError: see `on_nonfinite`.
             TrainingInterrupted: on Ctrl-C; a KeyboardInterrupt with the result of the finished epochs.
+
+        Example::
+
+            >>> result = pipeline.fit(epochs=2, eval_every=2, progress=False)
+            >>> sorted(result.metrics)
+            ['top1', 'val_loss']
         """
         from .runs.fit import fit
 
@@ -134,6 +173,11 @@ class Pipeline(PipelineSpec):
             PlanError, DataError, StrategyError: if the pipeline cannot work, has no validation data, or the weights are
                 not those of its model.
             CheckpointError: if a file or checkpoint is damaged.
+
+        Example::
+
+            >>> sorted(pipeline.evaluate("runs/photos"))
+            ['top1', 'val_loss']
         """
         from .runs.evaluation import evaluate_weights
 

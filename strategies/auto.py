@@ -37,6 +37,10 @@ class Auto:
 
     Args:
         device: `"cpu"` or `"cuda"`. Default None: CUDA if available, else the CPU.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("auto", devices=4)
     """
 
     device: str | None = None

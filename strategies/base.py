@@ -33,6 +33,14 @@ class Engine(Protocol):
 
     If parameters are sharded, every forward, `step` and `export_state` communicates: all ranks must make the same calls
     in the same order, also in evaluation, if necessary with an empty batch.
+
+    Example::
+
+        >>> engine = strategies.get("single").prepare(model, lambda params: torch.optim.SGD(params, lr=0.1))
+        >>> with engine.forward_context():
+        ...     loss = nn.functional.cross_entropy(engine.model(images), labels)
+        >>> engine.backward(loss, last_microbatch=True)
+        >>> grad_norm = engine.step()
     """
 
     model: nn.Module
@@ -176,7 +184,14 @@ class Engine(Protocol):
 
 
 class Strategy(Protocol):
-    """A way to train a model on one or more ranks. Its options are its constructor's arguments."""
+    """A way to train a model on one or more ranks. Its options are its constructor's arguments.
+
+    Example::
+
+        >>> strategy = strategies.get("single", device="cpu")
+        >>> strategy.check(devices=1)
+        >>> engine = strategy.prepare(model, lambda params: torch.optim.SGD(params, lr=0.1))
+    """
 
     name: str
     summary: str

@@ -95,6 +95,10 @@ class DDP(ReplicatedStrategy):
             CPU.
         find_unused_parameters: search in every step for parameters without a gradient, which occur in models that
             freeze or alternate layers. Default False, because the search takes time.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("ddp", devices=4, find_unused_parameters=True)
     """
 
     find_unused_parameters: bool = False

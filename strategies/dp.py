@@ -39,6 +39,10 @@ class DP:
         device: `"cpu"` or `"cuda"`. Default None: CUDA if available, else the CPU.
         device_ids: indices of the GPUs; the first holds the model and the gradients. Default None: all that this
             process sees.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("dp", device_ids=(0, 1))
     """
 
     device: str | None = None

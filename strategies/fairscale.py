@@ -75,6 +75,10 @@ class FairScaleOSS(DDP):
     one message after each step: they must have one dtype, and are made contiguous. If the model's weights are
     channels-last, the images are made channels-last instead. Entire parameters are assigned to ranks, in order. Needs
     the extra `fairscale`. See `DDP` for the options, and `common.zero_redundancy` for the limits of the optimizer.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("fairscale_oss", devices=4)
     """
 
     name = "fairscale_oss"
@@ -104,6 +108,10 @@ class FairScaleShardedDDP(ReplicatedStrategy):
 
     Args:
         device: as for `DDP`.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("fairscale_sharded_ddp", devices=4)
     """
 
     name = "fairscale_sharded_ddp"

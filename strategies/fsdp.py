@@ -139,6 +139,10 @@ class FSDP:
 
     Raises:
         StrategyError: at construction, for an invalid `wrap`.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("fsdp", devices=4, precision="bf16", activation_checkpointing=True)
     """
 
     device: str | None = None
@@ -217,6 +221,10 @@ class FSDPGradOp(FSDP):
     """`FSDP`, but parameters stay gathered from their forward to their backward.
 
     Saves the second gathering, but holds 4 more bytes per parameter (2 in bf16) in between. See `FSDP`.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("fsdp_grad_op", devices=4)
     """
 
     name = "fsdp_grad_op"
@@ -233,6 +241,10 @@ class FSDPCPUOffload(FSDP):
     A device holds one gathered block and the activations; the optimizer steps on the CPU. See `FSDP`. A GPU needs a
     process group even if it is the only one: torchrun or `strategies.launch(..., devices=1)`, which a Pipeline does
     automatically. With only the CPU there is nothing to offload, and it trains like `single`.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("fsdp_cpu_offload", devices=4)
     """
 
     name = "fsdp_cpu_offload"
@@ -277,6 +289,10 @@ class HSDP(FSDP):
         device, wrap: as for `FSDP`.
         shard_size: number of ranks in a group; must divide the world size. Default None: the ranks of one machine,
             which are connected by fast links.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("hsdp", devices=4, shard_size=2)
     """
 
     shard_size: int | None = None

@@ -32,6 +32,11 @@ class Options:
 
     Raises:
         StrategyError: for an invalid value.
+
+    Example::
+
+        >>> Options(precision="bf16", accumulate=4).accumulate
+        4
     """
 
     precision: Precision = "fp32"

@@ -64,6 +64,11 @@ def get(strategy: str | Strategy, **options: Any) -> Strategy:
 
     Raises:
         StrategyError: for an unknown name or option, or an object that is not a strategy.
+
+    Example::
+
+        >>> get("ddp", device="cpu")
+        DDP(device='cpu', find_unused_parameters=False)
     """
     if isinstance(strategy, str):
         return _make(strategy, options)
@@ -91,6 +96,12 @@ def register(name: str, kind: plugins.Kind) -> None:
 
     Raises:
         StrategyError: if the name is taken, or `kind` is not callable.
+
+    Example::
+
+        >>> register("frozen", strategies.Single)
+        >>> get("frozen", device="cpu")
+        Single(device='cpu')
     """
     if not callable(kind):
         raise StrategyError(
@@ -172,7 +183,13 @@ def _names() -> list[str]:
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """One row of `available()`."""
+    """One row of `available()`.
+
+    Example::
+
+        >>> next(row for row in available() if row.name == "single").runs_here
+        True
+    """
 
     name: str
     summary: str
@@ -208,6 +225,11 @@ def available() -> StrategyTable:
 
     Raises:
         StrategyError: if two installed packages provide a strategy of the same name.
+
+    Example::
+
+        >>> [row.name for row in available() if row.name.startswith("fsdp")]
+        ['fsdp', 'fsdp_grad_op', 'fsdp_cpu_offload']
     """
     return StrategyTable(_row(name) for name in _names())
 

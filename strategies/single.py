@@ -23,6 +23,10 @@ class Single:
 
     Args:
         device: `"cpu"`, `"cuda"` or `"cuda:1"`. Default None: CUDA if available, else the CPU.
+
+    Example::
+
+        >>> engine = Single("cpu").prepare(model, lambda params: torch.optim.SGD(params, lr=0.1), accumulate=2)
     """
 
     device: str | None = None

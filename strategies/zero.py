@@ -22,6 +22,10 @@ class ZeroRedundancy(DDP):
     With AdamW in fp32 a rank holds 8 + 8/N instead of 16 bytes per parameter (ZeRO's first stage). Entire parameters
     are assigned to ranks, largest first: a model with one huge parameter is balanced badly. See `DDP` for the options,
     and `common.zero_redundancy` for the limits of the optimizer.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("zero_redundancy", devices=4)
     """
 
     name = "zero_redundancy"

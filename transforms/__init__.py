@@ -89,6 +89,11 @@ def get(name: str, **options: Any) -> Transform:
 
     Raises:
         PlanError: if the name or an option is unknown, or a value is invalid.
+
+    Example::
+
+        >>> get("LabelSmoothing", smoothing=0.2)
+        LabelSmoothing(smoothing=0.2)
     """
     if isinstance(name, str) and ":" in name:
         return _named_algorithm(name, options)
@@ -99,7 +104,13 @@ def get(name: str, **options: Any) -> Transform:
 
 
 def catalogue() -> Catalogue:
-    """Return all transforms with kind, defaults, source and compatibility. The result prints as a table."""
+    """Return all transforms with kind, defaults, source and compatibility. The result prints as a table.
+
+    Example::
+
+        >>> [row.transform for row in catalogue() if row.kind == "loss"]
+        ['BinaryCrossEntropy', 'LabelSmoothing']
+    """
     return make_catalogue(TRANSFORMS.values())
 
 
@@ -108,6 +119,11 @@ def to_dict(transform: Transform) -> dict[str, Any]:
 
     Raises:
         PlanError: if the transform is not in `TRANSFORMS`, so that a recipe could not refer to it.
+
+    Example::
+
+        >>> to_dict(LabelSmoothing(0.2))
+        {'name': 'LabelSmoothing', 'smoothing': 0.2}
     """
     if isinstance(transform, _ComposerTransform):
         return transform.to_dict()

@@ -152,6 +152,12 @@ class ALiBi(Transform):
     model cannot express the bias: it loads the result of `to_plain` but computes a different function.
 
     Source: Press et al., "Train Short, Test Long", 2022, arXiv:2108.12409.
+
+    Example::
+
+        >>> report = ALiBi().apply(vit)  # a vision transformer with two blocks
+        >>> len(report.changed)
+        2
     """
 
     kind: ClassVar[Kind] = "surgery"

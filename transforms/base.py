@@ -50,6 +50,12 @@ class Report:
         changed: names of the changed modules, in model order; `""` is the model itself.
         skipped: `(module name, reason)` of each candidate that was left unchanged.
         notes: further information for the user, one sentence each.
+
+    Example::
+
+        >>> report = BlurPool().apply(model)
+        >>> report.changed[:2]
+        ('maxpool', 'layer2.0.conv1')
     """
 
     transform: str
@@ -99,6 +105,13 @@ class BatchContext:
         model: used by SelectiveBackprop: maps images to logits (B, C).
         loss: used by SelectiveBackprop: the training loss.
         step: used by SelectiveBackprop: number of optimizer steps done so far, from 0.
+
+    Example::
+
+        >>> context = BatchContext(torch.Generator().manual_seed(0), progress=0.5, classes=2)
+        >>> mixed, targets = MixUp(0.2).batch(images, labels, context)
+        >>> targets.shape
+        torch.Size([8, 2])
     """
 
     generator: torch.Generator
@@ -110,7 +123,16 @@ class BatchContext:
 
 
 class Session:
-    """The state of a loop transform during one training run. The defaults do nothing."""
+    """The state of a loop transform during one training run. The defaults do nothing.
+
+    Example::
+
+        >>> session = EMA(half_life=100).session(model)
+        >>> session.after_step(progress=0.1)  # after each optimizer step
+        >>> with session.evaluating():
+        ...     logits = model(images)
+        >>> session.finish()
+    """
 
     def after_step(self, progress: float) -> None:
         """Update the state after an optimizer step; `progress` is the fraction of training completed, 0 to 1.
@@ -144,6 +166,17 @@ class Transform:
     `apply` for surgery and memory format, `loss` for loss, `batch`, `optimizer`, and `session` for loop. A
     schedule or evaluation transform has its own method, which the training loop calls. The kind algorithm is that
     of `from_composer`, with both `apply` and `session`.
+
+    Example::
+
+        >>> @dataclass(frozen=True)
+        ... class Brighter(Transform):
+        ...     kind = "batch"
+        ...     source = "our own"
+        ...
+        ...     def batch(self, images, targets, context):
+        ...         return images + 0.1, targets
+        >>> pipeline = pipeline.transform(Brighter())
     """
 
     kind: ClassVar[Kind]
@@ -287,7 +320,13 @@ def missing_hook(cls: type[Transform]) -> str:
 
 
 def declares_length(transform: Transform) -> bool:
-    """Whether the class declares `depends_on_length` and no subclass has overridden a length hook since."""
+    """Whether the class declares `depends_on_length` and no subclass has overridden a length hook since.
+
+    Example::
+
+        >>> declares_length(MixUp())
+        True
+    """
     for cls in type(transform).__mro__:
         if "depends_on_length" in vars(cls):
             return cls is not Transform
@@ -298,7 +337,13 @@ def declares_length(transform: Transform) -> bool:
 
 
 def follows_length(transform: Transform) -> bool:
-    """Whether a longer training would change its steps: as the class declares, True if undeclared."""
+    """Whether a longer training would change its steps: as the class declares, True if undeclared.
+
+    Example::
+
+        >>> follows_length(MixUp()), follows_length(ProgressiveResizing())
+        (False, True)
+    """
     if declares_length(transform):
         return bool(transform.depends_on_length)
     safe: Any = vars(Transform)["depends_on_length"]

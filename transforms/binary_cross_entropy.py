@@ -36,6 +36,12 @@ class BinaryCrossEntropy(Transform):
 
     Source: Beyer et al., "Are we done with ImageNet?", 2020, arXiv:2006.07159; with mixed targets
     Wightman et al., "ResNet strikes back", 2021, arXiv:2110.00476.
+
+    Example::
+
+        >>> loss = BinaryCrossEntropy().loss(nn.functional.cross_entropy)
+        >>> loss(torch.zeros(8, 2), labels).shape
+        torch.Size([])
     """
 
     kind: ClassVar[Kind] = "loss"

@@ -121,6 +121,12 @@ class BlurPool(Transform):
         PlanError: at construction, if a value has the wrong type or nothing would be replaced.
 
     Source: Zhang, "Making Convolutional Networks Shift-Invariant Again", 2019, arXiv:1904.11486.
+
+    Example::
+
+        >>> report = BlurPool().apply(model)  # a ResNet-18
+        >>> len(report.changed)
+        7
     """
 
     replace_convs: bool = True

@@ -29,6 +29,12 @@ class ChannelsLast(Transform):
         PlanError: from `apply`, if a parameter is already sharded; nothing is changed then.
 
     Source: PyTorch, "Channels Last Memory Format in PyTorch" (tutorial, V. Fedyunin).
+
+    Example::
+
+        >>> report = ChannelsLast().apply(model)
+        >>> model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+        True
     """
 
     kind: ClassVar[Kind] = "memory_format"

@@ -28,6 +28,12 @@ class ColOut(Transform):
         PlanError: at construction, if a value is out of range.
 
     Source: MosaicML, Composer's method card "ColOut", 2021.
+
+    Example::
+
+        >>> smaller, labels = ColOut(0.25, 0.25).batch(images, labels, BatchContext(torch.Generator()))
+        >>> smaller.shape
+        torch.Size([8, 3, 24, 24])
     """
 
     row: float = 0.15

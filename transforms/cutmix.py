@@ -35,6 +35,12 @@ class CutMix(Transform):
         PlanError: at construction, if the value is out of range.
 
     Source: Yun et al., "CutMix", 2019, arXiv:1905.04899.
+
+    Example::
+
+        >>> mixed, targets = CutMix().batch(images, labels, BatchContext(torch.Generator(), classes=2))
+        >>> targets.shape
+        torch.Size([8, 2])
     """
 
     alpha: float = 1.0

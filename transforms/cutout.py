@@ -30,6 +30,12 @@ class CutOut(Transform):
         PlanError: at construction, if a value is out of range.
 
     Source: DeVries and Taylor, "Improved Regularization of CNNs with Cutout", 2017, arXiv:1708.04552.
+
+    Example::
+
+        >>> cut, labels = CutOut(holes=1, length=0.5).batch(images, labels, BatchContext(torch.Generator()))
+        >>> bool((cut == 0).any())
+        True
     """
 
     holes: int = 1

@@ -36,6 +36,13 @@ class EMA(Transform):
             `smoothing` is set; from `session`, if DeepSpeed stage 3 has partitioned the parameters.
 
     Source: Tarvainen and Valpola, "Mean teachers are better role models", 2017, arXiv:1703.01780.
+
+    Example::
+
+        >>> averages = EMA(half_life=100).session(model)
+        >>> averages.after_step(progress=0.1)  # after each optimizer step
+        >>> with averages.evaluating():
+        ...     logits = model(images)
     """
 
     half_life: float | None = 1000

@@ -106,6 +106,12 @@ class Factorize(Transform):
         PlanError: at construction, if a value has the wrong type.
 
     Source: MosaicML Composer, method card "Factorize"; Denton et al. 2014, arXiv:1404.0736.
+
+    Example::
+
+        >>> report = Factorize(min_channels=512).apply(model)
+        >>> len(report.changed)
+        3
     """
 
     factorize_convs: bool = True

@@ -32,6 +32,12 @@ class TestTimeFlip(Transform):
     Source: Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks", 2012,
     section 4.1 (with crops); Jordan, "94% on CIFAR-10 in 3.29 Seconds", 2024, arXiv:2404.00498 (flip alone, and
     with shifts).
+
+    Example::
+
+        >>> logits = TestTimeFlip().predict(model.eval(), images)
+        >>> logits.shape
+        torch.Size([8, 2])
     """
 
     shift: int = 0

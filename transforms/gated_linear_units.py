@@ -69,6 +69,12 @@ class GatedLinearUnits(Transform):
     `load_state_dict(strict=False)`.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202.
+
+    Example::
+
+        >>> report = GatedLinearUnits().apply(vit)
+        >>> len(report.changed)
+        2
     """
 
     kind: ClassVar[Kind] = "surgery"

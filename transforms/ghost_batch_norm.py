@@ -97,6 +97,12 @@ class GhostBatchNorm(Transform):
         PlanError: at construction, if the value has the wrong type.
 
     Source: Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741.
+
+    Example::
+
+        >>> report = GhostBatchNorm(ghost_batch_size=16).apply(model)
+        >>> len(report.changed)
+        20
     """
 
     ghost_batch_size: int = 32

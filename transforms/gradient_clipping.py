@@ -40,6 +40,11 @@ class GradientClipping(Transform):
 
     Source: Pascanu et al. 2013, arXiv:1211.5063 (norm); Brock et al., "High-Performance Large-Scale Image
     Recognition Without Normalization", 2021, arXiv:2102.06171 (adaptive).
+
+    Example::
+
+        >>> model(images).sum().backward()
+        >>> norm = GradientClipping("norm", threshold=1.0).clip(model.parameters())
     """
 
     by: By = "norm"

@@ -131,6 +131,12 @@ class GyroDropout(Transform):
         PlanError: at construction, if a value is invalid; in training, if the length is not known.
 
     Source: Lee et al., "GyroDropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
+
+    Example::
+
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+        >>> GyroDropout(total_steps=1000).apply(model).changed
+        ('1',)
     """
 
     p: float = 0.5

@@ -44,6 +44,12 @@ class LabelSmoothing(Transform):
         PlanError: at construction, if the value is out of range; from `loss`, if the loss already smooths.
 
     Source: Szegedy et al., "Rethinking the Inception Architecture", 2016, arXiv:1512.00567, section 7.
+
+    Example::
+
+        >>> loss = LabelSmoothing(0.1).loss(nn.functional.cross_entropy)
+        >>> loss(torch.zeros(8, 2), labels).shape
+        torch.Size([])
     """
 
     smoothing: float = 0.1

@@ -39,6 +39,11 @@ class LayerFreezing(Transform):
         PlanError: at construction, if a value is out of range.
 
     Source: Brock et al., "FreezeOut", 2017, arXiv:1706.04983; the schedule is Composer's.
+
+    Example::
+
+        >>> LayerFreezing(freeze_start=0.5).level(0.75)  # after three quarters of the training
+        0.5
     """
 
     freeze_start: float = 0.5

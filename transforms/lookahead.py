@@ -32,6 +32,12 @@ class Lookahead(Transform):
 
     Source: Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back", 2019, arXiv:1907.08610; with `power`
     Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024, arXiv:2404.00498.
+
+    Example::
+
+        >>> slow = Lookahead(interval=5).session(model)
+        >>> slow.after_step(progress=0.1)  # after each optimizer step
+        >>> slow.finish()
     """
 
     interval: int = 5

@@ -42,6 +42,12 @@ class LowPrecisionGroupNorm(Transform):
     `skipped`.
 
     Source: MosaicML Composer, method card "Low Precision GroupNorm".
+
+    Example::
+
+        >>> model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.GroupNorm(8, 32))
+        >>> LowPrecisionGroupNorm().apply(model).changed
+        ('1',)
     """
 
     kind: ClassVar[Kind] = "surgery"

@@ -59,6 +59,12 @@ class LowPrecisionLayerNorm(Transform):
     Other subclasses of `nn.LayerNorm` are reported in `skipped`.
 
     Source: MosaicML Composer, method card "Low Precision LayerNorm".
+
+    Example::
+
+        >>> report = LowPrecisionLayerNorm().apply(vit)
+        >>> len(report.changed)
+        5
     """
 
     kind: ClassVar[Kind] = "surgery"

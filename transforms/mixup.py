@@ -29,6 +29,12 @@ class MixUp(Transform):
         PlanError: at construction, if the value is out of range.
 
     Source: Zhang et al., "mixup: Beyond Empirical Risk Minimization", 2018, arXiv:1710.09412.
+
+    Example::
+
+        >>> mixed, targets = MixUp(0.2).batch(images, labels, BatchContext(torch.Generator(), classes=2))
+        >>> targets.shape
+        torch.Size([8, 2])
     """
 
     alpha: float = 0.2

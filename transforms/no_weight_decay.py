@@ -21,6 +21,12 @@ class NoWeightDecay(Transform):
 
     Source: He et al., "Bag of Tricks for Image Classification", 2019, arXiv:1812.01187, section 3.1; timm and
     ffcv-imagenet do the same.
+
+    Example::
+
+        >>> factory = NoWeightDecay().optimizer(lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=5e-4))
+        >>> [group["weight_decay"] for group in factory(model.parameters()).param_groups]
+        [0.0005, 0.0]
     """
 
     kind: ClassVar[Kind] = "optimizer"

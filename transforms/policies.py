@@ -39,6 +39,10 @@ class RandAugment(Transform):
 
     Source: Cubuk et al., "RandAugment: Practical automated data augmentation with a reduced search space",
     2020, arXiv:1909.13719.
+
+    Example::
+
+        >>> pipeline = pipeline.transform(RandAugment(num_ops=2, magnitude=9))
     """
 
     num_ops: int = 2
@@ -79,6 +83,10 @@ class TrivialAugment(Transform):
 
     Source: Müller and Hutter, "TrivialAugment: Tuning-free yet state-of-the-art data augmentation", 2021,
     arXiv:2103.10158.
+
+    Example::
+
+        >>> pipeline = pipeline.transform(TrivialAugment())
     """
 
     num_magnitude_bins: int = 31
@@ -123,6 +131,10 @@ class AugMix(Transform):
 
     Source: Hendrycks et al., "AugMix: A simple data processing method to improve robustness and uncertainty",
     2020, arXiv:1912.02781.
+
+    Example::
+
+        >>> pipeline = pipeline.transform(AugMix(severity=3))
     """
 
     severity: int = 3

@@ -33,6 +33,12 @@ class ProgressiveResizing(Transform):
         PlanError: at construction, if a value is out of range, or `delay` and `finetune` exceed 1.
 
     Source: Howard and Gugger, fastai's "Progressive Resizing", fastbook chapter 7, 2020.
+
+    Example::
+
+        >>> resizing = ProgressiveResizing(initial_scale=0.5, delay=0.5, finetune=0.2)
+        >>> [resizing.size(224, progress) for progress in (0, 0.6, 1)]
+        [112, 148, 224]
     """
 
     initial_scale: float = 0.5

@@ -40,6 +40,10 @@ class SAM(Transform):
         PlanError: at construction, if a value is out of range; from `perturb`, if there are no gradients.
 
     Source: Foret et al., "Sharpness-Aware Minimization", 2021, arXiv:2010.01412.
+
+    Example::
+
+        >>> pipeline = pipeline.transform(SAM(rho=0.05, interval=2))
     """
 
     rho: float = 0.05

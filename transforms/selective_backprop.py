@@ -49,6 +49,15 @@ class SelectiveBackprop(Transform):
 
     Source: Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019,
     arXiv:1910.00762.
+
+    Example::
+
+        >>> context = BatchContext(
+        ...     torch.Generator(), progress=0.6, classes=2, model=model, loss=nn.functional.cross_entropy, step=0
+        ... )
+        >>> kept, targets = SelectiveBackprop(keep=0.5).batch(images, labels, context)
+        >>> len(kept)
+        4
     """
 
     start: float = 0.5

@@ -32,6 +32,11 @@ class SeqLengthWarmup(Transform):
 
     Source: Li et al., "Curriculum Learning: A Regularization Method for Efficient and Stable Billion-Scale
     GPT Model Pre-Training", 2021, arXiv:2108.06084.
+
+    Example::
+
+        >>> SeqLengthWarmup(duration=0.5, max_seq_length=128).length(0.25)
+        64
     """
 
     duration: float = 0.3

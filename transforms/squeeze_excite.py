@@ -79,7 +79,7 @@ CLASSES: dict[type[nn.Module], type[_Gated]] = {
 
 @dataclass(frozen=True)
 class SqueezeExcite(Transform):
-    """Adds a squeeze-and-excitation block to every convolution that is wide enough.
+    """Add a squeeze-and-excitation block to every convolution that is wide enough.
 
     Same modules and numbers as Composer's `apply_squeeze_excite`. A factorised convolution counts as one, with a
     block after its second factor. SqueezeExcite is therefore applied after Factorize, BlurPool and
@@ -100,6 +100,12 @@ class SqueezeExcite(Transform):
         PlanError: at construction, if a value has the wrong type.
 
     Source: Hu et al., "Squeeze-and-Excitation Networks", 2018, arXiv:1709.01507.
+
+    Example::
+
+        >>> report = SqueezeExcite(min_channels=256).apply(model)
+        >>> len(report.changed)
+        8
     """
 
     latent_channels: int | float = 64

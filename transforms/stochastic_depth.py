@@ -66,6 +66,12 @@ class StochasticDepth(Transform):
         PlanError: at construction, if a value is invalid.
 
     Source: Huang et al., "Deep Networks with Stochastic Depth", 2016, arXiv:1603.09382.
+
+    Example::
+
+        >>> report = StochasticDepth(drop_rate=0.2).apply(model)
+        >>> len(report.changed)
+        8
     """
 
     method: Literal["block", "sample"] = "block"

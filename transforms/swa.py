@@ -41,6 +41,10 @@ class SWA(Transform):
 
     Source: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
     arXiv:1803.05407.
+
+    Example::
+
+        >>> pipeline = pipeline.transform(SWA(start=0.7, end=0.97))
     """
 
     start: float = 0.7

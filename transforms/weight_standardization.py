@@ -86,6 +86,12 @@ class WeightStandardization(Transform):
 
     Source: Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight
     Standardization", 2019, arXiv:1903.10520.
+
+    Example::
+
+        >>> report = WeightStandardization().apply(model)
+        >>> len(report.changed)
+        20
     """
 
     n_last_layers_ignore: int = 0

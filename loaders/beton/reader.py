@@ -62,6 +62,15 @@ class Beton:
         page_size: in bytes.
         manifest: the manifest's content; empty if there is none.
         checksums: `(N,)` CRC-32 of each sample when it was converted; None without a manifest.
+
+    Example::
+
+        >>> beton = open_beton("train.beton")
+        >>> beton.fields
+        {'image': 'rgb_image', 'label': 'int'}
+        >>> beton.pixels(0).shape  # of the first image
+        (32, 32, 3)
+        >>> beton.close()
     """
 
     path: Path
@@ -334,6 +343,13 @@ def open_beton(path: str | Path) -> Beton:
     Raises:
         BetonError: naming the file, what is wrong, and where.
         DataError: if the file at an address cannot be read.
+
+    Example::
+
+        >>> beton = open_beton("train.beton")
+        >>> len(beton.sizes), beton.classes
+        (32, ['cat', 'dog'])
+        >>> beton.close()
     """
     path = local_copy(str(path)) if is_address(path) else Path(path)
     for _ in range(_ATTEMPTS - 1):

@@ -41,6 +41,12 @@ class ConvertReport:
         ignored: files in a folder's classes that are not images by their suffixes.
         size: of the files, in bytes.
         seconds: duration of the conversion.
+
+    Example::
+
+        >>> report = convert("photos", "copy.beton", progress=False)
+        >>> report.modes
+        {'jpg': 4}
     """
 
     path: Path
@@ -166,6 +172,12 @@ def convert(
         DataError: for an unusable source, image or value, naming it; for an `out` that does not end in `.beton`; or
             if the system refuses memory or threads. No file is left behind.
         DrivetrainError: if the file cannot be written.
+
+    Example::
+
+        >>> report = convert("photos", "photos.beton", max_resolution=400, progress=False)
+        >>> report.samples, report.classes
+        (4, ['cat', 'dog'])
     """
     start, outs = perf_counter(), [Path(name) for name in expand(str(out))]
     encoding = Encoding(

@@ -33,6 +33,11 @@ def resolve(
     Raises:
         DataError: for a folder (which must be converted first), an unknown name, or data that cannot be downloaded,
             with instructions to install it by hand.
+
+    Example::
+
+        >>> resolve("train.beton").name
+        'train.beton'
     """
     if str(source) in NAMES:
         split = cast(Literal["train", "test"], str(source).partition(":")[2])

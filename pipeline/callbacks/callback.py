@@ -18,6 +18,13 @@ class RunOptions:
         logs: whether the run has a logger, to which `RunView.log` passes values.
         higher_is_better: the direction of each metric of the task, by name, as its torchmetrics class declares it; None
             if it does not.
+
+    Example::
+
+        >>> class NeedsLogger(Callback):
+        ...     def check(self, run: RunOptions) -> None:
+        ...         if not run.logs:
+        ...             raise PlanError("NeedsLogger needs fit(logger=…).")
     """
 
     metrics: tuple[str, ...]
@@ -42,10 +49,12 @@ class Callback:
 
     Example::
 
-        class StopBelow(Callback):
-            def on_evaluation_end(self, view: RunView) -> None:
-                if view.metrics["val_loss"] < 0.1:
-                    view.stop("val_loss is below 0.1")
+        >>> class StopBelow(Callback):
+        ...     def on_evaluation_end(self, view: RunView) -> None:
+        ...         if view.metrics["val_loss"] < 10:
+        ...             view.stop("val_loss is below 10")
+        >>> pipeline.fit(epochs=3, callbacks=[StopBelow()], progress=False).stopped
+        'val_loss is below 10'
     """
 
     def check(self, run: RunOptions) -> None:

@@ -35,6 +35,11 @@ class EarlyStopping(Callback):
     Raises:
         PlanError: for an invalid value; from `fit`, for an unknown metric, or for `"auto"` and a metric whose class
             does not declare its direction.
+
+    Example::
+
+        >>> stopping = EarlyStopping("val_loss", patience=5)
+        >>> result = pipeline.fit(epochs=2, callbacks=[stopping], progress=False)
     """
 
     def __init__(

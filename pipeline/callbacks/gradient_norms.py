@@ -27,6 +27,11 @@ class GradientNorms(Callback):
 
     Raises:
         PlanError: for an invalid value.
+
+    Example::
+
+        >>> norms = GradientNorms(every=1)
+        >>> result = pipeline.fit(epochs=1, out="runs/norms", logger="csv", callbacks=[norms], progress=False)
     """
 
     def __init__(self, every: int = 100, by: By = "module") -> None:

@@ -29,6 +29,11 @@ class Profile(Callback):
 
     Raises:
         PlanError: for an invalid value.
+
+    Example::
+
+        >>> profile = Profile("trace.json", start=0, steps=1)
+        >>> result = pipeline.fit(epochs=1, callbacks=[profile], progress=False)
     """
 
     def __init__(self, out: str | Path, start: int = 10, steps: int = 5, *, all_ranks: bool = False) -> None:

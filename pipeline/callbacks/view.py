@@ -21,6 +21,15 @@ class RunView:
     Attributes:
         epochs: epochs of the full run.
         out: the folder of the run; None without.
+
+    Example::
+
+        >>> class Count(Callback):
+        ...     def on_step_end(self, view: RunView) -> None:
+        ...         if view.step == view.total_steps:
+        ...             print("the last step,", view.step)
+        >>> result = pipeline.fit(epochs=1, callbacks=[Count()], progress=False)
+        the last step, 2
     """
 
     def __init__(

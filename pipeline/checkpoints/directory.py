@@ -36,6 +36,11 @@ class Checkpoints:
 
     Raises:
         PlanError: if a value is invalid.
+
+    Example::
+
+        >>> kept = Checkpoints(keep=1, keep_best=False)
+        >>> result = pipeline.fit(epochs=2, out="runs/kept", checkpoints=kept, progress=False)
     """
 
     every_steps: int | None = None

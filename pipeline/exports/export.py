@@ -43,6 +43,11 @@ class Exported:
         checkpoint: where it is from.
         card: the model card.
         difference: between the file's program and the model; None for safetensors.
+
+    Example::
+
+        >>> export("runs/photos", "model.safetensors").card.name
+        'MODEL_CARD.md'
     """
 
     path: Path
@@ -100,6 +105,12 @@ def export(
         ExportError: if the model cannot be exported, or the program computes something else. Nothing is written.
         MissingExtra: for ONNX without the extra `onnx`.
         RecipeError: if `model` cannot be imported.
+
+    Example::
+
+        >>> exported = export("runs/photos", "photos.safetensors")
+        >>> exported.path.name
+        'photos.safetensors'
     """
     place, out = opened(place, RECIPE, LEDGER), Path(out)
     kind = _format(format, out)

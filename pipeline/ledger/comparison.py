@@ -104,6 +104,12 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
 
     Raises:
         DrivetrainError: if one is not a ledger.
+
+    Example::
+
+        >>> comparison = compare("before.json", "after.json")
+        >>> [str(row.id) for row in comparison.rows]
+        ['plain PyTorch', '+ FFCV loader', 'loader alone', 'model alone']
     """
     names = str(first), str(second)
     ledgers = Ledger.load(first), Ledger.load(second)

@@ -17,7 +17,14 @@ from .table import html_text, text
 
 
 class Ledger(LedgerData):
-    """The result of `Pipeline.ledger`; see `LedgerData` for the attributes."""
+    """The result of `Pipeline.ledger`; see `LedgerData` for the attributes.
+
+    Example::
+
+        >>> ledger = Ledger.load("before.json")
+        >>> [str(row.id) for row in ledger.rows]
+        ['plain PyTorch', '+ FFCV loader']
+    """
 
     @property
     def bound(self) -> str:

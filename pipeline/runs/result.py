@@ -36,6 +36,12 @@ class FitResult:
         plan: the steps of the run.
         transforms: the pipeline's transforms, in the plan's order.
         spec: the pipeline's description.
+
+    Example::
+
+        >>> result = pipeline.fit(epochs=1, progress=False)
+        >>> len(result.history.epochs), sorted(result.metrics)
+        (1, ['top1', 'val_loss'])
     """
 
     model: nn.Module
@@ -55,6 +61,11 @@ class FitResult:
 
         Raises:
             PlanError, DataError: without data, or if it does not match the model.
+
+        Example::
+
+            >>> sorted(result.evaluate("val.beton"))
+            ['top1', 'val_loss']
         """
         if self.spec is None:
             raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
@@ -98,6 +109,12 @@ class FitResult:
 
         Raises:
             DataError: for a file that is not an image.
+
+        Example::
+
+            >>> (row,) = result.predict("photos/cat/0.jpg")
+            >>> sorted(row)
+            ['class', 'image', 'probabilities', 'probability']
         """
         return predict(self.model, self.task, self.inputs, images, batch_size=batch_size)
 
@@ -106,6 +123,10 @@ class FitResult:
 
         Weights that a surgery adds and a plain model cannot express keep their names; see each surgery's
         `Transform.to_plain`.
+
+        Example::
+
+            >>> torch.save(result.plain_state(), "plain.pt")
         """
         return plain_state(self.model.state_dict(), self.model, self.transforms)
 

@@ -27,6 +27,12 @@ def load_run(folder: str | Path) -> FitResult:
     Raises:
         CheckpointError: if one of these files is missing or damaged, or they are not of one run.
         RecipeError: if the recipe cannot be built.
+
+    Example::
+
+        >>> result = load_run("runs/photos")
+        >>> sorted(result.metrics)
+        ['top1', 'val_loss']
     """
     place, folder = folder, opened(folder, RECIPE, HISTORY, MODEL)
     history = read_history(folder)

@@ -30,6 +30,11 @@ def layerwise_decay(model: nn.Module, lr: float, factor: float = 0.75) -> dict[s
 
     Raises:
         PlanError: for an invalid number, or a model without blocks.
+
+    Example::
+
+        >>> groups = layerwise_decay(model, lr=1e-3, factor=0.75)
+        >>> pipeline = Pipeline(model).optimize("adamw", lr=1e-3, groups=groups)
     """
     check_number("layerwise_decay: lr", lr, PlanError, "[0, inf)")
     check_number("layerwise_decay: factor", factor, PlanError, "(0, 1]")

@@ -134,6 +134,12 @@ class PipelineSpec:
 
         Raises:
             PlanError, DataError: naming the invalid value.
+
+        Example::
+
+            >>> pipeline = Pipeline("resnet18", num_classes=2).load(
+            ...     "train.beton", "val.beton", batch_size=16, image_size=32, crop="padded", workers=2
+            ... )
         """
         arguments = locals()
         arguments["train"] = train_source(train)
@@ -150,6 +156,12 @@ class PipelineSpec:
 
         Raises:
             PlanError: if one is not a transform, appears twice, or does not define the method of its kind.
+
+        Example::
+
+            >>> pipeline = pipeline.transform(BlurPool(), LabelSmoothing(0.1))
+            >>> len(pipeline.transforms)
+            2
         """
         given: tuple[object, ...] = transforms
         for transform in given:
@@ -167,6 +179,10 @@ class PipelineSpec:
 
         Raises:
             PlanError: if it is not a task.
+
+        Example::
+
+            >>> pipeline = pipeline.task(Classification(metrics=("top1", "f1"), monitor="f1"))
         """
         given: object = task
         if not isinstance(given, Task):
@@ -192,6 +208,11 @@ class PipelineSpec:
 
         Raises:
             PlanError: for an unknown name, with the closest known one, or an invalid value.
+
+        Example::
+
+            >>> groups = {"*.bias": {"lr": 2e-3}}
+            >>> pipeline = pipeline.optimize("adamw", lr=1e-3, weight_decay=0.05, warmup=0.1, groups=groups)
         """
         arguments = locals()
         if scale_lr is True and base_batch_size is None and self.recipe is not None and self.data is not None:
@@ -220,6 +241,10 @@ class PipelineSpec:
         Raises:
             StrategyError: for an unknown strategy, with the closest name, or an invalid value.
             PlanError: for invalid `devices` or GPU settings.
+
+        Example::
+
+            >>> pipeline = pipeline.distribute("ddp", devices=4, precision="bf16", accumulate=2, clip_norm=1.0)
         """
         return self.replace(distribution=DistributedConfig.of(locals()))
 

@@ -35,7 +35,14 @@ KIND_REASON = {
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a plan."""
+    """One step of a plan.
+
+    Example::
+
+        >>> step = pipeline.plan().steps[0]
+        >>> step.what, step.asked_by
+        ('load train.beton', '.load()')
+    """
 
     what: str
     asked_by: str
@@ -44,7 +51,14 @@ class Step:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The steps in order, shown as a table in terminals and notebooks."""
+    """The steps in order, shown as a table in terminals and notebooks.
+
+    Example::
+
+        >>> plan = pipeline.plan()
+        >>> plan.steps[0].what
+        'load train.beton'
+    """
 
     steps: tuple[Step, ...]
 

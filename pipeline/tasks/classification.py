@@ -28,6 +28,10 @@ class Classification(StandardTask):
             without `"top5"` for up to five classes.
         loss: default cross entropy; `"model"`: the one that the model computes.
         monitor: default the first metric.
+
+    Example::
+
+        >>> pipeline = pipeline.task(Classification(metrics=("top1", "f1"), monitor="f1"))
     """
 
     kind: ClassVar[Kind] = "class indices"

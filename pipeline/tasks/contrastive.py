@@ -30,6 +30,11 @@ class Contrastive(Task):
 
     Source: Chen et al., "A simple framework for contrastive learning of visual representations", 2020,
     arXiv:2002.05709, section 2.1 (NT-Xent).
+
+    Example::
+
+        >>> pipeline = Pipeline("resnet18").load("train.beton", batch_size=16, image_size=32, views=2)
+        >>> pipeline = pipeline.task(Contrastive(temperature=0.5))
     """
 
     kind: ClassVar[Kind] = "views"

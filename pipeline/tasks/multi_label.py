@@ -28,6 +28,10 @@ class MultiLabel(StandardTask):
         loss: default binary cross entropy with logits, the mean over images and labels; `"model"`: the one that the
             model computes.
         monitor: default the first metric.
+
+    Example::
+
+        >>> pipeline = pipeline.task(MultiLabel(metrics=("map", "f1")))
     """
 
     kind: ClassVar[Kind] = "labels"

@@ -20,6 +20,10 @@ class Regression(StandardTask):
             `("mae", "r2")`.
         loss: `"mse"` (the default), `"l1"`, `"huber"`, a function or a module, or `"model"`.
         monitor: default the first metric.
+
+    Example::
+
+        >>> pipeline = pipeline.task(Regression(loss="huber", metrics=("mae",)))
     """
 
     kind: ClassVar[Kind] = "values"

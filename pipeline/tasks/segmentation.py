@@ -37,6 +37,10 @@ class Segmentation(StandardTask):
             `"pixel_accuracy"`, or torchmetrics objects. Default `("miou", "pixel_accuracy")`.
         loss: default cross entropy over the pixels that count; `"model"`: the one that the model computes.
         monitor: default the first metric.
+
+    Example::
+
+        >>> pipeline = pipeline.task(Segmentation(classes=21))
     """
 
     kind: ClassVar[Kind] = "masks"

@@ -64,14 +64,14 @@ class Task:
 
     Example::
 
-        class Angle(Task):
-            def loss(self, outputs, targets):
-                return 1 - torch.cos(outputs[:, 0] - targets).mean()
-
-            def metrics(self):
-                return {"cosine": CosineError()}    # a torchmetrics.Metric
-
-        pipeline.task(Angle())
+        >>> from torchmetrics import MeanSquaredError
+        >>> class Angle(Task):
+        ...     def loss(self, outputs, targets):
+        ...         return 1 - torch.cos(outputs[:, 0] - targets).mean()
+        ...
+        ...     def metrics(self):
+        ...         return {"mse": MeanSquaredError()}
+        >>> pipeline = pipeline.task(Angle())
     """
 
     kind: ClassVar[Kind] = "any"

@@ -29,6 +29,12 @@ class Epoch:
         skipped: steps skipped because their loss was not finite (`fit(on_nonfinite="skip")`), or because their
             gradients overflowed in fp16: a few until the loss scale is calibrated, and one each time it grows too far.
         replaced: samples that could not be decoded, for which others were trained on (`load(on_error="skip")`).
+
+    Example::
+
+        >>> last = result.history.epochs[-1]
+        >>> last.epoch, sorted(last.metrics)
+        (1, ['top1'])
     """
 
     epoch: int
@@ -77,6 +83,12 @@ class Evaluation:
         step: completed optimizer steps of the full run.
         val_loss: mean of the task's own loss on the validation data.
         metrics: the task's metrics on the validation data, by name.
+
+    Example::
+
+        >>> result = pipeline.fit(epochs=1, eval_every_steps=1, progress=False)
+        >>> [one.step for one in result.history.evaluations]
+        [1]
     """
 
     epoch: int
@@ -162,7 +174,14 @@ class Monitor:
 
 @dataclass(repr=False)
 class History:
-    """The finished epochs, facts about the run that produced them, and its evaluations within epochs."""
+    """The finished epochs, facts about the run that produced them, and its evaluations within epochs.
+
+    Example::
+
+        >>> result.history.save("history.json")
+        >>> [epoch.epoch for epoch in result.history.epochs]
+        [1]
+    """
 
     epochs: list[Epoch] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)

@@ -35,7 +35,16 @@ _NOT_PICKLED = (
 
 
 class Logger(Protocol):
-    """Protocol of a logger, which Weights & Biases runs and custom objects satisfy."""
+    """Protocol of a logger, which Weights & Biases runs and custom objects satisfy.
+
+    Example::
+
+        >>> class Print:
+        ...     def log(self, metrics, step):
+        ...         print(step, "val_loss" in metrics)
+        >>> result = pipeline.fit(epochs=1, logger=Print(), progress=False)
+        2 True
+    """
 
     def log(self, values: Values, step: int) -> object:
         """Log `values` by name, after `step` optimizer steps of the full run."""

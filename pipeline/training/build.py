@@ -53,6 +53,13 @@ class Built:
         reports: what each transform changed.
         monitor: the metric that decides which epoch is best.
         note: a sentence for the user about the parameter groups; "" without.
+
+    Example::
+
+        >>> with pipeline.build() as built:
+        ...     stats = train_epoch(built.engine, built.train, built.loss)
+        >>> stats.images
+        32
     """
 
     plan: ResolvedPlan

@@ -64,6 +64,12 @@ def train_epoch(
         hooks: transforms of batches, gradients and weights, with the run's position. Default None: no transforms.
         schedule: sets the learning rate of each step. Default None: it does not change.
         observer: follows the epoch, and may veto steps. Default None: none.
+
+    Example::
+
+        >>> engine = strategies.get("single").prepare(model, lambda params: torch.optim.SGD(params, lr=0.1))
+        >>> loader = FFCVLoader("train.beton", batch_size=16, image_size=32)
+        >>> stats = train_epoch(engine, loader, nn.functional.cross_entropy)
     """
     hooks, observer = hooks or TrainingHooks(()), observer or Observer()
     state, meter = hooks.state, hooks.state.begin_epoch(engine.device)
@@ -150,6 +156,13 @@ def evaluate(
             `with hooks.evaluating()`.
         task: the loss and the metrics. Default None: `Classification()`, i.e. cross entropy, top-1 and top-5 accuracy
             (0 to 1).
+
+    Example::
+
+        >>> engine = strategies.get("single").prepare(model, lambda params: torch.optim.SGD(params, lr=0.1))
+        >>> loader = FFCVLoader("val.beton", batch_size=16, image_size=32, train=False)
+        >>> sorted(evaluate(engine, loader))
+        ['top1', 'val_loss']
     """
     hooks, task = hooks or TrainingHooks(()), task or Classification()
     engine.model.eval()

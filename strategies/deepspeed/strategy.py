@@ -76,6 +76,10 @@ class DeepSpeed:
 
     Raises:
         StrategyError: at construction, for an option that is invalid or contradicts `config`.
+
+    Example::
+
+        >>> pipeline = pipeline.distribute("deepspeed_stage_2", devices=4, precision="bf16")
     """
 
     device: str | None = None

@@ -39,7 +39,13 @@ class CatalogueRow:
 
 
 class Catalogue(list[CatalogueRow]):
-    """The rows of `catalogue()`, which print as a table; as an HTML table in a notebook."""
+    """The rows of `catalogue()`, which print as a table; as an HTML table in a notebook.
+
+    Example::
+
+        >>> catalogue().to_dict()[0]["transform"]
+        'ColOut'
+    """
 
     def _table(self) -> Table:
         return Table(HEADS, list(map(dataclasses.astuple, self)), title="Transforms")

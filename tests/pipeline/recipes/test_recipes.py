@@ -166,12 +166,17 @@ def test_what_was_measured_is_in_the_repository() -> None:
     results = ROOT / "benchmarks" / "results"
     rows = {row["name"]: row for row in json.loads((results / "quickstart-ledger.json").read_text())["rows"]}
     figures = {"baseline": "plain PyTorch", "cifar10-quickstart": "+ bf16"}
+    assert f"{rows['+ bf16']['ratio']['value']:.2f} times plain" in RECIPES["cifar10-quickstart"]["measured"]
     for name, recipe in RECIPES.items():
         measured = recipe["measured"]
         if name == "cifar10-fast":
-            last = json.loads((results / "cifar10-fast.json").read_text())["epochs"][-1]
+            epochs = json.loads((results / "cifar10-fast.json").read_text())["epochs"]
+            last = epochs[-1]
             assert last["epoch"] == recipe["epochs"]
             assert measured.startswith(f"{last['accuracy']:.2%}".replace("%", " %"))
+            training = sum(50_000 / epoch["images_per_s"] for epoch in epochs) / 60
+            evaluating = sum(epoch["seconds"] for epoch in epochs) / 60
+            assert f"after {training:.1f} min of training ({evaluating:.1f} with" in measured
             assert "benchmarks/results/cifar10-fast.json" in measured
             continue
         if name not in figures:

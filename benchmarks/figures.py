@@ -1,0 +1,338 @@
+"""Write the figures of the README and of `docs/` from the JSON files in `results/`.
+
+    python benchmarks/figures.py [--check]
+
+A figure is followed by a comment that names its source, which a page does not show:
+
+    2.65<!-- peers: scale 0.25 / stock FFCV / ours_is_times_as_fast --> times as fast
+
+The source is a file, and the keys in it. An entry of a list is selected by its number or its name; of a summary, the
+median is meant, unless `low`, `high` or `n` follows. The figure keeps its shape: as many decimals as before, times 100
+before ` %`. `<!-- computed: NAME -->` is a figure of `COMPUTED`. What stands between `<!-- table: NAME -->` and
+`<!-- end of table -->` is a table of `TABLES`. `--check` writes nothing, and fails if a page differs from the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from drivetrain.errors import DataError
+from drivetrain.transforms import TRANSFORMS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(
+    r"(?P<figure>\d{4}-\d\d-\d\d|\d[\d,]*(?:\.\d+)?)(?P<percent> %)?<!-- (?P<file>[\w-]+): (?P<keys>[^>]+?) -->"
+)
+TABLE = re.compile(r"(?<=<!-- table: )(?P<name>[^>]+?) -->\n.*?(?=<!-- end of table -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Return the pages whose figures are written."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@functools.cache
+def result(name: str) -> Any:
+    """Return the content of a file of `results/`."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def entry(name: str, keys: str) -> Any:
+    """Return what a file of `results/` has at these keys, separated by " / "."""
+    found: Any = result(name)
+    for key in keys.split(" / "):
+        if isinstance(found, list):
+            named = [each for each in found if key in (each.get("name"), each.get("stage"))]
+            found = named[0] if named else found[int(key)]
+        else:
+            found = found[key]
+    return found
+
+
+def figure(name: str, keys: str) -> float | str:
+    """Return one figure, or a text such as a date.
+
+    Raises:
+        DataError: if there is none.
+    """
+    try:
+        found: Any = COMPUTED[keys]() if name == "computed" else entry(name, keys)
+        if isinstance(found, dict):
+            found = found.get("median", found.get("value", found))
+    except (KeyError, IndexError, ValueError, FileNotFoundError) as error:
+        raise DataError(
+            f"No figure is at <!-- {name}: {keys} -->: {error!r}. "
+            "Name a file of benchmarks/results/ and keys in it, or a name in COMPUTED of benchmarks/figures.py."
+        ) from None
+    if not isinstance(found, int | float | str):
+        there = list(found) if isinstance(found, dict) else found
+        raise DataError(f"<!-- {name}: {keys} --> is not one figure; continue with a key of {there}.")
+    return found
+
+
+def written(text: str) -> str:
+    """Return a page with the figures and tables of the files.
+
+    Raises:
+        DataError: if a figure or a table has no source.
+    """
+
+    def one(match: re.Match[str]) -> str:
+        now = figure(match["file"], match["keys"])
+        if isinstance(now, str):
+            shaped = now[: len(match["figure"])]
+        else:
+            decimals = len(match["figure"].partition(".")[2])
+            shaped = f"{100 * now if match['percent'] else now:,.{decimals}f}"
+        return shaped + match.group()[len(match["figure"]) :]
+
+    def table(match: re.Match[str]) -> str:
+        if match["name"] not in TABLES:
+            raise DataError(
+                f"No table is named {match['name']!r}. Those of figures.py are {', '.join(TABLES)}."
+            )
+        return f"{match['name']} -->\n\n{TABLES[match['name']]()}\n\n"
+
+    return TABLE.sub(table, MARKED.sub(one, text))
+
+
+def spread(summary: dict[str, Any], digits: int = 2) -> str:
+    """Return a summary's middle with its limits."""
+    middle = summary["median"] if "median" in summary else summary["value"]
+    if summary["low"] == summary["high"]:
+        return f"{middle:,.{digits}f}"
+    return f"{middle:,.{digits}f} ({summary['low']:,.{digits}f} to {summary['high']:,.{digits}f})"
+
+
+def rows(head: str, lines: list[list[str]]) -> str:
+    """Return a Markdown table; `head` separates its cells by " | "."""
+    count = len(head.split(" | "))
+    return "\n".join([f"| {head} |", "|" + "---|" * count, *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+def loaders_table() -> str:
+    """Return the loaders of `peers.json`, with both ranges of crops."""
+    names = {
+        "FFCVLoader": "FFCVLoader",
+        "FFCVLoader, verify=True": "FFCVLoader, `verify=True`",
+        "DALI": "DALI 2.4 on a CPU, which decodes the crop only",
+        "TorchCodec": "TorchCodec 0.17 and transforms v2",
+        "stock FFCV": "stock FFCV 1.0.2, behind our interface",
+        "torchvision": "torchvision ImageFolder and DataLoader",
+        "SPDL": "SPDL 0.8, with FFmpeg's filters",
+    }
+    lines = []
+    for key, name in names.items():
+        cells = [name]
+        for scale in ("scale 0.25", "scale 0.08"):
+            row = entry("peers", f"{scale} / {key}")
+            cells += [spread(row["images/s"], 0), spread(row["ours_is_times_as_fast"])]
+        lines.append(cells)
+    head = (
+        "loader | crops of 25 to 100 % of the area: images/s | FFCVLoader is … times as fast | "
+        "of 8 to 100 %: images/s | …"
+    )
+    return rows(head, lines)
+
+
+def ledger_table() -> str:
+    """Return the ledger of the quickstart."""
+    ledger = result("quickstart-ledger")
+    described = {"plain PyTorch": "plain PyTorch (torchvision, DataLoader, NCHW, fp32)"}
+    lines = [
+        [described.get(row["name"], row["name"]), spread(row["images_per_s"], 0), spread(row["ratio"])]
+        for row in ledger["rows"]
+    ]
+    lines += [[f"ceiling: {name}", spread(speed, 0), ""] for name, speed in ledger["ceilings"].items()]
+    return rows(" | images/s (median, quartiles) | over plain PyTorch (95 % interval)", lines)
+
+
+CHANGES = {
+    "image": "training images",
+    "batch": "training batches",
+    "loss": "training loss",
+    "optimizer": "updates",
+    "schedule": "which weights are trained",
+    "loop": "weights",
+    "evaluation": "evaluation",
+}
+"""What a method of a kind changes, if it does not change the model."""
+OUTPUTS = {
+    "ALiBi": "outputs",
+    "BlurPool": "outputs",
+    "ChannelsLast": "nothing, up to rounding",
+    "Factorize": "outputs",
+    "GatedLinearUnits": "outputs, from the first step; the gate begins as 1",
+    "GhostBatchNorm": "outputs in training",
+    "GyroDropout": "outputs in training",
+    "LowPrecisionGroupNorm": "rounding, under autocast",
+    "LowPrecisionLayerNorm": "rounding, under autocast",
+    "SqueezeExcite": "outputs",
+    "StochasticDepth": "outputs in training",
+    "WeightStandardization": "outputs",
+}
+"""What a method that changes the model does to its outputs, with the same weights; a test compares it with models."""
+
+
+def purpose(method: type) -> str:
+    """Return the first sentence of a class's docstring."""
+    return " ".join((inspect.getdoc(method) or "").split("\n\n")[0].split()).removesuffix(" In a loop::")
+
+
+def methods_table() -> str:
+    """Return all transforms: purpose, what each changes, and the measured step times."""
+    order = ["surgery", "memory_format", *CHANGES]
+    lines = []
+    for name, method in sorted(TRANSFORMS.items(), key=lambda item: (order.index(item[1].kind), item[0])):
+        cells = [f"`{name}`", method.kind.replace("_", " "), purpose(method)]
+        cells.append(OUTPUTS[name] if name in OUTPUTS else CHANGES[method.kind])
+        for file, mode in (("transforms", "eager"), ("transforms-compiled", "compiled")):
+            measured = result(file)[mode].get(name)
+            cells.append(
+                spread(measured["Drivetrain"]["step_time_over_unmodified"]) if measured else "not measured"
+            )
+        lines.append(cells)
+    return rows("method | kind | what it does | changes | step time, eager | compiled", lines)
+
+
+def ranks_table() -> str:
+    """Return speed and traffic of `cluster.json`, with ours relative to plain PyTorch."""
+    strategies = entry("cluster", "steps / by_strategy")
+    lines = []
+    for count in strategies["ddp"]:
+        of_both = [strategies[name][count] for name in ("ddp", "fsdp")]
+        speeds = [spread(each["steps"]["by hand"]["ours_is_times_as_fast"]) for each in of_both]
+        sent = [
+            f"{each['bytes_per_step_and_rank']['Drivetrain']['median'] / 1e6:.2f} and {each['formula'] / 1e6:.2f}"
+            for each in of_both
+        ]
+        lines.append([count, *speeds, *sent])
+    head = (
+        "ranks | ddp: speed relative to by hand (quartiles) | fsdp | "
+        "ddp: MB per step and rank, ours and a ring's | fsdp"
+    )
+    return rows(head, lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "loaders": loaders_table,
+    "ledger of the quickstart": ledger_table,
+    "methods": methods_table,
+    "cost of several ranks": ranks_table,
+}
+
+
+def by_round(file: str, ours: str, theirs: str, middle: Callable[[list[float]], float] = median) -> float:
+    """Return the median over the rounds of `ours` / `theirs`, keys of lists of values."""
+    pairs = zip(entry(file, f"{ours} / values"), entry(file, f"{theirs} / values"), strict=True)
+    return middle([one / other for one, other in pairs])
+
+
+def quartile(number: int) -> Callable[[list[float]], float]:
+    """Return the function of the first or third quartile."""
+    import numpy as np
+
+    return lambda values: float(np.percentile(values, 25 * number))
+
+
+def top1(run: str) -> float:
+    """Return the mean accuracy of a run's seeds."""
+    return mean(each["accuracy"] for each in entry("muon", f"runs / {run}"))
+
+
+def cpu_time_spread(kind: str = "") -> float:
+    """Return by how much CPU time per image differs at most between 2 and 16 threads."""
+    medians = [
+        [row["cpu_over_first"]["median"] for count, row in rows.items() if count != "1"]
+        for name, rows in result("threads").items()
+        if name != "provenance" and name.startswith(kind)
+    ]
+    return max(max(each) / min(each) for each in medians) - 1
+
+
+def cpu_time_of_one() -> float:
+    """Return how many times less CPU time one thread takes, at most."""
+    return max(
+        row["cpu_over_first"]["median"]
+        for name, rows in result("threads").items()
+        if name != "provenance"
+        for row in rows.values()
+    )
+
+
+def compound() -> list[float]:
+    """Return the figures of the ledger's sentence on whether the speedups compound."""
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", entry("quickstart-ledger", "compound"))]
+
+
+AHEAD = ("beyond_memory", "loading / FFCVLoader, quasi_random / images/s")
+BEHIND = "loading / FFCVLoader, quasi_random, without read-ahead / images/s"
+COMPUTED: dict[str, Callable[[], float]] = {
+    "quasi-random read-ahead": lambda: by_round(*AHEAD, BEHIND),
+    "quasi-random read-ahead, low": lambda: by_round(*AHEAD, BEHIND, quartile(1)),
+    "quasi-random read-ahead, high": lambda: by_round(*AHEAD, BEHIND, quartile(3)),
+    "time of two views": lambda: 1 / figured("targets", "views_25 / two loads / ours_is_times_as_fast"),
+    "time of a multi-crop": lambda: 1 / figured("targets", "multi_crop / six loads / ours_is_times_as_fast"),
+    "cost of a mask": lambda: 1 - figured("targets", "masks / images alone / ours_is_times_as_fast"),
+    "spread of CPU time": cpu_time_spread,
+    "spread of CPU time, photographs": lambda: cpu_time_spread("photographs"),
+    "CPU time of one thread": cpu_time_of_one,
+    "conversion with check=structure": lambda: by_round(
+        "loaders",
+        "converting / FFCV's DatasetWriter / s",
+        "converting / drivetrain convert, check=structure / s",
+    ),
+    "millions of parameters, cluster": lambda: figured("cluster", "steps / parameter_bytes") / 4e6,
+    "Muon's top-1": lambda: top1("Muon, lr 0.02"),
+    "SGD's top-1": lambda: top1("the recipe's optimizer"),
+    "minutes of cifar10-fast": lambda: sum(50_000 / one["images_per_s"] for one in epochs()) / 60,
+    "minutes of cifar10-fast with evaluation": lambda: sum(one["seconds"] for one in epochs()) / 60,
+    "share of the model's ceiling": lambda: (
+        figured("quickstart-ledger", "rows / + bf16 / images_per_s")
+        / figured("quickstart-ledger", "ceilings / model alone")
+    ),
+    "product of the stages": lambda: compound()[0],
+    "share of the product": lambda: compound()[2] / 100,
+    "share of the product, low, in percent": lambda: compound()[3],
+    "share of the product, high": lambda: compound()[4] / 100,
+    "without BlurPool": lambda: 1 / figured("quickstart-ledger", "stages / BlurPool / last"),
+}
+"""Figures that follow from several of the files'."""
+
+
+def figured(name: str, keys: str) -> float:
+    """Return a figure that is a number."""
+    return float(figure(name, keys))
+
+
+def epochs() -> list[dict[str, float]]:
+    """Return the epochs of `cifar10-fast.json`."""
+    found: list[dict[str, float]] = entry("cifar10-fast", "epochs")
+    return found
+
+
+def main() -> int:
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page differs")
+    check = parser.parse_args().check
+    stale = [path for path in pages() if written(path.read_text()) != path.read_text()]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'differs from benchmarks/results/' if check else 'rewritten'}")
+        if not check:
+            path.write_text(written(path.read_text()))
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

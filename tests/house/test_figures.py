@@ -1,0 +1,209 @@
+"""Figures in the README and in `docs/` are those of `benchmarks/results/`, or say why not."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torchvision
+from drivetrain import DataError
+from drivetrain.transforms import TRANSFORMS
+from places import ROOT
+from torch import nn
+
+SPEC = importlib.util.spec_from_file_location("benchmark_figures", ROOT / "benchmarks" / "figures.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+figures = importlib.util.module_from_spec(SPEC)
+sys.modules["benchmark_figures"] = figures
+SPEC.loader.exec_module(figures)
+
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in figures.pages()}
+
+NUMBER = r"(?<![\w.,:-])\d[\d,]*(?:\.\d+)?"
+LOOKS_MEASURED = re.compile(
+    rf"{NUMBER} ?%"
+    rf"|{NUMBER}-? times (?:as |that |less|more|plain|longer)"
+    rf"|{NUMBER} ×(?! \d)(?! `)"
+    rf"|{NUMBER} (?:images|views|samples|steps|MB|GB)/s"
+    rf"|{NUMBER} (?:µs|ms|s|seconds|minutes|min)\b"
+    rf"|\({NUMBER} to {NUMBER}\)"
+    rf"|\bn = \d+"
+)
+"""A ratio, a share, a speed, a time, an interval or a count of rounds."""
+
+BY_HAND = "measured once, by hand; the text states what was measured"
+ADVISE = "printed by `drivetrain advise`; the text states photographs, machine and rounds"
+SETTING = "a setting or a limit"
+CONDITION = "a condition of a measurement"
+TESTED = "a bound that a test checks"
+NOT_OF_RESULTS: dict[str, dict[str, str]] = {
+    "README.md": {
+        "under 6 minutes": "a bound, so that a reader knows how long to wait",
+        "46 % top-1": BY_HAND,
+        "n = 1": BY_HAND,
+    },
+    "docs/data.md": {
+        "loading is then 2.7 times as fast": BY_HAND,
+        "the file 4 % larger": BY_HAND,
+        "4 % smaller (all of 392, by 1 to 9 %), load no faster, and take 2.7 times as long": BY_HAND,
+        "2.7 ms for 64 float32 images of 224 pixels on a CPU, about 4 % of FFCV's time": BY_HAND,
+        "for 4 to 9 s": BY_HAND,
+        "a virtual disk of about 1 GB/s": CONDITION,
+        "given up after 30 seconds": SETTING,
+        "begin after 20 ms and share 125 MB/s": CONDITION,
+        "a virtual disk of 0.57 GB/s": CONDITION,
+        "1,213 ± 0 % | 2,413 ± 1 % | 7,723 ± 11 %": ADVISE,
+        "2,357 ± 1 % | 4,515 ± 2 % | 13,189 ± 4 %": ADVISE,
+        "9,925 ± 4 % | 18,362 ± 2 % | 3,886 ± 7 %": ADVISE,
+        "3,199 ± 1 % | 6,094 ± 2 % | 16,018 ± 9 %": ADVISE,
+        "less than 2,400 images/s": ADVISE,
+        "3,886 images/s, which is": ADVISE,
+        "by less than 5 %": ADVISE,
+        "crops of 8 to 100 %": CONDITION,
+    },
+    "docs/guide/callbacks.md": {"after 10 seconds": SETTING},
+    "docs/guide/cluster.md": {"600 seconds by default": SETTING, "(5 s × 3)": SETTING, "(30 s)": SETTING},
+    "docs/ledger.md": {
+        "95 % interval is within ± 2 %": SETTING,
+        "85.31 % top-1": BY_HAND,
+        "4 min 3 s": BY_HAND,
+    },
+    "docs/measuring.md": {
+        "95 % intervals": SETTING,
+        "within ± 2 %": SETTING,
+        "marked n = 1": "how a figure of a single run is marked",
+    },
+    "docs/recipes.md": {"94.10 %": BY_HAND},
+    "docs/tuning.md": {
+        "a gain of 1 %": SETTING,
+        "at most 0.25 %": SETTING,
+        "noise of 5 %": TESTED,
+    },
+}
+"""By page: pieces of text with figures that are not from `benchmarks/results/`, and why."""
+
+
+def prose(text: str) -> str:
+    """Return a page without its code, its generated tables and its marked figures."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<!-- table: .*?<!-- end of table -->", "", text, flags=re.DOTALL)
+    text = figures.MARKED.sub("", text)
+    return " ".join(re.sub(r"`[^`]*`", "``", text).split())
+
+
+def test_every_figure_is_that_of_the_results() -> None:
+    """If this fails, run `python benchmarks/figures.py`."""
+    for page, text in PAGES.items():
+        now = figures.written(text)
+        different = [
+            (line, other)
+            for line, other in zip(text.splitlines(), now.splitlines(), strict=False)
+            if line != other
+        ]
+        assert text == now, (page, different[:3])
+
+
+def test_a_figure_has_a_source_or_a_reason() -> None:
+    for page, text in PAGES.items():
+        rest = prose(text)
+        for piece in NOT_OF_RESULTS.get(page, {}):
+            assert " ".join(piece.split()) in rest, (page, piece)
+            rest = rest.replace(" ".join(piece.split()), "")
+        found = [rest[max(0, one.start() - 40) : one.end() + 30] for one in LOOKS_MEASURED.finditer(rest)]
+        assert found == [], (page, found)
+
+
+def test_each_comment_after_a_figure_is_read() -> None:
+    """A comment of a wrong form would otherwise be ignored, and its figure go stale."""
+    for page, text in PAGES.items():
+        comments = re.findall(r"<!-- (?!not run: |table: |end of table -->).*?-->", text)
+        assert len(comments) == len(list(figures.MARKED.finditer(text))), page
+        assert (
+            text.count("<!-- table: ")
+            == text.count("<!-- end of table -->")
+            == len(figures.TABLE.findall(text))
+        )
+
+
+def test_a_figure_keeps_its_shape() -> None:
+    text = "8.5 %<!-- cifar10-fast: epochs / -1 / accuracy -->, 1<!-- peers: scale 0.25 / FFCVLoader / images/s -->."
+    now = figures.written(text)
+    accuracy = figures.entry("cifar10-fast", "epochs / -1 / accuracy")
+    speed = figures.entry("peers", "scale 0.25 / FFCVLoader / images/s / median")
+    assert now == re.sub("^8.5", f"{100 * accuracy:.1f}", text).replace(", 1<", f", {speed:,.0f}<")
+    assert figures.written(now) == now
+    assert figures.written("2000-01-01<!-- peers: provenance / date -->")[:10] > "2026"
+
+
+@pytest.mark.parametrize(
+    ("marker", "told"),
+    [
+        ("nothing: a", "No figure is at <!-- nothing: a -->"),
+        ("peers: scale 0.25 / FFCV", "No figure is at"),
+        ("computed: nothing", "No figure is at"),
+        ("peers: scale 0.25 / stock FFCV", "is not one figure; continue with a key of"),
+    ],
+)
+def test_a_figure_without_a_source_is_an_error(marker: str, told: str) -> None:
+    with pytest.raises(DataError, match=re.escape(told)):
+        figures.written(f"1.0<!-- {marker} -->")
+
+
+def test_a_table_without_a_name_is_an_error() -> None:
+    with pytest.raises(DataError, match="No table is named 'nothing'"):
+        figures.written("<!-- table: nothing -->\n<!-- end of table -->")
+
+
+def test_everything_that_is_computed_has_a_place() -> None:
+    everything = "".join(PAGES.values())
+    for name in figures.COMPUTED:
+        assert f"<!-- computed: {name} -->" in everything, name
+    for name in figures.TABLES:
+        assert f"<!-- table: {name} -->" in everything, name
+
+
+def outputs(model: nn.Module, training: bool) -> torch.Tensor:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return model.train(training)(torch.linspace(-1, 1, 4 * 3 * 32 * 32).reshape(4, 3, 32, 32).sin())
+
+
+def built(name: str) -> nn.Module:
+    """Return a small model that the method changes, the same each time."""
+    torch.manual_seed(0)
+    if name == "GyroDropout":
+        return nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 10))
+    if name in ("ALiBi", "GatedLinearUnits", "LowPrecisionLayerNorm"):
+        model = torchvision.models.VisionTransformer(32, 8, 2, 2, 64, 128, num_classes=10)
+        nn.init.normal_(model.heads.head.weight)
+        return model
+    norm = partial(nn.GroupNorm, 32) if name == "LowPrecisionGroupNorm" else nn.BatchNorm2d
+    return torchvision.models.resnet18(num_classes=10, norm_layer=norm)
+
+
+OPTIONS = {"GyroDropout": {"total_steps": 10}, "GhostBatchNorm": {"ghost_batch_size": 2}}
+
+
+@pytest.mark.parametrize("name", figures.OUTPUTS)
+def test_what_a_method_changes_is_what_the_catalogue_states(name: str) -> None:
+    changed = built(name)
+    TRANSFORMS[name](**OPTIONS.get(name, {})).apply(changed)
+    same = [
+        torch.allclose(outputs(built(name), training), outputs(changed, training), rtol=1e-3, atol=1e-4)
+        for training in (False, True)
+    ]
+    stated = figures.OUTPUTS[name]
+    expected = {"outputs": [False, False], "outputs in training": [True, False]}.get(stated, [True, True])
+    assert same == expected, stated
+
+
+def test_the_catalogue_has_every_method() -> None:
+    table = figures.methods_table()
+    for name, method in TRANSFORMS.items():
+        assert f"\n| `{name}` |" in table
+        assert (name in figures.OUTPUTS) == (method.kind in ("surgery", "memory_format")), name
