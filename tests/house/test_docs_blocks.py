@@ -128,6 +128,7 @@ def with_loader(toy: Toy) -> dict[str, Any]:
 
 def three_classes(_: Toy) -> dict[str, Any]:
     write("train.beton", 64, classes=3, side=32)
+    write("val.beton", 32, classes=3, side=32)
     return {}
 
 
