@@ -224,7 +224,27 @@ def ranks_table() -> str:
     return rows(head, lines)
 
 
+def tuning_table() -> str:
+    """Return every change that tuning tried on two recipes, and what both pipelines were measured at afterwards."""
+    lines = []
+    for name, found in result("tuning")["recipes"].items():
+        for one in found["tuning"]["trials"]:
+            speed = one["reason"] or "not tried"
+            if one["ratio"] is not None:
+                interval = "" if one["low"] is None else f" ({one['low']:.3f} to {one['high']:.3f})"
+                speed = f"{one['ratio']:.3f}{interval}, {one['rounds']} rounds"
+            lines.append([f"`{name}`", one["name"], one["outcome"], speed])
+        rate = found["measured afterwards"]
+        ratio = rate["as given"]["ours_is_times_as_fast"]
+        speeds = " and ".join(spread(rate[which]["images/s"], 0) for which in ("as given", "tuned"))
+        lines.append(
+            [f"`{name}`", "**all that were accepted**", f"{speeds} images/s", f"**{spread(ratio, 3)}**"]
+        )
+    return rows("recipe | change | outcome | speed with it over that without", lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "tuned recipes": tuning_table,
     "loaders": loaders_table,
     "ledger of the quickstart": ledger_table,
     "methods": methods_table,
