@@ -283,8 +283,8 @@ class Pipeline(PipelineSpec):
         variables; and if the pipeline does not fit into memory, the fewest microbatches that do, then activation
         checkpointing. Each change is trained in turns with the best pipeline so far, on the same samples. It is
         accepted as soon as the confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain
-        of 1 %; what binds, the loader, the model or communication, is tried first. A change without an effect is
-        accepted with a probability of at most 0.25 %.
+        of 1 %. Changes for the bottleneck (the loader, the model or communication) are tried first. A change without an
+        effect is accepted with a probability of at most 0.25 %.
 
         A change of `allow` that is faster is trained from three to eight seeds, as is the pipeline as given. It is
         accepted only if the interval of the difference excludes a loss of accuracy of half a percentage point; else it
@@ -296,7 +296,7 @@ class Pipeline(PipelineSpec):
                 `"batch_size"` (with the learning rate scaled to it if its rule is known). Default: none.
             epochs: of each short training by which `allow` measures the accuracy. Default 1: more make it more
                 similar to the full training, and take longer.
-            out: a `.json` file that keeps the trials. A second call with it goes on from the first's; it must be of
+            out: a `.json` file that keeps the trials. A second call with it continues from the first's; it must be of
                 the same pipeline, machine, environment and versions.
             progress: whether to show a progress bar of the time budget.
 
@@ -309,7 +309,7 @@ class Pipeline(PipelineSpec):
             PlanError, DataError, StrategyError: as `fit`; also if the pipeline fails, and for `allow` without
                 validation data.
             LedgerError: if `out` is of something else.
-            TuneInterrupted: on Ctrl-C, a KeyboardInterrupt. Its `tuned` has what was learned.
+            TuneInterrupted: on Ctrl-C, a KeyboardInterrupt. Its `tuned` has the results so far.
         """
         from .tuning.tune import tune
 

@@ -64,7 +64,7 @@ def train(
     ] = (),
     tune: Annotated[
         float | None,
-        "Tune for N seconds first, and train what is found; with --out, tuned.json and tuned.yaml are written there.",
+        "Tune for N seconds first, and train the tuned pipeline; with --out, write tuned.json and tuned.yaml there.",
         "N",
     ] = None,
     ledger: Annotated[bool, "Measure the ledger after training."] = False,
@@ -135,7 +135,7 @@ def _tuned(
     allow: Sequence[str] = (),
     epochs: int = 1,
 ) -> Pipeline:
-    """Tune, write and print what was found, and return the tuned pipeline; after Ctrl-C, with what was learned."""
+    """Tune, write and print the result, and return the tuned pipeline; after Ctrl-C, print the results so far."""
     from ..tuning.result import TuneInterrupted
 
     if out is not None:
@@ -184,7 +184,7 @@ def tune(
     Without --allow, only changes that keep what the training computes are tried: workers, batches ahead, memory
     format, compiling, strategies with the same numbers, the allocator's environment variables; microbatches if the
     batch does not fit. Each is trained in turns with the best so far, and accepted only if its interval shows
-    that it is faster. With --out, a second call goes on from the first's trials.
+    that it is faster. With --out, a second call continues from the first's trials.
     """
     changes = _checked(recipe, overrides, train, val)
     from ..ledger.measure import check_asked

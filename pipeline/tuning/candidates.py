@@ -29,8 +29,8 @@ from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from ..spec.rules import family
 
-Binds = Literal["data", "step", "communication"]
-"""What a change makes faster."""
+Bottleneck = Literal["data", "step", "communication"]
+"""The bottlenecks of a training."""
 
 EQUAL = ("ddp", "zero_redundancy", "fsdp")
 """Strategies with the same numbers, but for the order of sums."""
@@ -52,14 +52,14 @@ class Candidate:
 
     Attributes:
         name: that no other has, such as `"workers=4"`.
-        binds: what it makes faster.
+        bottleneck: the one that it relieves.
         change: returns a pipeline with it.
         variables: the environment variables that it is, instead; they are read when Python starts.
         numbers: whether it changes what the training computes, so that its accuracy must be measured.
     """
 
     name: str
-    binds: Binds
+    bottleneck: Bottleneck
     change: Callable[[PipelineSpec], PipelineSpec]
     variables: Mapping[str, str] = field(default_factory=dict)
     numbers: bool = False
@@ -67,27 +67,29 @@ class Candidate:
 
 def candidates(plan: ResolvedPlan) -> list[Candidate]:
     """Return the changes to try on a pipeline, those of loading first."""
-    data, how = plan.data, plan.distribution
+    data, distribution = plan.data, plan.distribution
     cores = machine.rank_cores()
     own = cores if data.workers is None else data.workers
-    found = [
+    changes = [
         _data("workers", count)
         for count in sorted({1, max(cores // 2, 1), max(cores - 1, 1), cores, 2 * cores} - {own})
     ]
-    found += [_data("batches_ahead", count) for count in AHEAD if count != data.batches_ahead]
+    changes += [_data("batches_ahead", count) for count in AHEAD if count != data.batches_ahead]
     if find(plan.transforms, ChannelsLast) is None:
-        found.append(_transform(ChannelsLast()))
-    if uses_gpu(how):
-        modes = {True, False} - {how.cudnn_benchmark}
-        found += [_how("cudnn_benchmark", mode, "step") for mode in sorted(modes, reverse=True)]
-    found += _allocator(plan)
-    if not how.compile:  # last of these, because it takes the longest to build
-        found.append(_how("compile", True, "step"))
-    if uses_gpu(how) and how.compile != "reduce-overhead":
-        found.append(_how("compile", "reduce-overhead", "step"))
-    if how.ranks > 1 and family(how.name) in ("ddp", "fsdp"):
-        found += [_how("strategy", name, "communication") for name in EQUAL if name != how.name]
-    return found
+        changes.append(_transform(ChannelsLast()))
+    if uses_gpu(distribution):
+        modes = {True, False} - {distribution.cudnn_benchmark}
+        changes += [_distributed("cudnn_benchmark", mode, "step") for mode in sorted(modes, reverse=True)]
+    changes += _allocator(plan)
+    if not distribution.compile:  # last of these, because it takes the longest to build
+        changes.append(_distributed("compile", True, "step"))
+    if uses_gpu(distribution) and distribution.compile != "reduce-overhead":
+        changes.append(_distributed("compile", "reduce-overhead", "step"))
+    if distribution.ranks > 1 and family(distribution.name) in ("ddp", "fsdp"):
+        changes += [
+            _distributed("strategy", name, "communication") for name in EQUAL if name != distribution.name
+        ]
+    return changes
 
 
 def _allocator(plan: ResolvedPlan) -> list[Candidate]:
@@ -107,34 +109,40 @@ def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
     Raises:
         PlanError: for an unknown kind, or one that has no change for this pipeline.
     """
-    found: list[Candidate] = []
+    changes: list[Candidate] = []
     for name in dict.fromkeys(allow):
         if name not in ALLOW:
             raise PlanError(f"allow={name!r} is not a kind of change.{suggest(str(name), ALLOW)}")
         of_this = ALLOW[name](plan)
         if not of_this:
             raise PlanError(f"allow={name!r}: there is no such change to this pipeline that would be tried.")
-        found += of_this
-    return [dataclasses.replace(one, numbers=True) for one in found]
+        changes += of_this
+    return [dataclasses.replace(one, numbers=True) for one in changes]
 
 
 def _precision(plan: ResolvedPlan) -> list[Candidate]:
-    how = plan.distribution
-    found = [_how("precision", "bf16", "step")] if how.precision == "fp32" else []
-    if uses_gpu(how):
-        found += [_how("precision", "fp16", "step")] if how.precision == "fp32" else []
-        found += [_how("matmul_precision", "high", "step")] if how.matmul_precision != "high" else []
-    return found
+    distribution = plan.distribution
+    changes = [_distributed("precision", "bf16", "step")] if distribution.precision == "fp32" else []
+    if uses_gpu(distribution):
+        changes += [_distributed("precision", "fp16", "step")] if distribution.precision == "fp32" else []
+        changes += (
+            [_distributed("matmul_precision", "high", "step")]
+            if distribution.matmul_precision != "high"
+            else []
+        )
+    return changes
 
 
 def _resolution(plan: ResolvedPlan) -> list[Candidate]:
-    found = [_transform(ProgressiveResizing())] if find(plan.transforms, ProgressiveResizing) is None else []
+    changes = (
+        [_transform(ProgressiveResizing())] if find(plan.transforms, ProgressiveResizing) is None else []
+    )
     own = height_width(plan.data.image_size)
     for part in SIDES:
         height, width = (max(round(side * part / 2) * 2, 2) for side in own)
         if (height, width) != own:
-            found.append(_image_size(height if height == width else (height, width)))
-    return found
+            changes.append(_image_size(height if height == width else (height, width)))
+    return changes
 
 
 def _image_size(size: ImageSize) -> Candidate:
@@ -185,15 +193,15 @@ def fitting(plan: ResolvedPlan) -> list[Candidate]:
     activations only after them."""
     share = plan.data.batch_size // plan.distribution.ranks
     numbers = [n for n in MICROBATCHES if share % n == 0 and n > plan.distribution.accumulate]
-    found = [_how("accumulate", number, "step") for number in numbers]
+    changes = [_distributed("accumulate", number, "step") for number in numbers]
     if not plan.distribution.activation_checkpointing:
-        found.append(_how("activation_checkpointing", True, "step"))
-    return found
+        changes.append(_distributed("activation_checkpointing", True, "step"))
+    return changes
 
 
-def ordered(found: list[Candidate], bound: Binds) -> list[Candidate]:
-    """Return the changes with those of what binds first; those that need short trainings last."""
-    return sorted(found, key=lambda one: (one.numbers, one.binds != bound))
+def ordered(changes: list[Candidate], bottleneck: Bottleneck) -> list[Candidate]:
+    """Return the changes with those for the bottleneck first; those that need short trainings last."""
+    return sorted(changes, key=lambda one: (one.numbers, one.bottleneck != bottleneck))
 
 
 def _data(name: str, value: Any) -> Candidate:
@@ -204,11 +212,11 @@ def _data(name: str, value: Any) -> Candidate:
     return Candidate(f"{name}={value}", "data", change)
 
 
-def _how(name: str, value: Any, binds: Binds) -> Candidate:
+def _distributed(name: str, value: Any, bottleneck: Bottleneck) -> Candidate:
     def change(spec: PipelineSpec) -> PipelineSpec:
         return spec.replace(distribution=dataclasses.replace(spec.distributed, **{name: value}))
 
-    return Candidate(f"{name}={value!r}", binds, change)
+    return Candidate(f"{name}={value!r}", bottleneck, change)
 
 
 def _transform(one: Transform) -> Candidate:

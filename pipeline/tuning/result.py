@@ -1,4 +1,4 @@
-"""What tuning found: the pipeline, every trial with its figure and reason, as table, picture and file."""
+"""The result of tuning: the pipeline and every trial with its figure and reason, as table, picture and file."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Tried:
 
     Attributes:
         name: the change, such as `"workers=4"`.
-        binds: what it would make faster: data, step or communication.
-        outcome: `"accepted"`; `"dropped"`, if no gain was found; `"trade"`, if it is faster, but was not found to keep
-            the accuracy; `"undecided"`, if the tuning ended during its rounds; `"failed"`; `"not tried"`.
+        bottleneck: the one that it relieves: data, step or communication.
+        outcome: `"accepted"`; `"dropped"`, if it is no faster; `"trade"`, if it is faster, but not shown to keep the
+            accuracy; `"undecided"`, if the tuning ended during its rounds; `"failed"`; `"not tried"`.
         ratio: speed with it over that without, or None; `low` and `high` end its confidence interval, None after a
             single round.
         low, high: see `ratio`.
@@ -47,7 +47,7 @@ class Tried:
     """
 
     name: str
-    binds: str
+    bottleneck: str
     outcome: Outcome
     ratio: float | None = None
     low: float | None = None
@@ -107,7 +107,7 @@ class Tuned:
 
     @property
     def trades(self) -> tuple[Tried, ...]:
-        """The changes that are faster, but were not found to keep the accuracy; `pipeline` does not have them."""
+        """The changes that are faster, but not shown to keep the accuracy; `pipeline` does not have them."""
         return tuple(one for one in self.trials if one.outcome == "trade")
 
     @property
@@ -122,13 +122,12 @@ class Tuned:
     def bound(self) -> str:
         """One sentence on what limits the tuned pipeline now."""
         if not self.limits:
-            return "What binds now is not known: there was no time to measure it."
+            return "The bottleneck is not known: there was no time to measure it."
         train, loader, model = (self.limits[name] for name in ("training", "loader", "model"))
-        name, least = ("loader", loader) if loader < model else ("model", model)
         text = (
-            f"The {name} binds now: it delivers {speed_text(least)} images/s alone, training reaches "
-            f"{speed_text(train)}, {train / least:.0%} of it; the {'model' if name == 'loader' else 'loader'} alone "
-            f"delivers {speed_text(max(loader, model))}."
+            f"The {'loader' if loader < model else 'model'} is the bottleneck: the loader alone delivers "
+            f"{speed_text(loader)} images/s, the model alone {speed_text(model)}. Training reaches "
+            f"{speed_text(train)}, {train / min(loader, model):.0%} of that limit."
         )
         if "communication" in self.limits:
             text += (
@@ -207,20 +206,20 @@ class Tuned:
         return figure
 
     def __str__(self) -> str:
-        rows = [(one.name, one.binds, one.outcome, one.figure) for one in self.trials]
+        rows = [(one.name, one.bottleneck, one.outcome, one.figure) for one in self.trials]
         title = f"{len(self.accepted)} of {len(rows)} changes accepted: {self.gain:.2f} × as fast"
         notes = [self.bound, self.stopped]
         if self.trades:
             names = " and ".join(one.name for one in self.trades)
-            notes.append(f"Faster, but not found to keep the accuracy, and so not taken: {names}.")
+            notes.append(f"Faster, but not shown to keep the accuracy, and so not accepted: {names}.")
         if self.variables:
             exports = " ".join(f"{name}={value}" for name, value in self.variables.items())
             notes.append(f"To be set before Python starts: export {exports}")
-        return str(Table(("change", "for", "outcome", "speed with it"), rows, title, " ".join(notes)))
+        return str(Table(("change", "bottleneck", "outcome", "speed with it"), rows, title, " ".join(notes)))
 
 
 class TuneInterrupted(KeyboardInterrupt):
-    """Ctrl-C during `Pipeline.tune`. `tuned` has what was learned so far."""
+    """Ctrl-C during `Pipeline.tune`. `tuned` has the results so far."""
 
     def __init__(self, tuned: Tuned) -> None:
         super().__init__(

@@ -46,7 +46,7 @@ SEEDS = (3, 5, 8)
 MARGIN = 0.005
 """A change keeps the accuracy if a loss of this much, half a percentage point, is excluded."""
 ACCURACY_ERROR = 0.05
-"""Twice the probability that a change with just this loss is found to keep the accuracy: the interval has two ends."""
+"""Twice the probability that a change with just this loss is accepted: the interval has two ends."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def judge_accuracy(differences: Sequence[float]) -> tuple[Kept, Difference]:
     half = 1.0  # more than any difference of accuracies
     if n > 1:
         half = t_quantile(1 - ACCURACY_ERROR / len(SEEDS), n - 1) * stdev(differences) / n**0.5
-    found = Difference(value, value - half, value + half, n)
+    difference = Difference(value, value - half, value + half, n)
     if n not in SEEDS:
-        return "undecided", found
-    if found.low > -MARGIN:
-        return "kept", found
-    return "lost" if found.high < 0 else "undecided", found
+        return "undecided", difference
+    if difference.low > -MARGIN:
+        return "kept", difference
+    return "lost" if difference.high < 0 else "undecided", difference

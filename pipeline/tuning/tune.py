@@ -1,8 +1,8 @@
 """Find the fastest way to run a training on this machine: one change after the other, each tested against the best.
 
 A change and the best pipeline so far are trained in turns, on the same samples. It is accepted as soon as the
-confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain; see `sequential`. What the
-ceilings say binds is tried first. Changes of what the training computes must be allowed, and are accepted only if
+confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain; see `sequential`. Changes
+for the bottleneck are tried first. Changes of what the training computes must be allowed, and are accepted only if
 short trainings show that they keep the accuracy of the pipeline as given; see `candidates`.
 """
 
@@ -29,7 +29,7 @@ from ..telemetry.history import is_fraction
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
 from .arena import Arena, C, Trials, is_out_of_memory
-from .candidates import Binds, Candidate, allowed, candidates, fitting, ordered
+from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
 from .result import Tried, Tuned, TuneInterrupted, read_trials
 from .separate import Failed
 from .sequential import LOOKS, SEEDS, judge, judge_accuracy
@@ -39,7 +39,7 @@ SHARE = 1 / 100
 PROBE_SECONDS = 60.0
 """In budgets of at least this many seconds, the first pipeline is tried in a process of its own; see `Trials`."""
 COMMUNICATION = 0.5
-"""Communication binds if exchanging the gradients alone takes this part of a step or more."""
+"""Communication is the bottleneck if exchanging the gradients alone takes this share of a step or more."""
 
 
 def tune(
@@ -60,7 +60,7 @@ def tune(
     file = None if out is None else Path(out)
     if file is not None and file.suffix != ".json":
         raise PlanError(
-            f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call goes on."
+            f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call continues."
         )
     known = [] if file is None else read_trials(file, facts)
     budget = Budget(seconds, begin, progress)
@@ -178,14 +178,14 @@ class Tuner(Generic[C]):
         self._measure_limits()
         self._before = self._before or self._limits.get("training")
         left = [one for one in self._changes if all(one.name != tried.name for tried in self._trials)]
-        for candidate in ordered(left, self._bound()):
+        for candidate in ordered(left, self._bottleneck()):
             self._try(candidate)
         if any(one.outcome == "accepted" for one in self._trials):
             self._measure_limits()
         self.stopped = "Every change was tried."
 
-    def _bound(self) -> Binds:
-        """Return what binds: the loader, or of the step its computation or its communication."""
+    def _bottleneck(self) -> Bottleneck:
+        """Return the bottleneck: the loader, the computation of the step, or its communication."""
         loader, model = self._limits["loader"], self._limits["model"]
         if loader < model:
             return "data"
@@ -202,7 +202,7 @@ class Tuner(Generic[C]):
                 continue
             self._trials.append(tried)
             if tried.outcome == "accepted":
-                self._take(candidate, candidate.change(self._spec))
+                self._accept(candidate, candidate.change(self._spec))
 
     def _first(self) -> C:
         """Build the pipeline as given, or with what makes it fit into memory."""
@@ -216,7 +216,7 @@ class Tuner(Generic[C]):
             except Failed as failure:
                 reason = str(failure)
                 if candidate is not None:
-                    self._trials.append(Tried(candidate.name, candidate.binds, "failed", reason=reason))
+                    self._trials.append(Tried(candidate.name, candidate.bottleneck, "failed", reason=reason))
                 if not is_out_of_memory(reason):
                     raise PlanError(
                         f"The pipeline cannot be trained, so it cannot be tuned: {reason}"
@@ -224,20 +224,20 @@ class Tuner(Generic[C]):
                 continue
             if candidate is not None:
                 why = "the pipeline does not fit into memory without it"
-                self._trials.append(Tried(candidate.name, candidate.binds, "accepted", reason=why))
+                self._trials.append(Tried(candidate.name, candidate.bottleneck, "accepted", reason=why))
             self._spec = spec
             return contender
         raise PlanError(f"The pipeline fits into memory with no number of microbatches: {reason}")
 
     def _measure_limits(self) -> None:
         assert self._best is not None
-        self._show("what binds")
+        self._show("the bottleneck")
         try:
             self._limits = self._arena.limits(self._best)
         except Failed as failure:
             raise PlanError(f"The pipeline cannot be trained, so it cannot be tuned: {failure}") from None
 
-    def _take(self, candidate: Candidate, spec: PipelineSpec) -> None:
+    def _accept(self, candidate: Candidate, spec: PipelineSpec) -> None:
         """Accept a change."""
         self._spec = spec
         self._variables |= candidate.variables
@@ -246,7 +246,7 @@ class Tuner(Generic[C]):
         """Test a change against the best pipeline."""
         assert self._best is not None
         reason = "the tuning ended before there was a verdict"
-        self._trials.append(Tried(candidate.name, candidate.binds, "not tried", reason=reason))
+        self._trials.append(Tried(candidate.name, candidate.bottleneck, "not tried", reason=reason))
         self._show(candidate.name)
         with ExitStack() as opened:
             try:
@@ -256,13 +256,13 @@ class Tuner(Generic[C]):
                 faster = self._compare(contender, against)
                 if faster and (not candidate.numbers or self._keeps_accuracy(spec)):
                     self._note(outcome="accepted")
-                    self._take(candidate, spec)
+                    self._accept(candidate, spec)
                     if not candidate.variables:
                         self._best.close()
                         self._best = contender
                         opened.pop_all()
             except (Failed, DrivetrainError) as error:
-                self._trials[-1] = Tried(candidate.name, candidate.binds, "failed", reason=str(error))
+                self._trials[-1] = Tried(candidate.name, candidate.bottleneck, "failed", reason=str(error))
 
     def _note(self, **changes: Any) -> None:
         """Change the row of the change that is being tried."""
@@ -290,11 +290,11 @@ class Tuner(Generic[C]):
             own, other = self._arena.round(self._number, [contender, against])
             ratios.append(own / other)
             speeds.append(own)
-            verdict, found = judge(ratios)
-            several = found.n > 1
+            verdict, interval = judge(ratios)
+            several = interval.n > 1
             self._note(
-                outcome="undecided", ratio=found.value, low=found.low if several else None,
-                high=found.high if several else None, rounds=found.n, images_per_s=median(speeds),
+                outcome="undecided", ratio=interval.value, low=interval.low if several else None,
+                high=interval.high if several else None, rounds=interval.n, images_per_s=median(speeds),
                 memory=contender.memory,
             )  # fmt: skip
             if verdict != "undecided":
@@ -304,7 +304,7 @@ class Tuner(Generic[C]):
 
     def _keeps_accuracy(self, spec: PipelineSpec) -> bool:
         """Train a faster pipeline and the one as given from the same seeds; note the difference, and return whether the
-        accuracy is kept. A change is a trade until it is found to do so."""
+        accuracy is kept. A change is a trade until it is shown to do so."""
         self._note(outcome="trade", reason="the tuning ended before its accuracy was known")
         differences: list[float] = []
         while True:
@@ -313,9 +313,14 @@ class Tuner(Generic[C]):
             if seed not in self._accuracies:
                 self._accuracies[seed] = self._arena.accuracy(self._given, seed)
             differences.append(self._arena.accuracy(spec, seed) - self._accuracies[seed])
-            verdict, found = judge_accuracy(differences)
-            self._note(accuracy=found.value, accuracy_low=found.low, accuracy_high=found.high, seeds=found.n)
-            if verdict != "undecided" or found.n == SEEDS[-1]:
+            verdict, interval = judge_accuracy(differences)
+            self._note(
+                accuracy=interval.value,
+                accuracy_low=interval.low,
+                accuracy_high=interval.high,
+                seeds=interval.n,
+            )
+            if verdict != "undecided" or interval.n == SEEDS[-1]:
                 self._note(reason="")
                 return verdict == "kept"
 
@@ -325,10 +330,10 @@ class Tuner(Generic[C]):
             self._best.close()
 
     def result(self) -> Tuned:
-        """Return what was found so far."""
+        """Return the results so far."""
         names = {one.name for one in self._trials}
         left = [
-            Tried(one.name, one.binds, "not tried", reason="no time was left")
+            Tried(one.name, one.bottleneck, "not tried", reason="no time was left")
             for one in self._changes
             if one.name not in names
         ]

@@ -57,7 +57,7 @@ def test_the_remedy_of_a_planted_bottleneck_is_found_first(name: str, spec: Pipe
         assert {one.name for one in result.accepted} & remedies
         assert len(result.accepted) == 1
         assert result.gain == pytest.approx(arena.speed(result.pipeline) / arena.speed(spec), rel=0.05)
-        assert result.trials[0].binds == binds
+        assert result.trials[0].bottleneck == binds
         assert all(entry.closed for entry in arena.opened)
 
 
@@ -65,7 +65,7 @@ def test_a_slow_collective_is_answered_by_another_strategy(spec: PipelineSpec) -
     result = tuned(spec.distribute("ddp", devices=2), Simulated(slow_collective))
     assert [one.name for one in result.accepted] == ["strategy='fsdp'"]
     assert result.pipeline.distributed.name == "fsdp"
-    assert result.trials[0].binds == "communication"  # before what makes the step faster
+    assert result.trials[0].bottleneck == "communication"  # before what makes the step faster
     assert "Exchanging gradients takes 13% of a step's time." in result.bound
 
 
@@ -125,7 +125,7 @@ def test_the_budget_ends_it_with_every_change_in_the_report(spec: PipelineSpec) 
     assert all(one.reason for one in result.trials if one.outcome in ("not tried", "undecided"))
     assert [one.rounds for one in result.trials if one.outcome == "undecided"] == [30 - done(result)]
     json.loads(json.dumps(result.to_dict()), parse_constant=pytest.fail)  # no infinity
-    assert "What binds now" in str(result) or "binds now" in str(result)
+    assert "The model is the bottleneck" in str(result)
 
 
 def done(result: Tuned) -> int:
@@ -191,7 +191,7 @@ def test_what_costs_accuracy_is_a_trade_and_what_keeps_it_is_taken(validated: Pi
         assert trade.ratio > 1.5
         assert result.pipeline.data.image_size == 8
         assert "points" in trade.figure
-        assert "not found to keep the accuracy, and so not taken: image_size=6." in str(result)
+        assert "not shown to keep the accuracy, and so not accepted: image_size=6." in str(result)
         given = [one for one, _ in arena.trained if one is validated]
         assert len(given) == len({seed for one, seed in arena.trained if one is validated})  # once per seed
 
