@@ -1,4 +1,4 @@
-"""The time budget of a ledger: deadlines, the alarm that enforces them, and the progress bar."""
+"""The time budget of a ledger or a tuning: deadlines, the alarm that enforces them, and the progress bar."""
 
 from __future__ import annotations
 
@@ -101,15 +101,17 @@ def _free_signal() -> int | None:
 
 
 class Budget:
-    """The time budget of a ledger, and the progress bar of its use.
+    """The time budget of a ledger or a tuning, and the progress bar of its use.
 
     Args:
         seconds: for everything: building, warm-up, rounds and peak memory.
         begin: start of the budget, in `perf_counter` time.
         progress: show the bar, in a terminal or a notebook.
+        label: what the bar shows first.
     """
 
-    def __init__(self, seconds: float, begin: float, progress: bool) -> None:
+    def __init__(self, seconds: float, begin: float, progress: bool, label: str = "ledger") -> None:
+        self._label = label
         self.seconds, self.begin, self.end = seconds, begin, begin + seconds
         self._bar: Any = time_bar(seconds, progress)
 
@@ -126,7 +128,7 @@ class Budget:
     def show(self, what: str) -> None:
         """Show the used time and the current activity in the bar."""
         self._bar.n = min(self.used, self.seconds)
-        self._bar.set_description(f"ledger: {what}")
+        self._bar.set_description(f"{self._label}: {what}")
 
     def close(self) -> None:
         """Remove the bar."""

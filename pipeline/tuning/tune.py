@@ -63,7 +63,7 @@ def tune(
             f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call continues."
         )
     known = [] if file is None else read_trials(file, facts)
-    budget = Budget(seconds, begin, progress)
+    budget = Budget(seconds, begin, progress, "tune")
     arena = Trials(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs)
     tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show)
     interrupted = False
@@ -203,6 +203,8 @@ class Tuner(Generic[C]):
             self._trials.append(tried)
             if tried.outcome == "accepted":
                 self._accept(candidate, candidate.change(self._spec))
+                if candidate in self._fitting:
+                    self._given = candidate.change(self._given)
 
     def _first(self) -> C:
         """Build the pipeline as given, or with what makes it fit into memory."""
@@ -223,6 +225,7 @@ class Tuner(Generic[C]):
                     ) from None
                 continue
             if candidate is not None:
+                self._given = candidate.change(self._given)  # as given, it could not be trained
                 why = "the pipeline does not fit into memory without it"
                 self._trials.append(Tried(candidate.name, candidate.bottleneck, "accepted", reason=why))
             self._spec = spec

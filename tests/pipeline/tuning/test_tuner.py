@@ -196,6 +196,18 @@ def test_what_costs_accuracy_is_a_trade_and_what_keeps_it_is_taken(validated: Pi
         assert len(given) == len({seed for one, seed in arena.trained if one is validated})  # once per seed
 
 
+def test_accuracies_are_of_trainings_that_fit(validated: PipelineSpec) -> None:
+    arena = Simulated(lower, fits=lambda one: one.distributed.accumulate >= 4)
+    result = tuned(validated, arena, ("precision",))
+    assert [one.name for one in result.accepted] == ["accumulate=4", "precision='bf16'"]
+    assert arena.trained
+    assert all(spec.distributed.accumulate == 4 for spec, _ in arena.trained)
+    again = Simulated(lower, fits=arena.fits)
+    tuned(validated, again, ("precision", "resolution"), known=list(result.trials))
+    assert again.trained
+    assert all(spec.distributed.accumulate == 4 for spec, _ in again.trained)
+
+
 def test_small_losses_do_not_add_up(validated: PipelineSpec) -> None:
     """Each change is compared with the pipeline as given, not with the last that was accepted."""
 
