@@ -220,6 +220,19 @@ def test_small_losses_do_not_add_up(validated: PipelineSpec) -> None:
     assert [one.name for one in result.trades] == ["image_size=6"]
 
 
+def test_every_accuracy_is_compared_with_that_of_the_pipeline_as_given(validated: PipelineSpec) -> None:
+    """The first change is accepted after three seeds; the second needs more, after the first was accepted."""
+
+    def accuracies(spec: PipelineSpec) -> float:
+        return 0.7 if spec.data is None or spec.data.image_size == 8 else 0.7 - 0.0045
+
+    arena = Simulated(lower, accuracies=accuracies)
+    first, second = (one for one in tuned(validated, arena, ("precision", "resolution")).trials if one.seeds)
+    assert (first.outcome, first.seeds) == ("accepted", 3)
+    assert second.seeds > 3
+    assert len([seed for spec, seed in arena.trained if spec is validated]) == second.seeds
+
+
 def test_an_accuracy_that_was_not_measured_is_a_trade_that_is_tried_again(
     validated: PipelineSpec, tmp_path: Path
 ) -> None:
