@@ -138,7 +138,7 @@ def needed_outside(wheel: Path, scratch: Path) -> set[str]:
 
 def wheels(python: Path, scratch: Path, out: Path) -> None:
     """Write all wheels: the project's, FFCV's, and the pinned others."""
-    run(sys.executable, ROOT / ".ci" / "wheel.py", out)
+    run(sys.executable, ROOT / ".ci" / "build_wheel.py", out)
     ffcv_wheel(python, scratch, out)
     for wheel in out.glob("*.whl"):
         check_complete(wheel, scratch)

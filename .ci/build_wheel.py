@@ -1,10 +1,10 @@
 """Build Drivetrain's wheel: for any Python 3 on this platform, with libjpeg-turbo inside.
 
-    python .ci/wheel.py FOLDER
+    python .ci/build_wheel.py FOLDER
 
 Builds from the source distribution, so that files which earlier builds left here cannot be in it. auditwheel copies
-libjpeg-turbo into the wheel, and names the wheel after the oldest glibc that it works with. Only for Linux; .ci/wheels
-has the steps for macOS.
+libjpeg-turbo into the wheel, and names the wheel after the oldest glibc that it works with. Only for Linux;
+.ci/release.py has the steps for macOS.
 """
 
 from __future__ import annotations
@@ -34,19 +34,27 @@ def run(*command: str | Path) -> None:
         )
 
 
-def build(out: Path) -> Path:
-    """Write the wheel into `out`, in place of an earlier one, and return its path."""
+def package(kind: str, source: Path, out: Path) -> Path:
+    """Build the `sdist` or the `wheel` of a source tree into the empty folder `out`, and return its path."""
+    run(sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", out, source)
+    (made,) = out.iterdir()
+    return made
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Unpack a source distribution, and return the folder of its sources."""
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def build(out: Path, source: Path = ROOT) -> Path:
+    """Write the wheel of a source tree into `out`, in place of an earlier one, and return its path."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-wheel-") as temporary:
         scratch = Path(temporary)
-        options = "--no-isolation", "--outdir", scratch
-        run(sys.executable, "-m", "build", "--sdist", *options, ROOT)
-        (archive,) = scratch.glob("*.tar.gz")
-        with tarfile.open(archive) as tar:
-            tar.extractall(scratch, filter="data")
-        source = scratch / archive.name.removesuffix(".tar.gz")
-        (source / "loaders" / "native" / "libjpeg-turbo.txt").write_text(_license())
-        run(sys.executable, "-m", "build", "--wheel", *options, source)
-        (wheel,) = scratch.glob("*.whl")
+        unpacked = unpack(package("sdist", source, scratch / "sdist"), scratch)
+        (unpacked / "loaders" / "native" / "libjpeg-turbo.txt").write_text(_license())
+        wheel = package("wheel", unpacked, scratch / "wheel")
         out.mkdir(parents=True, exist_ok=True)
         for earlier in out.glob("drivetrain-*.whl"):
             earlier.unlink()
@@ -65,5 +73,5 @@ def _license() -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.platform != "linux":
-        sys.exit("On Linux: python .ci/wheel.py FOLDER")
+        sys.exit("On Linux: python .ci/build_wheel.py FOLDER")
     print(build(Path(sys.argv[1]).resolve()))

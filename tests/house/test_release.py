@@ -1,0 +1,96 @@
+"""The parts of `make release-check` that need no network and install nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import ci_scripts
+import pytest
+from places import ROOT
+
+build_wheel = ci_scripts.load("build_wheel")
+checks = ci_scripts.load("release_checks")
+release = ci_scripts.load("release")
+
+NEW = "## [0.2.0] - 2027-01-31\n\n### Added\n- A.\n\n### Fixed\n- B.\n\n"
+OLD = "## [0.1.0] - 2026-11-23\n\n### Added\n#### Data\n- C.\n"
+GOOD = f"# Changelog\n\nOf what changes.\n\n## [Unreleased]\n\n{NEW}{OLD}"
+PLACES = ("pyproject.toml", "version.py", "CHANGELOG.md", "CITATION.cff")
+
+
+def test_the_version_and_the_date_are_the_same_everywhere() -> None:
+    assert checks.check_versions(ROOT) == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_another_version_in_one_place_is_found(place: str, tmp_path: Path) -> None:
+    for name in PLACES:
+        shutil.copy(ROOT / name, tmp_path)
+    version = checks.project(ROOT)["version"]
+    text = (tmp_path / place).read_text()
+    assert version in text
+    (tmp_path / place).write_text(text.replace(version, "7.8.9", 1))
+    (problem,) = checks.check_versions(tmp_path)
+    assert problem.startswith("The version differs: ")
+    assert f"{place} has 7.8.9" in problem
+
+
+def test_another_date_is_found(tmp_path: Path) -> None:
+    for name in PLACES:
+        shutil.copy(ROOT / name, tmp_path)
+    ((_, day), *_) = checks.releases((ROOT / "CHANGELOG.md").read_text())
+    (tmp_path / "CITATION.cff").write_text((ROOT / "CITATION.cff").read_text().replace(day, "2001-02-03"))
+    assert checks.check_versions(tmp_path) == [
+        f"The date of the release differs: CHANGELOG.md has {day}, CITATION.cff has 2001-02-03."
+    ]
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
+    assert checks.check_changelog((ROOT / "CHANGELOG.md").read_text()) == []
+
+
+def test_a_changelog_with_several_releases() -> None:
+    assert checks.check_changelog(GOOD) == []
+    assert checks.releases(GOOD) == [("0.2.0", "2027-01-31"), ("0.1.0", "2026-11-23")]
+    assert checks.check_changelog(GOOD.replace("[Unreleased]\n", "[Unreleased]\n\n### Changed\n- D.\n")) == []
+
+
+WRONG = {
+    "no title": ("# Changelog", "# Changes", "must begin with"),
+    "nothing unreleased": ("## [Unreleased]\n\n", "", "The first section"),
+    "no date": ("[0.2.0] - 2027-01-31", "[0.2.0]", "write '## [0.2.0]' as"),
+    "no brackets": ("[0.2.0] -", "0.2.0 -", "write '## 0.2.0 - 2027-01-31' as"),
+    "a date that does not exist": ("2027-01-31", "2027-02-31", "does not exist"),
+    "old before new": ("[0.2.0]", "[0.0.9]", "from new to old"),
+    "dates that go up": ("2027-01-31", "2026-01-31", "from new to old"),
+    "another category": ("### Fixed", "### Improved", "'### Improved' is none of"),
+    "a category twice": ("### Fixed", "### Added", "occurs twice"),
+    "an empty category": ("- B.\n", "", "'### Fixed' is empty"),
+    "entries without a category": ("### Fixed\n", "## [0.1.5] - 2027-01-30\n\n", "entries belong under"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_changelog_of_another_form(case: str) -> None:
+    before, after, reason = WRONG[case]
+    assert before in GOOD
+    problems = checks.check_changelog(GOOD.replace(before, after, 1))
+    assert [problem for problem in problems if reason in problem], problems
+
+
+@pytest.mark.process
+def test_the_source_distribution_has_the_files_of_the_tree(tmp_path: Path) -> None:
+    tree = release.copy_tree(tmp_path / "tree")
+    sdist = build_wheel.package("sdist", tree, tmp_path / "sdist")
+    assert "loaders/native/load.c" in checks.sources(tree)
+    assert "pipeline/cli/__init__.py" in checks.sources(tree)
+    assert checks.check_sdist(sdist, tree) == []
+    (tree / "loaders" / "native" / "new.h").touch()
+    (tree / "errors.py").write_text("")
+    (tree / "names.py").unlink()
+    assert set(checks.check_sdist(sdist, tree)) == {
+        "The source distribution lacks loaders/native/new.h.",
+        "errors.py of the source distribution differs from the repository's.",
+        "The source distribution has names.py, which is not in the repository.",
+    }
