@@ -32,7 +32,7 @@ from .arena import Arena, C, Trials, is_out_of_memory
 from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
 from .result import Tried, Tuned, TuneInterrupted, read_trials
 from .separate import Failed
-from .sequential import LOOKS, SEEDS, judge, judge_accuracy
+from .sequential import LOOKS, SEEDS, WORTH, judge, judge_accuracy
 
 SHARE = 1 / 100
 """Part of the budget that a trial takes at most: with two pipelines, a change can have all its rounds in half of it."""
@@ -179,10 +179,23 @@ class Tuner(Generic[C]):
         self._before = self._before or self._limits.get("training")
         left = [one for one in self._changes if all(one.name != tried.name for tried in self._trials)]
         for candidate in ordered(left, self._bottleneck()):
-            self._try(candidate)
+            reason = self._pointless(candidate)
+            if reason:
+                self._trials.append(Tried(candidate.name, candidate.bottleneck, "not tried", reason=reason))
+            else:
+                self._try(candidate)
         if any(one.outcome == "accepted" for one in self._trials):
             self._measure_limits()
         self.stopped = "Every change was tried."
+
+    def _pointless(self, candidate: Candidate) -> str:
+        """Return why a change cannot be faster by as much as is worth it; "" if it can."""
+        times = self._limits["loader"] / self._limits["model"]
+        if candidate.bottleneck != "data" or times < 1 / (WORTH - 1):
+            return ""
+        return (
+            f"the loader alone is {times:,.0f} times as fast as the model: less than {WORTH - 1:.0%} to gain"
+        )
 
     def _bottleneck(self) -> Bottleneck:
         """Return the bottleneck: the loader, the computation of the step, or its communication."""

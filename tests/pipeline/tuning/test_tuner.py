@@ -75,6 +75,17 @@ def test_nothing_is_gained_from_noise(spec: PipelineSpec) -> None:
     assert sum(map(len, false)) <= 1
 
 
+@pytest.mark.parametrize(("times", "tried"), [(99.0, True), (101.0, False)])
+def test_a_loader_that_is_much_faster_is_not_tuned(spec: PipelineSpec, times: float, tried: bool) -> None:
+    """It has less to gain than what is worth a change."""
+    arena = Simulated(lambda _: {"loader": 1.0 / times, "model": 1.0})
+    rows = [one for one in tuned(spec, arena).trials if one.bottleneck == "data"]
+    assert rows
+    assert all((one.rounds > 0) is tried for one in rows)
+    if not tried:
+        assert rows[0].reason == "the loader alone is 101 times as fast as the model: less than 1% to gain"
+
+
 def test_what_is_tuned_gains_nothing_more(spec: PipelineSpec) -> None:
     first = tuned(spec, Simulated(slow_step)).pipeline
     assert not any(tuned(first, Simulated(slow_step, seed=seed)).accepted for seed in range(1, 21))
