@@ -17,6 +17,7 @@ from typing import Any
 
 from ..checks import check_fields
 from ..errors import PlanError, suggest
+from ..names import name_of
 from .base import CHANGES_MODEL as CHANGES_MODEL
 from .base import BatchContext as BatchContext
 from .base import Kind as Kind
@@ -32,8 +33,9 @@ from .base import follows_length as follows_length
 from .common.table import Catalogue as Catalogue
 from .common.table import make_catalogue
 from .composer_algorithms.transform import ComposerTransform as _ComposerTransform
+from .composer_algorithms.transform import algorithm_of as _algorithm_of
 from .composer_algorithms.transform import from_composer as from_composer
-from .composer_algorithms.transform import named_algorithm as _named_algorithm
+from .composer_algorithms.transform import imported_class as _imported_class
 
 # isort: split
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.
@@ -83,8 +85,8 @@ def get(name: str, **options: Any) -> Transform:
     """Return the transform of that name.
 
     Args:
-        name: class name, e.g. `"BlurPool"`; or `"package.module:Class"` of an algorithm of Composer's, for
-            `from_composer`.
+        name: class name, e.g. `"BlurPool"`; or `"package.module:Class"` of a custom transform, or of an algorithm of
+            Composer's, for `from_composer`. Importing a module runs its code.
         options: fields of the class; omitted ones keep their defaults.
 
     Raises:
@@ -96,11 +98,18 @@ def get(name: str, **options: Any) -> Transform:
         LabelSmoothing(smoothing=0.2)
     """
     if isinstance(name, str) and ":" in name:
-        return _named_algorithm(name, options)
-    if name not in TRANSFORMS:
-        raise PlanError(f"No transform is named {name!r}.{suggest(str(name), TRANSFORMS)}")
-    check_fields(name, TRANSFORMS[name], options, PlanError)
-    return TRANSFORMS[name](**options)
+        kind = _imported_class(name)
+        if not (isinstance(kind, type) and issubclass(kind, Transform)):
+            return _algorithm_of(kind, name, options)
+    elif name in TRANSFORMS:
+        kind = TRANSFORMS[name]
+    else:
+        raise PlanError(
+            f"No transform is named {name!r}.{suggest(str(name), TRANSFORMS)} A custom one is named "
+            "package.module:Class."
+        )
+    check_fields(name, kind, options, PlanError)
+    return kind(**options)
 
 
 def catalogue() -> Catalogue:
@@ -117,8 +126,10 @@ def catalogue() -> Catalogue:
 def to_dict(transform: Transform) -> dict[str, Any]:
     """Return `{"name": class name, ...every option}` in JSON types; `get(**to_dict(t))` equals `t`.
 
+    The name of a custom transform is `"package.module:Class"`.
+
     Raises:
-        PlanError: if the transform is not in `TRANSFORMS`, so that a recipe could not refer to it.
+        PlanError: if its class cannot be imported by name, so that a recipe could not refer to it.
 
     Example::
 
@@ -127,7 +138,11 @@ def to_dict(transform: Transform) -> dict[str, Any]:
     """
     if isinstance(transform, _ComposerTransform):
         return transform.to_dict()
-    name = type(transform).__name__
-    if TRANSFORMS.get(name) is not type(transform):
-        raise PlanError(f"{name} is not in drivetrain.transforms.TRANSFORMS, so a recipe cannot name it.")
+    kind = type(transform)
+    name = kind.__name__ if TRANSFORMS.get(kind.__name__) is kind else name_of(kind)
+    if name is None:
+        raise PlanError(
+            f"{kind.__name__} cannot be imported by name, so a recipe cannot name it. Define it at the top level of a "
+            "module of its own, not in the running script."
+        )
     return {"name": name, **dataclasses.asdict(transform)}

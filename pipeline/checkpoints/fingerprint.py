@@ -190,10 +190,13 @@ def description(plan: ResolvedPlan) -> dict[str, Any] | None:
         return None
     try:
         changes = [t for t in plan.transforms if t.kind in transforms.CHANGES_MODEL and t not in algorithms]
+        named = [transforms.to_dict(transform) for transform in changes]
+        if any(":" in entry["name"] for entry in named):  # likewise
+            return None
         entries = {
             "model": name,
             "model_options": dict(plan.spec.model_options),
-            "transforms": [transforms.to_dict(transform) for transform in changes],
+            "transforms": named,
             "seed": plan.seed,
         }
         return dict(json.loads(json.dumps(entries, default=_path)))
@@ -234,6 +237,12 @@ def rebuild_spec(
             f"model={named or 'module:factory'!r} "
             f"(--model {named or 'MODULE:FACTORY'}); or {otherwise}."
         )
+    for entry in saved["transforms"]:
+        if ":" in str(entry.get("name")):
+            raise CheckpointError(
+                f"The checkpoint names the transform {entry['name']!r}, which would have to be imported: opening a "
+                "checkpoint runs no code. Drivetrain does not write such a name: do not use this file."
+            )
     made = tuple(transforms.get(**entry) for entry in saved["transforms"])
     chosen = named if model is None else model
     options = {} if isinstance(model, nn.Module) else saved["model_options"]

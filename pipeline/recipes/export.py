@@ -85,7 +85,7 @@ def _transforms(pipeline: PipelineSpec) -> list[dict[str, Any]]:
     try:
         entries = [to_dict(transform) for transform in pipeline.transforms]
     except PlanError as error:
-        raise RecipeError(f"{error} Leave it out, or import it in drivetrain/transforms.") from error
+        raise RecipeError(str(error)) from error
     return [_plain(f"transforms: {entry['name']}", entry) for entry in entries]
 
 

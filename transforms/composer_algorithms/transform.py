@@ -108,30 +108,38 @@ def from_composer(
     return made
 
 
-def named_algorithm(name: str, options: Mapping[str, Any]) -> base.Transform:
-    """Return `from_composer` of an instance of the class that `"package.module:Class"` names, with these arguments.
-    Those of `from_composer` may be among them.
-
-    Importing a module runs its code: read a recipe from others before you use it.
+def imported_class(name: str) -> Any:
+    """Return the class that `"package.module:Class"` names. Its import keeps the signal handlers, unlike Composer's own.
 
     Raises:
-        PlanError: if it cannot be imported, is not an algorithm, or does not take the arguments.
+        PlanError: if it cannot be imported.
     """
     try:
         with handlers_kept():
-            made = imported("transform", name)
+            return imported("transform", name)
     except PlanError as error:
-        raise PlanError(f"{error} An algorithm of Composer's needs: pip install mosaicml.") from error
+        if name.startswith("composer."):
+            raise PlanError(f"{error} An algorithm of Composer's needs: pip install mosaicml.") from error
+        raise
+
+
+def algorithm_of(kind: object, name: str, options: Mapping[str, Any]) -> base.Transform:
+    """Return `from_composer` of an instance of a class, with these arguments. Those of `from_composer` may be among
+    them.
+
+    Raises:
+        PlanError: if it is not a class of algorithms, or does not take the arguments.
+    """
     own = {
         each: options[each] for each in ("safe_with", "compile_safe", "depends_on_length") if each in options
     }
-    if not (isinstance(made, type) and _base_of(made)):
+    if not (isinstance(kind, type) and _base_of(kind)):
         raise PlanError(
-            f"The transform {name!r} is {made!r:.80}, not a subclass of Composer's Algorithm. Other transforms are "
-            "named by their class alone."
+            f"The transform {name!r} is {kind!r:.80}, neither a subclass of drivetrain.transforms.Transform nor of "
+            "Composer's Algorithm."
         )
     try:
-        algorithm = made(**{key: value for key, value in options.items() if key not in own})
+        algorithm = kind(**{key: value for key, value in options.items() if key not in own})
     except Exception as error:  # its own checks may raise anything
         raise PlanError(f"{name} does not take {dict(options)}: {type(error).__name__}: {error}") from error
     return from_composer(algorithm, **own)
@@ -412,7 +420,8 @@ def _arguments(algorithm: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _rebuilt(entry: dict[str, Any]) -> base.Transform:
-    return named_algorithm(entry["name"], {key: value for key, value in entry.items() if key != "name"})
+    name, options = entry["name"], {key: value for key, value in entry.items() if key != "name"}
+    return algorithm_of(imported_class(name), name, options)
 
 
 def _restored(algorithm: Any, sets: Sequence[str], declared: Mapping[str, Any]) -> base.Transform:
@@ -446,4 +455,4 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.device == other.device and one.device.type != "meta" and bool(torch.equal(one, other))
 
 
-__all__ = ["ComposerTransform", "from_composer", "named_algorithm"]
+__all__ = ["ComposerTransform", "algorithm_of", "from_composer", "imported_class"]
