@@ -112,7 +112,10 @@ def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
     changes: list[Candidate] = []
     for name in dict.fromkeys(allow):
         if name not in ALLOW:
-            raise PlanError(f"allow={name!r} is not a kind of change.{suggest(str(name), ALLOW)}")
+            hint = (
+                " Pass each as an item (--allow for each)." if "," in str(name) else suggest(str(name), ALLOW)
+            )
+            raise PlanError(f"allow={name!r} is not a kind of change.{hint}")
         of_this = ALLOW[name](plan)
         if not of_this:
             raise PlanError(f"allow={name!r}: there is no such change to this pipeline that would be tried.")

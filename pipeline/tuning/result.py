@@ -20,6 +20,8 @@ from ..spec.pipeline_spec import PipelineSpec
 
 Outcome = Literal["accepted", "dropped", "trade", "undecided", "failed", "not tried"]
 FORMAT = 2
+NOISE = 1.1
+"""Training that exceeds a ceiling by more than this shows that the machine was busy."""
 CEILINGS = {"loader": "#3f8f4f", "model": "#b5452c", "communication": "#8a6fb0"}
 """Their colours."""
 
@@ -124,11 +126,18 @@ class Tuned:
         if not self.limits:
             return "The bottleneck is not known: there was no time to measure it."
         train, loader, model = (self.limits[name] for name in ("training", "loader", "model"))
+        if train > NOISE * min(loader, model):
+            return (
+                f"The bottleneck is not known: training reaches {speed_text(train)} images/s, more than the loader "
+                f"({speed_text(loader)}) or the model ({speed_text(model)}) alone. The machine was busy."
+            )
         text = (
             f"The {'loader' if loader < model else 'model'} is the bottleneck: the loader alone delivers "
             f"{speed_text(loader)} images/s, the model alone {speed_text(model)}. Training reaches "
             f"{speed_text(train)}, {train / min(loader, model):.0%} of that limit."
         )
+        if self.variables:
+            text += " This is without the environment variables."
         if "communication" in self.limits:
             text += (
                 f" Exchanging gradients takes {model / self.limits['communication']:.0%} of a step's time."
@@ -158,7 +167,10 @@ class Tuned:
         if path.suffix == ".json":
             content = json.dumps(self.to_dict(), indent=1).encode()
         elif path.suffix == ".yaml":
-            content = yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False).encode()
+            comment = (
+                "".join(f"# {line}\n" for line in self._exports().splitlines()) if self.variables else ""
+            )
+            content = (comment + yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False)).encode()
         elif path.suffix in (".png", ".svg", ".pdf"):
             buffer = io.BytesIO()
             self.picture().savefig(buffer, format=path.suffix[1:], dpi=150, bbox_inches="tight")
@@ -192,7 +204,8 @@ class Tuned:
         for name, speed in ceilings.items():
             if speed < top:
                 axes.axhline(speed, color=CEILINGS[name], linestyle="--", linewidth=1)
-            text = f"{name} alone\n{speed_text(speed)}{'' if speed < top else ' ↑'}"
+            without = ",\nwithout variables" if self.variables else ""
+            text = f"{name} alone{without}\n{speed_text(speed)}{'' if speed < top else ' ↑'}"
             place = axes.get_yaxis_transform()  # beside the axes, at the height of the line
             axes.text(
                 1.01, min(speed, top), text, transform=place, color=CEILINGS[name], fontsize=8, va="center"
@@ -207,15 +220,19 @@ class Tuned:
 
     def __str__(self) -> str:
         rows = [(one.name, one.bottleneck, one.outcome, one.figure) for one in self.trials]
-        title = f"{len(self.accepted)} of {len(rows)} changes accepted: {self.gain:.2f} × as fast"
+        title = f"{len(self.accepted)} of {len(rows)} changes accepted"
+        title += f": {self.gain:.2f} × as fast" if self.accepted else ""
         notes = [self.bound, self.stopped]
         if self.trades:
             names = " and ".join(one.name for one in self.trades)
             notes.append(f"Faster, but not shown to keep the accuracy, and so not accepted: {names}.")
-        if self.variables:
-            exports = " ".join(f"{name}={value}" for name, value in self.variables.items())
-            notes.append(f"To be set before Python starts: export {exports}")
-        return str(Table(("change", "bottleneck", "outcome", "speed with it"), rows, title, " ".join(notes)))
+        table = Table(("change", "bottleneck", "outcome", "speed with it"), rows, title, " ".join(notes))
+        return f"{table}\n{self._exports()}" if self.variables else str(table)
+
+    def _exports(self) -> str:
+        """Return the line for a shell that sets the environment variables, not wrapped, so that it can be copied."""
+        exports = " ".join(f"{name}={value}" for name, value in self.variables.items())
+        return f"Before Python starts, run:\nexport {exports}"
 
 
 class TuneInterrupted(KeyboardInterrupt):
@@ -251,4 +268,4 @@ def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
             "another name, or delete it."
         )
     done = ("accepted", "dropped", "trade")
-    return [one for one in trials if one.outcome in done and (one.outcome == "accepted" or not one.reason)]
+    return [one for one in trials if one.outcome in done and (one.outcome != "trade" or not one.reason)]

@@ -19,26 +19,30 @@ ERROR = 0.005
 has an equal part of it (Bonferroni's bound). Ten changes then make one false gain in forty runs."""
 WORTH = 1.01
 """A change is dropped once a gain of 1 % is excluded."""
+PROCESSES = 1.05
+"""What a change must exceed that is measured in two processes: two of the same pipeline differ by up to 4 % as long as
+they run (benchmarks/results/tuning.json, ffcv-resnet18-16), and rounds do not average that."""
 ENOUGH = 0.95
 """Level of the interval that excludes a gain: dropping a change by mistake costs speed, but is not a wrong result."""
 
 
-def judge(ratios: Sequence[float]) -> tuple[Verdict, Ratio]:
+def judge(ratios: Sequence[float], least: float = 1.0) -> tuple[Verdict, Ratio]:
     """Return the verdict on a change, and its ratio with the interval that the verdict is from.
 
     Args:
         ratios: its speed over that without it, one per round, in which both were measured.
+        least: the ratio that the interval must exceed.
     """
     n = len(ratios)
     strict = ratio(ratios, 1 - ERROR / len(LOOKS))
     if n not in LOOKS:
         return "undecided", strict
-    if strict.low > 1:
+    if strict.low > least:
         return "accepted", strict
     loose = ratio(ratios, ENOUGH)
-    if loose.high < WORTH or n == LOOKS[-1]:
+    if loose.high < max(WORTH, least):
         return "dropped", loose
-    return "undecided", strict
+    return "dropped" if n == LOOKS[-1] else "undecided", strict
 
 
 SEEDS = (3, 5, 8)
@@ -60,7 +64,7 @@ class Difference:
 
 
 def judge_accuracy(differences: Sequence[float]) -> tuple[Kept, Difference]:
-    """Return whether a change keeps the accuracy, and by how much it changes it.
+    """Return whether a change keeps the accuracy, up to `MARGIN`, and by how much it changes it.
 
     Student's t of the paired differences; each look has an equal part of the error (Bonferroni's bound).
 
@@ -76,4 +80,4 @@ def judge_accuracy(differences: Sequence[float]) -> tuple[Kept, Difference]:
         return "undecided", difference
     if difference.low > -MARGIN:
         return "kept", difference
-    return "lost" if difference.high < 0 else "undecided", difference
+    return "lost" if difference.high < -MARGIN else "undecided", difference

@@ -20,7 +20,7 @@ from typing import Any, Generic
 from ...checks import check_whole
 from ...errors import DrivetrainError, PlanError
 from ..checkpoints.identity import identity
-from ..ledger.budget import Budget, OutOfTime, alarm
+from ..ledger.budget import Budget, OutOfTime, alarm, rounded_up
 from ..ledger.measure import check_asked
 from ..spec.options import Config
 from ..spec.pipeline_spec import PipelineSpec
@@ -28,11 +28,11 @@ from ..spec.resolve import ResolvedPlan, resolve
 from ..telemetry.history import is_fraction
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
-from .arena import Arena, C, Trials, is_out_of_memory
+from .arena import LIMIT_ROUNDS, Arena, C, Trials, is_out_of_memory
 from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
 from .result import Tried, Tuned, TuneInterrupted, read_trials
 from .separate import Failed
-from .sequential import LOOKS, SEEDS, WORTH, judge, judge_accuracy
+from .sequential import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
 
 SHARE = 1 / 100
 """Part of the budget that a trial takes at most: with two pipelines, a change can have all its rounds in half of it."""
@@ -71,7 +71,7 @@ def tune(
         with fork_rng(plan.seed), alarm(budget.end):
             tuner.run()
     except OutOfTime:
-        tuner.stopped = f"Stopped at the {seconds:g} s budget."
+        tuner.stopped = f"Stopped at the {seconds:g} s budget.{tuner.too_short(seconds)}"
     except KeyboardInterrupt:
         interrupted = True
         tuner.stopped = "Interrupted (Ctrl-C)."
@@ -163,6 +163,7 @@ class Tuner(Generic[C]):
         self._limits: dict[str, float] = {}
         self._variables: dict[str, str] = {}
         self._accuracies: dict[int, float] = {}  # of the pipeline as given, by seed
+        self._trial: float | None = None  # seconds
         self._number = 0
         self.stopped = ""
 
@@ -248,8 +249,10 @@ class Tuner(Generic[C]):
     def _measure_limits(self) -> None:
         assert self._best is not None
         self._show("the bottleneck")
+        start = perf_counter()
         try:
             self._limits = self._arena.limits(self._best)
+            self._trial = (perf_counter() - start) / (LIMIT_ROUNDS * len(self._limits))
         except Failed as failure:
             raise PlanError(f"The pipeline cannot be trained, so it cannot be tuned: {failure}") from None
 
@@ -269,7 +272,7 @@ class Tuner(Generic[C]):
                 spec = candidate.change(self._spec)
                 resolve(spec)
                 contender, against = self._opened(candidate, spec, opened)
-                faster = self._compare(contender, against)
+                faster = self._compare(contender, against, PROCESSES if candidate.variables else 1.0)
                 if faster and (not candidate.numbers or self._keeps_accuracy(spec)):
                     self._note(outcome="accepted")
                     self._accept(candidate, spec)
@@ -297,8 +300,9 @@ class Tuner(Generic[C]):
         opened.callback(contender.close)
         return contender, against
 
-    def _compare(self, contender: C, against: C) -> bool:
-        """Run rounds until there is a verdict, note it, and return whether the contender is faster."""
+    def _compare(self, contender: C, against: C, least: float) -> bool:
+        """Run rounds until there is a verdict, note it, and return whether the contender is faster: by more than
+        `least`."""
         ratios: list[float] = []
         speeds: list[float] = []
         while len(ratios) < LOOKS[-1]:
@@ -306,8 +310,8 @@ class Tuner(Generic[C]):
             own, other = self._arena.round(self._number, [contender, against])
             ratios.append(own / other)
             speeds.append(own)
-            verdict, interval = judge(ratios)
-            several = interval.n > 1
+            verdict, interval = judge(ratios, least)
+            several = interval.n >= LOOKS[0]  # before, the interval tells nothing
             self._note(
                 outcome="undecided", ratio=interval.value, low=interval.low if several else None,
                 high=interval.high if several else None, rounds=interval.n, images_per_s=median(speeds),
@@ -315,7 +319,8 @@ class Tuner(Generic[C]):
             )  # fmt: skip
             if verdict != "undecided":
                 break
-        self._note(outcome="dropped", reason="")
+        unknown = interval.n == LOOKS[-1] and interval.high >= max(WORTH, least) and verdict == "dropped"
+        self._note(outcome="dropped", reason=f"no verdict after {interval.n} rounds" if unknown else "")
         return verdict == "accepted"
 
     def _keeps_accuracy(self, spec: PipelineSpec) -> bool:
@@ -339,6 +344,13 @@ class Tuner(Generic[C]):
             if verdict != "undecided" or interval.n == SEEDS[-1]:
                 self._note(reason="")
                 return verdict == "kept"
+
+    def too_short(self, seconds: float) -> str:
+        """Return advice if the time did not suffice for a verdict on any change."""
+        if any(one.outcome in ("accepted", "dropped", "trade") for one in self._trials):
+            return ""
+        needed = seconds * 4 if self._trial is None else 2 * LOOKS[1] * self._trial * len(self._changes)
+        return f" No change has a verdict: pass about {rounded_up(max(needed, 2 * seconds)):g} s (--seconds)."
 
     def close(self) -> None:
         """Release the best pipeline's model and loaders."""

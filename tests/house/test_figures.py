@@ -84,6 +84,9 @@ NOT_OF_RESULTS: dict[str, dict[str, str]] = {
         "at most 0.25 %": SETTING,
         "noise of 5 %": TESTED,
         "95 % over all looks": SETTING,
+        "each 1 % of the budget": SETTING,
+        "420 s each": CONDITION,
+        "have the 95 % interval": SETTING,
     },
 }
 """By page: pieces of text with figures that are not from `benchmarks/results/`, and why."""

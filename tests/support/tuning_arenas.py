@@ -39,7 +39,7 @@ class Simulated:
         rounds: before the time is over.
         fits: whether a pipeline fits into memory.
         kept: speed with environment variables, over that without.
-        accuracies: of a pipeline; each seed adds noise that all pipelines share, and each training 0.05 points besides.
+        accuracies: of a pipeline; each seed adds noise that all pipelines share, and each training 0.02 points besides.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Simulated:
     def accuracy(self, spec: PipelineSpec, seed: int) -> float:
         self.trained.append((spec, seed))
         shared = np.random.default_rng(seed).normal(0, 0.02)
-        return float(self.accuracies(spec) + shared + self.random.normal(0, 0.0005))
+        return float(self.accuracies(spec) + shared + self.random.normal(0, 0.0002))
 
 
 def slow_decode(spec: PipelineSpec) -> Mapping[str, float]:

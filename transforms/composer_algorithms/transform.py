@@ -109,7 +109,7 @@ def from_composer(
 
 
 def imported_class(name: str) -> Any:
-    """Return the class that `"package.module:Class"` names. Its import keeps the signal handlers, unlike Composer's own.
+    """Return the class that `"package.module:Class"` names. Its import keeps the signal handlers.
 
     Raises:
         PlanError: if it cannot be imported.

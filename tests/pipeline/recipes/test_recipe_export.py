@@ -109,9 +109,12 @@ class OwnStrategy:
     def prepare(self, *_: Any, **__: Any) -> Any: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class OwnTransform(LabelSmoothing):
-    pass
+def own_transform() -> LabelSmoothing:
+    @dataclasses.dataclass(frozen=True)
+    class OwnTransform(LabelSmoothing):
+        pass
+
+    return OwnTransform()
 
 
 IMPOSSIBLE: dict[str, tuple[Callable[[], Pipeline], str]] = {
@@ -126,7 +129,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Pipeline], str]] = {
     ),
     "option inside": (lambda: start(sizes=[1, {2}]), r"model_options.sizes\[1\] is \{2\}, a set"),
     "not finite": (lambda: start(scale=float("inf")), "model_options.scale is inf"),
-    "transform": (lambda: start().transform(OwnTransform()), "OwnTransform is not in .*TRANSFORMS"),
+    "transform": (lambda: start().transform(own_transform()), "cannot be imported by name"),
     "optimizer": (
         lambda: start().optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
         "which a recipe cannot name. Pass .optimize.. the name",

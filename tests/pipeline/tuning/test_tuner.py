@@ -130,6 +130,7 @@ def test_microbatches_make_it_fit_and_checkpointing_only_after_them(spec: Pipeli
 
 def test_the_budget_ends_it_with_every_change_in_the_report(spec: PipelineSpec) -> None:
     result = tuned(spec, Simulated(slow_step, rounds=30))
+    assert "(--seconds)" not in result.stopped
     names = {one.name for one in candidates(resolve(spec))}
     assert {one.name for one in result.trials} == names
     assert {one.outcome for one in result.trials} >= {"not tried"}
@@ -166,7 +167,11 @@ def test_environment_variables_compete_in_processes_of_their_own(spec: PipelineS
     result = tuned(spec, arena)
     assert result.variables == KEEPS_MEMORY
     assert [entry.variables for entry in arena.opened if entry.variables is not None] == [{}, KEEPS_MEMORY]
-    assert "export MALLOC_MMAP_THRESHOLD_=4294967296" in str(result)
+    line = "export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592"
+    assert str(result).endswith(f"\n{line}")
+    assert not tuned(
+        spec, Simulated(the_same, kept=1.04)
+    ).variables  # two processes of one pipeline differ as much
     assert resolve(result.pipeline).steps == resolve(spec).steps
     assert all(entry.closed for entry in arena.opened)
     assert not tuned(spec, Simulated(the_same)).variables
@@ -198,7 +203,7 @@ def test_what_costs_accuracy_is_a_trade_and_what_keeps_it_is_taken(validated: Pi
         assert [one.name for one in result.trades] == ["image_size=6"]
         (trade,) = result.trades
         assert trade.accuracy == pytest.approx(-0.02, abs=0.004)
-        assert trade.accuracy_low < trade.accuracy < trade.accuracy_high < 0
+        assert trade.accuracy_low < trade.accuracy < trade.accuracy_high < -MARGIN
         assert trade.ratio > 1.5
         assert result.pipeline.data.image_size == 8
         assert "points" in trade.figure
@@ -235,7 +240,7 @@ def test_every_accuracy_is_compared_with_that_of_the_pipeline_as_given(validated
     """The first change is accepted after three seeds; the second needs more, after the first was accepted."""
 
     def accuracies(spec: PipelineSpec) -> float:
-        return 0.7 if spec.data is None or spec.data.image_size == 8 else 0.7 - 0.0025
+        return 0.7 if spec.data is None or spec.data.image_size == 8 else 0.7 - 0.0042
 
     arena = Simulated(lower, accuracies=accuracies)
     first, second = (one for one in tuned(validated, arena, ("precision", "resolution")).trials if one.seeds)
@@ -297,3 +302,30 @@ def test_what_cannot_be_allowed_is_refused(validated: PipelineSpec) -> None:
         allowed(resolve(validated), ("resolutoin",))
     with pytest.raises(PlanError, match="there is no such change to this pipeline"):
         allowed(resolve(validated.distribute("single", precision="bf16")), ("precision",))
+
+
+def test_a_row_has_the_interval_that_decided(spec: PipelineSpec) -> None:
+    """Accepted ones exclude 1, dropped ones a gain, and the others have no verdict; two rounds give no interval."""
+    for seed in range(10):
+        for one in tuned(spec, Simulated(slow_step, seed=seed, noise=0.04, rounds=70)).trials:
+            if one.outcome == "accepted":
+                assert one.low > 1
+            elif one.outcome == "dropped":
+                assert one.high < 1.06 or one.reason == "no verdict after 24 rounds", one
+                assert one.low <= 1 or one.bottleneck == "step"
+            elif one.outcome == "undecided" and one.rounds < LOOKS[0]:
+                assert one.low is None
+
+
+def test_measurements_that_contradict_each_other_name_no_bottleneck(spec: PipelineSpec) -> None:
+    assert "is not known" in Tuned(spec, [], {"training": 320.0, "loader": 900.0, "model": 94.0}).bound
+    assert (
+        "The model is the bottleneck"
+        in Tuned(spec, [], {"training": 96.0, "loader": 900.0, "model": 94.0}).bound
+    )
+
+
+def test_no_gain_is_reported_if_nothing_was_measured(spec: PipelineSpec) -> None:
+    result = tuned(spec, Simulated(slow_step, rounds=2))
+    assert "changes accepted\n" in str(result).replace(" \n", "\n")
+    assert "as fast" not in str(result)
