@@ -147,6 +147,8 @@ def _tuned(
         )  # fmt: skip
     except TuneInterrupted as interrupt:
         print(interrupt.tuned)
+        if out is not None:
+            interrupt.add_note("Run the same command again to continue from its trials.")
         raise
     if not quiet:
         print(tuned)

@@ -4,6 +4,7 @@ that the system kills for lack of memory must not be the user's."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -99,7 +100,7 @@ class Separate:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE if perf_counter() < self._deadline else 0)
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, 9)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _received(self) -> Any:
@@ -109,13 +110,13 @@ class Separate:
         try:
             answer = self._line.recv()
         except (EOFError, ConnectionResetError):
-            status = self._process.wait()
-            why = (
-                "out of memory: the system killed its process (SIGKILL)"
-                if status == -9
-                else f"exit status {status}"
-            )
-            raise Failed(f"{why}, before it answered") from None
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(PATIENCE)
+            if self._process.returncode == -signal.SIGKILL:
+                why = "out of memory: the system killed its process (SIGKILL)"
+            else:
+                why = f"its process ended with status {self._process.returncode}"
+            raise Failed(f"{why} before it answered") from None
         if isinstance(answer, DrivetrainError):
             raise answer
         if isinstance(answer, str):

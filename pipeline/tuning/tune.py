@@ -74,7 +74,7 @@ def tune(
         tuner.stopped = f"Stopped at the {seconds:g} s budget.{tuner.too_short(seconds)}"
     except KeyboardInterrupt:
         interrupted = True
-        tuner.stopped = "Interrupted (Ctrl-C)."
+        tuner.stopped = "Interrupted."
     finally:
         tuner.close()
         budget.close()
