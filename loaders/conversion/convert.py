@@ -85,8 +85,8 @@ class ConvertReport:
         if len(self.classes) > 1 and _SPLITS.issuperset(map(str.lower, self.classes)):
             commands = "; ".join(f"drivetrain convert FOLDER/{name} {name}.beton" for name in self.classes)
             lines.append(
-                f"  warning: the classes {' and '.join(self.classes)} are named like splits of a data set. If they are, "
-                f"convert each folder by itself: {commands}"
+                f"  warning: the classes {' and '.join(self.classes)} are named like splits of a data set. If they "
+                f"are, convert each folder by itself: {commands}"
             )
         return "\n".join(lines)
 

@@ -213,7 +213,9 @@ def built_from(config: Callable[P, C]) -> Callable[[Callable[[S, C], R]], Callab
         def method(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             place = f"{function.__name__}()"
             if args:
-                raise PlanError(f"{place} takes options by name, such as {next(iter(known))}=…, not {args[0]!r:.80}.")
+                raise PlanError(
+                    f"{place} takes options by name, such as {next(iter(known))}=…, not {args[0]!r:.80}."
+                )
             for name in kwargs:
                 if name not in known:
                     raise PlanError(f"{place} has no option {name!r}.{suggest(name, known)}")
