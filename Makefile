@@ -126,6 +126,7 @@ notebooks: install
 # The sources are the repository: pages link to files of it. Warnings, such as a link that leads nowhere, are errors.
 docs: install
 	$(BIN)/sphinx-build -q -W --keep-going -n -c docs -d .build/doctrees . .build/docs
+	@echo .build/docs/index.html
 
 clean:
 	rm -rf .venv .build build dist gpu-kit *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -24,6 +24,9 @@ from .writer import write_betons
 _MOST = 256
 """Files that a conversion writes at most: all are open until the last is complete, and systems allow 1,024."""
 
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})
+"""Names of folders that are usually splits of a data set, not classes."""
+
 
 @dataclass(frozen=True)
 class ConvertReport:
@@ -79,6 +82,12 @@ class ConvertReport:
         lines += shortened(
             [f"  ignored {name}: not an image by its suffix" for name in self.ignored], verbose
         )
+        if len(self.classes) > 1 and _SPLITS.issuperset(map(str.lower, self.classes)):
+            commands = "; ".join(f"drivetrain convert FOLDER/{name} {name}.beton" for name in self.classes)
+            lines.append(
+                f"  warning: the classes {' and '.join(self.classes)} are named like splits of a data set. If they "
+                f"are, convert each folder by itself: {commands}"
+            )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

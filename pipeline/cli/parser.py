@@ -110,8 +110,8 @@ class Parser(argparse.ArgumentParser):
         self.arguments.append(Argument(name, text, values, several, completes))
         convert = _place if anywhere else _path if inner[0] is Path else inner[0]
         self.add_argument(
-            name, action=action, nargs=nargs, type=convert, metavar=metavar, help=text,
-            default=argparse.SUPPRESS,
+            name, action=action, nargs=nargs, type=convert, metavar=metavar, default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),  # argparse formats it with `%`
         )  # fmt: skip
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:

@@ -208,7 +208,17 @@ def built_from(config: Callable[P, C]) -> Callable[[Callable[[S, C], R]], Callab
     """
 
     def complete(function: Callable[[S, C], R]) -> Callable[Concatenate[S, P], R]:
+        known = options_of(cast(type[Config], config))
+
         def method(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            place = f"{function.__name__}()"
+            if args:
+                raise PlanError(
+                    f"{place} takes options by name, such as {next(iter(known))}=…, not {args[0]!r:.80}."
+                )
+            for name in kwargs:
+                if name not in known:
+                    raise PlanError(f"{place} has no option {name!r}.{suggest(name, known)}")
             return function(self, config(*args, **kwargs))
 
         method.__doc__, method.__name__ = function.__doc__, function.__name__

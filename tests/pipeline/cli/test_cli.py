@@ -15,9 +15,9 @@ import pytest
 from command_line import ENVIRONMENT, call, call_several, run, run_several, toy_values
 from drivetrain import RECIPES, Pipeline, loaders
 from drivetrain.machine import KEEPS_MEMORY
-from drivetrain.pipeline.cli import data
+from drivetrain.pipeline.cli import app, data
 from drivetrain.pipeline.cli.doctor import EXTRAS, memory_kept, reachable_host
-from drivetrain.pipeline.cli.parser import say
+from drivetrain.pipeline.cli.parser import Parser, say
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes.presets import KEYS
 from drivetrain.pipeline.recipes.table import PROSE
@@ -44,6 +44,15 @@ def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch
     empty = call()
     assert (empty.code, empty.out) == (2, page.out)
     assert call("--version").out.startswith("drivetrain 0.")
+
+
+@pytest.mark.parametrize("command", app.COMMANDS)
+def test_help_is_printed_as_written(command: str) -> None:
+    """argparse formats help texts with `%`, so "4 % smaller" would print its own parameters."""
+    parser = Parser(command, app.COMMANDS[command])
+    printed = " ".join(parser.format_help().split())
+    assert "option_strings" not in printed
+    assert command != "convert" or "Huffman tables of their own: 4 % smaller, and" in printed
 
 
 WRONG = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,20 @@ def test_a_plan_gives_each_long_reason_once(toy: Toy) -> None:
     text = " ".join(f"{plan!r}".replace("│", " ").split())
     assert text.count("on each training batch") == 1
     assert f"as step {rows[0]}" in text
+
+
+def test_classes_that_are_named_like_splits_are_reported(folder: Path, tmp_path: Path) -> None:
+    """The folder above `train/` and `val/`: its images would have the classes train and val."""
+    for split in ("train", "Val"):
+        shutil.copytree(folder, tmp_path / "photos" / split)
+    shown = call("convert", str(tmp_path / "photos"), str(tmp_path / "out.beton"))
+    assert shown.code == 0, shown.err
+    assert shown.out.splitlines()[-1] == (
+        "  warning: the classes Val and train are named like splits of a data set. If they are, convert each folder by "
+        "itself: drivetrain convert FOLDER/Val Val.beton; drivetrain convert FOLDER/train train.beton"
+    )
+    (tmp_path / "photos" / "Val").rename(tmp_path / "photos" / "plane")  # a train is a class, too
+    assert "warning" not in str(convert(tmp_path / "photos", tmp_path / "out.beton", progress=False))
 
 
 def test_files_that_are_no_images_are_listed(folder: Path, tmp_path: Path) -> None:

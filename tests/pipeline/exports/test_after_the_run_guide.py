@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import call
 from drivetrain import Pipeline
 from drivetrain.loaders import convert
@@ -54,13 +56,19 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert names["row"]["class"] in names["classes"]
     assert "largest difference" in str(names["exported"].difference)
     assert len(printed) == 6
+    inputs = names["result"].inputs
+    for size in ((50, 40), (41, 64), (24, 24), (300, 201), (17, 90)):
+        for ratio in (inputs.eval_ratio, 1.0, 0.65):
+            wanted = dataclasses.replace(inputs, eval_ratio=ratio)
+            image = Image.fromarray(picture(sum(size), *size))
+            alone = names["preprocess"](image, wanted.image_size, ratio, wanted.mean, wanted.std)
+            assert torch.equal(alone, wanted.transform()(image)), (size, ratio)
     for name in ("pets.safetensors", "pets.pt2", "pets.onnx", "own.pt2", "MODEL_CARD.md"):
         assert Path(name).stat().st_size
 
 
 def test_the_card_of_each_format_says_how_to_use_it(tmp_path: Path, toy: Any) -> None:
     """The code in the card runs on its file."""
-    import torch
     from drivetrain.pipeline import export
 
     pipeline = Pipeline("cifar_resnet", num_classes=4, width=4)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import recipe_factories
 from drivetrain import Pipeline
+from drivetrain.errors import PlanError
 from drivetrain.pipeline.recipes.schema import DEFAULTS, KEYS, keys_of
 from drivetrain.pipeline.runs.config import FitConfig
 from drivetrain.pipeline.spec.config import DataConfig, DistributedConfig, OptimizerConfig
@@ -68,6 +69,23 @@ def test_every_option_has_help_and_is_documented(name: str) -> None:
         assert option.name in parameters
         assert f"{option.name}: {option.help}." in text
         assert not option.help.endswith("."), "a phrase, which other text continues"
+
+
+@pytest.mark.parametrize(
+    ("option", "nearest"), [("epoch", "epochs"), ("resume_from", "resume"), ("callback", "callbacks")]
+)
+def test_fit_names_an_unknown_option_and_the_nearest_one(option: str, nearest: str) -> None:
+    given: Any = {option: 1}
+    with pytest.raises(
+        PlanError, match=rf"^fit\(\) has no option '{option}'\. Did you mean '{nearest}'\? Known: callbacks, "
+    ):
+        Pipeline("resnet18").fit(**given)
+
+
+def test_fit_takes_options_by_name() -> None:
+    fit: Any = Pipeline("resnet18").fit
+    with pytest.raises(PlanError, match=r"^fit\(\) takes options by name, such as epochs=…, not 3\.$"):
+        fit(3)
 
 
 @pytest.mark.parametrize("name", METHODS)
