@@ -163,6 +163,7 @@ class Tuner(Generic[C]):
         self._limits: dict[str, float] = {}
         self._variables: dict[str, str] = {}
         self._accuracies: dict[int, float] = {}  # of the pipeline as given, by seed
+        self._gain = 1.0  # of the changes of an earlier call
         self._trial: float | None = None  # seconds
         self._number = 0
         self.stopped = ""
@@ -177,16 +178,16 @@ class Tuner(Generic[C]):
         self._recall()
         self._best = self._first()
         self._measure_limits()
-        self._before = self._before or self._limits.get("training")
+        self._before = self._limits["training"] / self._gain
         left = [one for one in self._changes if all(one.name != tried.name for tried in self._trials)]
-        for candidate in ordered(left, self._bottleneck()):
+        while left:
+            candidate = ordered(left, self._bottleneck())[0]
+            left.remove(candidate)
             reason = self._pointless(candidate)
             if reason:
                 self._trials.append(Tried(candidate.name, candidate.bottleneck, "not tried", reason=reason))
-            else:
-                self._try(candidate)
-        if any(one.outcome == "accepted" for one in self._trials):
-            self._measure_limits()
+            elif self._try(candidate) and not candidate.variables:
+                self._measure_limits()  # the bottleneck may be another one now
         self.stopped = "Every change was tried."
 
     def _pointless(self, candidate: Candidate) -> str:
@@ -217,6 +218,8 @@ class Tuner(Generic[C]):
             self._trials.append(tried)
             if tried.outcome == "accepted":
                 self._accept(candidate, candidate.change(self._spec))
+                if not candidate.variables:
+                    self._gain *= tried.ratio or 1.0
                 if candidate in self._fitting:
                     self._given = candidate.change(self._given)
 
@@ -261,8 +264,8 @@ class Tuner(Generic[C]):
         self._spec = spec
         self._variables |= candidate.variables
 
-    def _try(self, candidate: Candidate) -> None:
-        """Test a change against the best pipeline."""
+    def _try(self, candidate: Candidate) -> bool:
+        """Test a change against the best pipeline, and return whether it is accepted."""
         assert self._best is not None
         reason = "the tuning ended before there was a verdict"
         self._trials.append(Tried(candidate.name, candidate.bottleneck, "not tried", reason=reason))
@@ -280,8 +283,10 @@ class Tuner(Generic[C]):
                         self._best.close()
                         self._best = contender
                         opened.pop_all()
+                    return True
             except (Failed, DrivetrainError) as error:
                 self._trials[-1] = Tried(candidate.name, candidate.bottleneck, "failed", reason=str(error))
+        return False
 
     def _note(self, **changes: Any) -> None:
         """Change the row of the change that is being tried."""

@@ -91,6 +91,22 @@ def test_what_is_tuned_gains_nothing_more(spec: PipelineSpec) -> None:
     assert not any(tuned(first, Simulated(slow_step, seed=seed)).accepted for seed in range(1, 21))
 
 
+def test_the_order_follows_the_bottleneck(spec: PipelineSpec) -> None:
+    """Once the loader is fast enough, the step's changes come before the loader's others."""
+
+    def cost(one: PipelineSpec) -> Mapping[str, float]:
+        assert one.data is not None
+        last = any(isinstance(each, ChannelsLast) for each in one.transforms)
+        return {"loader": 4.0 if one.data.workers == 1 else 1.0, "model": 1.5 if last else 3.0}
+
+    result = tuned(spec, Simulated(cost))
+    names = [one.name for one in result.trials]
+    assert [one.name for one in result.accepted] == ["workers=2", "ChannelsLast"]
+    assert names[:2] == ["workers=2", "ChannelsLast"]
+    assert names[-1] == "batches_ahead=6"
+    assert result.limits["training"] == pytest.approx(1 / 1.5, rel=0.05)
+
+
 def test_changes_that_cost_speed_are_dropped_after_few_rounds() -> None:
     rounds = 0
     for rounds in LOOKS:
@@ -150,6 +166,9 @@ def test_a_second_call_goes_on(spec: PipelineSpec) -> None:
     first = tuned(spec, Simulated(slow_step, rounds=30))
     known = [one for one in first.trials if one.outcome in ("accepted", "dropped")]
     second = tuned(spec, whole, known=known)
+    assert second.before == pytest.approx(
+        whole.speed(spec), rel=0.05
+    )  # of the pipeline as given to the first call
     again = {entry.name for entry in whole.opened} - {"as given"}
     assert again.isdisjoint(one.name for one in known)
     assert [one.name for one in second.accepted] == ["ChannelsLast"]
