@@ -115,7 +115,7 @@ def test_a_transform_of_ones_own_has_no_name_in_a_recipe() -> None:
         kind: ClassVar = "surgery"
         source: ClassVar[str] = "this test"
 
-    with pytest.raises(PlanError, match="Own is not in drivetrain"):
+    with pytest.raises(PlanError, match="Own cannot be imported by name"):
         to_dict(Own())
 
 
