@@ -136,10 +136,11 @@ def _tuned(
     epochs: int = 1,
 ) -> Pipeline:
     """Tune, write and print the result, and return the tuned pipeline; after Ctrl-C, print the results so far."""
+    from ..runs.fit import make_folder
     from ..tuning.result import TuneInterrupted
 
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
     try:
         tuned = pipeline.tune(
             seconds=seconds, allow=allow, epochs=epochs, progress=not quiet,

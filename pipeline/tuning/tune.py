@@ -22,6 +22,7 @@ from ...errors import DrivetrainError, PlanError
 from ..checkpoints.identity import identity
 from ..ledger.budget import Budget, OutOfTime, alarm, rounded_up
 from ..ledger.measure import check_asked
+from ..runs.fit import make_folder
 from ..spec.options import Config
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
@@ -62,7 +63,10 @@ def tune(
         raise PlanError(
             f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call continues."
         )
-    known = [] if file is None else read_trials(file, facts)
+    known: list[Tried] = []
+    if file is not None:
+        make_folder(file.parent)  # before time is spent on what it will contain
+        known = read_trials(file, facts)
     budget = Budget(seconds, begin, progress, "tune")
     arena = Trials(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs)
     tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show)
@@ -355,7 +359,7 @@ class Tuner(Generic[C]):
         if any(one.outcome in ("accepted", "dropped", "trade") for one in self._trials):
             return ""
         needed = seconds * 4 if self._trial is None else 2 * LOOKS[1] * self._trial * len(self._changes)
-        return f" No change has a verdict: pass about {rounded_up(max(needed, 2 * seconds)):g} s (--seconds)."
+        return f" No change has a verdict: pass about {rounded_up(max(needed, 4 * seconds)):g} s (--seconds)."
 
     def close(self) -> None:
         """Release the best pipeline's model and loaders."""

@@ -16,7 +16,7 @@ import torch
 import yaml
 from command_line import call, toy_values
 from drivetrain import Pipeline, PlanError
-from drivetrain.errors import LedgerError
+from drivetrain.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.ledger.budget import OutOfTime
 from drivetrain.pipeline.spec.resolve import resolve
@@ -101,6 +101,10 @@ def test_an_interrupt_keeps_what_was_learned(toy: Toy, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_tuned_is_refused(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(DrivetrainError, match="cannot be a folder"):
+        pipeline_of(toy).tune(seconds=5, out=Path(toy.train) / "tuned.json")
+    end = call("tune", "cifar10-quickstart", *toy_values(toy), "--out", str(toy.train))
+    assert (end.code, "cannot be a folder" in end.err) == (1, True)
     with pytest.raises(PlanError, match="must be positive and finite"):
         pipeline_of(toy).tune(seconds=0)
     with pytest.raises(PlanError, match=r"must end in \.json"):
