@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,6 +46,11 @@ class Limits:
     cpus: frozenset[int] | None = None
     memory: int | None = None
     free: int | None = None
+
+
+def export_line(variables: Mapping[str, str]) -> str:
+    """Return the line for a shell that sets these environment variables."""
+    return "export " + " ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def cores() -> int:

@@ -22,6 +22,7 @@ from cifar10_files import FILE_BYTES, FakeNpm, closed_port
 from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.pipeline.telemetry import curves
 from drivetrain.pipeline.telemetry.history import History
+from drivetrain.strategies import plugins
 from drivetrain.strategies.launching import ranks
 from durations import Durations
 from forked_ranks import STARTED, RankServer
@@ -115,6 +116,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def nothing_registered() -> Iterator[None]:
+    """Strategies that a test registers are forgotten after it."""
+    before = dict(plugins.REGISTERED)
+    yield
+    plugins.REGISTERED.clear()
+    plugins.REGISTERED.update(before)
 
 
 @pytest.fixture

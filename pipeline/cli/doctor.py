@@ -183,5 +183,5 @@ def memory_kept() -> Finding:
     """Return whether glibc keeps a step's memory for the next one; see docs/ledger.md, "On a CPU"."""
     given = {name: os.environ.get(name) for name in machine.KEEPS_MEMORY}
     values = ", ".join(f"{name}={value}" for name, value in given.items() if value)
-    remedy = "export " + " ".join(f"{name}={value}" for name, value in machine.KEEPS_MEMORY.items())
+    remedy = machine.export_line(machine.KEEPS_MEMORY)
     return Finding("memory kept between steps", values or "-", all(given.values()), remedy)

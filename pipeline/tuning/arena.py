@@ -179,8 +179,6 @@ class Trials:
         config = FitConfig(epochs=self._epochs, progress=False, checkpoints=None)
         try:
             found = fit(spec.replace(seed=seed), config).history.monitored
-        except OutOfTime:
-            raise
         except Exception as error:
             raise Failed(described(error)) from error
         if found is None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
+from ... import machine
 from ...errors import LedgerError, PlanError, require
 from ...files import atomic_file
 from ...table import Table
@@ -231,8 +232,7 @@ class Tuned:
 
     def _exports(self) -> str:
         """Return the line for a shell that sets the environment variables, not wrapped, so that it can be copied."""
-        exports = " ".join(f"{name}={value}" for name, value in self.variables.items())
-        return f"Before Python starts, run:\nexport {exports}"
+        return f"Before Python starts, run:\n{machine.export_line(self.variables)}"
 
 
 class TuneInterrupted(KeyboardInterrupt):

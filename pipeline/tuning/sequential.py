@@ -42,7 +42,7 @@ def judge(ratios: Sequence[float], least: float = 1.0) -> tuple[Verdict, Ratio]:
     loose = ratio(ratios, ENOUGH)
     if loose.high < max(WORTH, least):
         return "dropped", loose
-    return "dropped" if n == LOOKS[-1] else "undecided", strict
+    return "undecided", strict
 
 
 SEEDS = (3, 5, 8)

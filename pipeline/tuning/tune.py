@@ -328,7 +328,7 @@ class Tuner(Generic[C]):
             )  # fmt: skip
             if verdict != "undecided":
                 break
-        unknown = interval.n == LOOKS[-1] and interval.high >= max(WORTH, least) and verdict == "dropped"
+        unknown = verdict == "undecided"
         self._note(outcome="dropped", reason=f"no verdict after {interval.n} rounds" if unknown else "")
         return verdict == "accepted"
 

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.cli.app import COMMANDS
 from drivetrain.pipeline.cli.parser import Parser
 from drivetrain.pipeline.recipes.presets import KEYS, parse_overrides
-from drivetrain.strategies import plugins
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 from pipeline_data import Toy
@@ -158,12 +157,7 @@ REPLACED = {
 """What would only take long, in memory or in processes."""
 
 
-@pytest.fixture(autouse=True)
-def _nothing_registered() -> Iterator[None]:
-    before = dict(plugins.REGISTERED)
-    yield
-    plugins.REGISTERED.clear()
-    plugins.REGISTERED.update(before)
+pytestmark = pytest.mark.usefixtures("nothing_registered")
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ import doctest
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from drivetrain import Pipeline, strategies
 from drivetrain.loaders import convert
 from drivetrain.pipeline import FitResult, Ledger
 from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial, in_turn
-from drivetrain.strategies import plugins
 from loader_pictures import jpeg_bytes, picture
 from places import ROOT
 from torch import nn
@@ -124,12 +122,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(folder, pipeline, result, torchvision.models.resnet18(num_classes=2), vit)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_registered() -> Iterator[None]:
-    before = dict(plugins.REGISTERED)
-    yield
-    plugins.REGISTERED.clear()
-    plugins.REGISTERED.update(before)
+pytestmark = pytest.mark.usefixtures("nothing_registered")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

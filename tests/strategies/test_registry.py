@@ -5,14 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from drivetrain import Pipeline, strategies
 from drivetrain.errors import StrategyError
-from drivetrain.strategies import DDP, DP, Single, plugins
+from drivetrain.strategies import DDP, DP, Single
 from drivetrain.strategies.dp import DPEngine
 from drivetrain.strategies.options import Options
 from strategy_jobs import BATCH_NORM, CASES, build, make_optimizer, train
@@ -23,15 +22,6 @@ OURS = [
     "fsdp", "fsdp_grad_op", "fsdp_cpu_offload", "hsdp", "zero_redundancy",
     "fairscale_oss", "fairscale_sharded_ddp",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def nothing_registered() -> Iterator[None]:
-    """What a test registers is forgotten after it."""
-    before = dict(plugins.REGISTERED)
-    yield
-    plugins.REGISTERED.clear()
-    plugins.REGISTERED.update(before)
 
 
 class Mine(Single):
