@@ -40,3 +40,24 @@ def handlers_kept() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None:
                 signal.signal(number, handler)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Defer Ctrl-C to the end of the block.
+
+    For what belongs together, and for the start of a thread: an interrupt within `Thread.start` leaves a thread that
+    may run but cannot be joined.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            signal.raise_signal(signal.SIGINT)

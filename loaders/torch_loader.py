@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from torchvision.datasets.vision import StandardTransform
 
 from ..errors import DataError, DrivetrainError
+from ..signals import interrupts_held
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
@@ -202,7 +203,8 @@ def _end_workers(iterator: Any) -> None:
         iterator._worker_pids_set = False
     timer = threading.Timer(_END_PATIENCE, _terminate, [getattr(iterator, "_workers", [])])
     timer.daemon = True
-    timer.start()
+    with interrupts_held():
+        timer.start()
     try:
         iterator._shutdown_workers()
     finally:

@@ -16,6 +16,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import appears
+from ...signals import interrupts_held
 from ...strategies import Engine
 from ..training.agreement import broadcast_text
 from .content import STATE, CheckpointContent
@@ -81,10 +82,11 @@ class CheckpointWriter:
         self._pending = temporary
         if self._options.background:
             job = (temporary, part, content)
-            self._thread = threading.Thread(
-                target=self._in_background, args=job, name="drivetrain-checkpoint", daemon=True
-            )
-            self._thread.start()
+            with interrupts_held():
+                self._thread = threading.Thread(
+                    target=self._in_background, args=job, name="drivetrain-checkpoint", daemon=True
+                )
+                self._thread.start()
         else:
             self._record_failure(self._write, temporary, part, content)
             self._agree()

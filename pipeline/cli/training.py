@@ -406,7 +406,7 @@ def _what_is_measured(measured: Ledger | None, folder: Path | None) -> str:
 
 def _show(measured: Ledger | None, folder: Path | None) -> None:
     """Write and print a ledger; the file with all figures first."""
-    from ..runs.interrupts import interrupts_held
+    from ...signals import interrupts_held
 
     if measured is None:
         return

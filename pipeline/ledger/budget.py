@@ -72,10 +72,10 @@ def alarm(deadline: float) -> Iterator[None]:
     timer = threading.Timer(max(deadline + GRACE - perf_counter(), 0.0), send)
     timer.daemon = True
     signal.signal(number, on_signal)
-    timer.start()
     received = False
     try:
         try:
+            timer.start()
             yield
         finally:  # the signal may arrive here, too, while this waits for the lock
             with lock:

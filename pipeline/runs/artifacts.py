@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...signals import interrupts_held
 from ..checkpoints.weights import load_weights, save_weights
 from ..spec.inputs import metadata
 from ..telemetry.history import Epoch, Evaluation, History
@@ -18,7 +19,6 @@ from ..telemetry.progress import echo
 from ..telemetry.state import TrainState
 from .config import FitConfig
 from .folder import HISTORY, MODEL, clear_results, draw_curves, read_history, with_trained, write
-from .interrupts import interrupts_held
 
 PICTURE = 30.0  # seconds between two plots of the curves
 Weights = Callable[[], dict[str, torch.Tensor]]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...signals import interrupts_held
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import CHECKPOINTS, RemoteRun
@@ -118,10 +119,11 @@ class PublishResults(Observer):
     def _begin(self) -> None:
         if self._remote is None or (self._thread is not None and self._thread.is_alive()):
             return
-        self._thread = threading.Thread(
-            target=self._push, args=(self._remote,), name="drivetrain-upload", daemon=True
-        )
-        self._thread.start()
+        with interrupts_held():
+            self._thread = threading.Thread(
+                target=self._push, args=(self._remote,), name="drivetrain-upload", daemon=True
+            )
+            self._thread.start()
 
     def _push(self, remote: RemoteRun) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,23 @@ def test_the_last_and_the_best_stay(toy: Toy, tmp_path: Path) -> None:
         "run.json",
         "step-00000024",
     ]
+
+
+def test_ctrl_c_as_the_writing_begins_is_an_interrupt_like_any_other(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt within `Thread.start` leaves a thread that cannot be joined."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "drivetrain-checkpoint":
+            signal.raise_signal(signal.SIGINT)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(TrainingInterrupted):
+        fit(toy.pipeline(batch_norm_model), out=tmp_path)
+    assert steps_in(tmp_path) == [STEPS]
 
 
 def test_a_run_that_starts_anew_keeps_the_earlier_one_until_it_has_its_own(toy: Toy, tmp_path: Path) -> None:

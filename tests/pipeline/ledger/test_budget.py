@@ -215,6 +215,19 @@ def test_the_alarm_is_over_with_its_block() -> None:
     assert found
 
 
+def test_ctrl_c_as_an_alarm_is_set_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), alarm(time.perf_counter() + 0.2):
+        pass
+    time.sleep(1.0)  # nothing arrives
+
+
 def test_an_alarm_that_comes_as_its_block_ends_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow:
         """A lock that the main thread waits for, as it does while the other thread sends the signal."""
