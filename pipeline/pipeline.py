@@ -208,6 +208,13 @@ class Pipeline(PipelineSpec):
                 training, if the Trainer has other epochs or another accumulation, or if the batch size is not
                 divisible by its ranks.
             MissingExtra: without Lightning.
+
+        Example::
+
+            >>> from lightning.pytorch import Trainer
+            >>> module, data, trainer, reports = pipeline.to_lightning(epochs=16, logger=False)
+            >>> Trainer(**trainer).max_epochs  # .fit(module, data) trains
+            16
         """
         require("lightning.pytorch", "lightning", "hand a pipeline over to Lightning")
         from .lightning.hand_over import hand_over

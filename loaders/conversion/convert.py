@@ -88,6 +88,11 @@ class ConvertReport:
                 f"  warning: the classes {' and '.join(self.classes)} are named like splits of a data set. If they "
                 f"are, convert each folder by itself: {commands}"
             )
+        if len(self.classes) == 1 and self.fields.get("label") == "int":
+            lines.append(
+                f"  warning: there is one class, {self.classes[0]}, so a classifier learns nothing from it. Each class "
+                "is a folder of images in the folder that is converted."
+            )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -59,8 +59,8 @@ def doctor(
         return 0 if examine_ranks(60.0 if timeout is None else timeout) else 1
     from .doctor import examine
 
-    healthy, table = examine()
-    print(table)
+    healthy, report = examine()
+    print(report)
     return 0 if healthy else 1
 
 

@@ -60,13 +60,16 @@ class Finding:
             object.__setattr__(self, "remedy", "")
 
 
-def examine() -> tuple[bool, Table]:
-    """Return whether the core requirements are met, and all findings as a table."""
+def examine() -> tuple[bool, str]:
+    """Return whether the core requirements are met, and a report: a table, and lines with remedies, which stay whole so
+    that commands can be copied."""
     core = _core()
     findings = [*core, *_extras(), *_native(), *_devices()]
-    rows = [("ok" if one.good else "missing", one.what, one.found, one.remedy) for one in findings]
-    table = Table(("", "what", "found", "remedy"), rows, title="drivetrain doctor")
-    return all(finding.good for finding in core), table
+    rows = [("ok" if one.good else "missing", one.what, one.found) for one in findings]
+    table = Table(("", "what", "found"), rows, title="drivetrain doctor")
+    remedies = [f"  {one.what.partition(':')[0]}: {one.remedy}" for one in findings if not one.good]
+    lines = ["What is missing:", *remedies] if remedies else []
+    return all(finding.good for finding in core), "\n".join([str(table), *lines])
 
 
 def _core() -> list[Finding]:
@@ -143,7 +146,8 @@ def _devices() -> list[Finding]:
     if not names and platform.libc_ver()[0] == "glibc":
         findings.append(memory_kept())
     for row in strategies.available():
-        findings.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, row.why_not))
+        why = row.why_not.removeprefix(f"strategy {row.name!r}: ")
+        findings.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, why))
     return findings
 
 

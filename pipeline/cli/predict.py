@@ -32,7 +32,8 @@ def predict(
         raise DataError("predict needs at least one image: drivetrain predict RUN image.jpg …")
     missing = [path for path in image if not Path(path).is_file()]
     if missing:
-        raise DataError(f"{missing[0]} is not a file. Pass the paths of images.")
+        folder = f", e.g. {missing[0].rstrip('/')}/*.jpg" if Path(missing[0]).is_dir() else ""
+        raise DataError(f"{missing[0]} is not a file. Pass the paths of images{folder}.")
     with modules_of():
         result = load_run(run)
     rows = result.predict(list(image))

@@ -81,6 +81,11 @@ class PipelineSpec:
 
         Raises:
             PlanError: for an unknown field or an invalid value.
+
+        Example::
+
+            >>> pipeline.replace(seed=3).seed
+            3
         """
         new = copy.copy(self)
         new._take(

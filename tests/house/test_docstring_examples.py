@@ -31,8 +31,6 @@ from public_names import PACKAGES, public_names
 
 WITHOUT = {
     "drivetrain.Pipeline.ledger": "measures for seconds; docs/ledger.md and a notebook have examples",
-    "drivetrain.Pipeline.replace": "what the other methods are made of",
-    "drivetrain.Pipeline.to_lightning": "imports Lightning; docs/recipes.md has an example",
     "drivetrain.Pipeline.tune": "measures for seconds; docs/tuning.md has an example",
     "drivetrain.loaders.Advice": "measures for seconds; printed in docs/data.md",
     "drivetrain.loaders.advise": "measures for seconds; docs/data.md has a command line",

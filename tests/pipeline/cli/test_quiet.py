@@ -70,6 +70,15 @@ def test_classes_that_are_named_like_splits_are_reported(folder: Path, tmp_path:
     assert "warning" not in str(convert(tmp_path / "photos", tmp_path / "out.beton", progress=False))
 
 
+def test_one_class_is_reported(folder: Path, tmp_path: Path) -> None:
+    """The folder of one class instead of the one above it. No error: views need no labels."""
+    (tmp_path / "photos").mkdir()
+    shutil.copytree(folder / "a", tmp_path / "photos" / "a")
+    shown = call("convert", str(tmp_path / "photos"), str(tmp_path / "out.beton"))
+    assert shown.code == 0, shown.err
+    assert "  warning: there is one class, a, so a classifier learns nothing from it. " in shown.out
+
+
 def test_files_that_are_no_images_are_listed(folder: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out.beton")
     shown = call("convert", str(folder), out)

@@ -208,6 +208,9 @@ def test_the_command(run: tuple[FitResult, Path, str], folder: Path) -> None:
     assert [json.loads(line) for line in lines] == result.predict(images)
     assert "needs at least one image" in call("predict", str(out)).line
     assert "is not a file" in call("predict", str(out), "nothing.jpg").line
+    assert call("predict", str(out), f"{out}/").line.endswith(
+        f"Pass the paths of images, e.g. {out}/*.jpg.\n"
+    )
     assert "cannot be read as an image" in call("predict", str(out), str(out / "history.json")).line
     assert "no finished epoch" in call("predict", str(folder), images[0]).line
 
