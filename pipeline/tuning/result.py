@@ -262,10 +262,11 @@ def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
             f"{path} is not the file of a tuning ({error!r}). Pass another name, or delete it."
         ) from None
     if not right or known != facts:
-        different = [name for name in {*known, *facts} if known.get(name) != facts.get(name)]
+        different = sorted(name for name in {*known, *facts} if known.get(name) != facts.get(name))
+        more = [f"{len(different) - 3} more"] if len(different) > 3 else []
         raise LedgerError(
-            f"{path} is of another {' and '.join(sorted(different)) or 'version'}: its trials do not hold here. Pass "
-            "another name, or delete it."
+            f"{path} is of another {' and '.join(different[:3] + more) or 'version'}: its trials do not hold here. "
+            "Pass another name, or delete it."
         )
     done = ("accepted", "dropped", "trade")
     return [one for one in trials if one.outcome in done and (one.outcome != "trade" or not one.reason)]
