@@ -42,22 +42,48 @@ def handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block.
+_RAISING = [int(signal.SIGINT)]
+"""The signals whose handlers raise an exception in the main thread."""
 
-    For what belongs together, and for the start of a thread: an interrupt within `Thread.start` leaves a thread that
-    may run but cannot be joined.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
-        yield
-        return
-    received: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+
+@contextmanager
+def raising(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Inside the block, which is in the main thread, a signal without a handler raises what `handler` raises."""
+    signal.signal(number, handler)
+    _RAISING.append(number)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        _RAISING.remove(number)
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Defer Ctrl-C, and signals of `raising`, to the end of the block.
+
+    For what belongs together, and for what `threading` offers, see `drivetrain.threads`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _held(tuple(_RAISING)):
+        yield
+
+
+@contextmanager
+def _held(numbers: tuple[int, ...]) -> Iterator[None]:
+    """Hold signals, one within the other: an exception that one raises at the end does not keep the next held."""
+    before = signal.getsignal(numbers[0]) if numbers else None
+    if before is None:  # there is no other, or its handler is not Python's
+        yield
+        return
+    received: list[int] = []
+    signal.signal(numbers[0], lambda number, _: received.append(number))
+    try:
+        with _held(numbers[1:]):
+            yield
+    finally:
+        signal.signal(numbers[0], before)
         if received:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(numbers[0])

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from ..signals import interrupts_held
+from ..threads import end, result, submit
 from .beton.data_set import BetonFiles, open_files
 from .buffers import Buffers
 from .decode.decoder import Decoder, Job, check_memory
@@ -222,8 +224,9 @@ class FFCVLoader(EpochLoader):
                     ahead.append(self._submit(shares[number + len(ahead)], epoch))
                 yield self._batch(ahead.popleft().result())
         finally:
-            for pending in ahead:
-                pending.cancel()
+            with interrupts_held():
+                for pending in ahead:
+                    pending.cancel()
 
     def _submit(self, indices: NDArray[np.int64], epoch: int) -> _Pending:
         """Start loading a batch, in chunks."""
@@ -236,7 +239,7 @@ class FFCVLoader(EpochLoader):
         job = decoder.choose(indices, epoch, images, self.indices, targets)
         step = self._chunk(len(indices))
         parts = [
-            self._pool.submit(decoder.load, job, slice(at, at + step)) for at in range(0, len(indices), step)
+            submit(self._pool, decoder.load, job, slice(at, at + step)) for at in range(0, len(indices), step)
         ]
         return _Pending(parts, job)
 
@@ -281,7 +284,7 @@ class FFCVLoader(EpochLoader):
 
     def _release(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            end(self._pool)
             self._pool = None
         self.beton.close()
         self._decoder.close()
@@ -305,12 +308,13 @@ class _Pending:
     def result(self) -> Job:
         """Wait for all chunks; raise the exception of any of them."""
         for part in self._parts:
-            part.result()
+            result(part)
         return self._job
 
     def done(self) -> bool:
         """Whether `result` would not wait."""
-        return all(part.done() for part in self._parts)
+        with interrupts_held():
+            return all(part.done() for part in self._parts)
 
     def cancel(self) -> None:
         for part in self._parts:

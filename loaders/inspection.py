@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import io
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..checks import check_whole, plain
 from ..errors import BetonError, DataError, require_suffix
 from ..files import atomic_file
 from ..terminal import is_interactive, shortened
+from ..threads import in_order
 from .beton.layout import MODE_JPEG
 from .beton.reader import Beton, open_beton
 from .beton.targets import NOT_COUNTED, check_classes, coordinates, decode_mask, palette
@@ -295,14 +296,25 @@ def verify(path: str | Path, *, workers: int | None = None, progress: bool = Tru
     return Verification(str(path), len(beton), bad, beton.checksums is not None)
 
 
+_CHUNK = 64
+"""Samples that a thread checks at a time: enough that starting costs nothing, few enough for an even progress bar."""
+
+
 def _bad_samples(beton: Beton, threads: int, progress: bool) -> list[tuple[int, str]]:
-    with ThreadPoolExecutor(threads) as pool:
-        reasons = tqdm(
-            pool.map(lambda number: _fault(beton, number), range(len(beton)), chunksize=64),
-            total=len(beton), desc="Verifying", unit="img",
-            disable=not (progress and is_interactive()), leave=False,
-        )  # fmt: skip
-        return [(number, reason) for number, reason in enumerate(reasons) if reason is not None]
+    def faults(start: int) -> list[tuple[int, str]]:
+        numbers = range(start, min(start + _CHUNK, len(beton)))
+        return [(number, reason) for number in numbers if (reason := _fault(beton, number)) is not None]
+
+    hidden = not (progress and is_interactive())
+    bad: list[tuple[int, str]] = []
+    with (
+        closing(in_order(faults, range(0, len(beton), _CHUNK), threads, "drivetrain-verify")) as found,
+        tqdm(total=len(beton), desc="Verifying", unit="img", disable=hidden, leave=False) as bar,
+    ):
+        for some in found:
+            bad += some
+            bar.update(_CHUNK)
+    return bad
 
 
 def _fault(beton: Beton, number: int) -> str | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from ..checks import is_number, plain
 from ..errors import DataError
+from ..threads import in_order
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -142,5 +143,5 @@ def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
     items = list(items)
     if len(items) == 1:
         return [function(items[0])]
-    with ThreadPoolExecutor(min(_THREADS, len(items)), thread_name_prefix="drivetrain-open") as pool:
-        return list(pool.map(function, items))
+    with closing(in_order(function, items, min(_THREADS, len(items)), "drivetrain-open")) as found:
+        return list(found)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from time import perf_counter
 
 import numpy as np
 
+from ...threads import in_order
 from ..ffcv_loader import FFCVLoader
 from ..image_size import ImageSize
 from .sample import Converted
@@ -83,8 +84,8 @@ def disk_rate(file: Converted, threads: int, seconds: float, seed: int) -> float
                     break
             return done
 
-        with ThreadPoolExecutor(threads, thread_name_prefix="drivetrain-read") as pool:
-            images = sum(future.result() for future in [pool.submit(read) for _ in range(threads)])
+        with closing(in_order(lambda _: read(), range(threads), threads, "drivetrain-read")) as counts:
+            images = sum(counts)
         return images / (perf_counter() - start)
     finally:
         os.close(descriptor)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from ...errors import DataError
 from ...terminal import is_interactive
+from ...threads import in_order
 from ..beton.layout import Field
 from ..exhaustion import exhaustion, is_exhaustion
 from .columns import Sample
@@ -20,9 +20,6 @@ from .moving import store_target
 from .sources import Source
 from .values import Stored, infer_field, label_field, store_label, store_value
 from .writer import Skipped
-
-_AHEAD = 8
-"""Samples in preparation per worker: enough that no worker waits for a slow neighbour."""
 
 
 @dataclass(frozen=True)
@@ -80,26 +77,20 @@ def encoded_samples(job: Job, workers: int, progress: bool) -> Generator[Sample 
     Raises:
         DataError: also if the system refuses memory, threads or open files.
     """
-    waiting: deque[Future[Sample | Skipped]] = deque()
     count = len(job.source)
     hidden = not (progress and is_interactive())
     bar = tqdm(total=count, desc="Converting", unit="img", disable=hidden, leave=False)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="drivetrain-convert")
+    encoded = in_order(partial(_encode, job), range(count), workers, "drivetrain-convert")
     try:
-        for index in range(count):
-            waiting.append(pool.submit(_encode, job, index))
-            if len(waiting) > _AHEAD * workers:
-                yield waiting.popleft().result()
-                bar.update()
-        while waiting:
-            yield waiting.popleft().result()
+        for sample in encoded:
+            yield sample
             bar.update()
     except Exception as error:
         if not is_exhaustion(error):
             raise
         raise exhaustion(error, f"{workers} threads, each with one image", "Use fewer workers.") from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        encoded.close()
         bar.close()
 
 

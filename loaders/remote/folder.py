@@ -6,13 +6,13 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ...errors import CheckpointError, DrivetrainError
 from ...files import atomic_file
+from ...threads import in_order
 from .source import Calls, MissingFileError, RemoteFile, version_of
 
 ATTEMPTS = 8
@@ -80,8 +80,9 @@ class RemoteFolder(Calls):
                 os.pwrite(file.fileno(), data, start)
 
             try:
-                with ThreadPoolExecutor(_THREADS, thread_name_prefix="drivetrain-download") as pool:
-                    list(pool.map(copy, ranges))
+                with closing(in_order(copy, ranges, _THREADS, "drivetrain-download")) as copied:
+                    for _ in copied:
+                        pass
             except DrivetrainError as error:
                 raise CheckpointError(str(error)) from error
 

@@ -8,13 +8,15 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import DataError
+from ...threads import result, submit, wait
 from .source import RemoteFile
 
 FACTS = "mirror.json"
@@ -85,9 +87,9 @@ class Mirror:
             DataError: if the source does not deliver them.
         """
         pending = self._request(starts, sizes)
-        wait(pending)
+        wait(lambda seconds: not futures.wait(pending, seconds).not_done)
         for one in pending:
-            one.result()
+            result(one)
 
     def forget(self, start: int, size: int) -> None:
         """Mark a range as not fetched, because its content is not what it should be."""
@@ -121,7 +123,7 @@ class Mirror:
                 found.add(self._pending[block])
             for run in _runs(sorted(missing - self._pending.keys())):
                 self._pool = self._pool or _threads()
-                future = self._pool.submit(self._fetch, run)
+                future = submit(self._pool, self._fetch, run)
                 self._pending |= dict.fromkeys(run, future)
                 found.add(future)
         return found

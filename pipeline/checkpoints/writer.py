@@ -18,6 +18,7 @@ from ...errors import CheckpointError
 from ...files import appears
 from ...signals import interrupts_held
 from ...strategies import Engine
+from ...threads import wait
 from ..training.agreement import broadcast_text
 from .content import STATE, CheckpointContent
 from .directory import CheckpointDir, Checkpoints
@@ -221,7 +222,7 @@ class CheckpointWriter:
         """Join the thread. All ranks synchronise first, because rank 0's thread waits for files of the others."""
         if self._thread is None:
             return
-        self._written.wait()
+        wait(self._written.wait)
         self._agree()
         self._thread.join()
         self._thread = None

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from time import perf_counter, sleep
 from typing import Any, TypeVar
 
+from ...signals import raising
 from ...terminal import time_bar
 
 T = TypeVar("T")
@@ -71,25 +72,24 @@ def alarm(deadline: float) -> Iterator[None]:
 
     timer = threading.Timer(max(deadline + GRACE - perf_counter(), 0.0), send)
     timer.daemon = True
-    signal.signal(number, on_signal)
     received = False
-    try:
+    with raising(number, on_signal):
         try:
-            timer.start()
-            yield
-        finally:  # the signal may arrive here, too, while this waits for the lock
-            with lock:
-                over.append(True)
-            timer.cancel()
-    except KeyboardInterrupt:
-        if not sent:
-            raise
-        received = True
-    finally:
-        if sent and not received:  # it is pending: let it arrive here, not in the caller's code
-            with suppress(_Alarm):
-                sleep(GRACE)
-        signal.signal(number, signal.SIG_DFL)
+            try:
+                timer.start()
+                yield
+            finally:  # the signal may arrive here, too, while this waits for the lock
+                with lock:
+                    over.append(True)
+                timer.cancel()
+        except KeyboardInterrupt:
+            if not sent:
+                raise
+            received = True
+        finally:
+            if sent and not received:  # it is pending: let it arrive here, not in the caller's code
+                with suppress(_Alarm):
+                    sleep(GRACE)
     if received:
         raise OutOfTime
 
