@@ -13,17 +13,8 @@ Ends with status 0 if everything passed, 1 if something failed, and 2 if a Pytho
 not tested. uv finds the Pythons on the PATH, or fetches them. Environments are deleted; what uv downloads stays in its
 cache (`uv cache clean`).
 
-Platforms, of which each is this program on such a machine. Only the first has been run:
-
-    Linux x86_64    the oldest glibc is that of the name, manylinux_2_NN: of the build machine's libjpeg-turbo, libm.
-    Linux aarch64   the same steps; the name ends in _aarch64. core.h leaves out the variants for instruction sets
-                    there, NEON being part of the base.
-    macOS           not yet; .ci/build_wheel.py and `make` stop. It would be, for each architecture:
-                      brew install jpeg-turbo
-                      export CPATH="$(brew --prefix jpeg-turbo)/include" LIBRARY_PATH="$(brew --prefix jpeg-turbo)/lib"
-                      python -m build --wheel && delocate-wheel --wheel-dir dist dist/drivetrain-*.whl
-                    with libjpeg-turbo's license put into loaders/native/libjpeg-turbo.txt first.
-    Alpine (musl)   none: torch has no wheels for it.
+It has been run on Linux x86_64. A wheel's oldest glibc is that of its name, manylinux_2_NN: of the build machine's
+libjpeg-turbo, libm. `.ci/wheels` builds and tries the wheels of all platforms.
 """
 
 from __future__ import annotations
