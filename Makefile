@@ -3,6 +3,7 @@
 # make quick        lint, types, and the tests that start no process and took no time in their last run: on every save
 # make install      only set up                     make lock   rewrite requirements.txt and requirements-run.txt
 # make wheel        one wheel for all Pythons in dist/, with libjpeg-turbo inside
+# make wheels       build and try the wheels of all platforms: x86_64, and aarch64 under emulation (.ci/wheels)
 # make release-check   rehearse a release: build, check, and try it in empty environments of each Python (.ci/release.py)
 # make check        ruff, import layers and mypy    make bench PHOTOS=FOLDER   loading speed on a folder of photographs
 # make bench-peers PHOTOS=FOLDER   the same against DALI, TorchCodec, torchvision and SPDL
@@ -21,7 +22,7 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
-.PHONY: quickstart install test test-all quick check bytecode lock wheel release-check bench bench-peers fuzz gpu gpu-kit notebooks docs clean
+.PHONY: quickstart install test test-all quick check bytecode lock wheel wheels release-check bench bench-peers fuzz gpu gpu-kit notebooks docs clean
 
 # With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
@@ -96,6 +97,9 @@ lock:
 
 wheel: install
 	$(BIN)/python .ci/build_wheel.py dist
+
+wheels: install
+	$(BIN)/python .ci/wheels.py
 
 release-check: install
 	$(BIN)/python .ci/release.py

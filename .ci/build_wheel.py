@@ -3,8 +3,8 @@
     python .ci/build_wheel.py FOLDER
 
 Builds from the source distribution, so that files which earlier builds left here cannot be in it. auditwheel copies
-libjpeg-turbo into the wheel, and names the wheel after the oldest glibc that it works with. Only for Linux;
-.ci/release.py has the steps for macOS.
+libjpeg-turbo into the wheel, and names the wheel after the oldest glibc that it works with. Only for Linux.
+`.ci/wheels` builds the wheels of other processors with this program, and has the steps for macOS.
 """
 
 from __future__ import annotations
