@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 from ...errors import DrivetrainError, PlanError, suggest
+from ...signals import interrupts_held
 from ...version import __version__
 from . import data, job, predict, training
 from .parser import Parser, listed, say
@@ -98,7 +99,8 @@ def _run(arguments: Sequence[str]) -> int:
     command = arguments[0] if arguments else ""
     if command in COMMANDS:
         function = COMMANDS[command]
-        values = Parser(f"drivetrain {command}", function).parse(arguments[1:])
+        with interrupts_held():  # argparse clears up with attributes that it may not have set yet
+            values = Parser(f"drivetrain {command}", function).parse(arguments[1:])
         with _plain_warnings(hidden=values.get("quiet", False)):
             return function(**values) or 0
     usage, epilog = "drivetrain COMMAND [ARGUMENTS]", f"commands:\n{listed(COMMANDS)}"
