@@ -8,7 +8,7 @@ for ever. So the main thread calls them while interrupts are held, and waits a f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
@@ -29,23 +29,20 @@ def wait(done: Callable[[float], object]) -> None:
             finished = done(_SLICE)
 
 
-def result(future: Future[R]) -> R:
-    """Wait for a future; return its result, or raise its exception."""
+def results(futures: Sequence[Future[R]]) -> list[R]:
+    """Wait for all futures; return their results, or raise the exception of the first that has one."""
+    left = deque(futures)
 
     def done(seconds: float) -> bool:
-        with suppress(TimeoutError):  # `exception` returns that of the future
-            future.exception(seconds)
-        return future.done()
+        with suppress(TimeoutError):  # of the wait: `exception` returns that of the future
+            while left:
+                left[0].exception(seconds)
+                left.popleft()
+        return not left
 
     wait(done)
     with interrupts_held():
-        return future.result()
-
-
-def submit(pool: ThreadPoolExecutor, function: Callable[..., R], *arguments: object) -> Future[R]:
-    """Call `function(*arguments)` in a thread of the pool."""
-    with interrupts_held():
-        return pool.submit(function, *arguments)
+        return [future.result() for future in futures]
 
 
 def end(pool: ThreadPoolExecutor) -> None:
@@ -71,10 +68,11 @@ def in_order(
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     try:
         for item in items:
-            waiting.append(submit(pool, function, item))
+            with interrupts_held():
+                waiting.append(pool.submit(function, item))
             if len(waiting) > ahead * threads:
-                yield result(waiting.popleft())
+                yield from results([waiting.popleft()])
         while waiting:
-            yield result(waiting.popleft())
+            yield from results([waiting.popleft()])
     finally:
         end(pool)

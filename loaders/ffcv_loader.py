@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..signals import interrupts_held
-from ..threads import end, result, submit
+from ..threads import end, results
 from .beton.data_set import BetonFiles, open_files
 from .buffers import Buffers
 from .decode.decoder import Decoder, Job, check_memory
@@ -238,9 +238,11 @@ class FFCVLoader(EpochLoader):
         targets = decoder.targets.empty(len(indices), self._empty)
         job = decoder.choose(indices, epoch, images, self.indices, targets)
         step = self._chunk(len(indices))
-        parts = [
-            submit(self._pool, decoder.load, job, slice(at, at + step)) for at in range(0, len(indices), step)
-        ]
+        with interrupts_held():
+            parts = [
+                self._pool.submit(decoder.load, job, slice(at, at + step))
+                for at in range(0, len(indices), step)
+            ]
         return _Pending(parts, job)
 
     def _chunk(self, n: int) -> int:
@@ -307,8 +309,7 @@ class _Pending:
 
     def result(self) -> Job:
         """Wait for all chunks; raise the exception of any of them."""
-        for part in self._parts:
-            result(part)
+        results(self._parts)
         return self._job
 
     def done(self) -> bool:

@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import DataError
-from ...threads import result, submit, wait
+from ...signals import interrupts_held
+from ...threads import results
 from .source import RemoteFile
 
 FACTS = "mirror.json"
@@ -86,10 +86,7 @@ class Mirror:
         Raises:
             DataError: if the source does not deliver them.
         """
-        pending = self._request(starts, sizes)
-        wait(lambda seconds: not futures.wait(pending, seconds).not_done)
-        for one in pending:
-            result(one)
+        results([*self._request(starts, sizes)])
 
     def forget(self, start: int, size: int) -> None:
         """Mark a range as not fetched, because its content is not what it should be."""
@@ -123,7 +120,8 @@ class Mirror:
                 found.add(self._pending[block])
             for run in _runs(sorted(missing - self._pending.keys())):
                 self._pool = self._pool or _threads()
-                future = submit(self._pool, self._fetch, run)
+                with interrupts_held():
+                    future = self._pool.submit(self._fetch, run)
                 self._pending |= dict.fromkeys(run, future)
                 found.add(future)
         return found

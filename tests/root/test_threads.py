@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from drivetrain.loaders import FFCVLoader, convert, verify
 from drivetrain.signals import interrupts_held, raising
-from drivetrain.threads import end, in_order, result, submit, wait
+from drivetrain.threads import end, in_order, results, wait
 from loader_pictures import jpeg_folder
 from pipeline_data import TRAIN, Toy
 
@@ -145,12 +145,12 @@ def test_an_exception_is_that_of_the_work() -> None:
 
 def test_ctrl_c_is_heard_while_the_work_takes_long() -> None:
     release, pool = threading.Event(), ThreadPoolExecutor(1)
-    future = submit(pool, release.wait, 60.0)
+    future = pool.submit(release.wait, 60.0)
     timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
     timer.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        result(future)
+        results([future])
     assert time.monotonic() - start < IN_TIME
     release.set()
     end(pool)
