@@ -179,6 +179,19 @@ def test_what_was_measured_is_in_the_repository() -> None:
             assert f"after {training:.1f} min of training ({evaluating:.1f} with" in measured
             assert "benchmarks/results/cifar10-fast.json" in measured
             continue
+        if name == "cifar10-simclr":
+            found = json.loads((results / "features.json").read_text())
+            assert found["epochs"] == recipe["epochs"]
+            one = found["on_labels"]["1"]
+            features, random = (
+                (f"{100 * found['linear'][start]:.1f} %", f"{100 * one[start]['median']:.1f} %")
+                for start in (name, "random weights")
+            )
+            assert measured.startswith(
+                f"{features[0]} with a linear classifier ({random[0]} on random weights)"
+            )
+            assert f"{features[1]} instead of {random[1]} after one epoch" in measured
+            continue
         if name not in figures:
             assert measured.startswith("not measured"), name
             continue
