@@ -214,21 +214,24 @@ class Tuned:
         axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
         axes.set_ylim(0, top)
         axes.set_ylabel("images/s")
-        axes.set_title(
-            f"{len(self.accepted)} of {len(self.trials)} changes accepted: {self.gain:.2f} × as fast"
-        )
+        axes.set_title(self._title)
         return figure
 
     def __str__(self) -> str:
         rows = [(one.name, one.bottleneck, one.outcome, one.figure) for one in self.trials]
-        title = f"{len(self.accepted)} of {len(rows)} changes accepted"
-        title += f": {self.gain:.2f} × as fast" if self.accepted else ""
         notes = [self.bound, self.stopped]
         if self.trades:
             names = " and ".join(one.name for one in self.trades)
             notes.append(f"Faster, but not shown to keep the accuracy, and so not accepted: {names}.")
-        table = Table(("change", "bottleneck", "outcome", "speed with it"), rows, title, " ".join(notes))
+        table = Table(
+            ("change", "bottleneck", "outcome", "speed with it"), rows, self._title, " ".join(notes)
+        )
         return f"{table}\n{self._exports()}" if self.variables else str(table)
+
+    @property
+    def _title(self) -> str:
+        gain = f": {self.gain:.2f} × as fast" if self.accepted else ""
+        return f"{len(self.accepted)} of {len(self.trials)} changes accepted{gain}"
 
     def _exports(self) -> str:
         """Return the line for a shell that sets the environment variables, not wrapped, so that it can be copied."""
