@@ -85,7 +85,7 @@ NOT_OF_RESULTS: dict[str, dict[str, str]] = {
         "noise of 5 %": TESTED,
         "95 % over all looks": SETTING,
         "each 1 % of the budget": SETTING,
-        "420 s each": CONDITION,
+        "600 s each": CONDITION,
         "have the 95 % interval": SETTING,
     },
 }
