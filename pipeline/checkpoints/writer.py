@@ -79,11 +79,11 @@ class CheckpointWriter:
                 f"Rank {self._engine.rank} does not see {temporary}, which rank 0 has created. Pass a folder (out=…) "
                 f"on a file system that all ranks share."
             )
-        self._written.clear()
         self._pending = temporary
         if self._options.background:
             job = (temporary, part, content)
             with interrupts_held():
+                self._written.clear()
                 self._thread = threading.Thread(
                     target=self._in_background, args=job, name="drivetrain-checkpoint", daemon=True
                 )
@@ -120,7 +120,8 @@ class CheckpointWriter:
         if interrupted and self._remote is not None:
             patience = UPLOAD_PATIENCE
             self._deadline = time.monotonic() + patience
-        self._given_up.set()
+        with interrupts_held():
+            self._given_up.set()
         if self._thread is not None:
             self._thread.join(patience)
         if self._remote is not None:
