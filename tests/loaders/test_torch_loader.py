@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from loader_pictures import jpeg_beton, raw_beton, raw_pictures
 from PIL import Image
-from process_state import wait_until_ended
+from process_state import running_children, wait_until_ended
 from torchvision.datasets import ImageFolder
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -151,7 +150,7 @@ def test_worker_processes(photos: Path) -> None:
         next(iter(loader))
         loader.set_epoch(1)
         assert same(list(loader), whole[1])
-        processes = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+        processes = running_children("spawn_main")
         assert len(processes) == 2
         kept = iter(loader)  # a loop that somebody still holds must not keep them alive
         next(kept)

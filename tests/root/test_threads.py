@@ -26,10 +26,14 @@ ABOUT_THREADS = ("threads.py", "signals.py", "threading.py", "thread.py", "_base
 
 
 def leaves_a_block(frame: FrameType) -> bool:
-    """Whether the frame is about to end a `with` block, where Python does not look for signals."""
+    """Whether the frame is about to end a `with` or `except` block, where Python does not look for signals.
+
+    An exception that a trace function raises at the end of an `except` block also leaves the block's exception the
+    context of all that the thread raises later.
+    """
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     begins = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-    return line.lstrip().startswith("with ") and begins == "LOAD_CONST"
+    return begins == "POP_EXCEPT" or (line.lstrip().startswith("with ") and begins == "LOAD_CONST")
 
 
 def interrupted_at(step: int, work: Callable[[], object]) -> bool:
@@ -71,9 +75,10 @@ def interrupted_everywhere(work: Callable[[], object], stride: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def handler_stays() -> Iterator[None]:
+def nothing_stays() -> Iterator[None]:
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert sys.exception() is None
 
 
 @pytest.mark.long

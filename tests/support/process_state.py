@@ -33,6 +33,18 @@ def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> lis
     return left
 
 
+def running_children(word: str) -> list[psutil.Process]:
+    """This process's children that run, with that word in their command."""
+    return [child for child in psutil.Process().children() if word in _command(child)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a ZombieProcess, too
+        return ""
+
+
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

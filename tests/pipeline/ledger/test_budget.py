@@ -31,7 +31,7 @@ from drivetrain.pipeline.ledger.data import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from places import SUPPORT
-from process_state import wait_until_ended
+from process_state import running_children, wait_until_ended
 from torch import nn
 
 
@@ -389,7 +389,7 @@ def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy) -> None:
     start = time.monotonic()
     loader.close()
     assert time.monotonic() - start < 2
-    assert not [c for c in psutil.Process().children() if "spawn_main" in str(c.cmdline())]
+    assert not running_children("spawn_main")
 
 
 SCRIPT = """

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
@@ -51,6 +50,7 @@ from drivetrain.transforms import (
     Transform,
 )
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
+from process_state import running_children
 from torch import nn
 
 OF_THE_WHOLE = [LOADER, MODEL, SPLIT, EXTRAS]
@@ -142,7 +142,7 @@ def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
     assert written["plan"][0]["asked_by"] == ".load()"
     assert Ledger.load(tmp_path / "ledger.json").bound == ledger.bound
     assert (tmp_path / "ledger.png").read_bytes().startswith(b"\x89PNG")
-    assert not [c for c in psutil.Process().children() if "spawn_main" in str(c.cmdline())]
+    assert not running_children("spawn_main")
 
 
 @pytest.mark.long

@@ -171,7 +171,8 @@ def test_a_worker_that_starts_does_not_hear_ctrl_c(toy: Toy) -> None:
     def interrupt_all_workers() -> None:
         while not stop.wait(0.02):
             for child in psutil.Process().children():
-                child.send_signal(signal.SIGINT)
+                if os.getpgid(child.pid) == os.getpgrp():
+                    child.send_signal(signal.SIGINT)
 
     thread = threading.Thread(target=interrupt_all_workers)
     thread.start()

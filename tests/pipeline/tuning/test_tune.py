@@ -10,7 +10,6 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -28,7 +27,7 @@ from drivetrain.pipeline.tuning.separate import Failed
 from drivetrain.pipeline.tuning.tune import Tuner, facts_of
 from drivetrain.transforms import LabelSmoothing
 from pipeline_data import Sleepy, Toy, living_threads, plain_model
-from process_state import wait_until_ended
+from process_state import running_children, wait_until_ended
 from tuning_models import Hungry, Informed
 
 
@@ -160,7 +159,7 @@ def test_processes_of_their_own_have_variables_and_leave_nothing(toy: Toy) -> No
     contender = arena.open("with", pipeline, {"DRIVETRAIN_TEST": "1"})
     here = arena.open("here", pipeline_of(toy))
     assert all(speed > 0 for speed in arena.round(1, [contender, here]))  # on the same samples, or it raises
-    (child,) = [one for one in psutil.Process().children() if "separate" in " ".join(one.cmdline())]
+    (child,) = running_children("separate")
     contender.close()
     here.close()
     assert not wait_until_ended([child], 5)
@@ -174,7 +173,7 @@ def test_a_process_of_its_own_keeps_to_the_deadline(toy: Toy) -> None:
     with pytest.raises(OutOfTime):
         Trials(start + 6, 0.1).open("slow", slow, {})
     assert perf_counter() - start < 8
-    assert not [one for one in psutil.Process().children() if "separate" in " ".join(one.cmdline())]
+    assert not running_children("separate")
 
 
 @pytest.mark.long
