@@ -127,7 +127,7 @@ def check_environment(
     try:
         call(uv(), "venv", "--python", python, environment, cwd=work, title="uv venv")
     except FailedError as error:
-        raise NoPythonError(f"no Python {python} here, and uv cannot fetch it") from error
+        raise NoPythonError(f"no Python {python} on the PATH, and uv cannot fetch it") from error
     install = [f"drivetrain[{EXTRA}] @ {archive.as_uri()}"]
     if archive.suffix == ".whl":  # nothing is compiled, as for users without a compiler
         install += ["--only-binary", ":all:"]
