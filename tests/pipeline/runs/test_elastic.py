@@ -44,7 +44,8 @@ def test_down_to_one_and_up_again(toy: Toy, tmp_path: Path, started: Started) ->
     assert [ranks for ranks, _ in job.starts()] == [2, 1, 2, 1]
     last = [max(steps) for _, steps in job.starts()]
     begun = [min(steps) for _, steps in job.starts()]
-    assert begun[1] in (last[0], last[0] + 1), "a kill loses one step at most"
+    # A step computes while the checkpoint of the one before is written; a kill may lose both.
+    assert last[0] - 1 <= begun[1] <= last[0] + 1, "a kill loses at most two steps"
     assert begun[2:] == [last[1] + 1, last[2] + 1], "a machine that joins or is warned loses none"
     epochs = job.epochs(STEPS)
     assert len(epochs) == EPOCHS
