@@ -33,9 +33,9 @@ def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> lis
     return left
 
 
-def running_children(word: str) -> list[psutil.Process]:
-    """This process's children that run, with that word in their command."""
-    return [child for child in psutil.Process().children() if word in _command(child)]
+def running_children(word: str, pid: int | None = None) -> list[psutil.Process]:
+    """The children of a process, by default of this one, that run with that word in their command."""
+    return [child for child in psutil.Process(pid).children() if word in _command(child)]
 
 
 def _command(process: psutil.Process) -> str:

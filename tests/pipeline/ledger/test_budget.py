@@ -450,10 +450,7 @@ def test_ctrl_c_while_ranks_run_gives_the_ledger_at_once(
 def wait_for_ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        children = psutil.Process(process.pid).children(recursive=True)
-        ranks = [
-            child for child in children if "-c" in child.cmdline() and "importlib" in str(child.cmdline())
-        ]
+        ranks = running_children("rank_main", process.pid)
         if len(ranks) == 2:
             return ranks
         assert process.poll() is None, process.communicate()
