@@ -149,9 +149,10 @@ class FitConfig(Config):
         default="raise",
         metadata=option(
             '`"raise"`: a non-finite loss raises an error with step, rank and the last good checkpoint; `"skip"`: all '
-            "ranks skip its step",
-            more="A skipped step still advances the learning rate, and the history counts it. On a GPU, `'skip'` makes "
-            "every step wait for its loss.",
+            "ranks skip the steps whose loss or gradients are not finite",
+            more="Non-finite weights raise before they are evaluated, saved or returned. A skipped step still advances "
+            "the learning rate, and the history counts it. On a GPU, `'skip'` makes every step wait for its loss and "
+            "gradients.",
             check=lambda _, value: check_choice(value),
         ),
     )

@@ -83,7 +83,13 @@ class Run:
         self._facts = fingerprint(plan, built, job.epochs)
         self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length)
         self._store = None if job.folder is None else CheckpointDir(job.folder.resolve() / "checkpoints")
-        self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice, requests)
+        self._guard = NonFiniteGuard(
+            self._engine,
+            job.on_nonfinite,
+            self._advice,
+            requests,
+            scaled=plan.distribution.precision == "fp16",
+        )
         facts: dict[str, Any] = {
             "recipe": plan.recipe, "seed": plan.seed, "provenance": provenance(), "monitor": asdict(built.monitor),
             "inputs": Inputs.of(built.train, built.val, plan.data.eval_size).to_dict(), "task": repr(plan.task),
@@ -103,6 +109,8 @@ class Run:
         self._callbacks = RunCallbacks(
             job.callbacks, self._engine, view, self._length, every, self._evaluate_within, self._stop
         )
+        model = self._engine.plain_model
+        self._infinite = {name for name, value in model.named_buffers() if not value.isfinite().all()}
         self._name = ""
         self._writer: CheckpointWriter | None = None
         self._observer: Observer = self._guard
@@ -263,7 +271,7 @@ class Run:
                 keeps = self._keeps(number)
                 if evaluation is not None:
                     self._callbacks.on_evaluation_end(state, evaluation)
-                artifacts.add(epoch, lambda: self._engine.export_state(lambda _: keeps))
+                artifacts.add(epoch, lambda: self._weights(keeps=keeps))
             observer.on_epoch_end(state, epoch)
 
     def _replaced(self) -> int:
@@ -301,7 +309,6 @@ class Run:
     def _evaluate_within(self) -> None:
         """Evaluate between two steps, without an influence on the following ones."""
         start, state, engine = perf_counter(), self.state, self._engine
-        self._guard.flush()
         with buffers_kept(engine.plain_model), self._evaluating():
             evaluation = self._evaluate(state.epoch + (state.meter.steps > 0))
             if not math.isfinite(evaluation.val_loss):
@@ -326,7 +333,7 @@ class Run:
         history = replace(artifacts.history, facts={**artifacts.history.facts, "stopped": stopped})
         keeps = self._lead or self._job.each_rank
         with buffers_kept(self._engine.plain_model), self._evaluating():
-            artifacts.keep(history, lambda: self._engine.export_state(lambda _: keeps), within)
+            artifacts.keep(history, lambda: self._weights(keeps=keeps), within)
         artifacts.echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
 
     def _leave(self) -> None:
@@ -349,11 +356,34 @@ class Run:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Give the model the weights used in evaluation and in the result, equal on all ranks, inside the block."""
+        """Give the model the weights used in evaluation and in the result, equal on all ranks, inside the block.
+
+        Raises:
+            NonFiniteError: if the weights of the last step are not finite.
+        """
+        self._guard.check_weights(self.state)
         self._engine.sync_buffers()
         with self._hooks.evaluating():
             self._engine.sync_buffers()  # averages of buffers (EMA, SWA) differ between ranks, too
             yield
+
+    def _weights(self, *, keeps: bool) -> dict[str, torch.Tensor]:
+        """Return the weights used in evaluation, inside `_evaluating`; empty unless this rank keeps them.
+
+        Raises:
+            NonFiniteError: on every rank, if a value is not finite that was finite before the run.
+        """
+        state = self._engine.export_state(lambda _: keeps)
+        bad = [
+            name for name, value in state.items() if not value.isfinite().all() and name not in self._infinite
+        ]
+        if self._engine.reduce(torch.tensor(float(len(bad))), "sum").item():
+            where = f" ({', '.join(bad[:8])})" if bad else ""
+            raise NonFiniteError(
+                f"After step {self.state.step} the weights used in evaluation are not finite{where}; they were not "
+                f"saved. {self._advice()}"
+            )
+        return state
 
     def _keeps(self, epoch: int) -> bool:
         """Return whether this rank keeps the full weights after an epoch, which all ranks gather: rank 0; if every rank
@@ -391,10 +421,7 @@ class Run:
             else f"The last good checkpoint is {shown(last)}."
         )
         optimization = self._plan.optimization
-        return (
-            f"{good} Lower the learning rate ({optimization.describe()}), add warm-up, set "
-            f"clip_norm, or skip such steps with fit(on_nonfinite='skip')."
-        )
+        return f"{good} Lower the learning rate ({optimization.describe()}), add warm-up, or set clip_norm."
 
 
 class LeaveOnRequest(Observer):

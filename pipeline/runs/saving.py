@@ -17,6 +17,7 @@ from ..telemetry.history import Epoch
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
 from ..training.build import Built
+from ..training.guard import NonFiniteGuard
 from ..training.requests import Requests
 
 
@@ -28,7 +29,7 @@ class SaveCheckpoints(Observer):
         writer: writes the files.
         every_steps: optimizer steps between two checkpoints within an epoch; None: only at its end.
         capture: returns this rank's part of a checkpoint, and the checkpoint's content.
-        guard: flushed before a checkpoint within an epoch.
+        guard: checks the weights before a checkpoint within an epoch.
         advice: returns the end of an error message.
         requests: of checkpoints by time, and to stop.
     """
@@ -39,7 +40,7 @@ class SaveCheckpoints(Observer):
         writer: CheckpointWriter,
         every_steps: int | None,
         capture: Callable[[], tuple[Part, CheckpointContent]],
-        guard: Observer,
+        guard: NonFiniteGuard,
         advice: Callable[[], str],
         requests: Requests,
     ) -> None:
@@ -52,7 +53,7 @@ class SaveCheckpoints(Observer):
         due = self._every is not None and state.step % self._every == 0
         within = state.meter.steps < len(self._built.train)
         if self._requests.stop or (within and (due or state.stop is not None or self._requests.save)):
-            self._guard.flush()
+            self._guard.check_weights(state)
             self._save(state)
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002

@@ -37,6 +37,10 @@ class Observer:
         """Return whether the optimizer may step with this loss; must be the same on every rank."""
         return True
 
+    def should_apply(self, state: TrainState) -> bool:  # noqa: ARG002
+        """Return whether the optimizer may step with the gradients; must be the same on every rank."""
+        return True
+
     def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:
         """Called after the optimizer's step with the gradient norm, if any, and `Engine.skipped`."""
 
@@ -81,6 +85,10 @@ class Observers(Observer):
 
     def should_step(self, state: TrainState, loss: torch.Tensor) -> bool:
         answers = [observer.should_step(state, loss) for observer in self._all]
+        return all(answers)
+
+    def should_apply(self, state: TrainState) -> bool:
+        answers = [observer.should_apply(state) for observer in self._all]
         return all(answers)
 
     def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import NonFiniteError, PlanError, suggest
 from ...strategies import Engine
-from ...transforms.common.tensors import locals_of
+from ...transforms.common.tensors import locals_of, total_norm
 from ..telemetry.host_copy import HostCopy
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
@@ -30,16 +30,17 @@ def check_choice(how: str) -> None:
 
 
 class NonFiniteGuard(Observer):
-    """Raise, or skip the step, if any rank's loss is not finite.
+    """Raise, or skip the step, if any rank's loss or gradients are not finite.
 
     With `"raise"`, the loss is checked before the optimizer step on the CPU, where that costs nothing; on CUDA one step
-    later, after the next one is queued, so that the device never waits. With `"skip"`, every step waits for its loss,
-    and buffers (BatchNorm's statistics, which a bad batch would corrupt) are copied before it. The gradient norm is
-    checked immediately on the CPU and one step later on CUDA.
+    later, after the next one is queued, so that the device never waits. Non-finite gradients with a finite loss are
+    detected by their norm, with `clip_norm`: after the optimizer's step on the CPU, one step later on CUDA. Without a
+    norm, they show in the next loss; those of the last step in the weights, which `check_weights` reads before anything
+    keeps them.
 
-    Non-finite gradients with a finite loss are detected by their norm, with `clip_norm`. The optimizer has stepped by
-    then, so this raises also with `"skip"`. Without a norm, they show in the next loss. A step to skip whose weights
-    are already non-finite raises, too: every later step would be skipped.
+    With `"skip"`, every step waits for its loss and for the norm of its gradients, and buffers (BatchNorm's statistics,
+    which a bad batch would corrupt) are copied before it. A step to skip whose weights are already non-finite raises:
+    every later step would be skipped.
 
     Steps that fp16's loss scaler skips are expected, unless `OVERFLOWS` are consecutive.
 
@@ -47,15 +48,22 @@ class NonFiniteGuard(Observer):
         engine: reduces one number per rank and step, so that all ranks agree.
         how: `"raise"` or `"skip"`.
         advice: returns the end of an error message: the last good checkpoint, what to change.
+        scaled: whether fp16's loss scaler skips the steps whose gradients are not finite. Default False.
         requests: agreed on in the same exchange; on CUDA one step later.
     """
 
     def __init__(
-        self, engine: Engine, how: OnNonFinite, advice: Callable[[], str], requests: Requests | None = None
+        self,
+        engine: Engine,
+        how: OnNonFinite,
+        advice: Callable[[], str],
+        requests: Requests | None = None,
+        *,
+        scaled: bool = False,
     ) -> None:
         self._engine, self._skip = engine, how == "skip"
         self._requests = requests or Requests()
-        self._advice = advice
+        self._advice, self._scaled = advice, scaled
         self._at_once = self._skip or engine.device.type != "cuda"
         self._late: tuple[int, HostCopy] | None = None
         self._late_norm: tuple[int, HostCopy] | None = None
@@ -82,6 +90,26 @@ class NonFiniteGuard(Observer):
         self._look(late)
         self._look_at_norm()
         return True
+
+    @torch.no_grad()
+    def should_apply(self, state: TrainState) -> bool:  # noqa: ARG002
+        """Return whether the gradients are finite on every rank, with `"skip"`; every rank must call it."""
+        if not self._skip or self._scaled or self._finite_gradients():
+            return True
+        self._restore_buffers()
+        return False
+
+    def check_weights(self, state: TrainState) -> None:
+        """Check what is pending, and the weights; every rank must call it.
+
+        Raises:
+            NonFiniteError: naming the step.
+        """
+        self.flush()
+        if self._spoiled():
+            raise NonFiniteError(
+                f"After step {state.step} the weights are not finite; they were not saved. {self._remedies()}"
+            )
 
     def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the losses of all ranks and then their requests, `(2 · world_size,)`; of one rank only its loss."""
@@ -141,7 +169,7 @@ class NonFiniteGuard(Observer):
             self.flush()  # if the loss is not finite, it is the cause, and raises the better message
         raise NonFiniteError(
             f"At step {step} the gradient norm is {value}, with a finite loss; the weights are corrupted. "
-            f"{self._advice()}"
+            f"{self._remedies()}"
         )
 
     def _judged(self, step: int, numbers: list[float]) -> bool:
@@ -152,13 +180,38 @@ class NonFiniteGuard(Observer):
             return True
         where = ", ".join(f"{value} on rank {rank}" for rank, value in list(bad.items())[:8])
         if self._skip and not self._spoiled():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+            self._restore_buffers()
             return False
         spoiled = " The weights are no longer finite: skipping would not help." * self._skip
-        raise NonFiniteError(f"At step {step} the loss is {where}.{spoiled} {self._advice()}")
+        raise NonFiniteError(f"At step {step} the loss is {where}.{spoiled} {self._remedies()}")
 
+    def _remedies(self) -> str:
+        """Return what to do about single steps."""
+        skipping = "" if self._skip else " Or skip such steps with fit(on_nonfinite='skip')."
+        return f"{self._advice()}{skipping}"
+
+    def _restore_buffers(self) -> None:
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+
+    def _finite_gradients(self) -> bool:
+        """Return whether the norm of each rank's gradients is finite."""
+        own = [p.grad for p in self._engine.plain_model.parameters() if p.grad is not None]
+        count, infinite = self._engine.reduce(_counted(own), "sum").tolist()
+        if not count:  # DeepSpeed has moved them
+            infinite = _counted(list(self._engine.gradients().values())).tolist()[1]
+        return not infinite
+
+    @torch.no_grad()
     def _spoiled(self) -> bool:
+        """Return whether a parameter of any rank is not finite."""
         parameters = [p.detach() for p in self._engine.plain_model.parameters()]
         mine = any(not bool(shard.isfinite().all()) for shard in locals_of(parameters))
         return bool(self._engine.reduce(torch.tensor(float(mine)), "sum").item())
+
+
+def _counted(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the number of gradients, and 1 if their norm is not finite, else 0."""
+    return torch.tensor(
+        [len(gradients), not math.isfinite(total_norm(gradients).item())], dtype=torch.float32
+    )

@@ -90,6 +90,8 @@ def train_epoch(
             if admitted:
                 again = partial(add_gradients, engine, microbatches, loss, observer, hooks.events)
                 hooks.second_pass(engine, again)
+                admitted = observer.should_apply(state)
+            if admitted:
                 hooks.clip(engine)
                 observer.on_phase("step")
                 norm = engine.step()

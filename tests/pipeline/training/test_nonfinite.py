@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain import NonFiniteError, Pipeline, PlanError
+from drivetrain import Callback, NonFiniteError, Pipeline, PlanError, RunView
 from drivetrain.pipeline import Checkpoints
 from drivetrain.strategies import launch
+from drivetrain.transforms import EMA, SAM
 from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, plain_model
 from torch import nn
 
@@ -72,15 +73,46 @@ def test_an_infinite_gradient(toy: Toy) -> None:
     """With a norm at its own step; without, when the weights that it spoiled give the next loss."""
     pipeline = toy.pipeline(Bad((3,), gradient=True))
     clipped = pipeline.distribute("single", clip_norm=1.0)
-    for how in ("raise", "skip"):
-        with pytest.raises(NonFiniteError, match="At step 3 the gradient norm is nan, with a finite loss"):
-            fit(clipped, on_nonfinite=how)
-    with pytest.raises(NonFiniteError, match="At step 4 the loss is nan"):
+    with pytest.raises(NonFiniteError, match="At step 3 the gradient norm is nan, with a finite loss"):
+        fit(clipped)
+    with pytest.raises(NonFiniteError, match=r"At step 4 the loss is nan.*on_nonfinite='skip'"):
         fit(pipeline)
-    with pytest.raises(
-        NonFiniteError, match=r"At step 4 the loss is nan on rank 0. The weights are no longer finite"
-    ):
-        fit(pipeline, on_nonfinite="skip")
+
+
+@pytest.mark.parametrize("second", [(), (SAM(0.1),)], ids=["", "SAM"])
+def test_an_infinite_gradient_is_skipped(toy: Toy, second: tuple[SAM, ...]) -> None:
+    """As if the batch had not been, whether its gradients are the first or those at the perturbed weights."""
+    bad = (5, 6) if second else (3,)  # a forward each, and with SAM two
+    pipeline = toy.pipeline(Bad(bad, gradient=True)).transform(*second)
+    for one in (pipeline, pipeline.distribute("single", clip_norm=1.0)):
+        result = fit(one, on_nonfinite="skip")
+        assert [epoch.skipped for epoch in result.history.epochs] == [1, 0, 0]
+        assert result.accuracy > 0.8
+    if second:
+        assert [
+            e.skipped
+            for e in fit(pipeline.replace(model=Bad((6,), gradient=True)), on_nonfinite="skip").history.epochs
+        ] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("averaged", [False, True], ids=["", "EMA"])
+def test_nothing_finite_is_replaced(toy: Toy, tmp_path: Path, averaged: bool) -> None:
+    """The last step of all: no later loss shows it, but neither the result nor a file has its weights."""
+    bad = toy.pipeline(Bad((3 * STEPS,), gradient=True)).load(toy.train, batch_size=BATCH, image_size=16)
+    pipeline = bad.transform(EMA(1.0)) if averaged else bad
+    kept: dict[str, bytes] = {}
+
+    class Keep(Callback):
+        def on_epoch_end(self, view: RunView) -> None:  # noqa: ARG002
+            kept["model"] = (tmp_path / "model.safetensors").read_bytes()
+
+    for checkpoints in (Checkpoints(), None):
+        with pytest.raises(NonFiniteError, match=f"After step {3 * STEPS} the weights are not finite"):
+            fit(pipeline, out=tmp_path, checkpoints=checkpoints, callbacks=[Keep()])
+        assert (tmp_path / "model.safetensors").read_bytes() == kept["model"]
+    for options in ({}, {"on_nonfinite": "raise"}):
+        with pytest.raises(NonFiniteError, match="were not saved"):
+            fit(pipeline, **options)
 
 
 def test_weights_that_are_not_finite_are_not_saved(toy: Toy, tmp_path: Path) -> None:
@@ -139,14 +171,18 @@ def test_all_ranks_agree(toy: Toy) -> None:
         for strategy in ("ddp", "fsdp")
         for how in ("raise", "skip")
     }
+    for strategy in ("ddp", "fsdp"):
+        jobs[f"{strategy} gradient"] = (
+            toy.pipeline(Bad((3, 6), rank=1, gradient=True)).distribute(strategy, devices=2), "skip",
+        )  # fmt: skip
     jobs["after it"] = (toy.pipeline(plain_model).distribute("ddp", devices=2), "raise")
     ranks = launch(on_ranks, jobs, devices=2, timeout=120)
     for found in ranks:
         for strategy in ("ddp", "fsdp"):
             assert found[f"{strategy} raise"].startswith("At step 3 the loss is nan on rank 1. "), found
-            skipped, accuracy = found[f"{strategy} skip"]
-            assert skipped == [1, 1, 0]
-            assert accuracy > 0.8
+            for skipped, accuracy in (found[f"{strategy} skip"], found[f"{strategy} gradient"]):
+                assert skipped == [1, 1, 0]
+                assert accuracy > 0.8
         assert found["after it"][0] == [0, 0, 0]
 
 
