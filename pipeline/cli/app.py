@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Any, NoReturn
 
 from ...errors import DrivetrainError, PlanError, suggest
@@ -101,7 +101,7 @@ def _run(arguments: Sequence[str]) -> int:
         function = COMMANDS[command]
         with interrupts_held():  # argparse clears up with attributes that it may not have set yet
             values = Parser(f"drivetrain {command}", function).parse(arguments[1:])
-        with _plain_warnings(hidden=values.get("quiet", False)):
+        with _plain_warnings(hidden=values.get("quiet", False)), _heard():
             return function(**values) or 0
     usage, epilog = "drivetrain COMMAND [ARGUMENTS]", f"commands:\n{listed(COMMANDS)}"
     parser = Parser("drivetrain", _overview, usage=usage, epilog=epilog)
@@ -132,6 +132,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         status = 1
     sys.exit(status)
+
+
+def _heard() -> AbstractContextManager[None]:
+    """Return what lets the other ranks of a job know of an error, e.g. a recipe that this machine does not have."""
+    if "WORLD_SIZE" not in os.environ:  # saves the time of importing torch
+        return nullcontext()
+    from ...strategies.launching.failures import failures_posted
+
+    return failures_posted()
 
 
 @contextmanager

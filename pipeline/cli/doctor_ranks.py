@@ -14,10 +14,11 @@ import torch.distributed as dist
 from ...errors import StrategyError
 from ...strategies.devices import rank_device
 from ...strategies.launching.agent import blocked_growth, killed_with_agent
-from ...strategies.launching.group import join_group, under_torchrun
+from ...strategies.launching.group import join_group
 from ...strategies.launching.meeting import Meeting, meet
 from ...strategies.launching.peers import lost_ranks_named
 from ...strategies.launching.speed import AllReduce, all_reduce_speed
+from ...strategies.launching.store import under_torchrun
 from ...table import Table
 from ...version import __version__
 from .doctor import Finding, host_address

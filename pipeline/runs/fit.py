@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...errors import DrivetrainError, PlanError, StrategyError
 from ...loaders.remote.source import is_address
+from ...strategies.launching.failures import failures_posted
 from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.peers import LostRankError
 from ..checkpoints.directory import CheckpointDir
@@ -35,6 +36,12 @@ from .run import Run
 
 def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> FitResult:
     """Train; see `Pipeline.fit`. With `show_plan`, print the plan once everything is checked and built."""
+    with failures_posted():
+        return _checked_fit(spec, config, show_plan)
+
+
+def _checked_fit(spec: PipelineSpec, config: FitConfig, show_plan: bool) -> FitResult:
+    """Check everything, and train."""
     epochs = spec.epochs if config.epochs is None else config.epochs
     if epochs is None:
         raise PlanError("Number of epochs not set. Pass fit(epochs=…).")

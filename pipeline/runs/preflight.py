@@ -9,26 +9,26 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...errors import DrivetrainError, RecipeError, StrategyError
+from ...errors import RecipeError, StrategyError
 from ...files import appears
 from ...loaders.remote.folder import RemoteFolder
 from ...loaders.remote.mirror import Mirror
 from ...loaders.remote.source import is_address
 from ...loaders.sources import Source, files_of
 from ...strategies.launching.group import group_store, in_group
+from ...strategies.launching.store import arrives
 from ...version import __version__
+from ...waiting import Wait
 from ..checkpoints.identity import identity
 from ..recipes.export import to_recipe
 from ..spec.resolve import ResolvedPlan
@@ -63,18 +63,15 @@ def preflight(plan: ResolvedPlan, job: FitJob) -> None:
     mine: dict[str, Any] = {"host": socket.gethostname(), "facts": {}, "sees out": True, "error": ""}
     with ExitStack() as stack:
         try:
-            is_seen = stack.enter_context(_token(job, store, rank))
+            is_seen = stack.enter_context(_token(job, store, rank, plan.distribution.timeout))
             mine |= {"facts": facts(plan, job), "sees out": is_seen()}
-        except (OSError, DrivetrainError) as error:
+        except Exception as error:  # whatever it is, the others need not wait
             mine["error"] = f"{type(error).__name__}: {error}"
         store.set(str(rank), json.dumps(mine))
         if rank == 0:
             store.set("verdict", _verdict(store, ranks, job, plan.distribution.timeout))
-    try:
-        verdict = store.get("verdict").decode()
-    except RuntimeError as error:
-        raise StrategyError(f"Rank 0 did not compare the ranks: {error}") from error
-    if verdict:
+    # Rank 0 may use all of its time for a rank that does not report.
+    if verdict := _awaited(store, "verdict", Wait(plan.distribution.timeout + _LAG), 0):
         raise StrategyError(verdict)
 
 
@@ -127,12 +124,12 @@ def _digest(path: Path) -> str:
 
 
 @contextmanager
-def _token(job: FitJob, store: Any, rank: int) -> Iterator[Callable[[], bool]]:
+def _token(job: FitJob, store: Any, rank: int, timeout: float) -> Iterator[Callable[[], bool]]:
     """Inside the block, rank 0 has a file in the run's folder, or at its address; yield what waits for this rank to see
     it, and returns whether it does. At an address, every rank writes one, because each uploads what it saves."""
     if rank == 0:
         store.set("token", uuid.uuid4().hex)
-    name = f".preflight-{store.get('token').decode()}"
+    name = f".preflight-{_awaited(store, 'token', Wait(timeout), 0)}"
     if job.folder is None:
         yield lambda: True
     elif is_address(job.out):
@@ -162,20 +159,38 @@ def _store() -> Any:
 def _verdict(store: Any, ranks: int, job: FitJob, timeout: float) -> str:
     """Return a sentence on the first difference, "" if there is none."""
     first: dict[str, Any] = {}
-    deadline = time.monotonic() + timeout
+    wait = Wait(timeout)
     for rank in range(ranks):
         try:
-            store.wait([str(rank)], timedelta(seconds=max(deadline - time.monotonic(), 1.0)))
-        except RuntimeError:
-            return (
-                f"Rank {rank} of {ranks} did not report to rank 0 ({first.get('host', socket.gethostname())}) within "
-                f"{timeout:g} s. Look at its own output, or raise distribute(timeout=…)."
-            )
-        info = json.loads(store.get(str(rank)).decode())
+            info = json.loads(_awaited(store, str(rank), wait, rank))
+        except StrategyError as error:
+            return str(error)
         first = first or info
         if said := _difference(rank, info, first, job):
             return said
     return ""
+
+
+def _awaited(store: Any, key: str, wait: Wait, whom: int) -> str:
+    """Return what rank `whom` leaves under a key.
+
+    Raises:
+        StrategyError: if it does not in time.
+    """
+    own, ranks = dist.get_rank(), dist.get_world_size()
+    while not arrives(store, key):
+        if wait.left <= 0:
+            raise StrategyError(
+                f"Rank {whom} of {ranks} did not report to rank {own} ({socket.gethostname()}) within {wait.limit:g} "
+                "s. Look at its own output, or raise distribute(timeout=…)."
+            )
+        wait.report(
+            lambda: (
+                f"Rank {own} of {ranks} ({socket.gethostname()}) waits for rank {whom}, which has not reported yet "
+                "what it trains: slow data, or a slow file system"
+            )
+        )
+    return str(store.get(key).decode())
 
 
 def _difference(rank: int, info: Mapping[str, Any], first: Mapping[str, Any], job: FitJob) -> str:

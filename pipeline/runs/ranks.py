@@ -11,7 +11,8 @@ from torch import nn
 
 from ... import strategies
 from ...errors import DrivetrainError, StrategyError
-from ...strategies.launching.group import is_rank, refuse_lone_task, under_torchrun
+from ...strategies.launching.group import is_rank, refuse_lone_task
+from ...strategies.launching.store import under_torchrun
 from ..checkpoints.state import global_randomness_kept
 from ..spec.cuda_settings import cuda_settings
 from ..spec.resolve import ResolvedPlan

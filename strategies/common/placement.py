@@ -12,7 +12,8 @@ from ... import machine
 from ...errors import StrategyError
 from ..base import OptimizerFactory
 from ..devices import pick_device, rank_device, refuse_shared_gpu
-from ..launching.group import is_rank, join_group, under_torchrun
+from ..launching.group import is_rank, join_group
+from ..launching.store import under_torchrun
 from ..options import Options
 from .recompute import recompute_activations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -10,15 +11,13 @@ import torch
 import torch.distributed as dist
 
 from ...errors import StrategyError
+from ...waiting import Wait
 from ..devices import local_rank
-from .meeting import Meeting, meet, place
+from .failures import FailedRankError, post, raise_posted
+from .meeting import Meeting, meet
+from .store import arrives, connect, listed, own_name, place, under_torchrun
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun (or another launcher that sets the same variables) started this process."""
-    return all(name in os.environ for name in _TORCHRUN)
+_ROUND = 0.2  # seconds between two looks whether another rank has failed to connect
 
 
 def in_group() -> bool:
@@ -115,20 +114,56 @@ def join_group(
         dist.init_process_group(
             backend, timeout=patience, init_method=init_method, rank=rank, world_size=ranks
         )
-        _wait_until_all_joined(patience)
+        _wait_until_all_joined(Wait(timeout))
         return None
     meeting = meeting or meet(timeout)
-    try:
-        dist.init_process_group(backend, timeout=patience, store=meeting.store, rank=rank, world_size=ranks)
-        _wait_until_all_joined(patience)
-    except RuntimeError as error:
-        raise StrategyError(
-            f"Rank {rank} of {ranks} ({meeting.ranks[rank]['host']}) met the others at {place()}, but cannot exchange "
-            f"tensors with all of them: {str(error).partition(chr(10))[0]}. If their host names lead to 127.x, set "
-            "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface; drivetrain doctor --ranks shows "
-            "the addresses."
-        ) from error
+    _connect_all(backend, meeting, rank, timeout)
     return meeting
+
+
+def _connect_all(backend: str, meeting: Meeting, rank: int, timeout: float) -> None:
+    """Create the process group of ranks that have met.
+
+    Gloo applies a time limit to each of its steps, and knows nothing of a rank that has failed in one. A thread calls
+    it, which is left behind then.
+    """
+    wait, ranks = Wait(timeout), len(meeting.ranks)
+    # A connection of its own: the thread may wait in the other one.
+    watched = dist.PrefixStore(f"drivetrain/{meeting.name}", connect(timedelta(seconds=timeout)))  # type: ignore[attr-defined]
+    ended: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            dist.init_process_group(
+                backend, timeout=timedelta(seconds=timeout), store=meeting.store, rank=rank, world_size=ranks
+            )
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=call, name="drivetrain-connect", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_ROUND)
+            raise_posted(watched, "connecting")
+            if wait.left <= 0:
+                raise RuntimeError(f"not connected after {timeout:g} s")
+            wait.report(
+                lambda: f"{own_name()} waits for the connections of gloo or NCCL to the other {ranks - 1}"
+            )
+        if ended:
+            raise ended[0]
+        _wait_until_all_joined(wait, watched)
+    except FailedRankError:
+        raise
+    except RuntimeError as error:
+        failure = StrategyError(
+            f"{own_name()} met the others at {place()}, but cannot exchange tensors with all of them: "
+            f"{str(error).partition(chr(10))[0]}. If their host names lead to 127.x, set GLOO_SOCKET_IFNAME (and "
+            "NCCL_SOCKET_IFNAME) to the network interface; drivetrain doctor --ranks shows the addresses."
+        )
+        post(watched, "connecting", failure)
+        raise failure from error
 
 
 def group_store(name: str) -> Any:
@@ -136,8 +171,27 @@ def group_store(name: str) -> Any:
     return dist.PrefixStore(f"drivetrain/{name}", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
 
-def _wait_until_all_joined(patience: timedelta) -> None:
-    """Wait for all ranks: one that returned at once would close connections that another is still opening."""
-    store = group_store("joined")
+def _wait_until_all_joined(wait: Wait, watched: Any = None) -> None:
+    """Wait for all ranks: one that returned at once would close connections that another is still opening.
+
+    Args:
+        wait: how long.
+        watched: a store with the failures of ranks that cannot connect, if there is one.
+    """
+    store, ranks = group_store("joined"), dist.get_world_size()
     store.set(str(dist.get_rank()), "")
-    store.wait([str(rank) for rank in range(dist.get_world_size())], patience)
+    joined = 0
+
+    def waits() -> str:
+        missing = [rank for rank in range(joined, ranks) if not store.check([str(rank)])]
+        return f"Rank {dist.get_rank()} of {ranks} waits for {listed(missing)} to connect to all others"
+
+    while joined < ranks:
+        if arrives(store, str(joined)):
+            joined += 1
+            continue
+        if watched is not None:
+            raise_posted(watched, "connecting")
+        if wait.left <= 0:
+            raise RuntimeError(f"rank {joined} did not connect within {wait.limit:g} s")
+        wait.report(waits)

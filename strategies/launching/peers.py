@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from ...errors import StrategyError
-from .meeting import connect, place
+from .store import connect, place
 
 BEAT = 1.0  # seconds between two heartbeats
 _MISSED = 3.5  # seconds without a heartbeat after which a rank counts as lost

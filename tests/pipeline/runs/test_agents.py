@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,35 @@ def test_machines_with_different_recipes_fail_together(toy: Toy, tmp_path: Path,
         assert "The ranks do not train the same: rank 1 (" in line
         assert line.count(f"({HOST})") == 2
         assert "optimizer.lr = " in line
+    assert job.steps() == 0
+
+
+@pytest.mark.parametrize(("lacks", "what"), [(0, "recipe"), (1, "data")])
+def test_a_machine_that_lacks_something_ends_all_at_once(
+    toy: Toy, tmp_path: Path, started: Started, lacks: int, what: str
+) -> None:
+    """Long before the ranks give each other up."""
+    job = Job(tmp_path, started)
+    for number in range(2):
+        path = recipe(toy, tmp_path / f"{number}.json", epochs=2, timeout=120)
+        if number == lacks and what == "recipe":
+            path = str(tmp_path / "gone.json")
+        data = [f"train={tmp_path}/gone.beton"] if number == lacks and what == "data" else []
+        job.start("train", path, *data, "--out", str(job.out))
+    job.wait(lambda: any(agent.process.poll() is not None for agent in job.agents), "the end of one")
+    begin = time.monotonic()
+    assert [agent.end() for agent in job.agents] == [1, 1]
+    assert time.monotonic() - begin < 10
+    error = {"recipe": "RecipeError: ", "data": "BetonError: "}[what]
+    own, other = job.agents[lacks].output, job.agents[1 - lacks].output
+    assert sum(line.startswith(error) for line in own.splitlines()) == 1, own
+    (line,) = [line for line in other.splitlines() if line.startswith("FailedRankError: ")]
+    ranks = [
+        f"Rank {1 - lacks} of 2 ({HOST}) stops, because ",
+        f"rank {lacks} of 2 ({HOST}) failed: {error}",
+        "gone",
+    ]
+    assert all(words in line for words in ranks), other
     assert job.steps() == 0
 
 

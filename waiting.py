@@ -1,0 +1,42 @@
+"""Waits for other processes and machines: with a limit, and reported to the user while they last."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+_SILENT = 5.0  # seconds before a wait is reported for the first time; the pauses after it double
+
+
+class Wait:
+    """One wait, for the loop that looks whether it is over.
+
+    Standard error is where warnings go, so a wait is reported with `--quiet` and in a log file, too.
+
+    Args:
+        limit: seconds after which it is given up.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self._begin, self._next = limit, time.monotonic(), _SILENT
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._begin
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is given up; negative after that."""
+        return self.limit - self.elapsed
+
+    def report(self, text: Callable[[], str]) -> None:
+        """Print a line if one is due: after 5 s, and then whenever the wait has become twice as long.
+
+        Args:
+            text: returns for whom it waits, and why; called only if the line is due.
+        """
+        if self.elapsed >= self._next:
+            self._next = 2 * self.elapsed
+            print(f"{text()} ({self.elapsed:.0f} s of at most {self.limit:g} s)", file=sys.stderr, flush=True)
