@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from drivetrain import Pipeline, strategies
+from drivetrain.loaders.epochs import Batch, EpochLoader
 from drivetrain.loaders.settings import Settings
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
@@ -29,6 +30,7 @@ from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.signals import handlers_kept
 from drivetrain.strategies import Engine
 from measuring import Contender
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
@@ -54,6 +56,12 @@ class Batches:
         """The images of the first batch."""
         return self._batches[0][0]
 
+    @property
+    def labels(self) -> NDArray[Any]:
+        """The labels of all images, `(N,)`."""
+        joined: NDArray[Any] = torch.cat([labels for _, labels in self._batches]).cpu().numpy()
+        return joined
+
     def __len__(self) -> int:
         return len(self._batches)
 
@@ -75,18 +83,31 @@ class Batches:
         return seconds
 
 
-class AsLoader(Batches):
+class InMemory(EpochLoader):
     """The batches as the loader of a run, which requests one more batch after the last step."""
 
-    def __init__(self, batches: Batches) -> None:
-        super().__init__(batches._batches)
-        self.settings, self.classes = Settings(batch_size=len(self.first), image_size=SIDE), ()
-        self.beton, self.labels = None, torch.cat([labels for _, labels in batches._batches]).cpu().numpy()
-        self.indices = range(len(self.labels))
+    workers, _ahead = 1, 0
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from super().__iter__()
-        self.stop()
+    def __init__(self, batches: Batches) -> None:
+        self._in_memory, self._device = batches, batches.first.device
+        self._labels = batches.labels
+        settings = Settings(batch_size=len(batches.first), image_size=SIDE)
+        super().__init__(settings, None, len(self._labels), None)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:  # noqa: ARG002
+        yield from self._in_memory
+        self._in_memory.stop()
+
+    def _release(self) -> None:
+        pass
+
+    @property
+    def classes(self) -> list[str]:
+        return []
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        return self._labels
 
 
 def synchronise() -> None:
@@ -144,7 +165,7 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
 
     History and weights are written after an epoch, and do not count.
     """
-    loader: Any = AsLoader(batches)
+    loader = InMemory(batches)
     pipeline = Pipeline(cifar_resnet).load("in memory", batch_size=len(batches.first), image_size=SIDE)
     pipeline = pipeline.optimize("sgd", lr=RATE, momentum=MOMENTUM, schedule="constant")
     plan = resolve(pipeline, files=False)
@@ -166,7 +187,7 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
             entries = len(lines) - 2  # without the header and the epoch
         if entries != len(batches) // job.log_every:
             raise RuntimeError(f"{entries} steps were logged")
-        return float(loader.take())
+        return batches.take()
 
     return trial
 
