@@ -1,5 +1,6 @@
 # make quickstart   set up, then train CIFAR-10 from the raw files and measure a ledger
-# make test         set up if necessary, then lint, types and tests (make test-all: the slow ones, too)
+# make test         set up if necessary, then lint, types and tests (make test-all: the slow ones, too,
+#                   in phases that continue where they stopped, with a report)
 # make quick        lint, types, and the tests that start no process and took no time in their last run: on every save
 # make install      only set up                     make lock   rewrite requirements.txt and requirements-run.txt
 # make wheel        one wheel for all Pythons in dist/, with libjpeg-turbo inside
@@ -59,17 +60,14 @@ $(NATIVE): setup.py $(wildcard loaders/native/*.[ch]) | .venv/runtime
 # Waiting OpenMP threads sleep instead of spinning, which would take the cores from the other test.
 test test-all quick: export OMP_WAIT_POLICY ?= PASSIVE
 
-# Other targets fork the ranks from one process that has imported torch; here each rank starts as it does for users.
-test-all: export DRIVETRAIN_RANKS ?= started
-
 # Two tests at a time, because they spend most of their time importing torch; then those that must run alone.
 test: install check bytecode
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not alone"
 	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(ALONE)
 
+# Continues where it was stopped, until a file changes; KEEP=1 takes over what was known before the change.
 test-all: install check bytecode
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not alone"
-	$(BIN)/python -m pytest -m "alone and not gpu" $(ALONE)
+	$(BIN)/python .ci/test_all.py $(if $(KEEP),--keep)
 
 quick: install check bytecode
 	DRIVETRAIN_QUICK=1 DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist worksteal \

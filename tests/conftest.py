@@ -16,6 +16,7 @@ import composer_reference
 import gpu_device
 import interpreters
 import machines
+import outcomes
 import psutil
 import pytest
 from cifar10_files import FILE_BYTES, FakeNpm, closed_port
@@ -40,10 +41,11 @@ class PlainRoot:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """See `PlainRoot`, `durations` and `interpreters`."""
+    """See `PlainRoot`, `durations`, `interpreters` and `outcomes`."""
     config.pluginmanager.register(PlainRoot())
     config.pluginmanager.register(Durations(config))
     interpreters.register(config)
+    outcomes.register(config, lambda: RankServer.forked)
 
 
 @pytest.fixture(scope="session", autouse=True)

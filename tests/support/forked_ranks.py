@@ -1,7 +1,8 @@
 """Ranks without the seconds that each takes to import torch: forked from one process of `rank_server.py`.
 
 What a rank runs, its environment, pipes, session and end are those of an interpreter that `launch` starts. Those are
-started in `tests/strategies/launching`, and everywhere by `make test-all` (`DRIVETRAIN_RANKS=started`).
+started in `tests/strategies/launching`, and by `make test-all` (`DRIVETRAIN_RANKS=started`) in the slow tests and in
+one test of each file.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def _adopt(on: bool) -> None:
 class RankServer:
     """One process of `rank_server.py`, started when the first rank is."""
 
+    forked = 0
+    """Number of ranks that the tests of this process have forked."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -70,6 +74,7 @@ class RankServer:
 
     def start(self, environment: dict[str, str], answer: int) -> ForkedRank:
         """As `ranks.start_interpreter`."""
+        RankServer.forked += 1
         order = {"environment": environment, "folder": str(Path.cwd()), "answer": answer}
         theirs, ours = os.pipe()
         try:
