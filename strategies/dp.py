@@ -78,6 +78,10 @@ class DP:
                 f"strategy 'dp': compile={options.compile!r} would run the first GPU's compiled module for every copy "
                 f"of it. Remove it, or use 'ddp'."
             )
+        if options.sync_batchnorm and len(devices) > 1:
+            raise StrategyError(
+                "strategy 'dp': sync_batchnorm=True needs one process per GPU. Use 'ddp', or leave it out."
+            )
         model = put_on(model, devices[0], options)
         optimizer = build_optimizer(model, optimizer_factory)
         if devices[0].type == "cpu":

@@ -17,8 +17,7 @@ from ..errors import StrategyError
 from .base import OptimizerFactory
 from .common.materialise import materialise, refuse_without_reset
 from .common.module_filter import ModuleFilter, check_filter
-from .common.placement import build_optimizer, check_ranks, compile_in_place, enter, put_on
-from .common.recompute import recompute_activations
+from .common.placement import build_optimizer, change_layers, check_ranks, compile_in_place, enter, put_on
 from .common.sharding import (
     begin_like_rank_0,
     give_channels_last_inputs,
@@ -195,7 +194,7 @@ class FSDP:
         if make_contiguous(model):
             give_channels_last_inputs(model)
         shared = {"mesh": self._mesh(device), **self._sharding(device)}
-        recompute_activations(model, options.activation_checkpointing)
+        change_layers(model, options)
         done: set[nn.Module] = set()
         for unit in (*chosen, model):
             materialise(unit, device, done)

@@ -24,6 +24,7 @@ class PrepareOptions(TypedDict, total=False):
     accumulate: int
     activation_checkpointing: ModuleFilter
     compile: bool | str
+    sync_batchnorm: bool
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Options:
     compile: bool | str = False
     """Whether to compile the model with `torch.compile`, in place: no name changes. A string is its `mode`, such as
     `"max-autotune"`. Default False, because the first step then takes a minute or more."""
+    sync_batchnorm: bool = False
+    """Whether BatchNorm layers compute their statistics over the global batch, on all ranks; see
+    `sync_batch_norm.sync_batch_norms`. Default False: over this rank's microbatch, which needs no messages."""
 
     @classmethod
     def of(cls, given: dict[str, Any] | PrepareOptions) -> Self:
@@ -80,3 +84,15 @@ class Options:
         if isinstance(self.compile, str) and self.compile not in modes:
             raise StrategyError(f"compile has no mode {self.compile!r}.{suggest(self.compile, modes)}")
         check_filter(self.activation_checkpointing, "activation_checkpointing")
+        self._check_sync_batchnorm()
+
+    def _check_sync_batchnorm(self) -> None:
+        if not isinstance(self.sync_batchnorm, bool):
+            raise StrategyError(f"sync_batchnorm={self.sync_batchnorm!r} must be True or False.")
+        if self.sync_batchnorm and self.accumulate > 1:
+            raise StrategyError(
+                f"sync_batchnorm=True cannot be combined with accumulate={self.accumulate}: the statistics of a step "
+                f"need every layer's inputs from all of its microbatches at once, and so the memory that accumulate "
+                f"saves. Use accumulate=1 with activation_checkpointing=True, which saves memory too, or more ranks; "
+                f"or GroupNorm, which does not depend on the batch."
+            )

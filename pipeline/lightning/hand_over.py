@@ -82,6 +82,12 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
             "compile= and activation_checkpointing= require Drivetrain's strategies. Remove them from .distribute(), "
             "and use Lightning's: Trainer(strategy=FSDPStrategy(activation_checkpointing_policy=…)), module.compile()."
         )
+    on_cpu = arguments.get("accelerator") == "cpu" or not torch.cuda.is_available()
+    if distribution.sync_batchnorm and distribution.ranks > 1 and on_cpu:
+        raise PlanError(
+            "sync_batchnorm=True: Lightning uses torch's SyncBatchNorm, which works on GPUs only. Train with fit(), or "
+            "leave it out."
+        )
     plan = resolve_data(plan, progress=False)
     with ExitStack() as stack:
         loaders = make_loaders(plan, _device(arguments))
@@ -94,8 +100,9 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
     trainer = {
         "max_epochs": epochs, "precision": PRECISION[distribution.precision],
         "accumulate_grad_batches": distribution.accumulate, "gradient_clip_val": distribution.clip_norm,
-        "gradient_clip_algorithm": "norm", "use_distributed_sampler": False, "num_sanity_val_steps": 0,
-        "logger": False, "enable_checkpointing": False, **arguments,
+        "gradient_clip_algorithm": "norm", "sync_batchnorm": distribution.sync_batchnorm,
+        "use_distributed_sampler": False, "num_sanity_val_steps": 0, "logger": False,
+        "enable_checkpointing": False, **arguments,
     }  # fmt: skip
     return HandOver(LitModule(parts, epochs, steps), LitDataModule(plan), trainer, parts.reports)
 

@@ -98,6 +98,8 @@ class Run:
             facts["strategy"] = built.engine.note
         if built.note:
             facts["parameter groups"] = built.note
+        if built.split_batch_norm:
+            facts["BatchNorm"] = built.split_batch_norm
         if initial is not None:
             facts["init_from"] = initial.to_dict()
         self._artifacts = RunArtifacts(job, outcome, self._lead, facts)
@@ -123,7 +125,8 @@ class Run:
 
     def train(self) -> None:
         """Train the remaining epochs of the run."""
-        notes = [self._engine.note, self._built.note, "" if self._initial is None else str(self._initial)]
+        initial = "" if self._initial is None else str(self._initial)
+        notes = [self._engine.note, self._built.note, self._built.split_batch_norm, initial]
         for note in filter(None, notes):
             self._artifacts.echo(note)
         options = self._job.checkpoints

@@ -639,6 +639,18 @@ class DistributedConfig(Config):
             in_plan=False,
         ),
     )
+    sync_batchnorm: bool = field(
+        default=False,
+        metadata=option(
+            "whether BatchNorm layers compute their statistics over the global batch, on all ranks, as on one device; "
+            "otherwise over a rank's microbatch",
+            FLAG,
+            more="Numbers and running statistics are then those of one device, on CPUs and GPUs, up to the order of "
+            "sums, at the cost of two small messages per layer and step. Not with `accumulate`, because a layer would "
+            "need its inputs from all microbatches at once.",
+            in_plan=False,
+        ),
+    )
     cudnn_benchmark: bool | None = field(
         default=None,
         metadata=option(
@@ -717,6 +729,7 @@ class DistributedConfig(Config):
             "accumulate": self.accumulate,
             "activation_checkpointing": self.activation_checkpointing,
             "compile": self.compile,
+            "sync_batchnorm": self.sync_batchnorm,
         }
 
     @property

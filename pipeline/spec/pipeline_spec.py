@@ -236,6 +236,7 @@ class PipelineSpec:
         clip_norm: float | None = None,
         activation_checkpointing: strategies.ModuleFilter = False,
         compile: bool | str = False,
+        sync_batchnorm: bool = False,
         cudnn_benchmark: bool | None = None,
         matmul_precision: MatmulPrecision | None = None,
         timeout: float = 600.0,

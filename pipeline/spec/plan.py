@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import nn
+
 from ... import machine, strategies
 from ...loaders.image_size import ImageSize, size_text
 from ...loaders.sources import files_of
@@ -16,6 +18,7 @@ from .cuda_settings import choose_benchmark, uses_gpu
 from .kinds import KIND_ORDER
 from .pipeline_spec import PipelineSpec
 from .rules import family
+from .split_batch_norm import caution
 
 LONG = 40
 """Characters from which a reason is not repeated."""
@@ -105,7 +108,7 @@ def lay_out(
         Step("check the output", "Drivetrain", "its width must be that of the data's targets"),
         Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
              f"{_devices(how)}, {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
-             f"after surgery{_slow_bf16(how)}"),
+             f"after surgery{_slow_bf16(how)}{_split_batch_norm(spec, data)}"),
         Step(f"optimizer: {optimization.at(data.batch_size).describe()}",
              "default" if spec.optimization is None else ".optimize()",
              "; ".join(filter(None, [f"built from the final parameters{optimization.for_plan()}",
@@ -146,9 +149,23 @@ def _slow_bf16(how: DistributedConfig) -> str:
     return "; this CPU has no bf16 instructions, so fp32 is faster" if slow else ""
 
 
+def _split_batch_norm(spec: PipelineSpec, data: DataConfig) -> str:
+    built = spec.model if isinstance(spec.model, nn.Module) else None
+    text = caution(spec.distributed, data.batch_size, built)
+    return f"; caution: {text}" if text else ""
+
+
 def _wrapping_steps(how: DistributedConfig) -> list[Step]:
     """Return what is done to the final modules before they are wrapped."""
     steps = []
+    if how.sync_batchnorm:
+        steps.append(
+            Step(
+                "synchronise BatchNorm",
+                ".distribute()",
+                "statistics of the global batch, summed over all ranks",
+            )
+        )
     if how.activation_checkpointing:
         what = f"recompute the activations of {_filter_name(how.activation_checkpointing)}"
         steps.append(

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from ... import strategies
 from ...checks import check_whole
 from ...errors import PlanError
-from ...transforms import GradientClipping, GyroDropout, ProgressiveResizing, SeqLengthWarmup, Transform
+from ...transforms import (
+    GhostBatchNorm,
+    GradientClipping,
+    GyroDropout,
+    ProgressiveResizing,
+    SeqLengthWarmup,
+    Transform,
+)
 from .kinds import find
 from .optimizers import gathers, label, needs_whole_matrices
 from .pipeline_spec import PipelineSpec
@@ -176,6 +183,15 @@ def _counted_forwards(spec: PipelineSpec) -> None:
         )
 
 
+def _opposite_statistics(spec: PipelineSpec) -> None:
+    ghost = find(spec.transforms, GhostBatchNorm)
+    if ghost is not None and spec.distributed.sync_batchnorm:
+        raise PlanError(
+            f"{ghost} computes BatchNorm's statistics over small groups of images, but distribute(sync_batchnorm=True) "
+            "over the global batch. Leave one of the two out."
+        )
+
+
 def _flat_shards_of_matrices(spec: PipelineSpec) -> None:
     optimizer, strategy = spec.optimized.optimizer, spec.distributed.name
     sharded = family(strategy) == "deepspeed" or (
@@ -271,6 +287,7 @@ RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _sequences_of_images,
     _compiled,
     _counted_forwards,
+    _opposite_statistics,
     _flat_shards_of_matrices,
     _targets,
     _loss_of_the_model,

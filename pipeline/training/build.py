@@ -26,6 +26,7 @@ from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
 from ...transforms import CHANGES_MODEL, NothingChanged, Report, Transform
 from ..models.weights import weights_omitted
+from ..spec import split_batch_norm
 from ..spec.config import LOADERS, DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
@@ -53,6 +54,7 @@ class Built:
         reports: what each transform changed.
         monitor: the metric that decides which epoch is best.
         note: a sentence for the user about the parameter groups; "" without.
+        split_batch_norm: a sentence about BatchNorm layers that see a part of the batch; "" if there are none.
 
     Example::
 
@@ -71,6 +73,7 @@ class Built:
     reports: tuple[Report, ...]
     monitor: Monitor
     note: str = ""
+    split_batch_norm: str = ""
 
     def begin(self, epochs: int) -> Schedule:
         """Start a training of so many epochs in a loop of your own, from the current weights.
@@ -116,6 +119,7 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
     if initial is not None:
         initial(parts.model)
     factory = optimizer_factory(plan, parts.model)
+    split = split_batch_norm.caution(how, plan.data.batch_size, parts.model)
     engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
     note = factory.note if isinstance(factory, GroupedFactory) else ""
     if engine.device != device:
@@ -125,8 +129,9 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
         train, val = make_loaders(plan, engine.device)
     hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision)
     return Built(
-        plan, engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor, note
-    )
+        plan, engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor,
+        note, split,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

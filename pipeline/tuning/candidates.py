@@ -196,6 +196,8 @@ def fitting(plan: ResolvedPlan) -> list[Candidate]:
     activations only after them."""
     share = plan.data.batch_size // plan.distribution.ranks
     numbers = [n for n in MICROBATCHES if share % n == 0 and n > plan.distribution.accumulate]
+    if plan.distribution.sync_batchnorm:  # which needs the full batch at once
+        numbers = []
     changes = [_distributed("accumulate", number, "step") for number in numbers]
     if not plan.distribution.activation_checkpointing:
         changes.append(_distributed("activation_checkpointing", True, "step"))

@@ -16,6 +16,7 @@ from ..launching.group import is_rank, join_group
 from ..launching.store import under_torchrun
 from ..options import Options
 from .recompute import recompute_activations
+from .sync_batch_norm import sync_batch_norms
 
 RANKS_PER_CORE = 8
 """Maximum number of ranks per CPU core: enough to try out many ranks, and few enough to keep a machine usable."""
@@ -90,7 +91,7 @@ def refuse_sync_batch_norm(strategy: str, model: nn.Module, device: torch.device
         if isinstance(module, nn.SyncBatchNorm):
             raise StrategyError(
                 f"strategy {strategy!r}: {name or 'the model'} is a SyncBatchNorm, which works on CUDA only, but this "
-                f"rank trains on the CPU. Use BatchNorm2d instead."
+                f"rank trains on the CPU. Use BatchNorm2d instead, with sync_batchnorm=True, which also runs here."
             )
 
 
@@ -124,9 +125,16 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
         module.compile(mode=compile if isinstance(compile, str) else None)
 
 
+def change_layers(model: nn.Module, options: Options) -> None:
+    """Apply the `options` that change classes of layers, before anything wraps or shards them."""
+    if options.sync_batchnorm:
+        sync_batch_norms(model)
+    recompute_activations(model, options.activation_checkpointing)
+
+
 def put_on(model: nn.Module, device: torch.device, options: Options) -> nn.Module:
     """Return `model` on `device` with the model `options` applied, for strategies that keep it unsharded."""
     model = model.to(device)
-    recompute_activations(model, options.activation_checkpointing)
+    change_layers(model, options)
     compile_in_place(model, options.compile)
     return model

@@ -16,8 +16,7 @@ from ...errors import StrategyError, require
 from ..base import OptimizerFactory
 from ..common.blocks import find_blocks
 from ..common.materialise import materialise, refuse_without_reset
-from ..common.placement import build_optimizer, check_ranks, compile_in_place, enter, put_on
-from ..common.recompute import recompute_activations
+from ..common.placement import build_optimizer, change_layers, check_ranks, compile_in_place, enter, put_on
 from ..common.sharding import (
     begin_like_rank_0,
     give_channels_last_inputs,
@@ -160,7 +159,7 @@ class DeepSpeed:
         if make_contiguous(model):
             give_channels_last_inputs(model)
         # Before anything is sharded: finding blocks, and maybe the factory, needs shapes, which stage 3 empties.
-        recompute_activations(model, options.activation_checkpointing)
+        change_layers(model, options)
         before = dict(model.named_parameters())
         optimizer = build_optimizer(model, optimizer_factory)
         _refuse_optimizer(self.name, optimizer)

@@ -10,7 +10,21 @@ import torch
 from drivetrain import strategies
 from drivetrain.strategies import Single, launch, plugins
 from drivetrain.strategies.common.memory import ADAMW_BYTES, adamw_bytes
-from parity_jobs import BF16, CASES, KINDS, NAMES, WHOLE, Case, Run, longer, parity, same_run, train, weights
+from parity_jobs import (
+    BF16,
+    CASES,
+    KINDS,
+    NAMES,
+    SYNC,
+    WHOLE,
+    Case,
+    Run,
+    longer,
+    parity,
+    same_run,
+    train,
+    weights,
+)
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 Ranks = list[dict[str, Any]]
@@ -44,7 +58,9 @@ def check(ranks: Ranks, name: str, cases: list[Case], tolerance: float = 1e-5) -
     """All cases of one strategy, on every rank; with BatchNorm, N ranks are N microbatches."""
     for case in cases:
         for rank in ranks:
-            same_run(rank[f"{name} {case.name}"], on_one_device(case, len(ranks)), tolerance)
+            same_run(
+                rank[f"{name} {case.name}"], on_one_device(case, 1 if case.sync else len(ranks)), tolerance
+            )
         first, last = (rank[f"{name} {case.name}"].state for rank in (ranks[0], ranks[-1]))
         torch.testing.assert_close(first, last, rtol=0, atol=0)
 
@@ -68,6 +84,18 @@ def check_bytes(ranks: Ranks, name: str) -> None:
 @names
 def test_two_ranks_train_like_one_device(ranks: Ranks, name: str) -> None:
     check(ranks, name, CASES)
+
+
+@names
+def test_synchronised_batch_norm_trains_like_one_device_with_the_whole_batch(ranks: Ranks, name: str) -> None:
+    """Losses, norms, weights, and the running statistics, which are the same on all ranks before any pooling."""
+    check(ranks, name, SYNC)
+    for case in SYNC:
+        expected = on_one_device(case, 1)
+        for rank in ranks:
+            run = rank[f"{name} {case.name}"]
+            torch.testing.assert_close(run.state, expected.state, rtol=1e-5, atol=1e-5)
+            assert run.evaluated == pytest.approx(expected.evaluated, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -154,7 +182,7 @@ def test_the_formulas_are_those_of_the_papers() -> None:
 def test_more_and_fewer_ranks_train_like_one_device(devices: int) -> None:
     ranks = launch(parity, NAMES, MORE, True, devices=devices, timeout=290)
     for name in NAMES:
-        check(ranks, name, longer([*CASES, *(KINDS if name in MORE else ())]))
+        check(ranks, name, longer([*CASES, *SYNC, *(KINDS if name in MORE else ())]))
         check_bytes(ranks, name)
 
 

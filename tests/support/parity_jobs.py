@@ -43,6 +43,9 @@ class Case:
     precision: str = "fp32"
     steps: int = STEPS
     pixels: int = 16
+    sync: bool = False
+    """With `sync_batchnorm=True`: the reference has the whole batch, and no microbatches."""
+    recompute: bool = False
 
 
 CASES = [
@@ -69,6 +72,11 @@ def longer(cases: list[Case]) -> list[Case]:
     return [replace(case, steps=LONG) for case in cases]
 
 
+SYNC = [
+    Case("synchronised sgd", models.resnet, clip_norm=0.5, sync=True),
+    Case("synchronised channels last adamw", models.channels_last, "adamw", sync=True),
+    Case("synchronised recomputed", models.resnet, sync=True, recompute=True),
+]
 LATE = Case("late", models.Late, "adamw", 0.5)
 
 
@@ -112,6 +120,8 @@ def train(
         precision=case.precision,
         clip_norm=case.clip_norm,
         accumulate=case.accumulate * parts,
+        sync_batchnorm=case.sync,
+        activation_checkpointing=case.recompute,
         **(given or {}),
     )
     run = Run()
@@ -172,7 +182,7 @@ def parity(names: list[str], more: list[str], long: bool = False) -> dict[str, o
     quiet()
     results: dict[str, object] = {}
     for name in names:
-        cases = [*CASES, *((*KINDS, *BF16) if name in more else ())]
+        cases = [*CASES, *SYNC, *((*KINDS, *BF16) if name in more else ())]
         for case in longer(cases) if long else cases:
             # Each rank starts from weights of its own: rank 0's must become everyone's.
             results[f"{name} {case.name}"] = train(name, case, seed=dist.get_rank(), **options_of(name))

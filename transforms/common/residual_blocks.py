@@ -103,16 +103,19 @@ def _may_skip(parts: list[nn.Module], x: torch.Tensor) -> bool:
     """Whether a dropped branch may be skipped. The decision is made in Python, without communication.
 
     A graph (torch.compile or CUDA) would bake in one random draw. Hooks gather shards (FSDP around each layer,
-    ZeRO 3) and SyncBatchNorm sums over ranks: all ranks must take part, but may draw differently. Hooks on
+    ZeRO 3) and synchronised BatchNorm sums over ranks: all ranks must take part, but may draw differently. Hooks on
     parameters (ZeRO 1 and 2) send gradients as they arrive, and a skipped branch changes their order.
     """
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     if any(p._post_accumulate_grad_hooks for part in parts for p in part.parameters(recurse=False)):
         return False
-    return not any(
-        part._forward_pre_hooks or part._forward_hooks or isinstance(part, nn.SyncBatchNorm) for part in parts
-    )
+    return not any(part._forward_pre_hooks or part._forward_hooks or _sums_over_ranks(part) for part in parts)
+
+
+def _sums_over_ranks(module: nn.Module) -> bool:
+    """Whether it is torch's SyncBatchNorm, or a layer that `distribute(sync_batchnorm=True)` has changed."""
+    return isinstance(module, nn.SyncBatchNorm) or getattr(module, "sums_over_ranks", False)
 
 
 class StochasticBasicBlock(_DropsBranch, BasicBlock):  # type: ignore[misc]

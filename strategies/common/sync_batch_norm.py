@@ -1,0 +1,219 @@
+"""BatchNorm over the global batch: each layer's statistics are summed over the ranks, forward and backward.
+
+Shapes: B this rank's batch, C channels. A layer keeps its parameters, buffers and names; only its class changes, to a
+subclass, within which `torch.nn.functional.batch_norm` computes over all ranks. So the layer's own forward (momentum,
+counters, an activation that some libraries append) stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from ...errors import StrategyError
+
+
+def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
+    """Make the BatchNorm layers of `model` compute over all ranks, in place; return their names.
+
+    In training, each layer normalises with the mean and variance of the global batch, and its gradients go through
+    them, as on one device: the same numbers up to the order of sums, running statistics included, which are then equal
+    on all ranks. In evaluation, and while a layer is in evaluation mode (frozen), nothing is exchanged. CUDA tensors
+    use the function of `torch.nn.SyncBatchNorm`; CPU tensors, which it does not support, one of our own. Ranks may have
+    different numbers of samples, or none. Every rank must call every layer equally often.
+
+    Without a process group of several ranks nothing changes. `nn.SyncBatchNorm` is left as it is. The exchange takes
+    two small messages per layer and step. Under `torch.compile`, each layer runs uncompiled, between two graphs.
+
+    Raises:
+        StrategyError: for a layer whose purpose is statistics of a part of the batch (GhostBatchNorm).
+
+    Example::
+
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        >>> sync_batch_norms(model)  # a single process: nothing to exchange
+        ()
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ()
+    layers = {name: each for name, each in model.named_modules() if _is_local(each)}
+    for name, layer in layers.items():
+        if getattr(layer, "averages_variances", False):
+            raise StrategyError(
+                f"prepare: sync_batchnorm=True computes statistics over the global batch, but {name or 'the model'} is "
+                f"a {type(layer).__name__}, which computes them over small groups of it. Leave one of the two out."
+            )
+    for layer in layers.values():
+        layer.__class__ = _synced(type(layer))
+    return tuple(layers)
+
+
+def _is_local(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm | _Synced)
+
+
+class _Synced(nn.Module):
+    """Mixin placed before the class of a layer."""
+
+    sums_over_ranks = True
+    """All ranks must run it together, so StochasticDepth does not skip it."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward: Callable[..., Any] = super().forward
+        if not self.training:
+            return forward(*args, **kwargs)
+        with _OverRanks() as mode:
+            out = forward(*args, **kwargs)
+        if not mode.called:
+            raise StrategyError(
+                f"sync_batchnorm=True: the forward of {type(self).__bases__[1].__name__} does not call "
+                f"torch.nn.functional.batch_norm, so its statistics cannot be summed over the ranks. Leave "
+                f"sync_batchnorm out, or replace the layer."
+            )
+        return out
+
+
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _synced(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return one subclass per class, so that layers of one class keep a common class."""
+    if kind not in _KINDS:
+        _KINDS[kind] = type(f"Synced{kind.__name__}", (_Synced, kind), {"__module__": __name__})
+    return _KINDS[kind]
+
+
+class _OverRanks(TorchFunctionMode):
+    """Inside the block, `torch.nn.functional.batch_norm` with statistics of the batch computes them over all ranks."""
+
+    called = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.called = True
+        return _batch_norm(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """As `torch.nn.functional.batch_norm`, in training over the global batch."""
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if input.is_cuda:
+        group = dist.group.WORLD
+        return TorchFunction.apply(  # type: ignore[no-any-return]
+            input, weight, bias, running_mean, running_var, eps, momentum, group, dist.get_world_size()
+        )
+    return _BatchNormOverRanks.apply(input, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[no-any-return]
+
+
+class _BatchNormOverRanks(torch.autograd.Function):
+    """Batch normalisation of this rank's samples `(B, C, …)` with the statistics of all ranks' samples.
+
+    The ranks' means and biased variances are merged by the law of total variance, without differences of large numbers.
+    The backward sums over ranks what it sums over samples on one device; the gradients of weight and bias stay this
+    rank's, for the strategy to average.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> torch.Tensor:
+        x, weight, bias = _wide(input), _wide(weight), _wide(bias)
+        count, mean, variance = _global_statistics(x)
+        if running_mean is not None and running_var is not None and count:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            unbiased = variance * (count / (count - 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        mean, variance = mean.to(x.dtype), variance.to(x.dtype)
+        ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
+        ctx.count, ctx.eps = count, eps
+        if not input.numel():
+            return torch.empty_like(input)
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps).to(input.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, mean, scale = ctx.saved_tensors
+        x, dy = _wide(input), _wide(grad)
+        if x.numel():  # the sums of dy · (x - mean) · scale, and of dy
+            _, for_weight, for_bias = torch.ops.aten.native_batch_norm_backward(
+                dy, x, weight, None, None, mean, scale, True, ctx.eps, [False, True, True]
+            )
+        else:
+            for_weight, for_bias = torch.zeros_like(mean), torch.zeros_like(mean)
+        for_input = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([for_weight, for_bias]).double()
+            dist.all_reduce(sums)
+            along, constant = (sums / max(ctx.count, 1)).to(x.dtype)
+            shape = (1, -1, *[1] * (x.dim() - 2))
+            gain = scale if weight is None else scale * weight
+            centred = (x - mean.view(shape)) * (scale * along).view(shape)
+            for_input = dy.sub(centred).sub_(constant.view(shape)).mul_(gain.view(shape)).to(input.dtype)
+        trained = ctx.needs_input_grad[1:3]
+        return for_input, for_weight if trained[0] else None, for_bias if trained[1] else None, *[None] * 4
+
+
+def _wide(tensor: Any) -> Any:
+    """Return a tensor in at least float32, in which statistics are computed; None stays None."""
+    half = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.float() if half else tensor
+
+
+def _global_statistics(x: torch.Tensor) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Return the number of values of a channel on all ranks, their mean and biased variance, `(C,)` in float64.
+
+    Raises:
+        ValueError: if there is one value only, on every rank, as torch does.
+    """
+    channels = x.shape[1]
+    own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
+    if x.numel():
+        own[0] = x.numel() // channels
+        torch.cat(torch.batch_norm_update_stats(x, None, None, 0.0), out=own[1:])
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    table = torch.stack(every)  # a row per rank
+    numbers, means, variances = table[:, :1], table[:, 1 : channels + 1], table[:, channels + 1 :]
+    count = numbers.sum().item()
+    if count == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)} on this rank, and "
+            "no more on all ranks."
+        )
+    shares = numbers / max(count, 1)
+    mean = (shares * means).sum(0)
+    return count, mean, (shares * (variances + (means - mean).square())).sum(0)

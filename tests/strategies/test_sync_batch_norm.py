@@ -1,0 +1,53 @@
+"""BatchNorm over several ranks computes what one device does with the batches of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from drivetrain.strategies import launch
+from sync_norm_jobs import LAYERS, SHARES, over_ranks, passed
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],
+)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return launch(over_ranks, devices=request.param, timeout=120)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_computes_over_all_ranks_what_one_device_does(ranks: list[dict[str, Any]], name: str) -> None:
+    """Equal, uneven and empty shares; outputs, gradients and running statistics, in the third step."""
+    layer = LAYERS[name]
+    expected = passed(layer)
+    near = {torch.float32: 1e-5, torch.float64: 1e-9, torch.bfloat16: 2e-2}[layer.dtype]
+    near *= 10 if layer.middle == 300 else 1  # float32 has 7 digits, of which 3 are those of the middle
+    for shares in SHARES[len(ranks)]:
+        found = [rank[f"{name} {shares}"] for rank in ranks]
+        for key, value in expected.items():
+            if key in ("out", "images"):
+                whole = torch.cat([each[key] for each in found])
+                torch.testing.assert_close(whole, value, rtol=near, atol=near)
+            elif key.startswith("gradient"):
+                torch.testing.assert_close(
+                    sum(each[key] for each in found), value, rtol=10 * near, atol=10 * near
+                )
+            else:
+                torch.testing.assert_close(found[0][key], value, rtol=near, atol=near)
+                assert all(torch.equal(each[key], found[0][key]) for each in found)
+
+
+def test_what_cannot_be_computed_over_ranks_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        said = rank["refused"]
+        assert (
+            "sync_batchnorm=True computes statistics over the global batch, but 0 is a GhostBatchNorm2d"
+            in said["ghost"]
+        )
+        assert "the forward of Own does not call torch.nn.functional.batch_norm" in said["own"]
+        assert "Expected more than 1 value per channel" in said["one value"]

@@ -1,0 +1,143 @@
+"""What the tests of synchronised BatchNorm run inside ranks, and on one device for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from drivetrain.errors import StrategyError
+from drivetrain.strategies.common.sync_batch_norm import sync_batch_norms
+from drivetrain.transforms import GhostBatchNorm
+from parity_jobs import quiet
+from torch import nn
+
+CHANNELS, SAMPLES = 3, 12
+
+
+class Activated(nn.BatchNorm2d):
+    """As timm's: a subclass whose own forward normalises and goes on."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.num_batches_tracked.add_(1)
+        out = F.batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum,
+            self.eps,
+        )
+        return out.relu()
+
+
+class Own(nn.BatchNorm2d):
+    """A forward without torch's function."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input - input.mean((0, 2, 3), keepdim=True)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer, and the input it gets; `shares` are the samples of each rank, of the first ranks."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (CHANNELS, 4, 4)
+    dtype: torch.dtype = torch.float32
+    middle: float = 0.0
+    channels_last: bool = False
+    frozen: bool = False
+
+
+LAYERS = {
+    "2d": Layer(lambda: nn.BatchNorm2d(CHANNELS)),
+    "1d": Layer(lambda: nn.BatchNorm1d(CHANNELS), (CHANNELS,)),
+    "1d of sequences": Layer(lambda: nn.BatchNorm1d(CHANNELS), (CHANNELS, 5)),
+    "3d": Layer(lambda: nn.BatchNorm3d(CHANNELS), (CHANNELS, 2, 3, 4)),
+    "not affine": Layer(lambda: nn.BatchNorm2d(CHANNELS, affine=False)),
+    "no statistics": Layer(lambda: nn.BatchNorm2d(CHANNELS, track_running_stats=False)),
+    "cumulative": Layer(lambda: nn.BatchNorm2d(CHANNELS, momentum=None)),
+    "far from 0": Layer(lambda: nn.BatchNorm2d(CHANNELS), middle=300.0),
+    "float64": Layer(lambda: nn.BatchNorm2d(CHANNELS).double(), dtype=torch.float64, middle=1e4),
+    "bfloat16": Layer(lambda: nn.BatchNorm2d(CHANNELS), dtype=torch.bfloat16),
+    "channels last": Layer(lambda: nn.BatchNorm2d(CHANNELS), channels_last=True),
+    "evaluated": Layer(lambda: nn.BatchNorm2d(CHANNELS).eval()),
+    "weights frozen": Layer(lambda: nn.BatchNorm2d(CHANNELS), frozen=True),
+    "with activation": Layer(lambda: Activated(CHANNELS)),
+}
+SHARES = {
+    1: [(12,)],
+    2: [(6, 6), (11, 1), (12, 0)],
+    3: [(4, 4, 4), (0, 7, 5)],
+    4: [(3, 3, 3, 3), (1, 0, 11, 0)],
+}
+"""How the samples are divided among ranks."""
+
+
+def passed(layer: Layer, own: slice = slice(None)) -> dict[str, torch.Tensor]:
+    """Three steps of forward and backward of one's own samples: outputs, gradients and buffers of the last."""
+    torch.manual_seed(0)
+    module = layer.make()
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+        parameter.requires_grad_(not layer.frozen)
+    generator = torch.Generator().manual_seed(1)
+    sync_batch_norms(module)
+    for step in range(3):
+        images = torch.randn(SAMPLES, *layer.shape, generator=generator, dtype=torch.float64) * (1 + step)
+        slopes = torch.randn(SAMPLES, *layer.shape, generator=generator, dtype=torch.float64)
+        images = (images + layer.middle + torch.arange(SAMPLES).view(-1, *[1] * len(layer.shape)))[own].to(
+            layer.dtype
+        )
+        if layer.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        images.requires_grad_()
+        module.zero_grad()
+        out = module(images)
+        (out * slopes[own].to(layer.dtype)).sum().backward()
+    found = {"out": out.detach(), "images": images.grad}
+    found |= {f"gradient of {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return found | {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def over_ranks() -> dict[str, Any]:
+    """Each layer with each division of the samples; and what is refused."""
+    quiet()
+    rank, results = dist.get_rank(), {}
+    for shares in SHARES[dist.get_world_size()]:
+        begin = sum(shares[:rank])
+        for name, layer in LAYERS.items():
+            results[f"{name} {shares}"] = passed(layer, slice(begin, begin + shares[rank]))
+    results["refused"] = refused()
+    return results
+
+
+def refused() -> dict[str, str]:
+    """The messages for a layer of ghost batches, one that cannot be synchronised, and a single value."""
+    ghost = nn.Sequential(nn.BatchNorm2d(CHANNELS))
+    GhostBatchNorm(4).apply(ghost)
+    own = Own(CHANNELS)
+    alone = nn.BatchNorm1d(CHANNELS)
+
+    def one_value() -> None:
+        sync_batch_norms(alone)
+        alone(torch.ones(int(dist.get_rank() == 0), CHANNELS))
+
+    def own_forward() -> None:
+        sync_batch_norms(own)
+        own(torch.ones(2, CHANNELS, 2, 2))
+
+    said = {}
+    attempts = {"ghost": lambda: sync_batch_norms(ghost), "own": own_forward, "one value": one_value}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except (StrategyError, ValueError) as error:
+            said[name] = str(error)
+    return said
