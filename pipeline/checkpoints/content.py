@@ -195,7 +195,7 @@ _LOADER = _record(
 _METER = _record(
     {
         "total": _number("(-3e38, 3e38)"), "counted": _COUNT, "skipped": _COUNT, "overflowed": _COUNT,
-        "images": _COUNT, "seconds": _SPAN, "data_wait_s": _SPAN, "evaluation_s": _SPAN,
+        "images": _COUNT, "seconds": _SPAN, "data_wait_s": _SPAN, "evaluation_s": _SPAN, "weight": _SPAN,
     }
 )  # fmt: skip
 _FILE = _record({"bytes": _COUNT, "sha256": _anything})  # `verify` compares the digest, whatever its type

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -27,9 +27,10 @@ from ...transforms.no_weight_decay import note_shape
 from ..runs.callbacks import run_options
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
+from ..tasks.means import Mean, mean_of
 from ..tasks.metrics import compute
 from ..tasks.nests import to_float
-from ..tasks.task import LossFunction, TaskLoss, model_inputs
+from ..tasks.task import TaskLoss, model_inputs
 from ..training.build import (
     Parts,
     fork_rng,
@@ -41,7 +42,9 @@ from ..training.build import (
     training_loss,
 )
 from ..training.hooks import TrainingHooks, split_microbatches
+from ..training.loop import val_loss
 from ..training.schedule import torch_scheduler
+from ..training.step_loss import StepLoss
 from ..training.views import forward
 from .callbacks import translated
 from .strategies import check_trainer, share, trainer_arguments
@@ -96,7 +99,7 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
                 stack.enter_context(loader)
         stack.enter_context(_one_thread())
         parts, steps = make_parts(plan, *loaders), len(loaders[0])
-        parts.loss(_device(arguments))
+        _check_denominators(parts, mean_of(parts.loss(_device(arguments))))
     trainer = {
         "max_epochs": epochs, "precision": PRECISION[distribution.precision],
         "accumulate_grad_batches": distribution.accumulate, "gradient_clip_val": distribution.clip_norm,
@@ -137,6 +140,32 @@ def _check_methods(transforms: tuple[Transform, ...]) -> None:
         )
 
 
+def _check_denominators(parts: Parts, loss: Mean) -> None:
+    """Raise PlanError if a step is several microbatches whose weights in its mean are not known to be equal: Lightning
+    passes them one at a time."""
+    soft = any(transform.soft_targets for transform in parts.plan.transforms)
+    accumulate = parts.plan.distribution.accumulate
+    if accumulate == 1 or soft or not isinstance(loss.denominator(parts.example[1]), torch.Tensor):
+        return
+    raise PlanError(
+        f"With accumulate={accumulate}, Lightning averages the microbatches of a step, but this loss weights or "
+        "ignores targets, so that each has another weight. Set accumulate=1, or train with fit()."
+    )
+
+
+class _Ranks:
+    """The ranks of a Trainer, for `StepLoss`."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._strategy = trainer.strategy
+        self.world_size, self.device = trainer.world_size, trainer.strategy.root_device
+
+    def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
+        """Return `value` reduced over all ranks; a new tensor."""
+        total: torch.Tensor = self._strategy.reduce(value.clone(), reduce_op=op)
+        return total
+
+
 class LitModule(pl.LightningModule):
     """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule.
 
@@ -156,7 +185,7 @@ class LitModule(pl.LightningModule):
         self._plan, self._epochs, self._steps = plan, epochs, epochs * steps
         self._loss = TaskLoss(plan.task, training_loss(plan, torch.device("cpu")))
         self._width = parts.width
-        self._criterion: LossFunction = plan.task.loss
+        self._criterion: Mean = mean_of(self._loss)
         self._meters: dict[str, Any] = {}
         self._hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
         self._sums = torch.zeros(2)
@@ -209,7 +238,8 @@ class LitModule(pl.LightningModule):
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
         images, targets = self._hooks.apply_batch_transforms(batch, number, self.model, self._loss)
         outputs = forward(self.model, images, **model_inputs(self._loss, targets))
-        loss = self._loss(to_float(outputs), targets)
+        step = StepLoss(mean_of(self._loss), [(images, targets)], _Ranks(self.trainer), equal=True)
+        loss = step.share(1, to_float(outputs), targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
         # Lightning divides the loss by `accumulate`, and DeepSpeed divides it again.
         return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
@@ -218,7 +248,7 @@ class LitModule(pl.LightningModule):
         """Reset this rank's sums: loss, samples, and the metrics' own."""
         task = self._plan.task
         self._sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-        self._criterion = task.move(self.device)
+        self._criterion = task.mean(task.move(self.device))
         self._meters = {name: meter.to(self.device) for name, meter in task.meters(self._width).items()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
@@ -229,15 +259,16 @@ class LitModule(pl.LightningModule):
             self.model(images.new_zeros(1, *images.shape[1:]))  # gathering sharded parameters needs all ranks
             return
         judged, outputs = self._hooks.predict(self.model, images, labels, task)
-        self._sums[0] += self._criterion(judged, labels) * len(labels)
-        self._sums[1] += len(labels)
+        count = self._criterion.denominator(labels)
+        self._sums[0] += self._criterion.numerator(judged, labels, count)
+        self._sums[1] += count
         for meter in self._meters.values():
             meter.update(outputs, task.metric_targets(labels))
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean loss and the metrics over all samples of all ranks."""
-        loss, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
-        self.log_dict({"val_loss": loss / count, **compute(self._meters, self.trainer.world_size)})
+        loss = val_loss(self.trainer.strategy.reduce(self._sums, reduce_op="sum"))
+        self.log_dict({"val_loss": loss, **compute(self._meters, self.trainer.world_size)})
 
     def configure_gradient_clipping(
         self,

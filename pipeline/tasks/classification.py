@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import PlanError
+from .means import LossFunction
 from .metrics import maker, top
-from .task import Kind, LossFunction, StandardTask, Targets, check_names, names_of
+from .task import Kind, StandardTask, Targets, check_names, names_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

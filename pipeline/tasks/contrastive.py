@@ -69,6 +69,10 @@ class Contrastive(Task):
         mean: torch.Tensor = -chosen.masked_fill(~partners, 0.0).sum() / (len(own) * (views - 1))
         return mean
 
+    def denominator(self, targets: torch.Tensor) -> int:
+        """Return the number of images; the ranks have equally many."""
+        return len(targets)
+
     def row(self, prediction: Any, classes: Any) -> dict[str, Any]:  # noqa: ARG002
         """Return the `embedding`, a list of D numbers."""
         return {"embedding": prediction.tolist()}

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from ...errors import PlanError
 from .classification import logits_error
+from .means import LossFunction
 from .metrics import maker
-from .task import Kind, LossFunction, StandardTask, Targets, check_names, names_of, vectors
+from .task import Kind, StandardTask, Targets, check_names, names_of, vectors
 
 
 class MultiLabel(StandardTask):

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from .means import LossFunction
 from .metrics import maker
-from .task import Kind, LossFunction, StandardTask, Targets, vectors
+from .task import Kind, StandardTask, Targets, vectors
 
 
 class Regression(StandardTask):
@@ -54,18 +55,9 @@ class Regression(StandardTask):
         """Return the numbers as `labels` for a model that computes the loss."""
         return {name: flat(value) for name, value in super().model_inputs(targets).items()}
 
-    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch, a scalar."""
-        if self.loss_in_model:
-            return super().loss(outputs, targets)
-        return self._criterion(outputs, flat(targets).to(outputs.dtype))
-
-    def move(self, device: torch.device) -> LossFunction:
-        """Return the loss, with its tensors on `device`."""
-        criterion = super().move(device)
-        if self.loss_in_model:
-            return criterion
-        return lambda outputs, targets: criterion(outputs, flat(targets).to(outputs.dtype))
+    def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the targets in the shape of the outputs, as floating-point numbers."""
+        return flat(targets).float()
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
         """Return the `value`: a number, or a list of numbers; and of a list whose numbers have names, `values` by

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 
 from ...checks import is_whole
 from ...errors import PlanError
+from .means import CLASS_LOSSES, LossFunction
 from .metrics import maker
-from .task import Kind, LossFunction, StandardTask, Targets, check_names
+from .task import Kind, StandardTask, Targets, check_names
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -20,10 +21,15 @@ IGNORED = 255
 """The class index of pixels that do not count, as in PASCAL VOC and Cityscapes."""
 
 
-def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the pixels of this (micro)batch that count; 0 if none does."""
-    total = F.cross_entropy(outputs, targets.long(), ignore_index=IGNORED, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)
+def cross_entropy(
+    outputs: torch.Tensor, targets: torch.Tensor, reduction: Literal["mean", "sum"] = "mean"
+) -> torch.Tensor:
+    """Return the mean over the pixels that count, 0 if none does, or their sum; of int64 targets."""
+    total = F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
+    return total if reduction == "sum" else total / (targets != IGNORED).sum().clamp(min=1)
+
+
+CLASS_LOSSES.append((cross_entropy, IGNORED))
 
 
 class Segmentation(StandardTask):
@@ -72,6 +78,10 @@ class Segmentation(StandardTask):
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the masks as torchmetrics takes them: int64."""
+        return targets.long()
+
+    def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the masks as losses take them: int64."""
         return targets.long()
 
     def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ...errors import PlanError, suggest
 from ...names import imported
+from .means import Adapted, Count, LossFunction, Mean, mean_of, reduction_of, samples
 from .metrics import NAMES_OF_RUN, by_name, named
 from .nests import map_tensors, to_float
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 Kind = Literal["class indices", "labels", "values", "masks", "views", "any"]
 """What the targets of a batch are: class indices `(B,)`, 0 or 1 for each label `(B, K)`, numbers `(B,)` or `(B, K)`,
 class indices of pixels `(B, H, W)`, none (the views of each image are compared), or whatever the task takes."""
-
-LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
-"""Maps outputs and targets to the mean loss of the batch, a scalar."""
 
 MODEL_LOSS = "model"
 """The name of the loss that a model computes itself when it is given the targets."""
@@ -116,6 +114,21 @@ class Task:
             f"{type(self).__name__} must define the method loss(self, outputs, targets); see drivetrain.Task."
         )
 
+    def denominator(self, targets: torch.Tensor) -> Count:
+        """Return what the mean of `loss` divides by: the number of samples, unless a task defines it.
+
+        A task whose loss weights or ignores targets defines it, so that the loss of a step is one mean over all
+        microbatches and ranks, and `val_loss` one over all data. Where it is 0, the loss is not used.
+
+        Args:
+            targets: as `loss` receives them.
+
+        Returns:
+            A scalar on the device of the targets, such as `weights[targets].sum()` or `(targets != 255).sum()`; or a
+            number, if it depends on the shape of the targets only.
+        """
+        return samples(targets)
+
     def metrics(self) -> Mapping[str, Metric]:
         """Return new torchmetrics objects by name. They are updated with `(outputs, targets)` of each batch."""
         return {}
@@ -157,6 +170,12 @@ class Task:
         """Return the loss, with its tensors on `device`."""
         return self.loss
 
+    def mean(self, loss: LossFunction) -> Mean:
+        """Return `loss`, a result of `move` or one that loss transforms made of it, as a mean."""
+        if type(self).denominator not in (Task.denominator, StandardTask.denominator):
+            return Mean(loss, self.denominator)
+        return mean_of(loss, checked=self.kind == "class indices")
+
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:  # noqa: ARG002
         """Return why outputs for two images cannot be those of this task, with the remedy; "" if they can."""
         return ""
@@ -187,9 +206,10 @@ class StandardTask(Task):
 
     Args:
         loss: a function of outputs and targets that returns the mean loss; an `nn.Module`; a name in `LOSSES`; or
-            `"package.module:function"`. None: the first of `LOSSES`. `"model"`: the loss that the model computes. Its
-            forward takes `(images, labels=None)`, and with labels returns a dict or an object with `loss`, the mean
-            over the batch, and `logits`; Hugging Face's image models do.
+            `"package.module:function"`. Unless it is one of torch's, a loss that weights or ignores targets has an
+            attribute or method `denominator`, like `Task.denominator`. None: the first of `LOSSES`. `"model"`: the loss
+            that the model computes. Its forward takes `(images, labels=None)`, and with labels returns a dict or an
+            object with `loss`, the mean over the batch, and `logits`; Hugging Face's image models do.
         metrics: names in `METRICS`, or torchmetrics objects, which are copied; or a dict of either by name. None: the
             default of the task.
         monitor: the name of the metric that decides which epoch is best, or `"val_loss"`. None: the first metric.
@@ -241,6 +261,11 @@ class StandardTask(Task):
         if isinstance(loss, type) or not callable(loss):
             names = [*self.LOSSES, MODEL_LOSS]
             raise PlanError(f"{self}: loss={loss!r:.80} must be a function, a module, or a name: {names}.")
+        if reduction_of(loss) == "sum":
+            raise PlanError(
+                f"{type(self).__name__}: loss={loss!r:.80} returns a sum, which depends on how a batch is split. Use "
+                "reduction='mean', and multiply the learning rate instead."
+            )
         return loss  # type: ignore[no-any-return]
 
     def _known_loss(self, name: str) -> LossFunction:
@@ -250,7 +275,15 @@ class StandardTask(Task):
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch, a scalar."""
-        return self._criterion(outputs, targets)
+        return self._criterion(outputs, targets if self.loss_in_model else self.loss_targets(targets))
+
+    def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the targets as a loss by name, a function or a module takes them. The base class returns them."""
+        return targets
+
+    def denominator(self, targets: torch.Tensor) -> Count:
+        """Return what the mean of the loss divides by; see `Task.denominator`."""
+        return self.mean(self._function(self._criterion)).denominator(targets)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -288,7 +321,17 @@ class StandardTask(Task):
     def move(self, device: torch.device) -> LossFunction:
         """Return the loss, with its tensors (such as class weights) on `device`."""
         criterion = self._criterion
-        return copy.deepcopy(criterion).to(device) if isinstance(criterion, nn.Module) else criterion
+        return self._function(
+            copy.deepcopy(criterion).to(device) if isinstance(criterion, nn.Module) else criterion
+        )
+
+    def _function(self, criterion: LossFunction) -> LossFunction:
+        """Return the loss as a function of outputs and targets: a subclass's own, or the criterion."""
+        if type(self).loss is not StandardTask.loss:
+            return self.loss
+        if self.loss_in_model or type(self).loss_targets is StandardTask.loss_targets:
+            return criterion
+        return Adapted(criterion, self.loss_targets)
 
     def outputs(self, outputs: Any) -> Any:
         """Return the main tensor of a model's output: itself; `logits` or `out` of a dict; the first of a tuple."""
@@ -350,6 +393,12 @@ class TaskLoss:
         if self.task.loss_in_model:
             return self.base(outputs, targets)
         return self.base(to_float(self.task.outputs(outputs)), targets)
+
+    def as_mean(self) -> Mean:
+        """Return it as a mean."""
+        mean = self.task.mean(self.base)
+        total = None if mean.total is None else TaskLoss(self.task, mean.total)
+        return Mean(self, mean.denominator, total, mean.known)
 
 
 def loss_and_metric_inputs(task: Task, output: Any) -> tuple[Any, Any]:

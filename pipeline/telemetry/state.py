@@ -15,7 +15,8 @@ class EpochMeter:
     """Sums over the steps of one epoch.
 
     Attributes:
-        total: sum of this rank's losses, on the device.
+        total: sum of this rank's losses times their weights, on the device.
+        weight: sum of the weights: the denominators of the steps' means, over all ranks.
         counted: steps in `total`.
         overflowed: steps in `total` that the optimizer skipped because gradients overflowed in fp16.
         skipped: additional steps, skipped because their loss was not finite.
@@ -33,15 +34,32 @@ class EpochMeter:
     seconds: float = 0.0
     data_wait_s: float = 0.0
     evaluation_s: float = 0.0
+    weight: torch.Tensor | float = 0.0
 
     @property
     def steps(self) -> int:
         """Number of completed steps of the epoch."""
         return self.counted + self.skipped
 
+    def add(self, loss: torch.Tensor, weight: torch.Tensor | float, *, overflowed: bool) -> None:
+        """Add a step; `loss` is this rank's."""
+        if isinstance(weight, torch.Tensor):
+            self.total += loss * weight
+        else:
+            self.total.add_(loss, alpha=weight)  # one operation
+        self.weight = self.weight + weight
+        self.counted += 1
+        self.overflowed += overflowed
+
+    def mean(self) -> torch.Tensor:
+        """Return the mean loss of the steps on this rank; 0 if there are none, or if none of their targets counts."""
+        if isinstance(self.weight, torch.Tensor):
+            return self.total / torch.where(self.weight > 0, self.weight, 1)
+        return self.total / (self.weight or 1)
+
     def state_dict(self, engine: Engine) -> dict[str, Any]:
         """Return the sums as JSON values, `total` as the mean over the ranks. Every rank must call it."""
-        return {**vars(self), "total": engine.reduce(self.total).item()}
+        return {**vars(self), "total": engine.reduce(self.total).item(), "weight": float(self.weight)}
 
 
 @dataclass

@@ -30,9 +30,10 @@ from ..spec import split_batch_norm
 from ..spec.config import LOADERS, DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
+from ..tasks.means import LossFunction
 from ..tasks.metrics import higher_is_better
 from ..tasks.nests import map_tensors
-from ..tasks.task import LossFunction, TaskLoss
+from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .checks import check_kind, check_loss, check_metrics, check_output, targets_of
 from .groups import GroupedFactory
@@ -169,7 +170,8 @@ class Parts:
         loss = training_loss(self.plan, device)
         outputs, targets = map_tensors(lambda tensor: tensor.to(device), outputs), targets.to(device)
         soft = any(t.soft_targets for t in self.plan.transforms)
-        check_loss(loss, outputs, targets, self.width if task.kind == "class indices" else None, soft=soft)
+        classes = self.width if task.kind == "class indices" else None
+        check_loss(task.mean(loss), outputs, targets, classes, soft=soft)
         return TaskLoss(task, loss)
 
 

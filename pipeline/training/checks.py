@@ -23,7 +23,8 @@ from ...strategies import Precision
 from ...strategies.options import HALF
 from ..models.hf_models import loss_mismatch
 from ..spec.config import DataConfig
-from ..tasks.task import LossFunction, StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model
+from ..tasks.means import Mean
+from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model
 from .views import forward
 
 if TYPE_CHECKING:
@@ -161,9 +162,7 @@ def _signature(inputs: Mapping[str, torch.Tensor]) -> str:
     )
 
 
-def check_loss(
-    loss: LossFunction, outputs: Any, targets: torch.Tensor, classes: int | None, *, soft: bool
-) -> None:
+def check_loss(loss: Mean, outputs: Any, targets: torch.Tensor, classes: int | None, *, soft: bool) -> None:
     """Test the training loss on outputs for two images.
 
     Args:
@@ -184,7 +183,7 @@ def check_loss(
     shape = f"logits {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else "the model's outputs"
     try:
         with torch.no_grad():
-            value = loss(outputs, targets)
+            value, count = loss.loss(outputs, targets), loss.denominator(targets)
     except DrivetrainError:
         raise
     except Exception as error:  # a custom loss may raise anything
@@ -192,6 +191,11 @@ def check_loss(
             f"The loss does not accept {shape} and {what}: {type(error).__name__}: {error}. Targets are those of the "
             "data; with LabelSmoothing, MixUp or CutMix, probabilities (B, C)."
         ) from error
+    if isinstance(count, torch.Tensor) and count.dim():
+        raise PlanError(
+            f"The loss's denominator returns {tuple(count.shape)} for 2 targets, but must return a scalar: the sum of "
+            "what their means divide by."
+        )
     if not isinstance(value, torch.Tensor) or value.dim():
         returned = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise PlanError(

@@ -12,8 +12,8 @@ from ...loaders.epochs import EpochLoader
 from ...strategies import Engine
 from ...transforms import Session
 from ...transforms.common.moments import LoopView, Moment
+from ..tasks.means import LossFunction
 from ..tasks.nests import to_float
-from ..tasks.task import LossFunction
 from ..telemetry.state import TrainState
 
 

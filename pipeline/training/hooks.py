@@ -38,10 +38,10 @@ Microbatch = tuple[torch.Tensor, torch.Tensor]
 
 
 def split_microbatches(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
-    """Split a batch into `number` equal microbatches; one is the batch itself."""
+    """Split a batch into `number` microbatches, whose sizes differ by at most 1; one is the batch itself."""
     if number == 1:
         return [(images, labels)]
-    return list(zip(images.chunk(number), labels.chunk(number), strict=True))
+    return list(zip(images.tensor_split(number), labels.tensor_split(number), strict=True))
 
 
 class TrainingHooks:
@@ -57,6 +57,7 @@ class TrainingHooks:
     Attributes:
         state: the position of the run; `begin` resets it.
         events: the moments of the loop, for transforms that follow it; `begin` creates them.
+        equal_shares: whether every rank's share of a batch is known to have equally many samples.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TrainingHooks:
         precision: str = "fp32",
     ) -> None:
         self.state, self.events = TrainState(), LoopEvents()
+        self.equal_shares = False
         self._precision = precision
         self._seed, self._classes, self._all = seed, classes, tuple(transforms)
         self._resizing = find(transforms, ProgressiveResizing)
@@ -82,10 +84,12 @@ class TrainingHooks:
         for transform in self._all:
             transform.begin(engine.plain_model, total)
         self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
+        self.equal_shares = loader is not None
         following = [session for session in self._sessions if type(session).at is not Session.at]
         if following:
             view = loop_view(engine, total, loader, self._seed, self._precision)
             self.events = LoopEvents(following, view, self.state, engine.accumulate)
+            self.equal_shares = False  # a session may change the batch
 
     def note(self) -> str:
         """Return a warning if the averaged weights would mostly be those from before training; else "".
@@ -128,7 +132,10 @@ class TrainingHooks:
             return split
         first, apply = engine.rank * engine.accumulate, self.apply_batch_transforms
         with engine.forward_context():
-            return [apply(one, first + n, engine.model, loss) for n, one in enumerate(split)]
+            return [
+                apply(one, first + n, engine.model, loss) if len(one[0]) else one
+                for n, one in enumerate(split)
+            ]
 
     def apply_batch_transforms(
         self, microbatch: Microbatch, number: int, model: nn.Module, loss: Loss

@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
-from ...loaders.epochs import Batch
+from ...errors import DataError
+from ...loaders.epochs import Batch, EpochLoader
 from ...strategies import Engine
 from ...strategies.devices import current_device
 from ..tasks.classification import Classification
+from ..tasks.means import LossFunction, mean_of
 from ..tasks.metrics import compute
-from ..tasks.nests import to_float
-from ..tasks.task import LossFunction, Task, model_inputs
+from ..tasks.nests import map_tensors, to_float
+from ..tasks.task import Task, model_inputs
 from ..telemetry.observer import Observer
 from .events import LoopEvents
 from .hooks import Microbatch, TrainingHooks
 from .schedule import Schedule
+from .step_loss import StepLoss
 from .views import forward
 
 
@@ -29,7 +32,7 @@ class EpochStats:
     """Statistics of one epoch.
 
     Attributes:
-        loss: mean over steps and ranks.
+        loss: mean over all samples, of the loss at their step; with class weights, the weighted mean.
         images: images of all ranks.
         seconds: duration.
         data_wait_s: seconds spent waiting for data.
@@ -57,10 +60,13 @@ def train_epoch(
 
     Args:
         engine: the model and its optimizer, from a strategy.
-        batches: `(images (B, 3, H, W), labels (B,) or (B, K))`; B is divisible by `engine.accumulate`. Of images
-            `(B, V, 3, H, W)`, the model receives all views as one batch, and the loss outputs `(B, V, …)`.
-        loss: maps the model's outputs, in float32, and labels to a scalar, the mean over the batch. A `TaskLoss` may
-            also give the labels to the model.
+        batches: `(images (B, 3, H, W), labels (B,) or (B, K))`, this rank's share of each batch; shares may differ in
+            size. Of images `(B, V, 3, H, W)`, the model receives all views as one batch, and the loss outputs
+            `(B, V, …)`.
+        loss: maps the model's outputs, in float32, and labels to a scalar, the mean over the batch. Numerators and
+            denominators are summed over microbatches and ranks (`means.mean_of`): those of torch's losses with class
+            weights or ignored labels, and of a loss with an attribute `denominator`. A `TaskLoss` may also give the
+            labels to the model.
         hooks: transforms of batches, gradients and weights, with the run's position. Default None: no transforms.
         schedule: sets the learning rate of each step. Default None: it does not change.
         observer: follows the epoch, and may veto steps. Default None: none.
@@ -76,6 +82,7 @@ def train_epoch(
     engine.model.train()
     waiting, start, before = Stopwatch(), perf_counter(), (meter.seconds, meter.data_wait_s)
     evaluated = meter.evaluation_s
+    mean, equal = mean_of(loss), hooks.equal_shares or isinstance(batches, EpochLoader)
     observer.on_epoch_start(state)
     with current_device(engine.device):
         hooks.events.begin_epoch()
@@ -83,13 +90,14 @@ def train_epoch(
             observer.on_step_start(state)
             observer.on_phase("forward")
             microbatches = hooks.microbatches(engine, images, labels, loss)
-            step_loss = add_gradients(engine, microbatches, loss, observer, hooks.events)
+            step = StepLoss(mean, microbatches, engine, equal=equal)
+            gradients = partial(add_gradients, engine, microbatches, step, observer, hooks.events)
+            step_loss = gradients()
             if schedule is not None:
                 state.lr = schedule.set_lr(state.step)
             admitted = observer.should_step(state, step_loss)
             if admitted:
-                again = partial(add_gradients, engine, microbatches, loss, observer, hooks.events)
-                hooks.second_pass(engine, again)
+                hooks.second_pass(engine, gradients)
                 admitted = observer.should_apply(state)
             if admitted:
                 hooks.clip(engine)
@@ -97,9 +105,7 @@ def train_epoch(
                 norm = engine.step()
                 observer.on_phase("other")
                 observer.on_optimizer_step(state, norm, engine.skipped)
-                meter.total += step_loss
-                meter.counted += 1
-                meter.overflowed += engine.skipped
+                meter.add(step_loss, step.weight, overflowed=engine.skipped)
             else:
                 engine.zero_grad()
                 meter.skipped += 1
@@ -111,33 +117,37 @@ def train_epoch(
             if state.stop is not None:
                 break
         observer.flush()
-    mean = engine.reduce(meter.total / max(meter.counted, 1)).item()
+    epoch_loss = engine.reduce(meter.mean()).item()
     seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
     if state.stop is None:
         state.end_epoch()
         hooks.events.at("epoch_end")
-    return EpochStats(mean, meter.images, seconds, meter.data_wait_s, meter.skipped, meter.overflowed)
+    return EpochStats(epoch_loss, meter.images, seconds, meter.data_wait_s, meter.skipped, meter.overflowed)
 
 
 def add_gradients(
     engine: Engine,
     microbatches: list[Microbatch],
-    loss: LossFunction,
+    loss: StepLoss,
     observer: Observer,
     events: LoopEvents,
 ) -> torch.Tensor:
-    """Run forward and backward of each microbatch. Return their mean loss, on the device."""
+    """Run forward and backward of each microbatch. Return the mean of their shares of the loss, on the device."""
     losses = []
     for number, (images, targets) in enumerate(microbatches, 1):
+        last = number == len(microbatches)
+        if not len(images):
+            losses.append(_take_part(engine, images, model_inputs(loss.mean.loss, targets), last=last))
+            continue
         images, targets = events.before_forward(images, targets, number)
         observer.on_phase("forward")
         with engine.forward_context():
-            outputs = forward(engine.model, images, **model_inputs(loss, targets))
+            outputs = forward(engine.model, images, **model_inputs(loss.mean.loss, targets))
         observer.on_phase("other")
         outputs, targets = events.before_loss(to_float(outputs), targets)
-        value = events.before_backward(loss(outputs, targets))
+        value = events.before_backward(loss.share(number, outputs, targets))
         observer.on_phase("backward")
-        engine.backward(value, last_microbatch=number == len(microbatches))
+        engine.backward(value, last_microbatch=last)
         observer.on_phase("other")
         events.at("after_backward")
         losses.append(value.detach())
@@ -145,11 +155,33 @@ def add_gradients(
     return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 
+def _take_part(
+    engine: Engine, images: torch.Tensor, inputs: dict[str, torch.Tensor], *, last: bool
+) -> torch.Tensor:
+    """Run forward and backward for a microbatch without images, as the other ranks wait for this one. Return 0."""
+    one, given = (
+        images.new_zeros(1, *images.shape[1:]),
+        {k: v.new_zeros(1, *v.shape[1:]) for k, v in inputs.items()},
+    )
+    engine.plain_model.eval()  # its statistics stay
+    with engine.forward_context():
+        outputs = forward(engine.model, one, **given)
+    engine.plain_model.train()
+    parts: list[torch.Tensor] = []
+    map_tensors(parts.append, to_float(outputs))
+    nothing = torch.stack([part.sum() for part in parts if part.requires_grad]).sum() * 0
+    engine.backward(nothing, last_microbatch=last)
+    return nothing.detach()
+
+
 @torch.no_grad()
 def evaluate(
     engine: Engine, batches: Iterable[Batch], hooks: TrainingHooks | None = None, task: Task | None = None
 ) -> dict[str, float]:
     """Return `val_loss`, the task's mean loss without transforms, and its metrics, over all samples of all ranks.
+
+    `val_loss` is the sum of the numerators of all batches over the sum of their denominators, so it does not depend on
+    the batch size.
 
     Args:
         engine: the model, from a strategy.
@@ -168,7 +200,7 @@ def evaluate(
     """
     hooks, task = hooks or TrainingHooks(()), task or Classification()
     engine.model.eval()
-    criterion, meters = task.move(engine.device), dict[str, Any]()
+    mean, meters = task.mean(task.move(engine.device)), dict[str, Any]()
     sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
 
     with current_device(engine.device):
@@ -185,13 +217,28 @@ def evaluate(
                     meter.to(engine.device)
             if empty:
                 continue
-            sums[0] += criterion(judged, labels) * len(labels)
-            sums[1] += len(labels)
+            count = mean.denominator(labels)
+            sums[0] += mean.numerator(judged, labels, count)
+            sums[1] += count
             targets = task.metric_targets(labels)
             for meter in meters.values():
                 meter.update(outputs, targets)
-    loss, count = engine.reduce(sums, "sum").tolist()
-    return {"val_loss": loss / count, **compute(meters, engine.world_size)}
+    return {"val_loss": val_loss(engine.reduce(sums, "sum")), **compute(meters, engine.world_size)}
+
+
+def val_loss(sums: torch.Tensor) -> float:
+    """Return the mean of a numerator and a denominator, `(2,)`, over all validation data.
+
+    Raises:
+        DataError: if the denominator is 0.
+    """
+    numerator, denominator = sums.tolist()
+    if denominator:
+        return float(numerator / denominator)
+    raise DataError(
+        "val_loss: none of the validation data's targets counts, because all are ignored, or of classes of weight 0. "
+        "Evaluate on other data, or change the loss."
+    )
 
 
 def _width(outputs: Any) -> int | None:

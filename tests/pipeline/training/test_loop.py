@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import strategies
+from drivetrain.pipeline.tasks.classification import Classification
+from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.loop import train_epoch
 from pipeline_data import BATCH, CLASSES, SIDE, batch_norm_model
@@ -56,7 +58,8 @@ def by_hand() -> Callable[[int], object]:
 def ours(*, guarded: bool, accumulate: int = 1) -> Callable[[int], object]:
     engine = strategies.get("single", device="cpu").prepare(batch_norm_model(), sgd, accumulate=accumulate)
     guard = NonFiniteGuard(engine, "raise", str) if guarded else None
-    return lambda steps: train_epoch(engine, batches(steps), functional.cross_entropy, observer=guard)
+    loss = TaskLoss(Classification(), functional.cross_entropy)  # a pipeline's, whose labels were checked
+    return lambda steps: train_epoch(engine, batches(steps), loss, observer=guard)
 
 
 def in_a_step(train: Callable[[int], object]) -> Counter[str]:

@@ -1,0 +1,174 @@
+"""Mean losses as a numerator over a denominator, which are summed over microbatches, ranks and batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...transforms.binary_cross_entropy import binary_cross_entropy
+from ...transforms.label_smoothing import IGNORED, SmoothedLoss
+from .nests import map_tensors
+
+LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Maps outputs and targets to the mean loss of the batch, a scalar."""
+
+Count = torch.Tensor | float
+"""A denominator: a number if only the number of targets determines it, otherwise a scalar on their device."""
+
+
+def samples(targets: torch.Tensor) -> Count:
+    """Return the number of samples, the denominator of an unweighted mean."""
+    return len(targets)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A loss that is a mean.
+
+    Attributes:
+        loss: returns the mean.
+        denominator: returns what the mean divides by, from the targets that the loss receives.
+        total: returns the numerator, also where the denominator is 0. None: the loss cannot; it is the mean times the
+            denominator.
+        known: whether `denominator` is declared or the loss is one of torch's. Otherwise the number of samples is an
+            assumption.
+    """
+
+    loss: LossFunction
+    denominator: Callable[[torch.Tensor], Count] = samples
+    total: LossFunction | None = None
+    known: bool = True
+
+    def numerator(self, outputs: Any, targets: torch.Tensor, count: Count) -> torch.Tensor:
+        """Return the numerator; 0 with zero gradients if `count`, the denominator, is 0."""
+        if self.total is not None:
+            return self.total(outputs, targets)
+        if not isinstance(count, torch.Tensor):
+            return self.loss(outputs, targets) * count
+        map_tensors(partial(_zero_gradient_without, count), outputs)
+        return torch.where(count > 0, self.loss(outputs, targets) * count, 0.0)
+
+
+def mean_of(loss: LossFunction, *, checked: bool = False) -> Mean:
+    """Return a loss as a mean.
+
+    The denominators of torch's losses are known. Another loss may declare its own by an attribute `denominator`, a
+    function of the targets; without one, it is taken to be the mean over the samples.
+
+    Args:
+        loss: with its tensors on the device of the targets.
+        checked: whether class indices are known not to be negative, so that -100 is not among them. The denominators
+            of unweighted losses then need no look at the targets.
+    """
+    own = getattr(loss, "as_mean", None)
+    if own is not None:
+        mean: Mean = own()
+        return mean
+    if isinstance(loss, SmoothedLoss):
+        return _of_smoothed(loss, checked=checked)
+    if loss is binary_cross_entropy:
+        return Mean(loss, samples if checked else _Classes(), _total_binary)
+    declared = getattr(loss, "denominator", None)
+    if declared is not None:
+        return Mean(loss, declared)
+    function, options = _parts(loss)
+    ignored = next((index for known, index in CLASS_LOSSES if known is function), None)
+    if ignored is None:
+        return Mean(loss, known=getattr(function, "__module__", None) in _UNWEIGHTED)
+    classes = _Classes(options.get("weight"), options.get("ignore_index", ignored))
+    plain = checked and classes.weight is None and classes.ignored < 0
+    return Mean(loss, samples if plain else classes, _summed(loss))
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A loss that receives the targets as `adapt` returns them."""
+
+    base: LossFunction
+    adapt: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of a batch, a scalar."""
+        return self.base(outputs, self.adapt(targets))
+
+    def as_mean(self) -> Mean:
+        """Return it as a mean."""
+        base = mean_of(self.base)
+        total = None if base.total is None else Adapted(base.total, self.adapt)
+        return Mean(self, lambda targets: base.denominator(self.adapt(targets)), total, base.known)
+
+
+def reduction_of(loss: object) -> str:
+    """Return the `reduction` that a loss declares, as torch's do; "mean" if none."""
+    _, options = _parts(loss)
+    return str(options.get("reduction", "mean"))
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """The denominator of torch's cross entropy: of class indices the sum of their weights, except ignored ones; of
+    probabilities `(B, C, …)` their number without C, also with weights."""
+
+    weight: torch.Tensor | None = None
+    ignored: int = IGNORED
+
+    def __call__(self, targets: torch.Tensor) -> Count:
+        if targets.is_floating_point():
+            return targets.numel() / max(targets.shape[1], 1)
+        counts = targets != self.ignored
+        if self.weight is None:
+            return counts.sum()
+        return (self.weight[targets.long().where(counts, 0)] * counts).sum()
+
+
+CLASS_LOSSES: list[tuple[Any, int]] = [
+    (kind, IGNORED) for kind in (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+]
+"""The losses whose mean may be weighted by class, with the class index that they ignore by default. They take
+`reduction="sum"`."""
+_UNWEIGHTED = ("torch.nn.functional", "torch.nn.modules.loss")
+"""Where torch's losses are defined. All others divide by the number of elements or samples, also with weights."""
+
+
+def _parts(loss: object) -> tuple[Any, dict[str, Any]]:
+    """Return what identifies a loss (a module's class, a function), and its options."""
+    if isinstance(loss, partial):
+        return (None if loss.args else loss.func), dict(loss.keywords)
+    if isinstance(loss, nn.Module):
+        names = ("weight", "ignore_index", "reduction")
+        return type(loss), {name: getattr(loss, name) for name in names if hasattr(loss, name)}
+    return loss, {}
+
+
+def _summed(loss: Any) -> LossFunction:
+    """Return one of torch's losses that returns the sum."""
+    if isinstance(loss, nn.Module):
+        summed: Any = copy.copy(loss)
+        summed.reduction = "sum"
+        return summed  # type: ignore[no-any-return]
+    return partial(loss, reduction="sum")
+
+
+def _total_binary(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return binary_cross_entropy(outputs, targets, reduction="none").sum()
+
+
+def _of_smoothed(loss: SmoothedLoss, *, checked: bool) -> Mean:
+    """Return the mean over the rows that are not ignored; the base's own denominator, if it declares one."""
+    base = mean_of(loss.base, checked=checked)
+    plain = checked or base.denominator is not samples
+    return Mean(loss, base.denominator if plain else _Classes(), known=base.known)
+
+
+def _zero_gradient_without(count: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """Make the gradient 0 if `count` is: that of a mean over nothing is NaN."""
+    if outputs.requires_grad:
+        outputs.register_hook(lambda gradient: gradient.where(count > 0, 0.0))  # type: ignore[no-untyped-call]
+    return outputs
