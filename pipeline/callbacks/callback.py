@@ -16,8 +16,8 @@ class RunOptions:
     Attributes:
         metrics: names of the metrics of an evaluation, such as `"val_loss"`; empty without validation data.
         logs: whether the run has a logger, to which `RunView.log` passes values.
-        higher_is_better: the direction of each metric of the task, by name, as its torchmetrics class declares it; None
-            if it does not.
+        higher_is_better: the direction of each metric and of the losses, by name, as the task or the torchmetrics class
+            declares it; None if neither does.
 
     Example::
 

@@ -25,7 +25,7 @@ class EarlyStopping(Callback):
         patience: evaluations without an improvement before it stops. Positive integer. Default 3.
         min_delta: smallest change that counts as an improvement, 0 or more. Default 0.
         mode: `"min"`: lower is better; `"max"`: higher is better; `"auto"` (default): as the metric's
-            torchmetrics class declares it (`higher_is_better`); for losses, lower is better.
+            torchmetrics class or the task declares it (`higher_is_better`); for losses, lower is better.
 
     Attributes:
         lower_is_better: the direction, for `mode="auto"` once `check` was called.
@@ -33,8 +33,8 @@ class EarlyStopping(Callback):
         waited: evaluations since.
 
     Raises:
-        PlanError: for an invalid value; from `fit`, for an unknown metric, or for `"auto"` and a metric whose class
-            does not declare its direction.
+        PlanError: for an invalid value; from `fit`, for an unknown metric, or for `"auto"` and a metric whose
+            direction nobody declares.
 
     Example::
 
@@ -111,7 +111,7 @@ class EarlyStopping(Callback):
 
     def _declared(self, run: RunOptions) -> bool:
         """Return whether higher values of the metric are better."""
-        if self.monitor in ("loss", "val_loss"):
+        if self.monitor == "loss":  # of the training: there may be no validation data
             return False
         higher = run.higher_is_better.get(self.monitor)
         if higher is None:

@@ -10,11 +10,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from ...checks import ANY, is_flag, is_number, is_whole
 from ...version import __version__
-from ..telemetry.history import History, is_fraction
+from ..tasks.metrics import Unit
+from ..telemetry.history import History
 
 FORMAT = 1
 STATE = "state.json"
@@ -143,14 +144,7 @@ _SCALE = _record(
 )  # fmt: skip
 
 
-def _metrics(place: str, value: Any) -> None:
-    """Metrics by name: finite numbers, and from 0 to 1 if they are known to be fractions."""
-    _dict_of(_number())(place, value)
-    for name, each in value.items():
-        if is_fraction(name):
-            _number("[0, 1]")(f"{place}.{name}", each)
-
-
+_metrics = _dict_of(_number())
 _EPOCH = _record(
     {
         "epoch": _integer(1), "loss": _number(), "val_loss": _optional(_number()),
@@ -163,8 +157,12 @@ _STOPPED = _record({"reason": _text, "epoch": _COUNT, "step": _COUNT})
 
 
 _MONITOR = _record(
-    {"name": _text, "higher_is_better": _satisfies(lambda value: isinstance(value, bool), "true or false")}
+    {"name": _text, "higher_is_better": _satisfies(lambda value: isinstance(value, bool), "true or false")},
+    more=True,
 )
+
+
+_UNIT = _optional(_satisfies(lambda value: value in get_args(Unit), "'fraction' or 'percent'"))
 
 
 def _history(place: str, value: Any) -> None:
@@ -176,6 +174,8 @@ def _history(place: str, value: Any) -> None:
     _dict_of(_anything)(f"{place}.provenance", value.get("provenance", {}))
     if "monitor" in value:
         _MONITOR(f"{place}.monitor", value["monitor"])
+        _UNIT(f"{place}.monitor.unit", value["monitor"].get("unit"))
+    _dict_of(_UNIT)(f"{place}.units", value.get("units", {}))
 
 
 _GROUP = _record({"params": _list_of(_text), "lr": _SPAN}, more=True)

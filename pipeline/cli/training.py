@@ -120,7 +120,9 @@ def train(
             print(report.text(verbose=verbose))
         if result.metrics:
             epochs = len(result.history.epochs)
-            print(f"{', '.join(shown(result.metrics))} after {epochs} epoch{'s' * (epochs != 1)}")
+            print(
+                f"{', '.join(shown(result.metrics, result.history.units))} after {epochs} epoch{'s' * (epochs != 1)}"
+            )
         if ledger:
             measure(pipeline, ledger_seconds, out, quiet)
         if out is not None and not quiet:

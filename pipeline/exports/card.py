@@ -223,7 +223,7 @@ def _results(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _row(name: str, epoch: Epoch) -> tuple[str, ...]:
-    metrics = (text.partition(" ")[2] for text in shown(epoch.metrics))
+    metrics = (text.partition(" ")[2] for text in shown(epoch.metrics, epoch.units))
     return name, f"{epoch.loss:.4f}", f"{epoch.val_loss:.4f}", *metrics
 
 

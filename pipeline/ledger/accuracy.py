@@ -13,7 +13,8 @@ from ...terminal import is_interactive
 from ..runs.config import FitConfig
 from ..runs.fit import fit
 from ..spec.resolve import ResolvedPlan
-from ..telemetry.history import Epoch, Monitor, is_fraction
+from ..tasks.metrics import check_comparable
+from ..telemetry.history import Epoch, Monitor
 from .data import Trained, VariantId
 from .runner import described
 from .variants import Variant
@@ -30,11 +31,7 @@ def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:
         raise PlanError("Number of epochs not set. Pass ledger(accuracy=True, epochs=…) (--epochs).")
     if plan.data.val is None:
         raise PlanError("accuracy=True needs validation data. Pass a second file to load() (--val).")
-    if not is_fraction(plan.task.monitor):
-        raise PlanError(
-            f"accuracy=True compares a fraction such as top1, and {plan.task} monitors {plan.task.monitor!r}. Choose "
-            "another monitor of the task."
-        )
+    check_comparable(plan.task, "accuracy=True")
     if target is not None and not is_number(target, "(0, 1]"):
         raise PlanError(f"target={target!r} is an accuracy and must be a number in (0, 1].")
     return epochs
@@ -72,7 +69,7 @@ def _trained(variant: Variant, epochs: int, target: float | None, sets_target: b
         run = fit(variant.spec, FitConfig(epochs=epochs, progress=False, checkpoints=None)).history
     except Exception as error:  # e.g. out of memory: continue with the others
         return Trained(failed=described(error))
-    accuracy, history = run.monitored, run.epochs
+    accuracy, history = None if run.monitored is None else run.monitor.fraction(run.monitored), run.epochs
     if target is None and sets_target:
         target = accuracy
     return Trained(
@@ -86,4 +83,8 @@ def seconds_to(target: float, history: Sequence[Epoch], monitor: Monitor) -> flo
     """Return the seconds until the end of the first epoch whose metric reaches `target`; None if none does."""
     spent = accumulate(epoch.seconds for epoch in history)
     pairs = zip(history, spent, strict=True)
-    return next((at for epoch, at in pairs if (monitor.of(epoch) or -1.0) >= target), None)
+    known = ((monitor.of(epoch), at) for epoch, at in pairs)
+    reached = (
+        at for value, at in known if value is not None and monitor.reaches(monitor.fraction(value), target)
+    )
+    return next(reached, None)

@@ -290,7 +290,9 @@ class LitModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Return the optimizer of the wrapped parameters, and the learning rate schedule, per step."""
         optimizer = optimizer_factory(self._plan, self.model)(self.parameters())
-        schedule = torch_scheduler(self._plan.optimization, optimizer, self._steps)
+        how = self._plan.optimization
+        scale = how.scheduled_scale(self._plan.data.batch_size)
+        schedule = torch_scheduler(how, optimizer, self._steps, scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

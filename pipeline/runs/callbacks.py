@@ -17,6 +17,7 @@ from ...strategies import Engine
 from ..callbacks.callback import Callback, RunOptions
 from ..callbacks.view import RunView
 from ..spec.resolve import ResolvedPlan
+from ..tasks.metrics import scales
 from ..telemetry.history import Epoch, Evaluation
 from ..telemetry.observer import Observer, Phase
 from ..telemetry.state import TrainState
@@ -30,8 +31,8 @@ States = dict[str, dict[str, Any]]
 def run_options(plan: ResolvedPlan, logs: bool) -> RunOptions:
     """Return what callbacks can check; there are no metrics without validation data."""
     names = () if plan.data.val is None else ("val_loss", *plan.task.names)
-    meters = plan.task.meters(10) if names else {}  # any number of classes: directions do not depend on it
-    return RunOptions(names, logs, {name: meter.higher_is_better for name, meter in meters.items()})
+    known = scales(plan.task) if names else {}
+    return RunOptions(names, logs, {name: scale.higher_is_better for name, scale in known.items()})
 
 
 def check_callbacks(callbacks: Sequence[Callback], options: RunOptions, *, pickled: bool) -> None:

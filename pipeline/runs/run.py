@@ -32,6 +32,7 @@ from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.writer import CheckpointWriter
 from ..spec.inputs import Inputs
 from ..spec.resolve import ResolvedPlan
+from ..tasks.metrics import scales
 from ..telemetry.history import Epoch, Evaluation, History, format_metric
 from ..telemetry.metrics import Metrics
 from ..telemetry.observer import Observer, Observers
@@ -81,7 +82,8 @@ class Run:
         self._lead = built.engine.rank == 0
         self._length = len(built.train)  # steps in an epoch
         self._facts = fingerprint(plan, built, job.epochs)
-        self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length)
+        scale = plan.optimization.scheduled_scale(plan.data.batch_size)
+        self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length, scale)
         self._store = None if job.folder is None else CheckpointDir(job.folder.resolve() / "checkpoints")
         self._guard = NonFiniteGuard(
             self._engine,
@@ -90,8 +92,12 @@ class Run:
             requests,
             scaled=plan.distribution.precision == "fp16",
         )
+        self._units = {
+            name: scale.unit for name, scale in scales(plan.task).items() if scale.unit is not None
+        }
         facts: dict[str, Any] = {
             "recipe": plan.recipe, "seed": plan.seed, "provenance": provenance(), "monitor": asdict(built.monitor),
+            "units": self._units,
             "inputs": Inputs.of(built.train, built.val, plan.data.eval_size).to_dict(), "task": repr(plan.task),
         }  # fmt: skip
         if built.engine.note:
@@ -270,6 +276,7 @@ class Run:
                     lr=state.lr,
                     skipped=stats.skipped + stats.overflowed,
                     replaced=replaced,
+                    units=self._units,
                 )
                 keeps = self._keeps(number)
                 if evaluation is not None:
@@ -307,7 +314,7 @@ class Run:
         """Evaluate the current weights of the model, in epoch `number`."""
         assert self._built.val is not None
         metrics = evaluate(self._engine, self._built.val, self._hooks, self._plan.task)
-        return Evaluation(number, self.state.step, metrics.pop("val_loss"), metrics)
+        return Evaluation(number, self.state.step, metrics.pop("val_loss"), metrics, self._units)
 
     def _evaluate_within(self) -> None:
         """Evaluate between two steps, without an influence on the following ones."""
@@ -453,4 +460,4 @@ class LeaveOnRequest(Observer):
 def _latest(history: History) -> str:
     """Return the monitored metric of the last evaluation as text; "" if there is none."""
     value, monitor = history.monitored, history.monitor
-    return "" if value is None else f"{monitor} {format_metric(monitor.name, value)}"
+    return "" if value is None else f"{monitor} {format_metric(value, monitor.unit)}"

@@ -464,8 +464,9 @@ class OptimizerConfig(Config):
         return self.lr * self._scale(batch_size)
 
     def at(self, batch_size: int) -> OptimizerConfig:
-        """Return the config for batches of this size: with `scale_lr`, the learning rate is scaled."""
-        if not self.scale_lr:
+        """Return the config for batches of this size: with `scale_lr`, the learning rate is scaled; with a torch
+        scheduler, see `scheduled_scale`."""
+        if not self.scale_lr or self.uses_torch_scheduler:  # whose rates are scaled: it may set them itself
             return self
         options = {**self.options, "lr": self.lr_for(batch_size)}
         scaled = {
@@ -475,6 +476,11 @@ class OptimizerConfig(Config):
         groups = OptionalGroups(scaled) if isinstance(self.groups, OptionalGroups) else scaled
         return dataclasses.replace(self, options=options, groups=groups, base_batch_size=batch_size)
 
+    def scheduled_scale(self, batch_size: int) -> float:
+        """Return the factor by which `scale_lr` multiplies each learning rate of a torch scheduler, whether it computes
+        it from the optimizer's or, as OneCycleLR does, sets it itself; 1 otherwise."""
+        return self._scale(batch_size) if self.scale_lr and self.uses_torch_scheduler else 1.0
+
     def note(self, batch_size: int) -> str:
         """Return the plan's note on learning rate and batch size; "" if they were tuned together."""
         base = self.base_batch_size
@@ -483,6 +489,11 @@ class OptimizerConfig(Config):
         if not self.scaling:
             return f"caution: the learning rate is for batches of {base:,} images, not {batch_size:,}"
         given = f"lr={self.lr:g} is for batches of {base:,} images"
+        if self.scale_lr and self.uses_torch_scheduler:
+            return (
+                f"the scheduler's learning rates are for batches of {base:,} images; each is multiplied by "
+                f"{self._scale(batch_size):.4g} for {batch_size:,} ({self.scaling}, scale_lr)"
+            )
         scaled = f"{self.lr_for(batch_size):.4g}"
         if self.scale_lr:
             return f"{given}; scaled to {scaled} for {batch_size:,} ({self.scaling}, scale_lr)"

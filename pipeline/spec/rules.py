@@ -15,6 +15,7 @@ from ...transforms import (
     SeqLengthWarmup,
     Transform,
 )
+from ..tasks.metrics import check_monitor
 from .kinds import find
 from .optimizers import gathers, label, needs_whole_matrices
 from .pipeline_spec import PipelineSpec
@@ -220,6 +221,11 @@ def _targets(spec: PipelineSpec) -> None:
             )
 
 
+def _monitor(spec: PipelineSpec) -> None:
+    if spec.data is not None and spec.data.val is not None:
+        check_monitor(spec.target)
+
+
 def _loss_of_the_model(spec: PipelineSpec) -> None:
     task = spec.target
     if not task.loss_in_model:
@@ -290,6 +296,7 @@ RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _opposite_statistics,
     _flat_shards_of_matrices,
     _targets,
+    _monitor,
     _loss_of_the_model,
     _views,
 )

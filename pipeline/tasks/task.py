@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import PlanError, suggest
 from ...names import imported
 from .means import Adapted, Count, LossFunction, Mean, mean_of, reduction_of, samples
-from .metrics import NAMES_OF_RUN, by_name, named
+from .metrics import NAMES_OF_RUN, Unit, by_name, named
 from .nests import map_tensors, to_float
 
 if TYPE_CHECKING:
@@ -75,13 +75,22 @@ class Task:
     kind: ClassVar[Kind] = "any"
     """What the targets are. Transforms declare the kinds that they can mix or smooth; the plan rejects the others."""
     monitor: str = "val_loss"
-    """The metric that decides which epoch is best. For `val_loss`, and metrics whose torchmetrics class declares it,
-    lower is better."""
+    """The metric that decides which epoch is best: that of the lowest `val_loss`, or as the metric declares it."""
+    higher_is_better: ClassVar[Mapping[str, bool]] = {}
+    """Directions by the names of metrics, for those whose torchmetrics class does not declare `higher_is_better`."""
+    units: ClassVar[Mapping[str, Unit]] = {}
+    """Units by the names of metrics: `"fraction"` (0 to 1) or `"percent"`, for those whose class does not declare
+    `unit`. torchmetrics' own metrics from 0 to 1 are fractions."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the metrics."""
         return tuple(self.metrics())
+
+    @property
+    def declares_monitor(self) -> bool:
+        """Whether the direction of the monitored metric is known without creating it."""
+        return False
 
     @property
     def loss_name(self) -> str:
@@ -289,6 +298,11 @@ class StandardTask(Task):
     def names(self) -> tuple[str, ...]:
         """The names of the metrics; `top5` of the default is left out for up to five classes."""
         return tuple(self._metrics)
+
+    @property
+    def declares_monitor(self) -> bool:
+        """Whether the monitored metric is one of `METRICS`, all of which declare their direction."""
+        return isinstance(self._metrics.get(self.monitor), str)
 
     @property
     def loss_in_model(self) -> bool:

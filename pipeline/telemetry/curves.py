@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from ...errors import require
-from .history import Epoch, History, format_metric, is_fraction
+from .history import Epoch, History, format_metric
 
 INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
 
@@ -24,13 +24,15 @@ def draw(history: History) -> bytes:
     figure.subplots_adjust(left=0.08, right=0.985, bottom=0.085, top=0.89, hspace=0.18, wspace=0.2)
     epochs = history.epochs
     monitor = history.monitor
-    in_percent = is_fraction(monitor.name)
+    in_percent = monitor.unit is not None
     (losses, metric), (rate, speed) = figure.subplots(2, 2, sharex=True)
     _curve(losses, epochs, [epoch.loss for epoch in epochs], TRAIN, "training (its own loss function)")
     _curve(losses, epochs, [epoch.val_loss for epoch in epochs], VAL, "validation (the task's own)")
     losses.legend(frameon=False, fontsize=8)
     values = [monitor.of(epoch) for epoch in epochs]
-    _curve(metric, epochs, [*map(percent, values)] if in_percent else values, VAL, monitor.name)
+    _curve(
+        metric, epochs, [*map(percent, values)] if monitor.unit == "fraction" else values, VAL, monitor.name
+    )
     _name_the_best(metric, history)
     _curve(rate, epochs, [epoch.lr for epoch in epochs], TRAIN, "lr")
     _curve(speed, epochs, [epoch.images_per_s for epoch in epochs], TRAIN, "images/s")
@@ -77,7 +79,7 @@ def _name_the_best(axes: Any, history: History) -> None:
         axes.set_yticks([])
         return
     best = max(known, key=lambda pair: pair[0])[1]
-    text = format_metric(monitor.name, monitor.of(best) or 0.0)
+    text = format_metric(monitor.of(best) or 0.0, monitor.unit)
     axes.text(
         1.0, 1.02, f"best {text}, epoch {best.epoch}", transform=axes.transAxes, ha="right", va="bottom",
         fontsize=9, color=VAL,

@@ -10,6 +10,9 @@ from typing import Any
 
 from ...files import atomic_file
 from ...table import Table
+from ..tasks.metrics import Unit
+
+Units = Mapping[str, Unit]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Epoch:
         skipped: steps skipped because their loss was not finite (`fit(on_nonfinite="skip")`), or because their
             gradients overflowed in fp16: a few until the loss scale is calibrated, and one each time it grows too far.
         replaced: samples that could not be decoded, for which others were trained on (`load(on_error="skip")`).
+        units: units of those metrics that are shares, by name; a property of the run, `History.units`.
 
     Example::
 
@@ -47,6 +51,7 @@ class Epoch:
     lr: float
     skipped: int = 0
     replaced: int = 0
+    units: Units = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def accuracy(self) -> float | None:
@@ -56,14 +61,14 @@ class Epoch:
     def values(self) -> dict[str, float]:
         """Return all numbers by name, the metrics among them; those that were not measured are missing."""
         found: dict[str, float] = {}
-        for name, value in asdict(self).items():
+        for name, value in _saved(self).items():
             found |= value if name == "metrics" else {} if value is None else {name: value}
         return found
 
     def __str__(self) -> str:
         parts = [f"epoch {self.epoch}", f"loss {self.loss:.4f}"]
         if self.val_loss is not None:
-            parts += [f"val loss {self.val_loss:.4f}", *shown(self.metrics)]
+            parts += [f"val loss {self.val_loss:.4f}", *shown(self.metrics, self.units)]
         parts += [
             f"{self.images_per_s:,.0f} images/s",
             f"waiting {self.data_wait_fraction:.0%}",
@@ -83,6 +88,7 @@ class Evaluation:
         step: completed optimizer steps of the full run.
         val_loss: mean of the task's own loss on the validation data.
         metrics: the task's metrics on the validation data, by name.
+        units: see `Epoch`.
 
     Example::
 
@@ -95,6 +101,7 @@ class Evaluation:
     step: int
     val_loss: float
     metrics: Mapping[str, float]
+    units: Units = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def accuracy(self) -> float | None:
@@ -110,27 +117,27 @@ class Evaluation:
         parts = [
             f"epoch {self.epoch}, step {self.step:,}",
             f"val loss {self.val_loss:.4f}",
-            *shown(self.metrics),
+            *shown(self.metrics, self.units),
         ]
         return "  ".join(parts)
 
 
-def shown(metrics: Mapping[str, float]) -> list[str]:
-    """Return each metric as text, fractions in percent."""
-    return [f"{name} {format_metric(name, value)}" for name, value in metrics.items()]
+def _saved(one: Epoch | Evaluation) -> dict[str, Any]:
+    """Return the numbers of an epoch or an evaluation; the history has the units."""
+    return {name: value for name, value in asdict(one).items() if name != "units"}
 
 
-def format_metric(name: str, value: float) -> str:
-    """Return a metric's value as text: in percent if it is a fraction of the samples."""
-    return f"{value:.2%}" if is_fraction(name) else f"{value:.4g}"
+def shown(metrics: Mapping[str, float], units: Units) -> list[str]:
+    """Return each metric as text, shares in percent."""
+    return [f"{name} {format_metric(value, units.get(name))}" for name, value in metrics.items()]
 
 
-def is_fraction(name: str) -> bool:
-    """Return whether a metric is known to be a fraction, 0 to 1, for which percent is usual."""
-    return name in _FRACTIONS or (name.startswith("top") and name[3:].isdigit())
+def format_metric(value: float, unit: Unit | None) -> str:
+    """Return a metric's value as text: in percent if it is a share."""
+    if unit is None:
+        return f"{value:.4g}"
+    return f"{value:.2%}" if unit == "fraction" else f"{value:.2f}%"
 
-
-_FRACTIONS = {"accuracy", "f1", "precision", "recall", "map", "miou", "pixel_accuracy"}
 
 COLUMNS = {
     "epoch": ("epoch", "d"),
@@ -153,10 +160,12 @@ class Monitor:
     Attributes:
         name: `val_loss`, or a metric of the task.
         higher_is_better: the direction.
+        unit: of its values, if they are shares.
     """
 
     name: str = "top1"
     higher_is_better: bool = True
+    unit: Unit | None = None
 
     def of(self, results: Epoch | Evaluation) -> float | None:
         """Return the value of an evaluation; None if it is unknown or NaN."""
@@ -167,6 +176,14 @@ class Monitor:
         """Return the value of an evaluation, negated if lower is better."""
         value = self.of(results)
         return None if value is None else value if self.higher_is_better else -value
+
+    def fraction(self, value: float) -> float:
+        """Return a value of a metric that is a share, 0 to 1."""
+        return value / 100 if self.unit == "percent" else value
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Return whether a value is as good as another one."""
+        return value >= target if self.higher_is_better else value <= target
 
     def __str__(self) -> str:
         return self.name.replace("_", " ")
@@ -189,15 +206,16 @@ class History:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the history as plain JSON types."""
-        within = {"evaluations": [asdict(each) for each in self.evaluations]} if self.evaluations else {}
-        return {"epochs": [asdict(epoch) for epoch in self.epochs], **within, **self.facts}
+        within = {"evaluations": [*map(_saved, self.evaluations)]} if self.evaluations else {}
+        return {"epochs": [*map(_saved, self.epochs)], **within, **self.facts}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> History:
         """Return the history that `to_dict` gave as plain JSON types."""
         facts = {key: value for key, value in saved.items() if key not in ("epochs", "evaluations")}
-        within = [Evaluation(**each) for each in saved.get("evaluations", [])]
-        return cls([Epoch(**epoch) for epoch in saved["epochs"]], facts, within)
+        units = facts.get("units", {})
+        within = [Evaluation(**each, units=units) for each in saved.get("evaluations", [])]
+        return cls([Epoch(**epoch, units=units) for epoch in saved["epochs"]], facts, within)
 
     def save(self, path: str | Path) -> None:
         """Write the history as JSON, atomically."""
@@ -217,6 +235,12 @@ class History:
     def accuracy(self) -> float | None:
         """Top-1 accuracy (0 to 1) of the last evaluation; None without validation data."""
         return None if self.last is None else self.last.accuracy
+
+    @property
+    def units(self) -> Units:
+        """The units of those metrics that are shares, by name."""
+        units: Units = self.facts.get("units", {})
+        return units
 
     @property
     def monitor(self) -> Monitor:
@@ -240,16 +264,17 @@ class History:
     def _repr_html_(self) -> str:
         if not self.epochs:
             return "<i>no finished epoch</i>"
+        units = self.units
         values = [epoch.values() for epoch in self.epochs]
         names = [*COLUMNS]
         at = names.index("val_loss") + 1
         names[at:at] = dict.fromkeys(name for epoch in self.epochs for name in epoch.metrics)
         measured = [name for name in names if any(name in row for row in values)]
-        rows = [[_cell(name, row.get(name)) for name in measured] for row in values]
+        rows = [[_cell(name, row.get(name), units.get(name)) for name in measured] for row in values]
         return Table([COLUMNS.get(name, (name,))[0] for name in measured], rows, figures=True).html()
 
 
-def _cell(name: str, value: float | None) -> str:
+def _cell(name: str, value: float | None, unit: Unit | None) -> str:
     if value is None:
         return ""
-    return format(value, COLUMNS[name][1]) if name in COLUMNS else format_metric(name, value)
+    return format(value, COLUMNS[name][1]) if name in COLUMNS else format_metric(value, unit)

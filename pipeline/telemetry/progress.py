@@ -75,7 +75,7 @@ class Progress(Observer):
         """Print an evaluation within the epoch, and show its first metric."""
         if self._prints and state.meter.steps:
             echo(f"{evaluation}")
-            self._metric = "".join(f", {text}" for text in shown(evaluation.metrics)[:1])
+            self._metric = "".join(f", {text}" for text in shown(evaluation.metrics, evaluation.units)[:1])
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
         """Print the epoch, and the time left if the remaining epochs take as long."""

@@ -31,7 +31,7 @@ from ..spec.config import LOADERS, DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from ..tasks.means import LossFunction
-from ..tasks.metrics import higher_is_better
+from ..tasks.metrics import Scale, scale_of
 from ..tasks.nests import map_tensors
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
@@ -84,7 +84,8 @@ class Built:
         """
         steps = epochs * len(self.train)
         self.hooks.begin(self.engine, steps, self.train)
-        return Schedule(self.plan.optimization, self.engine.optimizer, steps)
+        scale = self.plan.optimization.scheduled_scale(self.plan.data.batch_size)
+        return Schedule(self.plan.optimization, self.engine.optimizer, steps, scale)
 
     def begin_epoch(self) -> None:
         """Set what transforms change between epochs: the image size, frozen layers. Call it before each epoch."""
@@ -196,7 +197,9 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
         outputs, used = check_output(model, task, width, data, plan.distribution.precision, targets)
     meters = task.meters(width)
     check_metrics(task, meters, used, two)
-    monitor = Monitor(task.monitor, higher_is_better(meters.get(task.monitor)))
+    known = {name: scale_of(task, name, meter) for name, meter in meters.items()}
+    scale = known.get(task.monitor, Scale(higher_is_better=False))
+    monitor = Monitor(task.monitor, scale.higher_is_better is not False, scale.unit)
     return Parts(plan, model, reports, width, (outputs, two), monitor)
 
 

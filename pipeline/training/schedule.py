@@ -21,13 +21,17 @@ class Schedule:
         optimization: defines the shape of the schedule.
         optimizer: the current learning rates of its parameter groups are the peaks.
         steps: optimizer steps of the full run.
+        scale: factor of the learning rates of a torch scheduler, `OptimizerConfig.scheduled_scale`. Default 1.
 
     Raises:
         PlanError: if the factory of a torch scheduler fails, or returns something else.
     """
 
-    def __init__(self, optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    def __init__(
+        self, optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0
+    ) -> None:
         self._optimization, self._optimizer, self._steps = optimization, optimizer, steps
+        self._scale = scale
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._scheduler: _TorchScheduler | None = None
         if optimization.uses_torch_scheduler and not isinstance(optimization.schedule, str):
@@ -36,7 +40,7 @@ class Schedule:
 
     def set_lr(self, step: int) -> float:
         """Set the learning rates for step `step`, counted from 0. Return that of the first parameter group."""
-        factor = self._optimization.lr_factor(step, self._steps)
+        factor = self._optimization.lr_factor(step, self._steps) * self._scale
         rates = self._peaks if self._scheduler is None else self._scheduler.rates(step)
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor
@@ -44,13 +48,13 @@ class Schedule:
 
 
 def torch_scheduler(
-    optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int
+    optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0
 ) -> LRScheduler:
     """Return the schedule as a torch scheduler, to be stepped once per optimizer step, for other training loops.
 
     Raises:
-        PlanError: for a torch scheduler with warm-up, which would scale learning rates that the scheduler computes from
-            the previous ones.
+        PlanError: for a torch scheduler with warm-up or `scale`, which would scale learning rates that the scheduler
+            computes from the previous ones.
     """
     if not optimization.uses_torch_scheduler or isinstance(optimization.schedule, str):
         return LambdaLR(optimizer, lambda step: optimization.lr_factor(min(step, steps), steps))
@@ -58,6 +62,11 @@ def torch_scheduler(
         raise PlanError(
             f"to_lightning() cannot combine the torch scheduler {label(optimization.schedule)} with "
             f"warmup={optimization.warmup}. Use torch's SequentialLR with LinearLR in the factory instead."
+        )
+    if scale != 1:
+        raise PlanError(
+            f"to_lightning() cannot combine the torch scheduler {label(optimization.schedule)} with scale_lr=True. "
+            f"Multiply its learning rates by {scale:g} in the factory instead."
         )
     options = dict(optimization.schedule_options)
     return _made(optimization.schedule, options, optimizer)

@@ -66,7 +66,8 @@ class Arena(Protocol[C]):
         `"communication"` alone."""
 
     def accuracy(self, spec: PipelineSpec, seed: int) -> float:
-        """Train for a short time from this seed, and return the accuracy, 0 to 1. Raise Failed, or OutOfTime."""
+        """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better. Raise
+        Failed, or OutOfTime."""
 
 
 @dataclass
@@ -178,12 +179,13 @@ class Trials:
         """See `Arena`."""
         config = FitConfig(epochs=self._epochs, progress=False, checkpoints=None)
         try:
-            found = fit(spec.replace(seed=seed), config).history.monitored
+            history = fit(spec.replace(seed=seed), config).history
         except Exception as error:
             raise Failed(described(error)) from error
-        if found is None:
+        if history.monitored is None:
             raise Failed("its training has no accuracy")
-        return found
+        found = history.monitor.fraction(history.monitored)
+        return found if history.monitor.higher_is_better else -found
 
 
 def is_out_of_memory(reason: str) -> bool:

@@ -26,7 +26,7 @@ from ..runs.fit import make_folder
 from ..spec.options import Config
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
-from ..telemetry.history import is_fraction
+from ..tasks.metrics import check_comparable
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
 from .arena import LIMIT_ROUNDS, Arena, C, Trials, is_out_of_memory
@@ -102,11 +102,7 @@ def _allowed(plan: ResolvedPlan, allow: Sequence[str], epochs: int) -> list[Cand
         raise PlanError(
             "allow= measures the accuracy, which needs validation data. Pass a second file to load() (--val)."
         )
-    if not is_fraction(plan.task.monitor):
-        raise PlanError(
-            f"allow= compares a fraction such as top1, and {plan.task} monitors {plan.task.monitor!r}. Choose another "
-            "monitor of the task."
-        )
+    check_comparable(plan.task, "allow=")
     return found
 
 

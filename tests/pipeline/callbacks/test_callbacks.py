@@ -6,7 +6,6 @@ import csv
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ class Diary(Callback):
         self.lines.append(("evaluation", view.step, dict(view.metrics)))
 
     def on_epoch_end(self, view: RunView) -> None:
-        self.lines.append(("epoch", view.epoch, asdict(view.history[-1])))
+        self.lines.append(("epoch", view.epoch, view.history[-1].values()))
 
     def on_fit_end(self, view: RunView) -> None:
         self.lines.append(("end", view.step, view.failed))
@@ -102,7 +101,7 @@ def test_each_event_is_called_with_the_position_and_the_results(toy: Toy) -> Non
     assert sum(line[3] for line in steps[:STEPS]) / STEPS == pytest.approx(result.history.epochs[0].loss)
     assert all(line[4] == 0.1 for line in steps)
     epochs = [line[2] for line in diary.lines if line[0] == "epoch"]
-    assert epochs == [asdict(epoch) for epoch in result.history.epochs]
+    assert epochs == [epoch.values() for epoch in result.history.epochs]
     last = result.history.epochs[-1]
     assert diary.lines[-3][1:] == (2 * STEPS, {"val_loss": last.val_loss, "top1": last.accuracy})
     assert diary.lines[-1] == ("end", 2 * STEPS, False)
@@ -227,7 +226,7 @@ def test_early_stopping_knows_the_direction_from_the_metrics_class(toy: Toy) -> 
     assert falling.stopped is None
     other = EarlyStopping("top1_worst", patience=1, mode="max")
     assert len(pipeline.fit(epochs=3, progress=False, callbacks=[other]).history.epochs) == 2
-    undeclared = toy.pipeline().task(Classification(metrics={"top1_mean": MeanMetric()}))
+    undeclared = toy.pipeline().task(Classification(metrics={"top1": "top1", "top1_mean": MeanMetric()}))
     with pytest.raises(PlanError, match=r"'top1_mean' does not declare .*Pass mode='min' or mode='max'"):
         undeclared.fit(epochs=1, progress=False, callbacks=[EarlyStopping("top1_mean")])
 
@@ -297,7 +296,7 @@ def test_evaluations_within_epochs(toy: Toy, tmp_path: Path) -> None:
     assert [each.step for each in result.history.evaluations] == [3, 6, 9]
     assert [epoch.accuracy is None for epoch in result.history.epochs] == [True, False, False]
     history = json.loads((tmp_path / "history.json").read_text())
-    assert history["evaluations"] == [asdict(each) for each in result.history.evaluations]
+    assert history["evaluations"] == result.history.to_dict()["evaluations"]
     assert history["epochs"][0]["val_loss"] is None
     with (tmp_path / "metrics.csv").open(newline="") as file:
         logged = [(int(row["step"]), row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]

@@ -168,8 +168,8 @@ def check(reader: Reader, place: tuple[Any, ...], value: Any) -> None:
     assert len(said) == len(state["history"]["epochs"])
     for epoch, entry in zip(said, state["history"]["epochs"], strict=True):
         assert {**epoch, **entry} == epoch
-        numbers = {**epoch, **epoch["metrics"]}
-        del numbers["metrics"]
+        assert all(map(math.isfinite, epoch["metrics"].values()))
+        numbers = {key: value for key, value in epoch.items() if key not in ("metrics", "units")}
         assert all(v is None or (math.isfinite(v) and (v >= 0 or "loss" in k)) for k, v in numbers.items())
     expected = {key: kept for key, kept in reader.whole.items() if key != "history"}
     assert same(read, expected), f"{place} = {value!r} is accepted, and changes the training"

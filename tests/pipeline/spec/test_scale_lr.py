@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import own_schedules
 import pytest
 from drivetrain import NonFiniteError, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline.recipes.presets import complete, parse_overrides
@@ -148,3 +149,18 @@ def test_what_cannot_be_scaled(toy: Toy) -> None:
     ):
         with pytest.raises(RecipeError, match=message):
             recipe("resnet50-mild", **overrides)
+
+
+@pytest.mark.parametrize("set_by", ["itself", "the optimizer"])
+def test_a_torch_scheduler_is_scaled(toy: Toy, set_by: str) -> None:
+    """One that sets the learning rates itself, too: every rate of the run is four times as high."""
+    given = own_schedules.one_cycle if set_by == "itself" else own_schedules.steps
+    pipeline = toy.pipeline().optimize("sgd", lr=0.02, schedule=given)
+    scaled = pipeline.optimize("sgd", lr=0.02, schedule=given, scale_lr=True, base_batch_size=8)
+    rates = [epoch.lr for epoch in pipeline.fit(epochs=2, progress=False).history.epochs]
+    found = [epoch.lr for epoch in scaled.fit(epochs=2, progress=False).history.epochs]
+    assert found == pytest.approx([4 * rate for rate in rates], rel=1e-12)
+    assert "each is multiplied by 4 for 32 (linear, scale_lr)" in row(scaled).why
+    with scaled.build() as built:
+        assert built.begin(2).set_lr(7) == pytest.approx(4 * rates[-1])
+    assert "scaled to" not in str(scaled.plan())

@@ -85,6 +85,7 @@ def test_it_learns_and_is_judged_as_by_hand(name: str, files: Files, tmp_path: P
     assert saved["monitor"] == {
         "name": task.monitor,
         "higher_is_better": task.monitor not in ("mae", "distance"),
+        "unit": None if task.monitor in ("mae", "distance") else "fraction",
     }
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     row = dict(zip(header.split(","), rows[-1].split(","), strict=True))
