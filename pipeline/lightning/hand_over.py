@@ -30,7 +30,7 @@ from ..spec.resolve import ResolvedPlan, resolve
 from ..tasks.means import Mean, mean_of
 from ..tasks.metrics import compute
 from ..tasks.nests import to_float
-from ..tasks.task import TaskLoss, model_inputs
+from ..tasks.task import model_inputs
 from ..training.build import (
     Parts,
     fork_rng,
@@ -183,7 +183,7 @@ class LitModule(pl.LightningModule):
         plan = parts.plan
         self.model = parts.model
         self._plan, self._epochs, self._steps = plan, epochs, epochs * steps
-        self._loss = TaskLoss(plan.task, training_loss(plan, torch.device("cpu")))
+        self._loss = training_loss(plan, torch.device("cpu"))
         self._width = parts.width
         self._criterion: Mean = mean_of(self._loss)
         self._meters: dict[str, Any] = {}
@@ -220,7 +220,7 @@ class LitModule(pl.LightningModule):
         self._hooks.state.total_steps = self._steps
         for transform in self._plan.transforms:
             transform.begin(self.model, self._steps)
-        self._loss = TaskLoss(self._plan.task, training_loss(self._plan, self.device))
+        self._loss = training_loss(self._plan, self.device)
         self._random.enter_context(fork_rng(self._plan.seed))
 
     def on_train_epoch_start(self) -> None:

@@ -123,7 +123,9 @@ def lay_out(
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
     steps += [
         Step(
-            f"loss: {spec.target.loss_name}", "default" if spec.goal is None else ".task()", spec.target.about
+            f"loss: {spec.target.loss_name}",
+            "default" if spec.goal is None else ".task()",
+            spec.target.about + _assumed_mean(spec),
         )
     ]
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
@@ -147,6 +149,17 @@ def _caution(data: DataConfig) -> str:
 def _slow_bf16(how: DistributedConfig) -> str:
     slow = how.precision == "bf16" and not uses_gpu(how) and machine.lacks_bf16()
     return "; this CPU has no bf16 instructions, so fp32 is faster" if slow else ""
+
+
+def _assumed_mean(spec: PipelineSpec) -> str:
+    """Return a caution if a batch is split and its loss may be another mean than that over the samples."""
+    how, task = spec.distributed, spec.target
+    if how.ranks * how.accumulate == 1 or not task.assumes_mean:
+        return ""
+    return (
+        "; taken as the mean over the samples, because it declares no denominator: if it weights or ignores targets, "
+        "results depend on how a batch is split"
+    )
 
 
 def _split_batch_norm(spec: PipelineSpec, data: DataConfig) -> str:

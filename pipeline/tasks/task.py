@@ -179,11 +179,16 @@ class Task:
         """Return the loss, with its tensors on `device`."""
         return self.loss
 
-    def mean(self, loss: LossFunction) -> Mean:
-        """Return `loss`, a result of `move` or one that loss transforms made of it, as a mean."""
+    def mean(self, loss: LossFunction, *, checked: bool = False) -> Mean:
+        """Return `loss`, a result of `move` or one that loss transforms made of it, as a mean; see `mean_of`."""
         if type(self).denominator not in (Task.denominator, StandardTask.denominator):
             return Mean(loss, self.denominator)
-        return mean_of(loss, checked=self.kind == "class indices")
+        return mean_of(loss, checked=checked)
+
+    @property
+    def assumes_mean(self) -> bool:
+        """Whether the loss is taken to be the mean over the samples, because nothing declares its denominator."""
+        return not self.mean(self.loss).known
 
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:  # noqa: ARG002
         """Return why outputs for two images cannot be those of this task, with the remedy; "" if they can."""
@@ -295,6 +300,11 @@ class StandardTask(Task):
         return self.mean(self._function(self._criterion)).denominator(targets)
 
     @property
+    def assumes_mean(self) -> bool:
+        """Whether the loss is taken to be the mean over the samples; see `Task.assumes_mean`."""
+        return not self.mean(self._function(self._criterion)).known
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the metrics; `top5` of the default is left out for up to five classes."""
         return tuple(self._metrics)
@@ -397,10 +407,15 @@ def loss_of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:  # noqa:
 
 @dataclass(frozen=True)
 class TaskLoss:
-    """The training loss of a task, for what the model returns: `loss` of the outputs that the task uses."""
+    """The training loss of a task, for what the model returns: `loss` of the outputs that the task uses.
+
+    Attributes:
+        checked: whether the targets are class indices that were checked not to be negative.
+    """
 
     task: Task
     base: LossFunction
+    checked: bool = False
 
     def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch, a scalar."""
@@ -410,7 +425,7 @@ class TaskLoss:
 
     def as_mean(self) -> Mean:
         """Return it as a mean."""
-        mean = self.task.mean(self.base)
+        mean = self.task.mean(self.base, checked=self.checked)
         total = None if mean.total is None else TaskLoss(self.task, mean.total)
         return Mean(self, mean.denominator, total, mean.known)
 

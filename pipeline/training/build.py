@@ -30,6 +30,7 @@ from ..spec import split_batch_norm
 from ..spec.config import LOADERS, DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
+from ..tasks.classification import Classification
 from ..tasks.means import LossFunction
 from ..tasks.metrics import Scale, scale_of
 from ..tasks.nests import map_tensors
@@ -172,8 +173,8 @@ class Parts:
         outputs, targets = map_tensors(lambda tensor: tensor.to(device), outputs), targets.to(device)
         soft = any(t.soft_targets for t in self.plan.transforms)
         classes = self.width if task.kind == "class indices" else None
-        check_loss(task.mean(loss), outputs, targets, classes, soft=soft)
-        return TaskLoss(task, loss)
+        check_loss(task.mean(loss.base), outputs, targets, classes, soft=soft)
+        return loss
 
 
 def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) -> Parts:
@@ -373,13 +374,13 @@ def optimizer_factory(plan: ResolvedPlan, model: nn.Module | None = None) -> Opt
     return GroupedFactory(factory, plan.optimization.groups, model)
 
 
-def training_loss(plan: ResolvedPlan, device: torch.device) -> LossFunction:
+def training_loss(plan: ResolvedPlan, device: torch.device) -> TaskLoss:
     """Return the task's loss, with its tensors on `device`, wrapped by the loss transforms in the plan's order."""
     loss: LossFunction = plan.task.move(device)
     for transform in plan.transforms:
         if transform.kind == "loss":
             loss = transform.loss(loss)
-    return loss
+    return TaskLoss(plan.task, loss, checked=isinstance(plan.task, Classification))
 
 
 @contextmanager

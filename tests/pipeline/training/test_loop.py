@@ -58,7 +58,7 @@ def by_hand() -> Callable[[int], object]:
 def ours(*, guarded: bool, accumulate: int = 1) -> Callable[[int], object]:
     engine = strategies.get("single", device="cpu").prepare(batch_norm_model(), sgd, accumulate=accumulate)
     guard = NonFiniteGuard(engine, "raise", str) if guarded else None
-    loss = TaskLoss(Classification(), functional.cross_entropy)  # a pipeline's, whose labels were checked
+    loss = TaskLoss(Classification(), functional.cross_entropy, checked=True)  # as in a pipeline
     return lambda steps: train_epoch(engine, batches(steps), loss, observer=guard)
 
 
