@@ -14,7 +14,8 @@ from drivetrain.pipeline.tasks.means import mean_of
 from drivetrain.pipeline.training.loop import evaluate, train_epoch
 from drivetrain.pipeline.training.step_loss import StepLoss
 from drivetrain.strategies import launch
-from means_jobs import CASES, WEIGHTS, Run, all_trained, by_hand, optimizer, trained
+from host_syncs import HostSyncs, pretend_cuda
+from means_jobs import CASES, WEIGHTS, Focal, Run, all_trained, by_hand, trained
 from pipeline_data import CLASSES, Toy, plain_model
 from torch import nn
 from torch.nn import functional
@@ -95,8 +96,7 @@ def test_a_pipeline_with_class_weights_does_not_depend_on_the_split(weighted: An
 
 
 def test_a_batch_of_which_nothing_counts_has_no_loss_and_no_gradient() -> None:
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    ours = strategies.get("single", device="cpu").prepare(nn.Linear(3, 5), sgd, accumulate=2)
+    ours = linear(accumulate=2)
     before = ours.export_state()
     batches = [
         (torch.randn(4, 3), torch.full((4,), -100)),
@@ -111,39 +111,65 @@ def test_a_batch_of_which_nothing_counts_has_no_loss_and_no_gradient() -> None:
     assert train_epoch(ours, batches, functional.cross_entropy).loss == pytest.approx(value, rel=TOLERANCE)
 
 
+def linear(accumulate: int = 1) -> Any:
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    return strategies.get("single", device="cpu").prepare(nn.Linear(3, 5), sgd, accumulate=accumulate)
+
+
 def test_validation_data_of_which_nothing_counts_is_an_error() -> None:
     task = Classification(loss=nn.CrossEntropyLoss(ignore_index=1), metrics=())
-    linear = strategies.get("single", device="cpu").prepare(nn.Linear(3, 5), optimizer)
     with pytest.raises(DataError, match="val_loss: none of the validation data's targets counts"):
-        evaluate(linear, [(torch.randn(4, 3), torch.ones(4, dtype=torch.long))], task=task)
+        evaluate(linear(), [(torch.randn(4, 3), torch.ones(4, dtype=torch.long))], task=task)
 
 
 def test_val_loss_does_not_depend_on_the_batch_size(weighted: Any) -> None:
     found = []
-    for size in (4, 8, 16):
+    for size in (3, 7, 50):
         data = weighted.load(*(weighted.data.train, weighted.data.val), batch_size=size, image_size=16)
         with data.build() as built:
             found.append(evaluate(built.engine, built.val, built.hooks, data.goal)["val_loss"])
     assert found == pytest.approx([found[0]] * 3, rel=TOLERANCE)
 
 
+class Two:
+    """The first of two ranks, of which the other has the same."""
+
+    world_size, exchanged = 2, 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reduce(self, value: torch.Tensor, op: str = "mean") -> torch.Tensor:
+        self.exchanged += 1
+        return 2 * value if op == "sum" else value
+
+
 def test_equal_denominators_cost_nothing() -> None:
     """Neither an operation nor an exchange, also on several ranks; without that knowledge, one sum."""
 
-    class Two:
-        world_size, device, exchanged = 2, torch.device("cpu"), 0
-
-        def reduce(self, value: torch.Tensor, op: str = "mean") -> torch.Tensor:
-            self.exchanged += 1
-            return 2 * value if op == "sum" else value
-
-    ranks, images, targets = Two(), torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
+    ranks, images, targets = Two(torch.device("cpu")), torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
     mean, parts = mean_of(functional.cross_entropy, checked=True), [(images, targets)] * 2
     outputs = torch.randn(4, 5)
     for equal, exchanges in ((True, 0), (False, 1)):
         step = StepLoss(mean, parts, ranks, equal=equal)
         assert step.share(1, outputs, targets).item() == pytest.approx(mean.loss(outputs, targets).item())
         assert (ranks.exchanged, float(step.weight)) == (exchanges, 16)
+
+
+def test_a_weighted_loss_never_makes_the_host_wait() -> None:
+    """Nor does it copy anything to the device, also with a denominator that is a number."""
+    targets, outputs = torch.tensor([0, 1, 2, 3]), torch.randn(4, 5)
+    with HostSyncs() as syncs:
+        for loss in (nn.CrossEntropyLoss(weight=WEIGHTS), Focal()):
+            step = StepLoss(mean_of(loss), [(outputs, targets)] * 2, linear(), equal=False)
+            step.share(1, outputs, targets)
+    assert syncs.found == []
+    with pretend_cuda() as copies:
+        ranks, parts = Two(torch.device("cuda")), [(outputs.to("cuda"), targets.to("cuda"))] * 2
+        before = len(copies.found)
+        StepLoss(mean_of(nn.MSELoss()), parts, ranks, equal=False)
+        StepLoss(mean_of(nn.CrossEntropyLoss()), parts, ranks, equal=False)
+        assert copies.found[before:] == []
 
 
 def test_the_denominators_of_known_losses() -> None:
