@@ -31,15 +31,16 @@ from ..spec.config import LOADERS, DataConfig, DistributedConfig
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from ..tasks.classification import Classification
-from ..tasks.means import LossFunction
+from ..tasks.means import LossFunction, mean_of
 from ..tasks.metrics import Scale, scale_of
 from ..tasks.nests import map_tensors
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .checks import check_kind, check_loss, check_metrics, check_output, targets_of
 from .groups import GroupedFactory
-from .hooks import TrainingHooks
+from .hooks import Microbatch, TrainingHooks
 from .schedule import Schedule
+from .step_loss import StepLoss
 
 
 @dataclass
@@ -91,6 +92,11 @@ class Built:
     def begin_epoch(self) -> None:
         """Set what transforms change between epochs: the image size, frozen layers. Call it before each epoch."""
         self.hooks.begin_epoch(self.engine, self.train, self.plan.data.image_size)
+
+    def step_loss(self, microbatches: Sequence[Microbatch]) -> StepLoss:
+        """Return the loss of one step in a loop of your own: the shares that the microbatches of all ranks have in its
+        mean. Every rank calls it once per step, with the result of `hooks.microbatches`."""
+        return StepLoss(mean_of(self.loss), microbatches, self.engine, equal=self.hooks.equal_shares)
 
     def close(self) -> None:
         """End the loaders' threads and processes."""

@@ -71,7 +71,7 @@ def test_the_recipe_with_a_model_beside_it_trains(
 def test_every_question_of_a_new_user_has_an_answer() -> None:
     """What could not be done, or only by hand, in the first version."""
     asked = (
-        "weigh the classes", "several labels", "top-5 or F1", "every few epochs", "at every step",
+        "weight the classes", "several labels", "top-5 or F1", "every few epochs", "at every step",
         "learning rates by parameter name", "another batch size", "freeze", "grey images", "longer than planned",
         "predict one picture", "model of my own", "my own loop", "Tab",
     )  # fmt: skip
