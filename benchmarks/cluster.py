@@ -37,7 +37,10 @@ import torch.distributed as dist
 from drivetrain import machine, strategies
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.loaders.remote.cache import local_copy
+from drivetrain.pipeline.tasks.classification import Classification
+from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.training.guard import NonFiniteGuard
+from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.table import Table
 from measuring import Contender, compare, measure, save, summarise
@@ -72,10 +75,12 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def ours(strategy: str, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
     """Return a function that trains on the batches with our loop."""
     engine = strategies.get(strategy, device="cpu").prepare(model(), sgd)
-    guard = NonFiniteGuard(engine, "raise", lambda: "")
+    guard, hooks = NonFiniteGuard(engine, "raise", lambda: ""), TrainingHooks(())
+    hooks.equal_shares = True  # as `fit` knows of its loaders
+    loss = TaskLoss(Classification(), functional.cross_entropy, checked=True)
 
     def train() -> None:
-        train_epoch(engine, batches, functional.cross_entropy, observer=guard)
+        train_epoch(engine, batches, loss, hooks, observer=guard)
 
     return train
 

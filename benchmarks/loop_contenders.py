@@ -38,6 +38,8 @@ HAND, OURS, UNGUARDED, ALL = "by hand", "Drivetrain", "Drivetrain, no guard", "D
 LIGHTNING, COMPOSER = "Lightning", "Composer"
 SIDE, RATE, MOMENTUM = 32, 1e-3, 0.9
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOSS = TaskLoss(Classification(), functional.cross_entropy, checked=True)
+"""As a pipeline has it."""
 
 
 class Batches:
@@ -153,7 +155,7 @@ def ours(model: nn.Module, batches: Batches, *, guarded: bool = True) -> Contend
     guard = NonFiniteGuard(engine, "raise", lambda: "") if guarded else None
 
     def trial() -> float:
-        train_epoch(engine, batches, functional.cross_entropy, observer=guard)
+        train_epoch(engine, batches, LOSS, observer=guard)
         batches.stop()
         return batches.take()
 
@@ -169,9 +171,8 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
     pipeline = Pipeline(cifar_resnet).load("in memory", batch_size=len(batches.first), image_size=SIDE)
     pipeline = pipeline.optimize("sgd", lr=RATE, momentum=MOMENTUM, schedule="constant")
     plan = resolve(pipeline, files=False)
-    loss = TaskLoss(Classification(), functional.cross_entropy)
     built = Built(
-        plan, prepared(model), loader, None, loss, TrainingHooks(()), (), Monitor("val_loss", False)
+        plan, prepared(model), loader, None, LOSS, TrainingHooks(()), (), Monitor("val_loss", False)
     )
 
     def trial() -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import own_schedules
 import pytest
 import torch
-from drivetrain import DrivetrainError, EarlyStopping, Pipeline, PlanError, Profile
+from drivetrain import Classification, DrivetrainError, EarlyStopping, Pipeline, PlanError, Profile
 from drivetrain.pipeline.spec.config import DistributedConfig
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.transforms import (
@@ -80,6 +80,19 @@ def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
         own = [epoch.values()[name] for epoch in result.history.epochs]
         assert [values[name] for values in found] == pytest.approx(own, abs=1e-5), name
     torch.testing.assert_close(module.model.state_dict(), result.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_class_weights(toy: Toy) -> None:
+    """Each step is one weighted mean, and so is `val_loss`; microbatches, which Lightning averages, are rejected."""
+    weighted = Classification(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 4.0, 0.5, 9.0])))
+    pipeline = toy.pipeline(plain_model).task(weighted)
+    module, found = trained(pipeline, 2)
+    result = pipeline.fit(epochs=2, progress=False)
+    own = [epoch.values()["val_loss"] for epoch in result.history.epochs]
+    assert [values["val_loss"] for values in found] == pytest.approx(own, rel=1e-6)
+    torch.testing.assert_close(module.model.state_dict(), result.model.state_dict(), rtol=0, atol=1e-6)
+    with pytest.raises(PlanError, match="With accumulate=2, Lightning averages the microbatches of a step"):
+        pipeline.distribute("single", accumulate=2).to_lightning(epochs=1)
 
 
 @pytest.mark.parametrize("schedule", [own_schedules.dip, own_schedules.one_cycle])
