@@ -47,9 +47,9 @@ def features(pipeline: Pipeline, model: nn.Module, data: str) -> tuple[torch.Ten
     return torch.cat(inputs), torch.cat(labels)
 
 
-def linear_accuracy(pipeline: Pipeline, model: nn.Module) -> float:
+def linear_accuracy(pipeline: Pipeline, model: nn.Module, train: str, val: str) -> float:
     """Return the accuracy on the test images of a linear classifier of the training images' features."""
-    inputs, labels = features(pipeline, model, "cifar10:train")
+    inputs, labels = features(pipeline, model, train)
     mean, deviation = inputs.mean(0), inputs.std(0) + 1e-6
     inputs = (inputs - mean) / deviation
     torch.manual_seed(0)
@@ -63,15 +63,15 @@ def linear_accuracy(pipeline: Pipeline, model: nn.Module) -> float:
         return value
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
-    inputs, labels = features(pipeline, model, "cifar10:test")
+    inputs, labels = features(pipeline, model, val)
     with torch.no_grad():
         guesses = classifier((inputs - mean) / deviation).argmax(1)
     return float((guesses == labels).double().mean())
 
 
-def on_labels(epochs: int, seed: int, weights: Path | None) -> float:
+def on_labels(epochs: int, seed: int, weights: Path | None, data: dict[str, Any]) -> float:
     """Return the accuracy of a training on labels that begins from the `weights` of a run."""
-    pipeline = Pipeline.from_recipe(LABELS, seed=seed, precision="fp32")
+    pipeline = Pipeline.from_recipe(LABELS, seed=seed, precision="fp32", **data)
     return pipeline.fit(epochs=epochs, init_from=weights, progress=False).accuracy or 0.0
 
 
@@ -83,8 +83,11 @@ def main() -> None:
     parser.add_argument("--label-epochs", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--train", default="cifar10:train")
+    parser.add_argument("--val", default="cifar10:test")
     options = parser.parse_args()
-    pipeline = Pipeline.from_recipe(FEATURES)
+    data = {"train": options.train, "val": options.val}
+    pipeline = Pipeline.from_recipe(FEATURES, train=options.train)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "features")
         torch.manual_seed(pipeline.seed)
@@ -92,8 +95,8 @@ def main() -> None:
         result = pipeline.fit(epochs=options.epochs, out=run, progress=False)
         print([epoch.loss for epoch in result.history.epochs], flush=True)
         linear = {
-            "random weights": linear_accuracy(pipeline, untrained),
-            FEATURES: linear_accuracy(pipeline, result.model),
+            "random weights": linear_accuracy(pipeline, untrained, **data),
+            FEATURES: linear_accuracy(pipeline, result.model, **data),
         }
         print(linear, flush=True)
         trained: dict[str, dict[str, list[float]]] = {}
@@ -101,7 +104,7 @@ def main() -> None:
             runs: dict[str, list[float]] = {name: [] for name in linear}
             for seed in range(options.seeds):
                 for name, weights in zip(runs, (None, run), strict=True):
-                    runs[name].append(on_labels(epochs, seed, weights))
+                    runs[name].append(on_labels(epochs, seed, weights, data))
                     print(f"{epochs} epochs, {name}, seed {seed}: {runs[name][-1]:.2%}", flush=True)
             trained[str(epochs)] = runs
     heads = ("from", "linear classifier", *(f"{LABELS}, {epochs} epochs" for epochs in trained))
