@@ -26,6 +26,9 @@ KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_"
 """Environment variables of glibc, in bytes: allocate large blocks on the heap, and do not return it to the system after
 a step."""
 
+_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+"""Values of `ONEDNN_MAX_CPU_ISA` below the first instructions that multiply bf16 (oneDNN: CPU dispatcher control)."""
+
 _UNLIMITED = (1 << 63) - (1 << 16)
 """Version 1's value for no limit: the largest signed 64-bit integer, rounded down to pages."""
 
@@ -93,19 +96,31 @@ def local_ranks(default: int = 1) -> int:
     return max(_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or default, 1)
 
 
-@cache
-def lacks_bf16(root: Path = Path("/")) -> bool:
-    """Return whether this CPU computes bf16 without instructions for it, which is several times slower than fp32.
+def bf16_instructions(root: Path = Path("/")) -> str | None:
+    """Return the name of the CPU's instructions for bf16, "" if there are none, None if this is not known.
 
-    They are `avx512_bf16` and `amx_bf16` of x86, and `bf16` of Arm. False where the kernel does not list what the CPU
-    has, as `/proc/cpuinfo` of Linux does.
+    Without them, bf16 is several times slower than fp32. They are `avx512_bf16` and `amx_bf16` of x86, and `bf16` of
+    Arm. oneDNN leaves out those that `ONEDNN_MAX_CPU_ISA` excludes. The kernel lists what the CPU has in
+    `/proc/cpuinfo`, on Linux.
     """
+    flags = _cpu_flags(root)
+    if not flags:
+        return None
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
+    names = () if limit.upper() in _WITHOUT_BF16 else ("amx_bf16", "avx512_bf16", "bf16")
+    return next((name for name in names if name in flags), "")
+
+
+@cache
+def _cpu_flags(root: Path) -> frozenset[str]:
+    """Return what the kernel lists of the first CPU; nothing if it lists nothing."""
     try:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return False
-    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()
-    return bool(flags) and not {"avx512_bf16", "amx_bf16", "bf16"} & set(flags)
+        return frozenset()
+    return frozenset(
+        next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()
+    )
 
 
 def container_limits(root: Path = Path("/")) -> Limits:

@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ...errors import CheckpointError, DrivetrainError
 from ...loaders.remote.source import is_address
-from ...strategies import Engine
+from ...strategies import Engine, Precision
 from ..training.agreement import broadcast_text
 from .directory import CheckpointDir, find
 from .format import Checkpoint
@@ -51,6 +51,27 @@ def choose(engine: Engine, resume: str | Path | None, store: CheckpointDir | Non
     place = answer["place"]
     checkpoint = None if place is None else _opened(place, store, verified=engine.rank == 0)
     return ResumePoint(checkpoint, answer["run"], answer["goes_on"])
+
+
+def kept_precision(resume: str | Path | None, folder: Path | None) -> Precision | None:
+    """Return the precision of the run that a run resumes from; None if it starts from scratch.
+
+    Args:
+        resume: as in `Pipeline.fit`.
+        folder: of the run; None without one.
+
+    Raises:
+        CheckpointError: as `choose`, but on this rank only.
+    """
+    if resume is None:
+        return None
+    place = _look(resume, None if folder is None else CheckpointDir(folder.resolve() / "checkpoints"))[
+        "place"
+    ]
+    if place is None:
+        return None
+    kept: Precision | None = Checkpoint(opened(place)).content.facts.get("precision")
+    return kept if kept in get_args(Precision) else None
 
 
 def begin(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, saves: bool) -> None:

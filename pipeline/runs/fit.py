@@ -14,6 +14,7 @@ from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.peers import LostRankError
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import RemoteRun, shown
+from ..checkpoints.resume import kept_precision
 from ..checkpoints.writer import UPLOAD_PATIENCE
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
@@ -57,6 +58,9 @@ def _checked_fit(spec: PipelineSpec, config: FitConfig, show_plan: bool) -> FitR
         make_folder(folder)
         if is_address(config.out):
             RemoteRun.create(folder, str(config.out))
+    if spec.distributed.precision == "auto":
+        assert not isinstance(config.resume, bool)  # they are "auto" and None by now
+        plan = resolve(spec.replace(epochs=epochs), precision=kept_precision(config.resume, folder))
     texts, note = descriptions(plan) if folder is not None else ({}, "")
     job = FitJob(
         **vars(config) | {"epochs": epochs, "logger": loggers}, texts=texts, in_cell=in_cell(),

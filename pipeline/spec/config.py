@@ -619,9 +619,18 @@ class DistributedConfig(Config):
             in_plan=False,
         ),
     )
-    precision: strategies.Precision = field(
+    precision: strategies.Precision | Literal["auto"] = field(
         default="fp32",
-        metadata=option("fp32; or bf16 or fp16: autocast over fp32 weights", TEXT, in_plan=False),
+        metadata=option(
+            "fp32; bf16 or fp16: autocast over fp32 weights; or auto: bf16 where the device computes it natively, "
+            "else fp32",
+            TEXT,
+            more='"auto" is decided when the pipeline is resolved: on GPUs by their bf16 units (NVIDIA: compute '
+            "capability 8.0), on CPUs by their instructions, `avx512_bf16` or `amx_bf16` on x86, unless "
+            "`ONEDNN_MAX_CPU_ISA` excludes them. The plan shows what was taken and why. A resumed run keeps the "
+            "checkpoint's. If the machines of a job differ, the run stops: set it then.",
+            in_plan=False,
+        ),
     )
     accumulate: int = field(
         default=1, metadata=option("microbatches per step and rank", POSITIVE, in_plan=False)
@@ -711,7 +720,8 @@ class DistributedConfig(Config):
             object.__setattr__(self, "activation_checkpointing", tuple(names))  # lists are mutable
         strategies.get(self.strategy, **self.options)
         super().__post_init__()
-        strategies.Options.of(self.step_options)
+        decided = dataclasses.replace(self, precision="fp32") if self.precision == "auto" else self
+        strategies.Options.of(decided.step_options)
 
     def arguments(self) -> Arguments:
         """Return the arguments of `distribute()` that create this config."""
@@ -733,7 +743,8 @@ class DistributedConfig(Config):
 
     @property
     def step_options(self) -> strategies.PrepareOptions:
-        """The options of `Strategy.prepare`, shared by all strategies."""
+        """The options of `Strategy.prepare`, shared by all strategies. The precision must be decided."""
+        assert self.precision != "auto"
         return {
             "precision": self.precision,
             "clip_norm": self.clip_norm,

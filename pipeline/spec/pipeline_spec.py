@@ -231,7 +231,7 @@ class PipelineSpec:
         strategy: str | Strategy,
         *,
         devices: int | Literal["auto"] = 1,
-        precision: strategies.Precision = "fp32",
+        precision: strategies.Precision | Literal["auto"] = "fp32",
         accumulate: int = 1,
         clip_norm: float | None = None,
         activation_checkpointing: strategies.ModuleFilter = False,

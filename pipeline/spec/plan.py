@@ -90,9 +90,13 @@ def _devices(how: DistributedConfig) -> str:
 
 
 def lay_out(
-    spec: PipelineSpec, data: DataConfig, transforms: tuple[Transform, ...], strategy: Strategy
+    spec: PipelineSpec,
+    data: DataConfig,
+    transforms: tuple[Transform, ...],
+    strategy: Strategy,
+    precision: str = "",
 ) -> tuple[Step, ...]:
-    """Return the steps of a pipeline; `transforms` are sorted."""
+    """Return the steps of a pipeline; `transforms` are sorted, and `precision` is the reason for it, or empty."""
     how, optimization = spec.distributed, spec.optimized
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
@@ -108,7 +112,7 @@ def lay_out(
         Step("check the output", "Drivetrain", "its width must be that of the data's targets"),
         Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
              f"{_devices(how)}, {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
-             f"after surgery{_slow_bf16(how)}{_split_batch_norm(spec, data)}"),
+             f"after surgery{'; ' * bool(precision)}{precision}{_slow_bf16(how)}{_split_batch_norm(spec, data)}"),
         Step(f"optimizer: {optimization.at(data.batch_size).describe()}",
              "default" if spec.optimization is None else ".optimize()",
              "; ".join(filter(None, [f"built from the final parameters{optimization.for_plan()}",
@@ -147,7 +151,7 @@ def _caution(data: DataConfig) -> str:
 
 
 def _slow_bf16(how: DistributedConfig) -> str:
-    slow = how.precision == "bf16" and not uses_gpu(how) and machine.lacks_bf16()
+    slow = how.precision == "bf16" and not uses_gpu(how) and machine.bf16_instructions() == ""
     return "; this CPU has no bf16 instructions, so fp32 is faster" if slow else ""
 
 

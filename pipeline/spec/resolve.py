@@ -21,6 +21,7 @@ from .config import DataConfig, DistributedConfig, OptimizerConfig
 from .kinds import sort_transforms
 from .pipeline_spec import PipelineSpec
 from .plan import Step, lay_out
+from .precision import take_precision
 from .rules import check_epochs, check_rules
 from .sources import check_loader, check_sources
 
@@ -30,7 +31,7 @@ class ResolvedPlan:
     """A checked pipeline, with everything that follows from its description.
 
     Attributes:
-        spec: the description.
+        spec: the description, its precision decided.
         data: what to load.
         transforms: in the order in which they are applied.
         strategy: the strategy that trains.
@@ -75,19 +76,25 @@ class ResolvedPlan:
         return dataclasses.replace(self, spec=self.spec.replace(data=data), data=data)
 
 
-def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
+def resolve(
+    spec: PipelineSpec, *, files: bool = True, precision: strategies.Precision | None = None
+) -> ResolvedPlan:
     """Check a full pipeline and decide what follows from it. Nothing is loaded, built or started.
 
     Args:
         spec: the pipeline's description.
         files: whether to read the headers of data files, too. Named data sets are not downloaded.
+        precision: what "auto" means, in a run that resumes; default None: what the device computes natively.
 
     Raises:
         PlanError, StrategyError: naming the conflicting parts and the remedy.
         DataError: for a file that is missing, unreadable, or not a complete `.beton` file, and for what the loader does
             not have.
     """
-    data, how = spec.data, spec.distributed
+    how, why = take_precision(spec.distributed, precision)
+    if why:
+        spec = spec.replace(distribution=how)
+    data = spec.data
     if data is None:
         raise PlanError(
             "The pipeline has no data. Add .load('train.beton', 'val.beton', batch_size=…, image_size=…)."
@@ -100,7 +107,7 @@ def resolve(spec: PipelineSpec, *, files: bool = True) -> ResolvedPlan:
     settings = train_settings(data, transforms)
     check_rules(spec)
     check_loader(data, settings)
-    steps = lay_out(spec, data, transforms, strategy)
+    steps = lay_out(spec, data, transforms, strategy, why)
     if spec.epochs is not None:
         check_epochs(spec, spec.epochs)
     if files:

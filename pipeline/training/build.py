@@ -201,7 +201,9 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
         transform.begin(model, len(train))  # one epoch, until training sets the actual length
     two = targets.two(height_width(data.eval_size))
     with fork_rng(plan.seed):
-        outputs, used = check_output(model, task, width, data, plan.distribution.precision, targets)
+        outputs, used = check_output(
+            model, task, width, data, plan.distribution.step_options["precision"], targets
+        )
     meters = task.meters(width)
     check_metrics(task, meters, used, two)
     known = {name: scale_of(task, name, meter) for name, meter in meters.items()}

@@ -56,6 +56,7 @@ def tune(
     check_asked(seconds)
     begin = perf_counter()
     plan = resolve_data(resolve(spec), progress)
+    spec = spec.replace(distribution=plan.spec.distribution)  # its precision is decided
     changes = [*candidates(plan), *_allowed(plan, allow, epochs)]
     facts = facts_of(plan)
     file = None if out is None else Path(out)

@@ -21,7 +21,9 @@ SMALL: dict[str, list[str]] = {
     "beyond_memory": ["photos", "--gigabytes", "0.02", "--memory", "1", "--rounds", "2", "--batches", "2"],
     "cluster": ["--rounds", "2", "--steps", "1", "--ranks", "1", "--images", "100", "--latency", "0.005"],
     "fast": ["--small", "."],
-    "features": ["--epochs", "1", "--label-epochs", "1", "--seeds", "2", "--train", "train.beton", "--val", "val.beton"],
+    "features": [
+        "--epochs", "1", "--label-epochs", "1", "--seeds", "2", "--train", "train.beton", "--val", "val.beton",
+    ],
     "figures": ["--check"],
     "loaders": ["photos", "--rounds", "2"],
     "loop": ["--rounds", "2", "--steps", "50"],

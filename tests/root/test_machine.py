@@ -189,17 +189,31 @@ def test_a_launcher_that_sets_no_number_of_ranks(given: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("text", "slow"),
+    ("text", "name"),
     [
-        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f\n", True),
-        ("flags\t\t: fpu avx512_bf16\n", False),
-        ("flags\t\t: fpu amx_bf16 amx_tile\n", False),
-        ("Features\t: fp asimd bf16 i8mm\n", False),
-        ("Features\t: fp asimd\n", True),
-        ("processor\t: 0\n", False),
-        ("", False),
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f\n", ""),
+        ("flags\t\t: fpu avx512_bf16\n", "avx512_bf16"),
+        ("flags\t\t: fpu amx_bf16 amx_tile\n", "amx_bf16"),
+        ("Features\t: fp asimd bf16 i8mm\n", "bf16"),
+        ("Features\t: fp asimd\n", ""),
+        ("processor\t: 0\n", None),
+        ("", None),
     ],
 )
-def test_bf16_instructions(tmp_path: Path, text: str, slow: bool) -> None:
-    assert machine.lacks_bf16(tree(tmp_path, {"proc/cpuinfo": text})) is slow
-    assert not machine.lacks_bf16(tmp_path / "nothing")
+def test_bf16_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str | None
+) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert machine.bf16_instructions(tree(tmp_path, {"proc/cpuinfo": text})) == name
+    assert machine.bf16_instructions(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"),
+    [("AVX512_CORE_VNNI", ""), ("avx2", ""), ("AVX512_CORE_BF16", "avx512_bf16"), ("ALL", "avx512_bf16")],
+)
+def test_onednn_may_be_told_to_leave_instructions_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, name: str
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert machine.bf16_instructions(tree(tmp_path, {"proc/cpuinfo": "flags\t: avx512_bf16\n"})) == name

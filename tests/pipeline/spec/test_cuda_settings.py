@@ -127,6 +127,6 @@ def test_in_a_recipe(toy: Toy) -> None:
 def test_the_plan_warns_of_bf16_without_instructions(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, precision: str, lacks: bool, warned: bool
 ) -> None:
-    monkeypatch.setattr(machine, "lacks_bf16", lambda: lacks)
+    monkeypatch.setattr(machine, "bf16_instructions", lambda: "" if lacks else "avx512_bf16")
     plan = toy.pipeline().distribute("single", precision=precision, device="cpu").plan()
     assert any("no bf16 instructions" in step.why for step in plan.steps) is warned
