@@ -51,7 +51,8 @@ class FFCVLoader(EpochLoader):
             `order.mixed`. Files of a data set, and of a mix, have the same fields and classes.
         batch_size: the *global* batch size, over all ranks.
         image_size: side of square output images, or height and width, in pixels; `set_image_size` changes it between
-            epochs. A JPEG with a crop at least twice as large is decoded at half (a quarter, an eighth) of its size.
+            epochs. In training, a JPEG with a crop at least twice as large is decoded at half (a quarter, an eighth) of
+            its size; see `interpolation`.
         train: True for random crops, flips and the other augmentations; False for `eval_crop`, in order. Default True.
         seed: of order and augmentation. Default 0.
         workers: number of threads. Default None: one per available core.
@@ -88,14 +89,15 @@ class FFCVLoader(EpochLoader):
             the shape of the output, whatever its own; timm's "squash") or `"fit"` (a letterbox: the full image, scaled
             to fit, in its own shape, and centred on the mean colour; timm's "border").
         eval_ratio: with `eval_crop="center"`, the size of the central crop relative to the largest one of the shape of
-            the output; for square images, its side relative to the image's shorter side. Default 224/256, customary for
+            the output, rounded down to whole pixels, as FFCV's; for square images, its side relative to the image's
+            shorter side. Default 224/256, customary for
             ImageNet.
-        interpolation: `"bilinear"`, antialiased, as in Pillow and torchvision (within two levels if the JPEG is decoded
-            at full size, four if a raw image shrinks more than eightfold); `"bicubic"`, antialiased, and `"nearest"`,
-            with exactly the pixels of Pillow (from version 13 on, Pillow shrinks tall images first vertically, which
-            changes some by a level or two); or `"area"`, OpenCV's, with exactly FFCV's pixels. Only with `"bilinear"`
-            are JPEGs decoded at a smaller size. Of images of other channels, or of 16 bits, each channel is resized by
-            itself, in float32; `"area"`, `color_jitter`, `policy` and `operations` are not available for them.
+        interpolation: `"bilinear"` (default) or `"bicubic"`, antialiased, or `"nearest"`, with exactly the pixels of
+            Pillow (from version 13 on, Pillow shrinks tall images first vertically, which changes some by a level or
+            two); or `"area"`, OpenCV's, with exactly FFCV's pixels. Only `"bilinear"` in training is faster and less
+            exact: within two levels of Pillow, four if a raw image shrinks more than eightfold, and a few more of JPEGs
+            decoded at a smaller size, as in no other case. Of images of other channels, or of 16 bits, each channel is
+            resized by itself; `"area"`, `color_jitter`, `policy` and `operations` are not available for them.
         flip: True mirrors each training image or not, at random in each epoch. `"alternating"`: at random in epoch 0,
             inverted in every odd epoch, so that two epochs show each image both ways (airbench's, arXiv:2404.00498,
             section 3.6; better with few epochs). False: never.
@@ -199,7 +201,7 @@ class FFCVLoader(EpochLoader):
         return decoder
 
     def set_image_size(self, image_size: ImageSize) -> None:
-        """See `EpochLoader.set_image_size`; JPEGs are decoded at a smaller size if that saves time."""
+        """See `EpochLoader.set_image_size`; in training, JPEGs are decoded at a smaller size if that saves time."""
         before = self.settings
         super().set_image_size(image_size)
         try:

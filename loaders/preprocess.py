@@ -1,169 +1,153 @@
-"""The evaluation preprocessing as a torchvision transform, for single images outside of a loader."""
+"""The image of evaluation, of a picture in memory: what `FFCVLoader` makes of it as a sample, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import io
+from collections import deque
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torchvision.transforms import v2
 
 from ..errors import DataError
-from .decode.centers import central_crops, fitted
-from .image_modes import image_pixels, mode_of
-from .image_size import ImageSize, height_width, size_text
-from .settings import IMAGENET_MEAN, fill_color
-
-_FILTERS = {
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "nearest": Image.Resampling.NEAREST,
-    "area": Image.Resampling.BOX,
-}
+from .beton.layout import MODE_JPEG, MODE_RAW
+from .decode.augmentation import choose
+from .decode.decoder import Group, Workspace
+from .decode.moving import Motion, motions
+from .image_modes import mode_of
+from .image_size import size_text
+from .native import library, transcode
+from .pictures import JPEG_FORMATS, LONGEST, UnreadableError, pixels_of, reading, turn_of
+from .settings import Settings
 
 
-class EvaluationCrop(torch.nn.Module):
-    """Crop an image and resize it, as `FFCVLoader` does in evaluation.
+class Evaluation:
+    """Make the image that `FFCVLoader` evaluates, of a picture.
+
+    `FitResult.predict`, exports and `TorchLoader` use it, so all evaluate the same pixels: `central_crops` or `fitted`
+    says which part of the picture, and the native core decodes, resizes and normalizes it. Pickles; thread-safe.
 
     Args:
-        image_size: side of the result, or its height and width, in pixels.
-        ratio: size of a central crop relative to the largest one of this shape, in (0, 1].
-        interpolation: `"bilinear"` or `"bicubic"` (antialiased), `"nearest"` or `"area"`.
-        eval_crop: `"center"`, `"whole"` or `"fit"`; see `FFCVLoader`.
-        mean: the colour around an image that fits, for pixels scaled to 0–1; one value per channel.
-        depth: bits of each value, 8 or 16.
+        settings: of a loader; those of evaluation count.
+        depth: bits of each value, 8 or 16. The number of channels is that of `settings.mean`.
+
+    Example::
+
+        >>> make = Evaluation(Settings(batch_size=1, image_size=32))
+        >>> make(np.zeros((90, 60, 3), np.uint8)).shape
+        torch.Size([3, 32, 32])
     """
 
-    def __init__(
-        self,
-        image_size: ImageSize,
-        ratio: float,
-        interpolation: str = "bilinear",
-        eval_crop: str = "center",
-        mean: Sequence[float] = IMAGENET_MEAN,
-        depth: int = 8,
-    ) -> None:
-        super().__init__()
-        self.image_size, self.ratio, self.interpolation = image_size, ratio, interpolation
-        self.eval_crop, self.fill, self.mode = eval_crop, fill_color(mean, depth), mode_of(len(mean), depth)
+    def __init__(self, settings: Settings, depth: int = 8) -> None:
+        self.settings, self.depth = dataclasses.replace(settings, train=False), depth
+        self._free: deque[Workspace] = deque()
 
-    def forward(self, image: Any) -> Image.Image | torch.Tensor:
-        """Return an image of that size: PIL's, of mode RGB or L; else a tensor `(C, H, W)`, see `tensor_of`."""
-        if isinstance(image, torch.Tensor) and self.mode not in ("RGB", "L"):
-            return self._tensor(image)
-        if not isinstance(image, Image.Image | np.ndarray):
+    def __reduce__(self) -> Any:
+        return type(self), (self.settings, self.depth)
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return len(self.settings.mean)
+
+    def __call__(self, picture: Any, *masks: torch.Tensor) -> Any:
+        """Return the image `(C, H, W)` in the settings' dtype; with masks `(h, w)` of the picture, also those, moved.
+
+        Args:
+            picture: path or bytes of an image file, which is made upright by its EXIF data; a PIL image; or an array or
+                tensor `(h, w)`, `(h, w, c)` or `(c, h, w)` of uint8 (of uint16 for 16 bits). Images of 8 bits are
+                converted to the channels. With `interpolation="area"`, pixels of JPEGs equal the loader's only if the
+                file is given: FFCV's decoder is another one than Pillow's.
+
+        Raises:
+            DataError: if it cannot be read, or is not such an image.
+        """
+        if not isinstance(picture, str | Path | bytes | Image.Image | np.ndarray | torch.Tensor):
             raise DataError(
-                f"The preprocessing takes a PIL image or an array (H, W, 3) of uint8, not a {type(image).__name__}."
+                "The preprocessing takes the path or the bytes of an image file, a PIL image, or an array, not a "
+                f"{type(picture).__name__}."
             )
-        if self.mode == "RGB":
-            picture = (image if isinstance(image, Image.Image) else Image.fromarray(image)).convert("RGB")
-        else:
-            try:
-                pixels = image_pixels(image, self.mode)[0]
-            except DataError as error:
-                raise DataError(f"An image does not suit the model: {error}.") from None
-            if self.mode != "L":
-                return self._tensor(tensor_of(pixels))
-            picture = Image.fromarray(pixels)
-        size, resampling = height_width(self.image_size), _FILTERS[self.interpolation]
-        if self.eval_crop == "fit":
-            return fit(picture, size, resampling, self.fill)
-        if self.eval_crop == "whole":
-            return picture.resize(size[::-1], resampling)
-        (box,) = central_crops(np.array([picture.height]), np.array([picture.width]), size, self.ratio)
-        top, left, height, width = map(int, box)
-        crop = picture.crop((left, top, left + width, top + height))
-        if (height, width) == size:  # as the loader, which copies such pixels
-            return crop
-        return crop.resize(size[::-1], resampling)
+        name = str(picture) if isinstance(picture, str | Path) else "An image"
+        try:
+            if isinstance(picture, str | Path):
+                picture = Path(picture).read_bytes()
+            image, size = self._image(picture)
+        except (OSError, UnreadableError) as error:
+            raise DataError(f"{name} cannot be read as an image: {error}.") from error
+        except DataError as error:
+            raise DataError(f"{name} does not suit the model: {error}.") from None
+        if not masks:
+            return image
+        motion = self._motion(*size)
+        return image, *(torch.from_numpy(motion.mask(mask.numpy()).copy()) for mask in masks)
 
-    def _tensor(self, image: torch.Tensor) -> torch.Tensor:
-        """Return the crop of a tensor `(C, H, W)`, as `forward`."""
-        size = height_width(self.image_size)
-        sides = np.array([image.shape[1]]), np.array([image.shape[2]])
-        place = [0, 0, *size]
-        if self.eval_crop == "center":
-            image = v2.functional.crop(image, *central_crops(*sides, size, self.ratio)[0].tolist())
-        elif self.eval_crop == "fit":
-            place = fitted(*sides, size)[0].tolist()
-        if list(image.shape[1:]) != place[2:]:
-            image = self._resized(image, place[2], place[3])
-        fill: list[float] = list(self.fill)
-        if image.is_floating_point():  # bicubic weights are partly negative
-            image, fill = image.clamp(0, 1), [level / 0xFFFF for level in fill]
-        top, left, height, width = place
-        edges = [left, top, size[1] - left - width, size[0] - top - height]
-        padded: torch.Tensor = v2.functional.pad(image, edges, fill=fill)
-        return padded
+    def _image(self, picture: Any) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Return the image, and the picture's height and width."""
+        if isinstance(picture, bytes) and (size := self._size_of_jpeg(picture)) is not None:
+            image = self._load(MODE_JPEG, size, np.frombuffer(picture, np.uint8))
+            if image is not None:  # otherwise it is damaged, but Pillow may read it, as `convert` does
+                return image, size
+        pixels, _ = pixels_of(picture, mode_of(self.channels, self.depth))
+        height, width = pixels.shape[:2]
+        if max(height, width) > LONGEST:
+            raise DataError(f"its longest side is {max(height, width)} pixels; the limit is {LONGEST}")
+        image = self._load(MODE_RAW, (height, width), np.ascontiguousarray(pixels))
+        if image is None:
+            raise MemoryError(f"There is no memory for an image of {height} × {width} pixels.")
+        return image, (height, width)
 
-    def _resized(self, image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        if self.interpolation != "nearest":
-            filter_ = v2.InterpolationMode(self.interpolation)
-            resized: torch.Tensor = v2.functional.resize(image, [height, width], filter_, antialias=True)
-            return resized
-        rows, columns = (
-            _nearest(before, after) for before, after in zip(image.shape[1:], (height, width), strict=True)
+    def _size_of_jpeg(self, data: bytes) -> tuple[int, int] | None:
+        """Return height and width of a JPEG that `convert` copies; None for anything else."""
+        if (self.channels, self.depth) != (3, 8) or transcode.frame_type(
+            data
+        ) not in transcode.DECODED_FRAMES:
+            return None
+        with reading(), Image.open(io.BytesIO(data)) as image:
+            if image.format not in JPEG_FORMATS or image.mode != "RGB" or turn_of(image) is not None:
+                return None
+            return image.height, image.width
+
+    def _load(self, mode: int, size: tuple[int, int], stored: NDArray[Any]) -> torch.Tensor | None:
+        """Return the image of a stored picture; None if it cannot be decoded."""
+        images = torch.empty(1, 1, *self.settings.size, self.channels, dtype=self.settings.dtype)
+        sizes = np.array(size[:1]), np.array(size[1:])
+        none = np.zeros(1, np.int64)
+        draw = self._group.draw(none.astype(np.uint64), none, 0, sizes, images)
+        part = self._group.part(draw, slice(0, 1), images)
+        columns: tuple[NDArray[Any], ...] = (
+            np.full(1, -1, np.int32), np.full(1, mode, np.int32), sizes[1].astype(np.uint16),
+            sizes[0].astype(np.uint16), none.astype(np.uint64), np.full(1, stored.nbytes, np.uint64),
+        )  # fmt: skip
+        samples = library.Samples(*map(library.address, columns), self.channels, self.depth // 8)
+        try:
+            workspace = self._free.pop()
+        except IndexError:
+            workspace = Workspace()
+        try:
+            status = library.library().dt_load_picture(
+                workspace.address, samples, library.address(stored), part.views()
+            )
+        finally:
+            self._free.append(workspace)
+        return images[0, 0].permute(2, 0, 1).contiguous() if status == library.OK else None
+
+    @cached_property
+    def _group(self) -> Group:
+        return Group(self.settings, 0, 1, (), (self.channels, self.depth))
+
+    def _motion(self, height: int, width: int) -> Motion:
+        """Return what becomes of the pixels of a picture."""
+        choices = choose(self.settings, np.zeros(1, np.uint64), np.array([height]), np.array([width]))
+        return next(motions(self.settings, choices, slice(0, 1)))
+
+    def __repr__(self) -> str:
+        own = self.settings
+        crop = f"ratio={own.eval_ratio:g}" if own.eval_crop == "center" else f"eval_crop={own.eval_crop!r}"
+        return (
+            f"{type(self).__name__}({size_text(own.image_size)}, {crop}, interpolation={own.interpolation!r})"
         )
-        return image[:, rows][:, :, columns]
-
-    def extra_repr(self) -> str:
-        """Return the arguments."""
-        what = f"ratio={self.ratio:g}" if self.eval_crop == "center" else f"eval_crop={self.eval_crop!r}"
-        return f"{size_text(self.image_size)}, {what}, interpolation={self.interpolation!r}"
-
-
-def fit(
-    picture: Image.Image, size: tuple[int, int], resampling: Image.Resampling, fill: tuple[int, ...]
-) -> Image.Image:
-    """Return the full image, scaled to fit into `size` (height, width) and centred on the colour `fill`."""
-    (place,) = fitted(np.array([picture.height]), np.array([picture.width]), size)
-    top, left, height, width = map(int, place)
-    whole = Image.new(picture.mode, size[::-1], fill)
-    whole.paste(picture.resize((width, height), resampling), (left, top))
-    return whole
-
-
-def evaluation_transform(
-    image_size: ImageSize,
-    ratio: float,
-    mean: Sequence[float],
-    std: Sequence[float],
-    interpolation: str = "bilinear",
-    eval_crop: str = "center",
-    depth: int = 8,
-) -> v2.Compose:
-    """Return the transform from an image to the `(C, H, W)` float32 tensor that `FFCVLoader` evaluates.
-
-    It takes PIL images and arrays, of any mode if there are three channels of 8 bits. Other images have the channels of
-    `mean`, to which those of 8 bits are converted, and the bits of `depth`; several channels of 16 bits are arrays.
-
-    Pixels equal the loader's with `"nearest"`. With `"bicubic"` they are within two of 255 levels, with `"bilinear"`
-    within three, and within ten for JPEGs that it decodes at half of their size; with `"area"` within 17, and within 40
-    for images that it enlarges. Tests state these differences.
-    """
-    return v2.Compose(
-        [
-            EvaluationCrop(image_size, ratio, interpolation, eval_crop, mean, depth),
-            v2.PILToTensor(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(list(mean), list(std)),
-        ]
-    )
-
-
-def tensor_of(pixels: NDArray[Any]) -> torch.Tensor:
-    """Return pixels `(H, W)` or `(H, W, C)` as a tensor `(C, H, W)`: uint8, or of 16 bits float32 from 0 to 1."""
-    planes = pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
-    if pixels.dtype == np.uint8:
-        return torch.from_numpy(planes.copy())
-    return torch.from_numpy(planes.astype(np.float32)) / 0xFFFF
-
-
-def _nearest(before: int, after: int) -> torch.Tensor:
-    """Return the line nearest to each of `after` lines, of `before`: Pillow's rounding, by steps summed in doubles."""
-    step = before / after
-    at = np.cumsum([0.5 * step, *[step] * (after - 1)])
-    return torch.from_numpy(np.minimum(at.astype(np.int64), before - 1))

@@ -46,7 +46,8 @@ class StockFFCVLoader(EpochLoader):
     other loaders, for any number of ranks, and continues after a saved position with the next sample.
 
     **Augmentation is not repeatable.** FFCV draws crops and flips from generators without a seed: two training runs
-    differ, also from a resumed one. Evaluation is exact.
+    differ, also from a resumed one. Evaluation is exact: the bytes of `FFCVLoader(interpolation="area")`, which
+    predictions from files have, too; floats are within 1e-6.
 
     FFCV does not report a JPEG that cannot be decoded: the sample gets the pixels of an earlier image. Check files from
     elsewhere with `drivetrain verify` first. The file's tables are validated before FFCV reads it, and it must not

@@ -1,8 +1,7 @@
-"""The data sets of `TorchLoader`, and torchvision's transforms that match `FFCVLoader`."""
+"""The data sets of `TorchLoader`, and torchvision's transforms that match `FFCVLoader`'s in training."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from PIL import Image
 from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder, VisionDataset
-from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
 
 from ..errors import DataError
@@ -21,12 +19,12 @@ from .beton.data_set import BetonFiles, open_files
 from .beton.open_file import Identity
 from .beton.targets import NOT_COUNTED
 from .conversion.sources import FolderSource
-from .decode.centers import central_crops, fitted
+from .decode.centers import fitted
 from .decode.moving import Masks
 from .image_modes import RGB, mode_of
-from .native.transcode import huffman_coded
+from .pictures import decoded, rgb_of, to_rgb
 from .policies import torchvision_policy
-from .preprocess import EvaluationCrop, tensor_of
+from .preprocess import Evaluation
 from .settings import Settings, fill_color, odd_size, too_small
 from .sources import Files, Source, files_of
 
@@ -104,14 +102,16 @@ class PictureFolder(ImageFolder):  # type: ignore[misc]
 
 
 def open_picture(path: str) -> Any:
-    """Open an image file like torchvision, and also large JPEGs with arithmetic codes, which Pillow cannot read."""
+    """Open an image file as `convert` does: upright, and in RGB.
+
+    Raises:
+        ValueError: with the reason, if it cannot be read.
+    """
     try:
-        return default_loader(path)
-    except OSError:
-        data = Path(path).read_bytes()
-        if (plain := huffman_coded(data)) is data:
-            raise
-        return Image.open(io.BytesIO(plain)).convert("RGB")
+        with decoded(Path(path).read_bytes()) as (image, _):
+            return to_rgb(image)[0]
+    except DataError as error:  # in which the loader does not look for the sample's name
+        raise ValueError(f"{path}: {error}") from error
 
 
 def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
@@ -134,8 +134,10 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
 
 
 def make_transform(settings: Settings, depth: int = 8) -> Any:
-    """Return torchvision's equivalent of `FFCVLoader`'s processing, from an image of `BetonDataset` to a tensor, or to
-    views. `depth`: bits of the images."""
+    """Return torchvision's equivalent of `FFCVLoader`'s processing in training, from an image of `BetonDataset` to a
+    tensor, or to views; in evaluation, what makes the same pixels. `depth`: bits of the images."""
+    if not settings.train:
+        return Evaluation(settings, depth)
     if not settings.has_views:
         return _transform(settings, depth)
     groups = [Views(count, _transform(own, depth)) for count, own in settings.groups]
@@ -143,23 +145,24 @@ def make_transform(settings: Settings, depth: int = 8) -> Any:
 
 
 def _transform(settings: Settings, depth: int) -> Any:
-    """Return the transform from an image to one tensor."""
+    """Return the transform of training from an image to one tensor."""
     fill: tuple[float, ...] = fill_color(settings.mean, depth)
     if depth == 16:  # tensors of floats from 0 to 1
         fill = tuple(level / 0xFFFF for level in fill)
-    steps = _crop(settings, fill, depth)
-    if (len(settings.mean), depth) != RGB:
-        steps = [OnImage(PixelsToTensor()), *steps]
+    steps = [
+        OnImage(RGBImage() if (len(settings.mean), depth) == RGB else PixelsToTensor()),
+        *_crop(settings, fill),
+    ]
     if depth == 16:
         steps.append(OnImage(Clamp()))
-    if settings.train and settings.flip is True:  # the loader, which knows the epoch, does alternating flips
+    if settings.flip is True:  # the loader, which knows the epoch, does alternating flips
         steps.append(v2.RandomHorizontalFlip())
-    if settings.train and any(settings.color_jitter):
+    if any(settings.color_jitter):
         steps.append(v2.ColorJitter(*settings.color_jitter))
-    if settings.train and settings.policy is not None:
+    if settings.policy is not None:
         steps.append(torchvision_policy(settings.policy))
     steps.append(v2.PILToTensor())
-    if settings.train and settings.cutout:
+    if settings.cutout:
         steps.append(OnImage(CutOut(settings.cutout, fill)))
     if settings.dtype != torch.uint8:
         steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
@@ -167,18 +170,14 @@ def _transform(settings: Settings, depth: int) -> Any:
     return v2.Compose(steps)
 
 
-def _crop(settings: Settings, fill: tuple[float, ...], depth: int) -> list[Any]:
-    """Return the transforms that make the output's size."""
+def _crop(settings: Settings, fill: tuple[float, ...]) -> list[Any]:
+    """Return the transforms that make the output's size in training."""
     size, filter_ = settings.size, v2.InterpolationMode(settings.interpolation)
     if filter_ == v2.InterpolationMode.NEAREST:  # of tensors, Pillow's; of Pillow's images the same
         filter_ = v2.InterpolationMode.NEAREST_EXACT
-    if settings.active_crop == "center":
-        if isinstance(settings.image_size, tuple):  # for which there is no customary pair of transforms
-            return [CenterOf(settings, depth)]
-        return [v2.Resize(round(size[0] / settings.eval_ratio), filter_), v2.CenterCrop(size)]
-    if settings.active_crop == "whole":
+    if settings.crop == "whole":
         return [v2.Resize(size, filter_)]
-    if settings.active_crop == "fit":
+    if settings.crop == "fit":
         return [Fit(size, filter_, fill)]
     if settings.crop == "resized":
         return [v2.RandomResizedCrop(size, settings.scale, settings.ratio, filter_)]
@@ -202,11 +201,23 @@ class OnImage(torch.nn.Module):
         return (changed, *masks) if masks else changed
 
 
+class RGBImage(torch.nn.Module):
+    """Make PIL images upright and RGB, as `convert` does. Others pass through."""
+
+    def forward(self, image: Any) -> Any:
+        return rgb_of(image) if isinstance(image, Image.Image) else image
+
+
 class PixelsToTensor(torch.nn.Module):
     """Make tensors `(C, H, W)` of arrays: uint8, or of 16 bits float32 from 0 to 1. PIL images pass through."""
 
     def forward(self, image: Any) -> Any:
-        return tensor_of(image) if isinstance(image, np.ndarray) else image
+        if not isinstance(image, np.ndarray):
+            return image
+        planes = image[None] if image.ndim == 2 else np.moveaxis(image, -1, 0)
+        if image.dtype == np.uint8:
+            return torch.from_numpy(planes.copy())
+        return torch.from_numpy(planes.astype(np.float32)) / 0xFFFF
 
 
 class Clamp(torch.nn.Module):
@@ -214,27 +225,6 @@ class Clamp(torch.nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         return image.clamp(0, 1)
-
-
-class CenterOf(torch.nn.Module):
-    """Crop the centre of an image, and of its masks, as `FFCVLoader` does in evaluation, and resize them."""
-
-    def __init__(self, settings: Settings, depth: int) -> None:
-        super().__init__()
-        self.size, self.ratio = settings.size, settings.eval_ratio
-        self.crop = EvaluationCrop(
-            settings.image_size, settings.eval_ratio, settings.interpolation, mean=settings.mean, depth=depth
-        )
-
-    def forward(self, image: Any, *masks: Any) -> Any:
-        cropped = self.crop(image)
-        if not masks:
-            return cropped
-        height, width = v2.functional.get_size(image)
-        (box,) = central_crops(np.array([height]), np.array([width]), self.size, self.ratio)
-        nearest = v2.InterpolationMode.NEAREST
-        moved = (v2.functional.resized_crop(mask, *map(int, box), list(self.size), nearest) for mask in masks)
-        return (cropped, *moved)
 
 
 class Fit(torch.nn.Module):

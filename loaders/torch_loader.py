@@ -22,7 +22,7 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from torchvision.datasets.vision import StandardTransform
 
-from ..errors import DataError, DrivetrainError
+from ..errors import BetonError, DataError, DrivetrainError
 from ..signals import interrupts_held
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
@@ -41,7 +41,8 @@ class TorchLoader(EpochLoader):
     Arguments and batches are `FFCVLoader`'s, but images are contiguous `(B, C, H, W)`, as PyTorch creates them.
     `workers` are processes, started with spawn, because forking after numba or torch has computed can hang; 0 loads in
     this process. Order and augmentation depend only on (seed, epoch, sample index), not on the number of workers and
-    ranks.
+    ranks. In training, torchvision crops, resizes and augments; in evaluation, pixels are `FFCVLoader`'s, bit for bit.
+    Pictures are upright by their EXIF data and in RGB, as `convert` stores them.
 
     Raises:
         DataError, BetonError: as `FFCVLoader`.
@@ -262,7 +263,7 @@ class _Keyed(Dataset[Any]):
     def __init__(self, dataset: Any, settings: Settings, wanted: str) -> None:
         self._wanted, self._samples = wanted, len(dataset)
         self._dataset, self._seed = dataset, int(settings.seed)
-        self._alternates = settings.alternates
+        self._alternates, self._train = settings.alternates, settings.train
         self._masks = isinstance(dataset, BetonDataset) and dataset.masks is not None
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
@@ -280,9 +281,11 @@ class _Keyed(Dataset[Any]):
         try:
             sample = self._dataset[index % self._samples]
             return _mirrored(sample, self._masks) if flip else sample
-        except DrivetrainError as error:
+        except BetonError as error:  # names the sample
             return error
         except Exception as error:  # the data set's own code may raise anything
+            if isinstance(error, DrivetrainError) and self._train:
+                return error  # of the settings: with others, the sample can be loaded
             if is_exhaustion(error):
                 return exhaustion(error, self._wanted)
             failure = DataError(

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from ...checks import check_flag, check_whole, is_number, is_whole, make_plain
 from ...errors import DataError, suggest
 from ..beton.layout import MODE_JPEG, MODE_RAW, Field
-from ..image_modes import MODES, image_pixels, is_wide
+from ..image_modes import MODES
 from ..native import jpeg as jpegs
 from ..native import transcode
+from ..pictures import JPEG_FORMATS, LONGEST, decoded, pixels_of, reading, to_rgb, turn_of
 
 RAW_LIMIT = 64 * 64 * 3
 """In mode auto, images with at most this many bytes of pixels are stored raw: lossless, and faster to read."""
@@ -29,20 +28,7 @@ WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
 CHECKS = ("decode", "structure")
 """How to check a JPEG that is copied: decode it, or check its header and end."""
 
-_ORIENTATION, _END_OF_IMAGE = 0x0112, b"\xff\xd9"
-_TURNS: dict[Any, Image.Transpose] = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""Maps EXIF's orientation to the operation that undoes it; 1 is upright."""
-
-_JPEG_FORMATS = ("JPEG", "MPO")
-"""MPO is a JPEG followed by further pictures (depth, a second view), which decoders ignore."""
+_END_OF_IMAGE = b"\xff\xd9"
 
 _OPTIMISED_MEMORY = 1 << 28
 """Bytes of coefficients up to which Huffman tables are optimised: 44 megapixels without chroma subsampling. Each worker
@@ -204,30 +190,15 @@ def image_field(encoding: Encoding, image: Any) -> Field:
 
 def _encode_array(image: Any, mode: str) -> Encoded:
     """Encode an image of any form as an array."""
-    if isinstance(image, bytes):
-        with _reading():
-            with Image.open(io.BytesIO(image)) as opened:
-                wide = is_wide(opened)
-                data = transcode.huffman_coded(image) if opened.format in _JPEG_FORMATS else image
-            with Image.open(io.BytesIO(data)) as opened:
-                opened.load()
-                return _array_of(opened, mode, wide)
-    if not isinstance(image, Image.Image):
-        return _array_of(image, mode)
-    wide = is_wide(image)
-    _load(image)
-    return _array_of(image, mode, wide)
-
-
-def _array_of(image: Any, mode: str, wide: bool | None = None) -> Encoded:
-    turn = _turn(image) if isinstance(image, Image.Image) else None
-    pixels, treatment = image_pixels(image if turn is None else image.transpose(turn), mode, wide)
+    pixels, treatment = pixels_of(image, mode)
     height, width = pixels.shape[:2]
-    if max(height, width) > 0xFFFF:
-        raise DataError(f"its longest side is {max(height, width)} pixels; the format's limit is 65535")
-    if turn is not None and treatment == "stored":
-        treatment = "rotated upright (EXIF)"
+    _check_sides((width, height))
     return Encoded(MODE_RAW, width, height, pixels.tobytes(), treatment, (width, height))
+
+
+def _check_sides(size: tuple[int, int]) -> None:
+    if max(size) > LONGEST:
+        raise DataError(f"its longest side is {max(size)} pixels; the format's limit is {LONGEST}")
 
 
 def _read(path: Any) -> bytes:
@@ -237,41 +208,20 @@ def _read(path: Any) -> bytes:
         raise DataError(f"its file {path} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Raise what an unusable image file makes Pillow raise in the block as DataError, with the reason."""
-    try:
-        yield
-    except UnidentifiedImageError:
-        raise DataError("it is not an image that Pillow can read") from None
-    except DataError:
-        raise
-    except Exception as error:  # damaged files make Pillow's readers raise many types
-        raise DataError(f"it cannot be decoded: {error}") from error
-
-
-def _load(image: Image.Image) -> None:
-    """Decode an image that was opened lazily, so that it may still be damaged."""
-    try:
-        image.load()
-    except Exception as error:
-        raise DataError(f"it cannot be decoded: {error}") from error
-
-
 def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
-    with _reading():
-        with Image.open(io.BytesIO(data)) as image:
-            is_jpeg, whole, turn = image.format in _JPEG_FORMATS, False, _turn(image)
-            if is_jpeg and image.mode == "RGB" and transcode.frame_type(data) in transcode.DECODED_FRAMES:
-                whole = turn is None and encoding.target_size(image.size) == image.size
-                whole = whole and encoding.as_jpeg(number, image.size, is_jpeg)
-                if whole and (encoded := _keep(data, image.size, encoding)) is not None:
-                    return encoded
-        with Image.open(io.BytesIO(transcode.huffman_coded(data) if is_jpeg else data)) as image:
-            image.load()
-            rgb, treatment = _to_rgb(image, turn)
-        if whole:
-            treatment = "re-encoded: its JPEG decoded with a warning"
+    whole = False
+    with reading(), Image.open(io.BytesIO(data)) as image:
+        is_jpeg = image.format in JPEG_FORMATS
+        if is_jpeg and image.mode == "RGB" and transcode.frame_type(data) in transcode.DECODED_FRAMES:
+            whole = turn_of(image) is None and encoding.target_size(image.size) == image.size
+            whole = whole and encoding.as_jpeg(number, image.size, is_jpeg)
+            if whole and (encoded := _keep(data, image.size, encoding)) is not None:
+                return encoded
+    with decoded(data) as (image, _):
+        rgb, treatment = to_rgb(image)
+    if whole:
+        treatment = "re-encoded: its JPEG decoded with a warning"
+    with reading():
         return _store(rgb, treatment, encoding, number, is_jpeg)
 
 
@@ -301,33 +251,9 @@ def _keep(jpeg: bytes, size: tuple[int, int], encoding: Encoding) -> Encoded | N
 
 
 def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:
-    _load(image)
-    return _store(*_to_rgb(image, _turn(image)), encoding, number)
-
-
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    """Return the operation that makes the image upright by its EXIF data; None if it is upright or if unknown.
-
-    If the EXIF data is damaged or has an invalid orientation, viewers show the picture as stored.
-    """
-    try:
-        return _TURNS.get(image.getexif().get(_ORIENTATION))
-    except Exception:  # damaged data makes Pillow's reader raise many types
-        return None
-
-
-def _to_rgb(image: Image.Image, turn: Image.Transpose | None) -> tuple[Image.Image, str]:
-    """Return an RGB copy of the image, made upright by `turn`, and what was done to it."""
-    upright = image if turn is None else image.transpose(turn)
-    treatment = "stored" if turn is None else "rotated upright (EXIF)"
-    if upright.mode == "RGB":
-        return upright, treatment
-    if upright.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion would clip at 255
-        levels = np.asarray(upright).astype(np.int64) >> 8
-        if levels.min() < 0 or levels.max() > 255:
-            raise DataError(f"its pixels (mode {upright.mode}) are not in 0 to 65535")
-        return Image.fromarray(levels.astype(np.uint8)).convert("RGB"), "converted from 16 bits"
-    return upright.convert("RGB"), f"converted from {upright.mode}"
+    with reading():  # it may have been opened without being decoded
+        image.load()
+    return _store(*to_rgb(image), encoding, number)
 
 
 def _to_array(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -354,8 +280,7 @@ def _store(
     upright, size = image.size, encoding.target_size(image.size)
     if size != upright:
         image, treatment = image.resize(size, Image.Resampling.BOX), "scaled down"
-    if max(size) > 0xFFFF:
-        raise DataError(f"its longest side is {max(size)} pixels; the format's limit is 65535")
+    _check_sides(size)
     if not encoding.as_jpeg(number, size, is_jpeg):
         treatment = "decoded to raw pixels" if is_jpeg and treatment == "stored" else treatment
         return Encoded(MODE_RAW, *size, image.tobytes(), treatment, upright)

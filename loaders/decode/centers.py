@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 def central_crops(
     heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int], ratio: float
 ) -> NDArray[np.int64]:
-    """Return central crops `(n, 4)`: top, left, height and width.
+    """Return central crops `(n, 4)`: top, left, height and width, in whole pixels, rounded down, as FFCV's.
 
     Args:
         heights, widths: of the images, `(n,)`.
@@ -17,12 +17,12 @@ def central_crops(
         ratio: their size relative to the largest such crop; a square's side relative to the image's shorter one.
     """
     height, width = size
-    if height == width:
-        tall = wide = np.minimum(heights, widths) * ratio
-    else:
-        scale = np.minimum(heights / height, widths / width) * ratio
-        tall, wide = scale * height, scale * width
-    h, w = (np.maximum(np.rint(sides).astype(np.int64), 1) for sides in (tall, wide))
+    tall = heights * width <= widths * height  # the image's height limits them
+    largest = (
+        np.where(tall, heights, widths * height / width),
+        np.where(tall, heights * width / height, widths),
+    )
+    h, w = (np.maximum(np.floor(sides * ratio).astype(np.int64), 1) for sides in largest)
     return np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1)
 
 

@@ -74,7 +74,7 @@ class Job:
     replaced: list[int] = field(default_factory=list)
 
 
-class _Workspace:
+class Workspace:
     """A thread's working memory in the native core; it grows to what the largest sample needs.
 
     It is freed by `close`, or when it is no longer referenced. Not at interpreter exit: the system reclaims everything
@@ -92,7 +92,7 @@ class _Workspace:
         self.close.atexit = False
 
 
-class _Group:
+class Group:
     """How the images of one size are made of each sample.
 
     Args:
@@ -111,6 +111,8 @@ class _Group:
         channels, depth = kind
         line, table = self._tables = _normalisation(settings, depth)
         method = _METHODS[settings.interpolation]
+        if method == library.BILINEAR and not settings.train:
+            method = library.PILLOW
         if settings.shifts:  # nothing is resized
             method = library.NEAREST if settings.pads else library.SHIFT
         pixel = np.array(fill_color(settings.mean, depth), dtype=f"<u{depth // 8}").tobytes()
@@ -150,7 +152,7 @@ class _Group:
 class _Part:
     """The images of one size of a chunk of a batch."""
 
-    group: _Group
+    group: Group
     choices: library.Choices
     keys: NDArray[np.uint64]
     images: torch.Tensor
@@ -178,7 +180,7 @@ class Decoder:
                 f"The targets {', '.join(self.targets.kinds)} do not follow FFCV's operations, which may move pixels. "
                 "Leave operations= out."
             )
-        self._groups, first = list[_Group](), 0
+        self._groups, first = list[Group](), 0
         kind = beton.channels, beton.depth
         if operations and kind != RGB:
             raise DataError(
@@ -187,7 +189,7 @@ class Decoder:
             )
         self._pixel = beton.channels * beton.depth // 8  # bytes
         for views, own in settings.groups:
-            self._groups.append(_Group(own, first, views, operations, kind))
+            self._groups.append(Group(own, first, views, operations, kind))
             first += views
         self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
         self._widest = int(self._widths.max())
@@ -199,7 +201,7 @@ class Decoder:
         self._samples = library.Samples(*map(library.address, columns), beton.channels, beton.depth // 8)
         self._columns = columns  # keeps their memory
         self.part = max(_PART // (self._pixel * settings.sample_pixels), 1)
-        self._free: deque[_Workspace] = deque()
+        self._free: deque[Workspace] = deque()
 
     def shapes(self, n: int) -> list[tuple[int, ...]]:
         """Return the shape of the images of n samples, `(n, views, H, W, C)`, for each group of views."""
@@ -215,13 +217,17 @@ class Decoder:
         """Return the memory that each thread needs besides the batches, in bytes."""
         return self.largest_bytes + max(self._image_bytes(group) for group in self._groups)
 
-    def _image_bytes(self, group: _Group) -> int:
+    def _image_bytes(self, group: Group) -> int:
         """Return the memory that making an image of this group takes."""
         (height, width), widest = group.settings.size, self._widest
         policy = 18 * height * width  # a sum in float32, and two pictures
         images = self._pixel * height * width * (self.part * group.views if group.operations else 1)
         images += self._pixel * height * width * (group.settings.pads or group.settings.active_crop == "fit")
-        resizing = (3 * widest + 4 * widest + 4 * width) * height
+        fast = (3 * widest + 4 * widest + 4 * width) * height
+        fine = 4 * 64 * (widest + width) + 3 * width * (
+            int(self._heights.max()) + height
+        )  # strips, and lines
+        resizing = max(fast, fine)
         if (self._beton.channels, self._beton.depth) != RGB:  # lines of floats; or bytes, of the full picture
             resizing = 4 * self._beton.channels * (widest * (height + 1) + height) + 2 * self._largest
             resizing += self._beton.channels * width * (int(self._heights.max()) + height)
@@ -259,7 +265,7 @@ class Decoder:
         try:
             workspace = self._free.pop()
         except IndexError:
-            workspace = _Workspace()
+            workspace = Workspace()
         try:
             if self._settings.on_error == "skip" and self._settings.train:
                 self._load_or_replace(workspace, job, part)
@@ -268,7 +274,7 @@ class Decoder:
         finally:
             self._free.append(workspace)
 
-    def _load_or_replace(self, workspace: _Workspace, job: Job, part: slice) -> None:
+    def _load_or_replace(self, workspace: Workspace, job: Job, part: slice) -> None:
         """Load one chunk; in the place of a sample that cannot be decoded, another one, drawn from its own key.
 
         So the batch is the same whatever thread or rank loads it.
@@ -279,7 +285,7 @@ class Decoder:
             for place in range(part.start, min(part.stop, len(job.indices))):
                 self._load_one(workspace, job, place)
 
-    def _load_one(self, workspace: _Workspace, job: Job, place: int) -> None:
+    def _load_one(self, workspace: Workspace, job: Job, place: int) -> None:
         try:
             self._load(workspace, job, slice(place, place + 1))
             return
@@ -301,7 +307,7 @@ class Decoder:
             return
         raise first
 
-    def _load(self, workspace: _Workspace, job: Job, part: slice) -> None:
+    def _load(self, workspace: Workspace, job: Job, part: slice) -> None:
         part = slice(part.start, min(part.stop, len(job.indices)))
         indices = np.ascontiguousarray(job.indices[part])
         self._beton.prepare(indices)
@@ -317,7 +323,7 @@ class Decoder:
             self.targets.load(job.targets, indices, job.draws[0].choices, part)
 
     def _decode_and_operate(
-        self, workspace: _Workspace, parts: list[_Part], indices: NDArray[np.int64]
+        self, workspace: Workspace, parts: list[_Part], indices: NDArray[np.int64]
     ) -> None:
         """Load the samples; apply FFCV's operations to their levels, before CutOut and the dtype."""
         levels = [
@@ -339,7 +345,7 @@ class Decoder:
             self._core.dt_finish(made, part.choices, len(images), images.data_ptr(), part.images.data_ptr())
 
     def _decode(
-        self, workspace: _Workspace, parts: list[_Part], indices: NDArray[np.int64], again: bool = False
+        self, workspace: Workspace, parts: list[_Part], indices: NDArray[np.int64], again: bool = False
     ) -> None:
         """Load the samples.
 

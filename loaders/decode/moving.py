@@ -188,26 +188,19 @@ class MovingTargets:
         Raises:
             BetonError: naming the sample with an unusable target.
         """
-        motions = list(self._motions(choices, part))
+        moved = list(motions(self._settings, choices, part))
         for name, kind in self.kinds.items():
             if kind == "mask":
                 for place, (index, motion) in enumerate(
-                    zip(indices.tolist(), motions, strict=True), part.start
+                    zip(indices.tolist(), moved, strict=True), part.start
                 ):
                     into[name][place] = torch.from_numpy(self._masks[name](index, motion))
                 continue
             stored = self._beton.read(name, indices)
             for place, (index, values, motion) in enumerate(
-                zip(indices.tolist(), stored, motions, strict=True), part.start
+                zip(indices.tolist(), stored, moved, strict=True), part.start
             ):
                 into[name][place] = self._points(name, kind, index, values, motion)
-
-    def _motions(self, choices: Choices, part: slice) -> Iterator[Motion]:
-        size, shifts = self._settings.size, self._settings.shifts and choices.places is None
-        boxes, flips = choices.boxes[part].tolist(), choices.flips[part].tolist()
-        places = [(0, 0, *size)] * len(boxes) if choices.places is None else choices.places[part].tolist()
-        for box, place, flip in zip(boxes, places, flips, strict=True):
-            yield Motion(tuple(box), tuple(place), size, flip, shifts)
 
     def _points(self, name: str, kind: str, index: int, values: Any, motion: Motion) -> torch.Tensor:
         try:
@@ -216,6 +209,15 @@ class MovingTargets:
             raise self._beton.sample_error(index, f"its {name!r}: {error}") from None
         moved = motion.boxes(points) if kind == "boxes" else motion.keypoints(points)
         return torch.from_numpy(moved)
+
+
+def motions(settings: Settings, choices: Choices, part: slice) -> Iterator[Motion]:
+    """Yield what becomes of the pixels of a part of the images that were chosen for."""
+    size, shifts = settings.size, settings.shifts and choices.places is None
+    boxes, flips = choices.boxes[part].tolist(), choices.flips[part].tolist()
+    places = [(0, 0, *size)] * len(boxes) if choices.places is None else choices.places[part].tolist()
+    for box, place, flip in zip(boxes, places, flips, strict=True):
+        yield Motion(tuple(box), tuple(place), size, flip, shifts)
 
 
 def moving_fields(beton: BetonFiles, settings: Settings) -> dict[str, str]:

@@ -84,9 +84,9 @@ int dt_resize(dt_image image, double top, double left, double height, double wid
               int64_t out_height, int64_t out_width, dt_resizing *memory);
 
 
-/* Resize a whole picture with Pillow's bicubic filter, antialiased, and mirror it if `flip`; with the same bits. */
-int dt_resize_bicubic(dt_image image, int flip, uint8_t *target, int64_t out_height, int64_t out_width,
-                      dt_resizing *memory);
+/* Resize a whole picture with Pillow's bilinear or bicubic filter, antialiased, and mirror it if `flip`; with the same bits. */
+int dt_resize_finely(dt_image image, int bicubic, int flip, uint8_t *target, int64_t out_height, int64_t out_width,
+                     dt_resizing *memory);
 /* Take the nearest pixels, of `pixel` bytes, as Pillow does. */
 int dt_resize_nearest(dt_image image, size_t pixel, uint8_t *target, int64_t out_height, int64_t out_width,
                       dt_resizing *memory);
@@ -105,7 +105,7 @@ typedef struct {
 } dt_fine_filter;
 
 /* Weigh the lines for `count` outputs. Returns whether there was memory. */
-int dt_weigh_finely(int64_t size, int64_t count, dt_resizing *memory, dt_fine_filter *found);
+int dt_weigh_finely(int bicubic, int64_t size, int64_t count, dt_resizing *memory, dt_fine_filter *found);
 /* Set each of `count` lines of `target` to the weighted sum of lines of `source`, over `lanes` bytes, in whole blocks. */
 void dt_blend_finely(const uint8_t *source, size_t stride, size_t lanes, const dt_fine_filter *filter, int64_t count,
                      uint8_t *target, size_t target_stride);
@@ -142,10 +142,10 @@ void dt_look_up(const uint8_t *image, int64_t pixels, const uint16_t *table, uin
 
 /* ---- planes.c: images of any number of channels, of 8 or 16 bits: `bytes` per value, `pixel` per pixel ---- */
 
-/* Resize a whole picture, antialiased: bilinear, or bicubic if `cubic`, then with Pillow's bits for 8 bits. Every channel
+/* Resize a whole picture, antialiased: bilinear, or bicubic if `cubic`; bytes with Pillow's bits if `fine`. Every channel
  * by itself. Returns DT_OK or DT_NO_MEMORY. */
-int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic, uint8_t *target, int64_t out_height,
-                     int64_t out_width, dt_resizing *memory);
+int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic, int fine, uint8_t *target,
+                     int64_t out_height, int64_t out_width, dt_resizing *memory);
 void dt_planes_flip(uint8_t *image, size_t pixel, int64_t height, int64_t width);
 void dt_planes_shift(dt_image image, size_t pixel, int64_t down, int64_t right, uint8_t *target);
 void dt_planes_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side,

@@ -28,7 +28,7 @@ OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY = range(5)
 """A sample's status; as in core.h."""
 MESSAGE = 256
 """Bytes of a message."""
-BILINEAR, AREA, SHIFT, BICUBIC, NEAREST = range(5)
+BILINEAR, AREA, SHIFT, BICUBIC, NEAREST, PILLOW = range(6)
 UINT8, FLOAT32, BFLOAT16 = range(3)
 
 _FILE = Path(__file__).with_name("libdrivetrain.dylib" if sys.platform == "darwin" else "libdrivetrain.so")
@@ -78,6 +78,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dt_load": (
         None, c_void_p, POINTER(Samples), c_void_p, c_int64, POINTER(Views), c_int64, c_void_p, c_void_p,
     ),
+    "dt_load_picture": (c_int32, c_void_p, POINTER(Samples), c_void_p, POINTER(Views)),
     "dt_finish": (None, POINTER(Settings), POINTER(Choices), c_int64, c_void_p, c_void_p),
     "dt_area_bytes": (c_size_t, *[c_int64] * 4),
     "dt_area": (

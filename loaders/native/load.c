@@ -7,7 +7,9 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { BILINEAR = 0, AREA = 1, SHIFT = 2, BICUBIC = 3, NEAREST = 4 };
+/* BILINEAR is fast: of JPEGs decoded at a smaller size, with weights of 8 bits. PILLOW is bilinear in evaluation: decoded at
+ * their own size, with Pillow's bits. */
+enum { BILINEAR = 0, AREA = 1, SHIFT = 2, BICUBIC = 3, NEAREST = 4, PILLOW = 5 };
 enum { UINT8 = 0, FLOAT32 = 1, BFLOAT16 = 2 };
 
 /* Where the samples are: each (N) in file order. Mode 0 is a JPEG, 1 raw pixels. */
@@ -176,21 +178,29 @@ static int plan(const dt_views *groups, int64_t count, const dt_samples *samples
     return DT_OK;
 }
 
-/* Read a sample, and decode what lies in the plan's box. */
-static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, const dt_plan *planned, uint32_t *crc,
-                 dt_image *image)
+/* Read what is stored of a sample: from its file, unless it is in memory, at `given`. */
+static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, const uint8_t *given, uint32_t *crc)
 {
-    const int64_t *box = planned->box;
     size_t size = samples->sizes[index];
-    int64_t height = samples->heights[index], width = samples->widths[index];
     uint8_t *bytes = dt_reserve(&w->file, size);
     if (bytes == NULL)
         return DT_NO_MEMORY;
-    int status = read_all(samples->descriptors[index], samples->pointers[index], size, bytes);
-    if (status != DT_OK)
-        return status;
+    if (given != NULL)
+        memcpy(bytes, given, size);
+    else if (read_all(samples->descriptors[index], samples->pointers[index], size, bytes) != DT_OK)
+        return DT_UNREADABLE;
     if (crc != NULL)
         *crc = dt_crc32(0, bytes, size);
+    return DT_OK;
+}
+
+/* Decode what lies in the plan's box of a sample that was fetched. */
+static int decode(dt_workspace *w, const dt_samples *samples, int64_t index, const dt_plan *planned, dt_image *image)
+{
+    const int64_t *box = planned->box;
+    const uint8_t *bytes = w->file.data;
+    size_t size = samples->sizes[index];
+    int64_t height = samples->heights[index], width = samples->widths[index];
     if (samples->modes[index] != 0) {
         int64_t pixel = samples->channels * samples->bytes;
         if (size < (size_t)(height * width * pixel))
@@ -235,8 +245,8 @@ static int resize_planes(dt_workspace *w, const dt_settings *settings, dt_image 
     else if (settings->method == NEAREST)
         status = dt_resize_nearest(image, pixel, target, height, width, &w->resizing);
     else
-        status = dt_planes_resize(image, settings->channels, settings->bytes, settings->method == BICUBIC, target, height,
-                                  width, &w->resizing);
+        status = dt_planes_resize(image, settings->channels, settings->bytes, settings->method == BICUBIC,
+                                  settings->method != BILINEAR, target, height, width, &w->resizing);
     if (flip && status == DT_OK)
         dt_planes_flip(target, pixel, height, width);
     return status;
@@ -257,8 +267,8 @@ static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, 
     else if (settings->method == BILINEAR)
         return dt_resize(image, (double)box[0] / scale, (double)box[1] / scale, (double)box[2] / scale,
                          (double)box[3] / scale, flip, target, height, width, &w->resizing);
-    else if (settings->method == BICUBIC)
-        return dt_resize_bicubic(image, flip, target, height, width, &w->resizing);
+    else if (settings->method == BICUBIC || settings->method == PILLOW)
+        return dt_resize_finely(image, settings->method == BICUBIC, flip, target, height, width, &w->resizing);
     else if (settings->method == NEAREST)
         status = dt_resize_nearest(image, 3, target, height, width, &w->resizing);
     else {
@@ -355,22 +365,37 @@ static int make(dt_workspace *w, const dt_views *group, int64_t k, dt_image pict
     return status;
 }
 
+/* Load sample `index`, the i-th of what was drawn; `given` and `crc` as in `fetch`. */
+static int load(dt_workspace *w, const dt_samples *samples, int64_t index, const uint8_t *given, int64_t i,
+                const dt_views *groups, int64_t count, uint32_t *crc)
+{
+    int64_t height = samples->heights[index], width = samples->widths[index];
+    dt_plan planned;
+    dt_image picture;
+    int status = plan(groups, count, samples, i, samples->modes[index] == 0, height, width, &planned);
+    if (status == DT_OK)
+        status = fetch(w, samples, index, given, crc);
+    if (status == DT_OK)
+        status = decode(w, samples, index, &planned, &picture);
+    for (const dt_views *group = groups; group < groups + count; group++)
+        for (int64_t view = 0; view < group->views && status == DT_OK; view++)
+            status = make(w, group, i * group->views + view, picture, &planned, height, width);
+    return status;
+}
+
 /* Load n samples into the images of `count` groups of views; `status` (n) receives each sample's, and `crcs` (n), unless
  * it is NULL, the CRC-32 of what is stored. */
 DT_API void dt_load(dt_workspace *w, const dt_samples *samples, const int64_t *indices, int64_t n, const dt_views *groups,
                     int64_t count, uint32_t *crcs, int32_t *status)
 {
-    for (int64_t i = 0; i < n; i++) {
-        int64_t index = indices[i], height = samples->heights[index], width = samples->widths[index];
-        dt_plan planned;
-        dt_image picture;
-        status[i] = plan(groups, count, samples, i, samples->modes[index] == 0, height, width, &planned);
-        if (status[i] == DT_OK)
-            status[i] = fetch(w, samples, index, &planned, crcs == NULL ? NULL : crcs + i, &picture);
-        for (const dt_views *group = groups; group < groups + count; group++)
-            for (int64_t view = 0; view < group->views && status[i] == DT_OK; view++)
-                status[i] = make(w, group, i * group->views + view, picture, &planned, height, width);
-    }
+    for (int64_t i = 0; i < n; i++)
+        status[i] = load(w, samples, indices[i], NULL, i, groups, count, crcs == NULL ? NULL : crcs + i);
+}
+
+/* As `dt_load`, of one picture, which is stored in memory; `samples` has its size and number of bytes. Returns its status. */
+DT_API int dt_load_picture(dt_workspace *w, const dt_samples *samples, const uint8_t *stored, const dt_views *group)
+{
+    return load(w, samples, 0, stored, 0, group, 1, NULL);
 }
 
 /* The second half of `dt_load`, for n images whose bytes Python has changed in between: `levels` (n, height, width,

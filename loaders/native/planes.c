@@ -2,7 +2,7 @@
  * pixels.c.
  *
  * Resizing is separable: sums go along lines of columns · channels, first down the picture, then, transposed, across it.
- * They are of float32, without rounding in between; but of bytes with the bicubic filter, they are Pillow's.
+ * They are of float32, without rounding in between; but of bytes, in evaluation and with the bicubic filter, they are Pillow's.
  */
 #include "core.h"
 
@@ -90,9 +90,9 @@ static void put_column(const float *sums, int64_t channels, int64_t bytes, int64
         }
 }
 
-/* Pillow's bicubic filter on bytes: across the picture, then, rounded to bytes, down. */
-static int resize_finely(dt_image image, size_t pixel, uint8_t *target, int64_t out_height, int64_t out_width,
-                         dt_resizing *memory)
+/* Pillow's filters on bytes: across the picture, then, rounded to bytes, down. */
+static int resize_finely(dt_image image, size_t pixel, int cubic, uint8_t *target, int64_t out_height,
+                         int64_t out_width, dt_resizing *memory)
 {
     size_t line = whole_blocks(pixel * (size_t)image.rows), width = pixel * (size_t)out_width, stride = whole_blocks(width);
     uint8_t *columns = dt_reserve(&memory->columns, line * (size_t)image.columns);
@@ -101,12 +101,12 @@ static int resize_finely(dt_image image, size_t pixel, uint8_t *target, int64_t 
     dt_fine_filter filter;
     if (columns == NULL || turned == NULL || rows == NULL)
         return DT_NO_MEMORY;
-    if (!dt_weigh_finely(image.columns, out_width, memory, &filter))
+    if (!dt_weigh_finely(cubic, image.columns, out_width, memory, &filter))
         return DT_NO_MEMORY;
     turn(image.data, image.stride, image.rows, image.columns, pixel, columns, line);
     dt_blend_finely(columns, line, pixel * (size_t)image.rows, &filter, out_width, turned, line);
     turn(turned, line, out_width, image.rows, pixel, rows, stride);
-    if (!dt_weigh_finely(image.rows, out_height, memory, &filter))
+    if (!dt_weigh_finely(cubic, image.rows, out_height, memory, &filter))
         return DT_NO_MEMORY;
     uint8_t *done = rows + stride * (size_t)image.rows;
     dt_blend_finely(rows, stride, width, &filter, out_height, done, stride);
@@ -115,11 +115,11 @@ static int resize_finely(dt_image image, size_t pixel, uint8_t *target, int64_t 
     return DT_OK;
 }
 
-int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic, uint8_t *target, int64_t out_height,
-                     int64_t out_width, dt_resizing *memory)
+int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic, int fine, uint8_t *target,
+                     int64_t out_height, int64_t out_width, dt_resizing *memory)
 {
-    if (cubic && bytes == 1)
-        return resize_finely(image, (size_t)channels, target, out_height, out_width, memory);
+    if (fine && bytes == 1)
+        return resize_finely(image, (size_t)channels, cubic, target, out_height, out_width, memory);
     size_t lanes = (size_t)(channels * image.columns), pixel = (size_t)(channels * bytes);
     size_t line = (size_t)(channels * out_height); /* of a column, in floats */
     float *row = dt_reserve(&memory->rows, lanes * sizeof(float));

@@ -3,10 +3,10 @@
  * Sums go along the lines' contiguous bytes; for the other direction, the picture is transposed, so that its columns are
  * contiguous, too.
  *
- * Bilinear, the triangle filter of Pillow and torchvision, is the usual case and the fast one: weights have 8 bits and
- * sums 16, so that vector instructions take 16 to 32 bytes at a time. Within two levels of Pillow's result.
- * Bicubic (Keys 1981, a = -1/2) and nearest are Pillow's in every bit: weights of 22 bits, horizontally first, rounded to
- * bytes in between; for the nearest pixel, positions summed in doubles.
+ * Bilinear, the triangle filter of Pillow and torchvision, is the usual case of training and the fast one: weights have
+ * 8 bits and sums 16, so that vector instructions take 16 to 32 bytes at a time. Within two levels of Pillow's result.
+ * Bilinear in evaluation, bicubic (Keys 1981, a = -1/2) and nearest are Pillow's in every bit: weights of 22 bits,
+ * horizontally first, rounded to bytes in between; for the nearest pixel, positions summed in doubles.
  */
 #include "core.h"
 
@@ -192,7 +192,7 @@ int dt_resize(dt_image image, double top, double left, double height, double wid
     return DT_OK;
 }
 
-enum { PRECISION = 22 }; /* bits of a bicubic weight, Pillow's */
+enum { PRECISION = 22 }; /* bits of a fine weight, Pillow's */
 
 static double cubic(double x)
 {
@@ -232,9 +232,9 @@ int64_t dt_exact_weights(int bicubic, int64_t size, int64_t count, int64_t i, do
     return end - first;
 }
 
-int dt_weigh_finely(int64_t size, int64_t count, dt_resizing *memory, dt_fine_filter *found)
+int dt_weigh_finely(int bicubic, int64_t size, int64_t count, dt_resizing *memory, dt_fine_filter *found)
 {
-    int64_t most = dt_most_weights(1, size, count);
+    int64_t most = dt_most_weights(bicubic, size, count);
     found->first = dt_reserve(&memory->first, (size_t)count * sizeof(int64_t));
     found->weights = dt_reserve(&memory->weights, (size_t)count * (size_t)most * sizeof(int32_t));
     double *exact = dt_reserve(&memory->exact, (size_t)most * sizeof(double));
@@ -242,7 +242,7 @@ int dt_weigh_finely(int64_t size, int64_t count, dt_resizing *memory, dt_fine_fi
     if (found->first == NULL || found->weights == NULL || exact == NULL)
         return 0;
     for (int64_t i = 0; i < count; i++) {
-        int64_t used = dt_exact_weights(1, size, count, i, exact, &found->first[i]);
+        int64_t used = dt_exact_weights(bicubic, size, count, i, exact, &found->first[i]);
         int32_t *weights = found->weights + i * most;
         for (int64_t k = 0; k < most; k++) {
             double share = k >= used ? 0.0 : exact[k];
@@ -277,22 +277,29 @@ DT_CLONES void dt_blend_finely(const uint8_t *source, size_t stride, size_t lane
     }
 }
 
-int dt_resize_bicubic(dt_image image, int flip, uint8_t *target, int64_t out_height, int64_t out_width,
-                      dt_resizing *memory)
+enum { STRIP = 64 }; /* lines that are transposed at a time: they stay in the cache */
+
+int dt_resize_finely(dt_image image, int bicubic, int flip, uint8_t *target, int64_t out_height, int64_t out_width,
+                     dt_resizing *memory)
 {
-    size_t line = whole_blocks(4 * (size_t)image.rows), width = 3 * (size_t)out_width, stride = whole_blocks(width);
+    int64_t most = image.rows < STRIP ? image.rows : STRIP;
+    size_t line = whole_blocks(4 * (size_t)most), width = 3 * (size_t)out_width, stride = whole_blocks(width);
+    /* Three further lines each: they are transposed in blocks of four. */
     uint8_t *columns = dt_reserve(&memory->columns, line * (size_t)(image.columns + 3));
     uint8_t *turned = dt_reserve(&memory->turned, line * (size_t)(out_width + 3));
     uint8_t *rows = dt_reserve(&memory->rows, stride * (size_t)(image.rows + out_height));
     dt_fine_filter filter;
     if (columns == NULL || turned == NULL || rows == NULL)
         return DT_NO_MEMORY;
-    if (!dt_weigh_finely(image.columns, out_width, memory, &filter))
+    if (!dt_weigh_finely(bicubic, image.columns, out_width, memory, &filter))
         return DT_NO_MEMORY;
-    turn(image.data, image.stride, image.rows, image.columns, columns, line);
-    dt_blend_finely(columns, line, 4 * (size_t)image.rows, &filter, out_width, turned, line);
-    turn_back(turned, line, flip, rows, stride, image.rows, out_width);
-    if (!dt_weigh_finely(image.rows, out_height, memory, &filter))
+    for (int64_t y = 0; y < image.rows; y += STRIP) {
+        int64_t lines = image.rows - y < STRIP ? image.rows - y : STRIP;
+        turn(image.data + (size_t)y * image.stride, image.stride, lines, image.columns, columns, line);
+        dt_blend_finely(columns, line, 4 * (size_t)lines, &filter, out_width, turned, line);
+        turn_back(turned, line, flip, rows + (size_t)y * stride, stride, lines, out_width);
+    }
+    if (!dt_weigh_finely(bicubic, image.rows, out_height, memory, &filter))
         return DT_NO_MEMORY;
     uint8_t *done = rows + stride * (size_t)image.rows;
     dt_blend_finely(rows, stride, width, &filter, out_height, done, stride);

@@ -165,7 +165,8 @@ def _crop_text(inputs: Inputs) -> str:
             f"({fill})"
         )
     shape = "square" if height == width else f"crop of the shape {height} × {width} (height × width)"
-    return f"Of each picture, the central {shape} of {inputs.eval_ratio:g} × the largest size, resized to {resized}"
+    size = f"{inputs.eval_ratio:g} × the largest size, rounded down to whole pixels"
+    return f"Of each picture, the central {shape} of {size}, resized to {resized}"
 
 
 def _list(values: tuple[float, ...]) -> str:

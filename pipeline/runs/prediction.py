@@ -13,7 +13,6 @@ from PIL import Image
 from torch import nn
 
 from ...errors import DataError
-from ...loaders.image_modes import RGB, image_pixels, mode_of
 from ..spec.inputs import Inputs
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task
@@ -34,7 +33,7 @@ def predict(
     try:
         for start in range(0, len(given), batch_size):
             part = given[start : start + batch_size]
-            batch = torch.stack([transform(_opened(image, inputs)) for image in part]).to(device)
+            batch = torch.stack([transform(image) for image in part]).to(device)
             with torch.no_grad():
                 predictions = task.predict(to_float(task.outputs(model(batch))))
             predictions = map_tensors(torch.Tensor.cpu, predictions)
@@ -51,26 +50,12 @@ def predict(
 
 
 def _listed(images: Any, channels: int) -> list[Any]:
-    one = isinstance(images, str | Path | Image.Image)
+    one = isinstance(images, str | Path | bytes | Image.Image)
     if isinstance(images, np.ndarray):  # of one channel, (N, H, W) are several
         one = images.ndim == 2 or (images.ndim == 3 and (channels > 1 or images.shape[2] == 1))
     if not one and not isinstance(images, Iterable):
         raise DataError(f"predict() takes paths or images, not a {type(images).__name__}.")
     return [images] if one else list(images)
-
-
-def _opened(image: Any, inputs: Inputs) -> Any:
-    if not isinstance(image, str | Path):
-        return image
-    try:
-        with Image.open(image) as file:
-            if (inputs.channels, inputs.depth) == RGB:
-                return file.convert("RGB")
-            return image_pixels(file, mode_of(inputs.channels, inputs.depth))[0]
-    except DataError as error:
-        raise DataError(f"{image} does not suit the model: {error}.") from None
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{image} cannot be read as an image: {error}.") from error
 
 
 def _name(image: Any, number: int) -> str | int:

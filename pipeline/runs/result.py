@@ -22,7 +22,7 @@ from .evaluation import evaluate_weights
 from .prediction import BATCH, predict
 
 if TYPE_CHECKING:
-    from torchvision.transforms import v2
+    from ...loaders.preprocess import Evaluation
 
 
 @dataclass
@@ -91,9 +91,9 @@ class FitResult:
         return Inputs.from_dict(saved)
 
     @property
-    def preprocess(self) -> v2.Compose:
-        """The torchvision transform of an image that gives the pixels `(C, H, W)` of evaluation: cropped as
-        `eval_crop`, resized to `eval_image_size`, and normalized."""
+    def preprocess(self) -> Evaluation:
+        """The transform of an image that gives the pixels `(C, H, W)` of the run's evaluation, bit for bit: cropped as
+        `eval_crop`, resized to `eval_image_size`, and normalized. It takes what `predict` takes, one at a time."""
         return self.inputs.transform()
 
     def predict(self, images: Any, *, batch_size: int = BATCH) -> list[dict[str, Any]]:

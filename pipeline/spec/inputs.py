@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
+from ...loaders.settings import Settings
 
 if TYPE_CHECKING:
-    from torchvision.transforms import v2
+    from ...loaders.preprocess import Evaluation
 
 
 @dataclass(frozen=True)
@@ -71,19 +72,21 @@ class Inputs:
             name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
         }
 
-    def transform(self) -> v2.Compose:
-        """Return the torchvision transform of an image."""
-        from ...loaders.preprocess import evaluation_transform
+    def transform(self) -> Evaluation:
+        """Return what makes the image of evaluation of a picture, `(C, H, W)`."""
+        from ...loaders.preprocess import Evaluation
 
-        return evaluation_transform(
-            self.image_size,
-            self.eval_ratio,
-            self.mean,
-            self.std,
-            self.interpolation,
-            self.eval_crop,
-            self.depth,
+        settings = Settings(
+            batch_size=1,
+            image_size=self.image_size,
+            train=False,
+            eval_crop=self.eval_crop,
+            eval_ratio=self.eval_ratio,
+            interpolation=self.interpolation,
+            mean=self.mean,
+            std=self.std,
         )
+        return Evaluation(settings, self.depth)
 
 
 TRAINED = ("inputs", "task")

@@ -13,7 +13,8 @@ import pytest
 import torch
 from drivetrain.errors import DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, device, open_beton
-from drivetrain.loaders.preprocess import EvaluationCrop, evaluation_transform
+from drivetrain.loaders.preprocess import Evaluation
+from drivetrain.loaders.settings import Settings
 from late_streams import LateStreams
 from loader_stock_arrays import COUNT as COUNT_OF_FFCV
 from loader_stock_arrays import KINDS, pixels
@@ -254,24 +255,23 @@ def test_torchs_loader_trains(files: Files, mode: str) -> None:
 def test_the_preprocessing_is_the_evaluation(files: Files, mode: str, interpolation: str) -> None:
     channels, depth = MODES[mode]
     beton = open_beton(files(mode))
-    # torch rounds bytes between the two directions, in another order.
-    most = {"nearest": 0.0, "bilinear": 1.0, "bicubic": 2.0}[interpolation] + 0.02
     mean, std = MEAN[:channels], STD[:channels]
     places = [(size, crop) for size in ((20, 30), (70, 90)) for crop in ("center", "whole", "fit")]
     for size, crop in [*places, ((40, 90), "fit"), ((HEIGHT, WIDTH), "whole")]:
-        transform = evaluation_transform(size, 0.8, mean, std, interpolation, crop, depth)
-        own = torch.stack([transform(beton.pixels(number)) for number in range(COUNT)])
-        ratio = {"eval_ratio": 0.8} if crop == "center" else {}
-        found = evaluate(files(mode), size, eval_crop=crop, interpolation=interpolation, **ratio)
-        assert (stored_levels(own, depth) - stored_levels(found, depth)).abs().max() < most, (size, crop)
+        options: dict[str, Any] = {"eval_crop": crop, "interpolation": interpolation}
+        options |= {"eval_ratio": 0.8} if crop == "center" else {}
+        make = Evaluation(Settings(batch_size=1, image_size=size, mean=mean, std=std, **options), depth)
+        own = torch.stack([make(beton.pixels(number)) for number in range(COUNT)])
+        assert torch.equal(own, evaluate(files(mode), size, **options)), (size, crop)
 
 
 def test_the_preprocessing_takes_other_pictures() -> None:
     """Of 8 bits, each mode is converted; bits are never dropped."""
-    grey, wide = EvaluationCrop(8, 1.0, mean=(0.5,)), EvaluationCrop(8, 1.0, mean=(0.5,), depth=16)
+    made = Settings(batch_size=1, image_size=8, mean=(0.5,), std=(0.2,))
+    grey, wide = Evaluation(made), Evaluation(made, 16)
     colour = Image.fromarray(levels(3, 8)[2])
-    assert grey(colour).mode == "L"
-    assert EvaluationCrop(8, 1.0, mean=MEAN)(colour).shape == (4, 8, 8)
+    assert grey(colour).equal(grey(colour.convert("L")))
+    assert Evaluation(Settings(batch_size=1, image_size=8, mean=MEAN, std=STD))(colour).shape == (4, 8, 8)
     picture = Image.fromarray(levels(1, 16)[2, :, :, 0])
     assert wide(picture).equal(wide(levels(1, 16)[2]))
     for crop, bad in ((grey, picture), (wide, colour), (wide, levels(3, 16)[0])):

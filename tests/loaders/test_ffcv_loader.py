@@ -12,7 +12,6 @@ from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.decode.augmentation import choose
 from drivetrain.loaders.decode.draws import random_resized_crops, sample_keys, uniforms
 from drivetrain.loaders.native.library import BICUBIC, NEAREST, SHIFT
-from drivetrain.loaders.preprocess import EvaluationCrop
 from drivetrain.loaders.settings import Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,18 +183,6 @@ def test_bicubic_and_nearest_are_pillows_in_every_bit(
     # In two steps: Pillow 13 chooses the order by the shape.
     expected = np.asarray(crop.resize((size[1], h), pillows_filter).resize(size[::-1], pillows_filter))
     assert np.array_equal(found, expected[:, ::-1] if flip else expected)
-
-
-@pytest.mark.parametrize("interpolation", ["bicubic", "nearest"])
-def test_interpolations_are_those_of_the_preprocessing(photos: Path, interpolation: str) -> None:
-    """Of `predict` and exports: a few levels for bicubic, because of the order of Pillow's passes."""
-    beton = open_beton(photos)
-    found, _ = load(photos, train=False, dtype=torch.uint8, interpolation=interpolation)
-    crop = EvaluationCrop(32, 224 / 256, interpolation)
-    for index, image in enumerate(found):
-        expected = np.asarray(crop(beton.image(index))).astype(int)
-        off = np.abs(image.permute(1, 2, 0).numpy() - expected).max()
-        assert off <= (2 if interpolation == "bicubic" else 0)
 
 
 def test_small_images_of_large_jpegs(tmp_path: Path) -> None:

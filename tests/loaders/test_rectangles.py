@@ -15,7 +15,7 @@ from drivetrain.loaders.decode.augmentation import choose
 from drivetrain.loaders.decode.centers import central_crops
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.decode.policy_draws import NAMES, magnitudes
-from drivetrain.loaders.preprocess import EvaluationCrop
+from drivetrain.loaders.preprocess import Evaluation
 from drivetrain.loaders.settings import Settings
 from drivetrain.transforms import ProgressiveResizing
 from loader_pictures import jpeg_beton, picture, raw_beton, raw_pictures
@@ -74,19 +74,27 @@ def test_training_crops_are_pillows(photos: Path, interpolation: str) -> None:
 @pytest.mark.parametrize("kind", LOADERS)
 def test_evaluation_is_the_preprocessing(kind: Any, photos: Path) -> None:
     """The largest central crop of the shape, times the ratio."""
-    size = 36, 60  # of which no crop is twice as large: it would be decoded at a half
-    images = load(kind, photos, image_size=size, train=False, eval_ratio=0.75)
-    crop, beton = EvaluationCrop(size, 0.75), open_beton(photos)
+    images = load(kind, photos, image_size=(36, 60), train=False, eval_ratio=0.75)
+    made = Settings(batch_size=1, image_size=(36, 60), eval_ratio=0.75, dtype=torch.uint8)
+    make, beton = Evaluation(made), open_beton(photos)
     for index, image in enumerate(images):
-        expected = np.asarray(crop(beton.image(index))).astype(int)
-        assert np.abs(image.permute(1, 2, 0).numpy() - expected).max() <= 3
+        assert torch.equal(image, make(beton.image(index)))
 
 
 def test_central_crops() -> None:
+    """Rounded down, as FFCV's."""
     heights, widths = np.array([100, 100, 30]), np.array([200, 100, 300])
     crops = central_crops(heights, widths, (20, 30), 1.0).tolist()
-    assert crops == [[0, 25, 100, 150], [16, 0, 67, 100], [0, 127, 30, 45]]
+    assert crops == [[0, 25, 100, 150], [17, 0, 66, 100], [0, 127, 30, 45]]
     assert central_crops(heights, widths, (20, 20), 0.5).tolist()[0] == [25, 75, 50, 50]
+    sides = np.arange(1, 700)
+    squares = central_crops(sides, sides[::-1], (32, 32), 224 / 256)[:, 2:]
+    lengths = [max(int(224 / 256 * min(pair)), 1) for pair in zip(sides, sides[::-1], strict=True)]
+    assert squares.tolist() == [[length] * 2 for length in lengths]
+    for height, width in ((7, 30), (30, 7), (224, 224)):  # of its own shape, all of an image
+        many = np.arange(1, 90)
+        whole = central_crops(many * height, many * width, (height, width), 1.0)
+        assert (whole == np.stack([0 * many, 0 * many, many * height, many * width], axis=1)).all()
 
 
 @pytest.mark.parametrize("kind", LOADERS)

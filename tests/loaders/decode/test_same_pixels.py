@@ -1,6 +1,7 @@
 """What the loader makes of a few pictures is what it has made of them before, bit for bit.
 
-`pixels.json` has the digests of the version before the native core, which numba compiled (2026-11-22).
+`pixels.json` has the digests of the version before the native core, which numba compiled (2026-11-22);
+of evaluation since it is Pillow's in every bit, and its crops are rounded down (2026-11-23).
 """
 
 from __future__ import annotations

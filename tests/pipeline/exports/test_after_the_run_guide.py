@@ -62,7 +62,7 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             wanted = dataclasses.replace(inputs, eval_ratio=ratio)
             image = Image.fromarray(picture(sum(size), *size))
             alone = names["preprocess"](image, wanted.image_size, ratio, wanted.mean, wanted.std)
-            assert torch.equal(alone, wanted.transform()(image)), (size, ratio)
+            assert (alone - wanted.transform()(image)).abs().max() < 1e-6, (size, ratio)
     for name in ("pets.safetensors", "pets.pt2", "pets.onnx", "own.pt2", "MODEL_CARD.md"):
         assert Path(name).stat().st_size
 
