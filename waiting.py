@@ -39,4 +39,11 @@ class Wait:
         """
         if self.elapsed >= self._next:
             self._next = 2 * self.elapsed
-            print(f"{text()} ({self.elapsed:.0f} s of at most {self.limit:g} s)", file=sys.stderr, flush=True)
+            _print_above_bars(f"{text()} ({self.elapsed:.0f} s of at most {self.limit:g} s)")
+
+
+def _print_above_bars(line: str) -> None:
+    if (bars := sys.modules.get("tqdm")) is not None:
+        bars.tqdm.write(line, file=sys.stderr)
+    else:
+        print(line, file=sys.stderr, flush=True)

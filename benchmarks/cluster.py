@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from drivetrain import machine, strategies
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.loaders.remote.cache import local_copy
+from drivetrain.loaders.remote.cache import Remote, local_copy
 from drivetrain.pipeline.tasks.classification import Classification
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.training.guard import NonFiniteGuard
@@ -222,7 +222,7 @@ def two_epochs(source: str | Path, cache: Path | None, options: dict[str, Any]) 
     """Return the seconds to the first batch, of epoch one and of epoch two. Starting the loader belongs to epoch
     one."""
     start = perf_counter()
-    path = source if cache is None else local_copy(str(source), cache)
+    path = source if cache is None else local_copy(str(source), Remote(cache))
     with FFCVLoader(path, **options) as loader:
         marks: list[float] = []
         for _ in loader:

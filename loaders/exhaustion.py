@@ -43,7 +43,7 @@ def exhaustion(error: BaseException, wanted: str, remedy: str = LOADER_REMEDY) -
     message = f"{type(error).__name__}: {lines[0].rstrip('.'):.200}" if lines else type(error).__name__
     if getattr(error, "errno", None) in _NO_FILES or _NO_FILES_WORDS in message:
         reason = "too many open files"
-        remedy = "Raise the limit (ulimit -n), close files, or use fewer workers."
+        remedy = "Raise the limit (ulimit -n), use fewer and larger files, or fewer workers."
     else:
         reason = "too little memory, or too few threads or processes,"
     return DataError(f"The system has {reason} to load the data ({message}). Required: {wanted}. {remedy}")

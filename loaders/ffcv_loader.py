@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from .device import feed_of
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
 from .image_size import ImageSize
+from .remote.cache import Remote
+from .remote.source import PATIENCE
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
 from .sources import Source
 
@@ -64,7 +67,9 @@ class FFCVLoader(EpochLoader):
         batches_ahead: number of batches in preparation while one is in use. Default 3, as in FFCV.
         operations: further FFCV operations (`ffcv.transforms`), applied to the uint8 images of each sample after the
             colour operations and before CutOut; their random numbers are seeded for each sample.
-
+        cache, cache_limit, patience: of files at an address: the folder of their local copies, the GB that it may take,
+            and the seconds for which a server that does not answer is waited for; see `remote.cache.Remote`. Default:
+            None, None and five minutes.
         drop_last: drop a last batch that is not full; `dropped` is the number of samples. Default None: True in
             training on several ranks, so that their shards are equal. With False, training on several ranks repeats
             the fewest samples that make the shards equal, as torch's `DistributedSampler` does (`padded` is their
@@ -160,13 +165,16 @@ class FFCVLoader(EpochLoader):
         device: torch.device | str = "cpu",
         batches_ahead: int = 3,
         operations: Sequence[Any] = (),
+        cache: str | Path | None = None,
+        cache_limit: float | None = None,
+        patience: float = PATIENCE,
         **settings: Any,
     ) -> None:
         order = order or ("random" if train else "sequential")
         settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
         self.workers, self._device = check_workers(workers), check_device(device)
         self._ahead, self._operations = check_ahead(batches_ahead), tuple(operations)
-        self.beton: BetonFiles = open_files(source)
+        self.beton: BetonFiles = open_files(source, Remote(cache, cache_limit, patience))
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
         self._feed = feed_of(self.device, self.settings, self.beton.depth)

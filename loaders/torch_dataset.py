@@ -25,6 +25,7 @@ from .image_modes import RGB, mode_of
 from .pictures import decoded, rgb_of, to_rgb
 from .policies import torchvision_policy
 from .preprocess import Evaluation
+from .remote.cache import Remote
 from .settings import Settings, fill_color, odd_size, too_small
 from .sources import Files, Source, files_of
 
@@ -39,11 +40,18 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
         source: the file or files, as `FFCVLoader`'s.
         transform: from such an image to an element of a batch.
         verify: whether to compare each sample with its CRC-32 in the manifest.
+        remote: as `open_files`'.
     """
 
-    def __init__(self, source: Source, transform: Any = None, verify: bool = False) -> None:
+    def __init__(
+        self,
+        source: Source,
+        transform: Any = None,
+        verify: bool = False,
+        remote: Remote = Remote(),  # noqa: B008
+    ) -> None:
         super().__init__(str(files_of(source)), transform=transform)
-        self._source = files_of(source)
+        self._source, self._remote = files_of(source), remote
         self._beton: BetonFiles | None = None
         self._identities: list[Identity] | None = None
         self._verify = verify
@@ -58,7 +66,7 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
     @property
     def beton(self) -> BetonFiles:
         if self._beton is None:
-            opened = open_files(self._source)
+            opened = open_files(self._source, self._remote)
             if self._identities is not None:
                 opened.require_identities(self._identities)
             # Set last: a worker continues after an error, and must not read from a file that was rejected.
@@ -114,7 +122,7 @@ def open_picture(path: str) -> Any:
         raise ValueError(f"{path}: {error}") from error
 
 
-def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
+def open_dataset(source: Any, transform: Any, verify: bool, remote: Remote = Remote()) -> Any:  # noqa: B008  frozen
     """Return an ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform.
 
     Raises:
@@ -130,7 +138,7 @@ def open_dataset(source: Any, transform: Any, verify: bool) -> Any:
         return source
     if isinstance(source, str | Path) and Path(source).is_dir():
         return PictureFolder(str(source), transform=transform, loader=open_picture)
-    return BetonDataset(source, transform, verify)
+    return BetonDataset(source, transform, verify, remote)
 
 
 def make_transform(settings: Settings, depth: int = 8) -> Any:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,8 @@ from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
 from .image_size import ImageSize
+from .remote.cache import Remote
+from .remote.source import PATIENCE
 from .settings import Settings, check_ahead, check_device, check_images, check_workers, make_settings
 from .torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset
 
@@ -68,6 +71,9 @@ class TorchLoader(EpochLoader):
         indices: Any = None,
         device: torch.device | str = "cpu",
         batches_ahead: int = 3,
+        cache: str | Path | None = None,
+        cache_limit: float | None = None,
+        patience: float = PATIENCE,
         **settings: Any,
     ) -> None:
         order = order or ("random" if train else "sequential")
@@ -79,7 +85,9 @@ class TorchLoader(EpochLoader):
             raise DataError("on_error='skip' is only available in FFCVLoader. Use 'raise'.")
         if checked.interpolation == "area":
             raise DataError("interpolation='area' is only available in FFCVLoader. Use 'bilinear'.")
-        self.dataset = open_dataset(source, make_transform(checked), checked.verify)
+        self.dataset = open_dataset(
+            source, make_transform(checked), checked.verify, Remote(cache, cache_limit, patience)
+        )
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
         if isinstance(self.dataset, PictureFolder):
             check_images(checked, 3, 8, str(source))

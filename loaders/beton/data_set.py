@@ -13,6 +13,8 @@ from PIL import Image
 
 from ... import machine
 from ...errors import BetonError
+from ..descriptors import more_descriptors
+from ..remote.cache import Remote
 from ..sources import Files, Source, files_of, in_threads
 from .open_file import Identity
 from .reader import Beton, count_classes, open_beton
@@ -277,12 +279,22 @@ def _brief(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-def open_files(source: Source) -> BetonFiles:
+def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa: B008  frozen
     """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights.
+
+    Each file takes a descriptor as long as it is open. Where the process may not have so many, its limit (the soft one)
+    is raised until the files are closed.
+
+    Args:
+        source: the files.
+        remote: the folder of local copies of files at an address, its limit, and the patience with servers.
 
     Raises:
         BetonError: naming the file, what is wrong, and where; also if the files do not belong together.
         DataError: if a file at an address cannot be read, or for an unusable pattern.
     """
     files = files_of(source)
-    return BetonFiles(files, in_threads(open_beton, files.names))
+    with more_descriptors(len(files.names)) as keep:
+        opened = BetonFiles(files, in_threads(lambda name: open_beton(name, remote), files.names))
+        keep(opened)
+    return opened

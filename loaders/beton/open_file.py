@@ -28,6 +28,7 @@ class OpenFile:
 
     Args:
         path: the file.
+        patience: seconds that the server of a remote file may not answer; see `remote.cache.Remote`.
 
     Attributes:
         path: the file.
@@ -36,22 +37,41 @@ class OpenFile:
         mirror: the remote file that this one is a copy of; None if it is a file of its own.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.descriptor).atexit = False
-        self.mirror = Mirror.at(path)
+    def __init__(self, path: Path, patience: float | None = None) -> None:
+        self.path, self._patience = path, patience
+        self.mirror = Mirror.at(path, patience)
+        if self.mirror is None:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self.descriptor).atexit = False
+        else:
+            self.descriptor = self.mirror.descriptor
         status = os.fstat(self.descriptor)
         self.identity: Identity = (status.st_dev, status.st_ino, status.st_size)
 
-    def __reduce__(self) -> tuple[Callable[[Path, Identity], OpenFile], tuple[Path, Identity]]:
+    def __reduce__(self) -> tuple[Callable[..., OpenFile], tuple[Path, Identity, float | None]]:
         # A pickled descriptor number would refer to whatever file is opened after this one is closed.
-        return _opened_again, (self.path, self.identity)
+        return _opened_again, (self.path, self.identity, self._patience)
 
     @property
     def size(self) -> int:
         """Length in bytes when the file was opened."""
         return self.identity[2]
+
+    def mapped(self) -> NDArray[np.uint8]:
+        """Return the full file, memory-mapped, `(bytes,)` uint8, read-only, as long as the array is referenced.
+
+        Raises:
+            BetonError: if it is empty.
+        """
+        with open(
+            self.descriptor, "rb", closefd=False
+        ) as opened:  # the same file, even if it is replaced now
+            try:
+                return np.asarray(np.memmap(opened, dtype=np.uint8, mode="r"))
+            except ValueError:  # an empty file cannot be mapped
+                raise BetonError(
+                    f"{self.path} was emptied by another program while it was being opened. Convert the data again."
+                ) from None
 
     def require_size(self) -> None:
         """Raise `BetonError` if the file's length has changed."""
@@ -120,7 +140,7 @@ class OpenFile:
         return found
 
 
-def _opened_again(path: Path, identity: Identity) -> OpenFile:
-    file = OpenFile(path)
+def _opened_again(path: Path, identity: Identity, patience: float | None) -> OpenFile:
+    file = OpenFile(path, patience)
     file.require_identity(identity)
     return file

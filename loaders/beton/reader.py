@@ -17,9 +17,10 @@ from PIL import Image
 
 from ...errors import BetonError, suggest
 from ...files import renames_held, wait_for_renames
+from ..exhaustion import exhaustion, is_exhaustion
 from ..image_modes import mode_of
 from ..native import transcode
-from ..remote.cache import local_copy
+from ..remote.cache import Remote, local_copy
 from ..remote.mirror import Mirror
 from ..remote.source import is_address
 from .layout import HEADER, MODE_RAW, Field, metadata_dtype, tables_start
@@ -49,8 +50,6 @@ class Beton:
     Attributes:
         path: the file.
         file: the open file, from which samples are read.
-        data: the full file, memory-mapped, `(bytes,)` uint8, read-only. Reading it kills the process if the file
-            has been truncated since.
         image_name: the image's field.
         channels, depth: of the images: their number of channels, and the bits of each value, 8 or 16.
         modes: `(N,)` uint8, 0 for JPEG and 1 for raw pixels.
@@ -75,7 +74,6 @@ class Beton:
 
     path: Path
     file: OpenFile
-    data: NDArray[np.uint8]
     image_name: str
     channels: int
     depth: int
@@ -92,6 +90,12 @@ class Beton:
 
     def __len__(self) -> int:
         return len(self.modes)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """The full file, memory-mapped, `(bytes,)` uint8, read-only: a map of its own on each call, because one takes a
+        descriptor. Reading it kills the process if the file has been truncated since."""
+        return self.file.mapped()
 
     @property
     def fields(self) -> dict[str, str]:
@@ -190,9 +194,9 @@ class Beton:
                     mirror.forget(int(column.pointers[index]), int(column.sizes[index]))
             if self.is_unchanged(index):
                 return
-            raise self.sample_error(
-                index,
-                f"what {mirror.address} sends has another CRC-32 than the manifest: one of them was changed",
+            raise BetonError(
+                f"{self.path}: sample {index}: what {mirror.address} sends has another CRC-32 than the manifest: "
+                "one of them was changed. Upload both files of one conversion again, and run the same command again."
             )
         raise self.sample_error(index, "its data changed since the conversion (CRC-32 mismatch)")
 
@@ -330,7 +334,7 @@ def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:
     return int(labels.max()) + 1 if labels.dtype.kind in "iub" else 1
 
 
-def open_beton(path: str | Path) -> Beton:
+def open_beton(path: str | Path, remote: Remote = Remote()) -> Beton:  # noqa: B008  frozen
     """Open and validate a `.beton` file; nothing is decoded yet.
 
     Checks every number that reading relies on: positions are inside the file; allocations exist, belong to the
@@ -340,6 +344,7 @@ def open_beton(path: str | Path) -> Beton:
     Args:
         path: the file, or its address, such as `s3://bucket/train.beton`: then its tables are fetched here, and samples
             when they are read; see `loaders.remote`.
+        remote: the folder of local copies, its limit, and the patience with servers.
 
     Raises:
         BetonError: naming the file, what is wrong, and where.
@@ -352,17 +357,17 @@ def open_beton(path: str | Path) -> Beton:
         (32, ['cat', 'dog'])
         >>> beton.close()
     """
-    path = local_copy(str(path)) if is_address(path) else Path(path)
+    path = local_copy(str(path), remote) if is_address(path) else Path(path)
     for _ in range(_ATTEMPTS - 1):
         before = _identities(path)
         try:
-            return _open(path)
+            return _open(path, remote.patience)
         except BetonError:
             wait_for_renames(path)
             if _identities(path) == before:
                 raise  # nobody replaced the files in the meantime
     with renames_held(path):  # writers that replace the files faster than they are read wait for this one
-        return _open(path)
+        return _open(path, remote.patience)
 
 
 def _identities(path: Path) -> list[tuple[int, int] | None]:
@@ -377,16 +382,20 @@ def _identities(path: Path) -> list[tuple[int, int] | None]:
     return identities
 
 
-def _open(path: Path) -> Beton:
+def _open(path: Path, patience: float) -> Beton:
     try:
-        return _validated(path)
+        return _validated(path, patience)
     except OSError as error:
+        if is_exhaustion(error):
+            raise exhaustion(
+                error, f"one file descriptor for {path}, and for each other file of the data"
+            ) from error
         raise BetonError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _fetched_tables(path: Path) -> tuple[Any, list[Field]]:
+def _fetched_tables(path: Path, patience: float) -> tuple[Any, list[Field]]:
     """Return header and fields; of a remote file, fetch all tables."""
-    mirror = Mirror.at(path)
+    mirror = Mirror.at(path, patience)
     if mirror is None:
         header = read_header(path)
         return header, read_fields(path, header)
@@ -406,16 +415,10 @@ def _fetched_tables(path: Path) -> tuple[Any, list[Field]]:
     return header, fields
 
 
-def _validated(path: Path) -> Beton:
-    header, fields = _fetched_tables(path)
-    file = OpenFile(path)
-    with open(file.descriptor, "rb", closefd=False) as opened:  # the same file, even if it is replaced now
-        try:
-            data = np.memmap(opened, dtype=np.uint8, mode="r")
-        except ValueError:  # an empty file cannot be mapped
-            raise BetonError(
-                f"{path} was emptied by another program while it was being opened. Convert the data again."
-            ) from None
+def _validated(path: Path, patience: float) -> Beton:
+    header, fields = _fetched_tables(path, patience)
+    file = OpenFile(path, patience)
+    data = file.mapped()
     rows = read_metadata(path, data, header, fields)
     first = tables_start(len(fields)) + rows.nbytes
     table = read_allocations(path, data, header, first, len(rows))
@@ -432,7 +435,6 @@ def _validated(path: Path) -> Beton:
     return Beton(
         path=path,
         file=file,
-        data=np.asarray(data),
         image_name=field.name,
         channels=3 if field.kind == "rgb_image" else (*field.shape, 1)[2],
         depth=8 * field.dtype.itemsize,

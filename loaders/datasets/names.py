@@ -8,7 +8,7 @@ from typing import Literal, cast
 from ...errors import BetonError, DataError, suggest
 from ..beton.reader import open_beton
 from ..conversion.convert import convert
-from ..remote.cache import local_copy
+from ..remote.cache import Remote, local_copy
 from ..remote.source import is_address
 from . import cifar10
 
@@ -19,8 +19,7 @@ def resolve(
     source: str | Path,
     *,
     progress: bool = True,
-    cache: str | Path | None = None,
-    cache_limit: float | None = None,
+    remote: Remote = Remote(),  # noqa: B008  frozen
 ) -> Path:
     """Return the `.beton` file of a data source.
 
@@ -28,7 +27,7 @@ def resolve(
         source: a path to a `.beton` file, its address, or one of `NAMES`. A named data set is downloaded, verified
             and converted at first use, and stored in the cache folder (`$DRIVETRAIN_DATA`, else `~/.cache/drivetrain`).
         progress: whether to show progress bars.
-        cache, cache_limit: see `loaders.remote.cache.local_copy`.
+        remote: of an address: the folder of the local copies, its limit, and the patience with servers.
 
     Raises:
         DataError: for a folder (which must be converted first), an unknown name, or data that cannot be downloaded,
@@ -43,7 +42,7 @@ def resolve(
         split = cast(Literal["train", "test"], str(source).partition(":")[2])
         return _cifar10(split, progress)
     if is_address(source):
-        return local_copy(str(source), cache, cache_limit)
+        return local_copy(str(source), remote)
     if source == "":
         raise DataError(f"The data source is empty. Pass a .beton file, or one of {', '.join(NAMES)}.")
     path = Path(source)

@@ -9,18 +9,48 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from ...checks import is_number
 from ...errors import DataError
 from ...files import locked
 from ..cache_folder import cache_folder
+from ..exhaustion import exhaustion, is_exhaustion
 from .mirror import BLOCK, BLOCKS, FACTS
-from .source import RemoteFile
+from .source import PATIENCE, RemoteFile
 
 _RECENT = 60.0  # seconds after a copy was asked for, in which it is not removed although nobody has opened it
 
 
-def local_copy(address: str, cache: str | Path | None = None, limit: float | None = None) -> Path:
+@dataclass(frozen=True)
+class Remote:
+    """How files at an address are read.
+
+    Args:
+        cache: folder of the local copies. Default None: `remote` in `$DRIVETRAIN_DATA`, else in `~/.cache/drivetrain`.
+        cache_limit: GB that the folder may take on disk. Copies that nobody uses are removed, the least recently used
+            first. Default None: no limit.
+        patience: seconds that a server may not answer before that is an error. Default: five minutes.
+
+    Raises:
+        DataError: for an invalid value.
+    """
+
+    cache: str | Path | None = None
+    cache_limit: float | None = None
+    patience: float = PATIENCE
+
+    def __post_init__(self) -> None:
+        if not (self.cache is None or isinstance(self.cache, str | Path)):
+            raise DataError(f"cache={self.cache!r:.80} must be a folder, or None.")
+        if self.cache_limit is not None and not is_number(self.cache_limit, "(0, 1e9]"):
+            raise DataError(f"cache_limit={self.cache_limit!r:.80} must be a positive number of GB, or None.")
+        if not is_number(self.patience, "[0, 1e9]"):
+            raise DataError(f"patience={self.patience!r:.80} must be a number of seconds, 0 or more.")
+
+
+def local_copy(address: str, remote: Remote = Remote()) -> Path:
     """Return the local copy of a remote `.beton` file, still empty if it is new; reading it fetches what is missing.
 
     The copy belongs to one version of the file, by its size and entity tag or time of change, and to one start of the
@@ -28,30 +58,29 @@ def local_copy(address: str, cache: str | Path | None = None, limit: float | Non
 
     Args:
         address: e.g. `"s3://bucket/train.beton"`.
-        cache: folder of the copies. Default None: `remote` in `$DRIVETRAIN_DATA`, else in `~/.cache/drivetrain`.
-        limit: GB that the folder may take on disk. Copies that nobody uses are removed, the least recently used
-            first. Default None: no limit.
+        remote: the folder of the copies, and its limit.
 
     Raises:
         DataError: if the file does not exist or cannot be read, if the disk or the limit is too small for it, or if the
             folder cannot be written.
         MissingExtra: if the protocol needs a package that is not installed.
     """
-    source = RemoteFile(address)
-    size, version = source.facts()
-    root = cache_folder() / "remote" if cache is None else Path(cache)
-    facts = {"address": address, "size": size, "version": version, "boot": _boot()}
+    size, version = RemoteFile(address, remote.patience).facts()
+    root = cache_folder() / "remote" if remote.cache is None else Path(remote.cache)
+    facts: dict[str, object] = {"address": address, "size": size, "version": version, "boot": _boot()}
     name = address.rstrip("/").rpartition("/")[2].partition("?")[0] or "data.beton"
     folder = root / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not (folder / FACTS).exists():
-            manifest = _manifest(address)
+            manifest = _manifest(address, remote.patience)
             with locked(root / ".lock"):  # each counts the copies of the others
-                _make_room(root, folder, size, limit)
+                _make_room(root, folder, size, remote.cache_limit)
                 _make(folder, name, size, facts, manifest)
         os.utime(folder / FACTS)  # the time of its last use
     except OSError as error:
+        if is_exhaustion(error):
+            raise exhaustion(error, f"file descriptors for the local copy of {address}") from error
         raise DataError(
             f"The local copy of {address} cannot be made in {root}: {error.strerror or error}. Pass cache=FOLDER, a "
             "folder that you can write."
@@ -59,10 +88,10 @@ def local_copy(address: str, cache: str | Path | None = None, limit: float | Non
     return folder / name
 
 
-def _manifest(address: str) -> bytes | None:
+def _manifest(address: str, patience: float) -> bytes | None:
     """Return the manifest of the file at an address; None if it has none."""
     path, mark, query = address.partition("?")
-    return RemoteFile(f"{path}.json{mark}{query}").whole()
+    return RemoteFile(f"{path}.json{mark}{query}", patience).whole()
 
 
 def _make(folder: Path, name: str, size: int, facts: dict[str, object], manifest: bytes | None) -> None:
@@ -74,7 +103,7 @@ def _make(folder: Path, name: str, size: int, facts: dict[str, object], manifest
                 made.truncate(length)
         if manifest is not None:
             (temporary / f"{name}.json").write_bytes(manifest)
-        (temporary / FACTS).write_text(json.dumps(facts, indent=1))
+        (temporary / FACTS).write_text(json.dumps({**facts, "name": name}, indent=1))
         try:
             temporary.rename(folder)
         except OSError:
@@ -125,7 +154,7 @@ def _bytes(folder: Path) -> tuple[int, int]:
 
 def _remove_unused(facts: Path) -> bool:
     """Remove the copy that these facts belong to, unless a process uses it; return whether it is gone."""
-    with facts.open() as file:
+    with (facts.parent / json.loads(facts.read_text()).get("name", FACTS)).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

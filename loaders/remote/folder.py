@@ -15,9 +15,6 @@ from ...files import atomic_file
 from ...threads import in_order
 from .source import Calls, MissingFileError, RemoteFile, version_of
 
-ATTEMPTS = 8
-"""Requests for one file before the store is given up: after half a minute if it refuses them at once, after several
-minutes if it does not answer (`SECONDS` each)."""
 _RANGE = 8 << 20  # bytes of a request
 _THREADS = 8  # requests at a time, which hide each other's latency
 _ROUND = 0.2  # seconds between two looks for a file
@@ -103,7 +100,7 @@ class RemoteFolder(Calls):
                 with suppress(FileNotFoundError):
                     self._call("rm_file", place)
 
-            self._tried(remove, doing="written", attempts=ATTEMPTS)
+            self._tried(remove, doing="written")
 
     def appears(self, name: str, seconds: float) -> bool:
         """Return whether a file exists, or appears within `seconds`."""
@@ -131,7 +128,7 @@ class RemoteFolder(Calls):
             self._call("mv", temporary, place)
 
         try:
-            self._tried(put, doing="written", attempts=ATTEMPTS)
+            self._tried(put, doing="written")
         except MissingFileError as error:
             raise CheckpointError(
                 f"{self.address} cannot be written: {error.__cause__}. Create the bucket, or pass another address."

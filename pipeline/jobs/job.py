@@ -9,13 +9,15 @@ from pathlib import Path, PurePosixPath
 
 from ...checks import check_whole
 from ...errors import PlanError
+from ...loaders.datasets.names import NAMES
 from ...loaders.remote.source import is_address
+from ...loaders.sources import files_of
 from ..pipeline import Pipeline
 from ..recipes.files import is_file_name
 from ..recipes.importing import modules_of
 from ..recipes.presets import parse_overrides
 from ..runs.config import check_out
-from ..spec.config import DistributedConfig
+from ..spec.config import DataConfig, DistributedConfig
 from ..spec.resolve import check_divides
 
 CHECKPOINT_MINUTES = 10
@@ -48,6 +50,7 @@ class Job:
         cpus: CPU cores per process.
         on_gpus: whether it trains on GPUs; a recipe whose strategy's device is the CPU does not.
         timeout: seconds that the ranks wait for each other in a collective.
+        data: the files of the training and validation data: paths, addresses, or names of data sets.
         gpu_type: the GPU's name in the words of the scheduler; None: any.
         time: time limit in the words of the scheduler; None: its default.
         image: container image; None: none.
@@ -62,6 +65,7 @@ class Job:
     cpus: int
     on_gpus: bool
     timeout: float
+    data: tuple[str, ...] = ()
     gpu_type: str | None = None
     time: str | None = None
     image: str | None = None
@@ -95,6 +99,21 @@ class Job:
     def top_folder(self) -> str | None:
         """The first folder of the path `out`, where a cluster mounts what its machines share; of an address, None."""
         return None if is_address(self.out) else f"/{PurePosixPath(self.out).parts[1]}"
+
+    def unmounted(self, *, copied: bool) -> tuple[str, ...]:
+        """Return the data at paths that machines do not have which mount only `top_folder`, or with an address nothing.
+
+        Args:
+            copied: whether the working directory is copied to them, too. Otherwise they work in `top_folder`.
+        """
+
+        def is_there(file: str) -> bool:
+            path = PurePosixPath(file)
+            if path.is_absolute():
+                return self.top_folder is not None and path.is_relative_to(self.top_folder)
+            return ".." not in path.parts and (copied or self.top_folder is not None)
+
+        return tuple(file for file in self.data if not (is_address(file) or file in NAMES or is_there(file)))
 
     def arguments(self, recipe: str | None = None) -> list[str]:
         """Return the arguments of `drivetrain train`, not quoted; `recipe` replaces the recipe's path."""
@@ -144,7 +163,7 @@ def make_job(
     _check_text("--gpu-type", gpu_type, _GPU, "the scheduler's name of a GPU, such as H100")
     _check_text("--time", time, _TIME, "minutes, HH:MM:SS or DAYS-HH:MM:SS")
     _check_text("--image", image, _IMAGE, "the name of a container image, such as registry/team/image:tag")
-    how, batch_size = _read(recipe, overrides)
+    how, data = _read(recipe, overrides)
     if how.name in ("single", "dp") and numbers[-1] * gpus > 1:
         raise PlanError(
             f"strategy={how.name} trains in one process, and the job has up to {numbers[-1] * gpus} GPUs. Pass "
@@ -152,10 +171,12 @@ def make_job(
         )
     if gpu_type is not None and how.device == "cpu":
         raise PlanError(f"--gpu-type {gpu_type}: the recipe trains on the CPU. Leave out one of the two.")
+    sources = [data.train] if data.val is None else [data.train, data.val]
+    files = tuple(file for source in sources for file in files_of(source).names)
     return Job(
-        recipe, tuple(overrides), out, name or _name_of(recipe), _fitting(batch_size, how, numbers, gpus),
+        recipe, tuple(overrides), out, name or _name_of(recipe), _fitting(data.batch_size, how, numbers, gpus),
         processes=gpus, cpus=cpus, on_gpus=how.device != "cpu", timeout=how.timeout, gpu_type=gpu_type, time=time,
-        image=image,
+        image=image, data=files,
     )  # fmt: skip
 
 
@@ -179,8 +200,8 @@ def _name_of(recipe: str) -> str:
     return plain if _NAME.fullmatch(plain) else f"train-{plain}"[:50].strip("-")
 
 
-def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, int]:
-    """Return how a recipe distributes, and its batch size. It is read and checked as by `drivetrain train`; what only
+def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, DataConfig]:
+    """Return how a recipe distributes, and its data. It is read and checked as by `drivetrain train`; what only
     the machines of the cluster can answer, such as whether there are GPUs, is not checked."""
     values = parse_overrides(overrides)
     if values.pop("devices", "auto") != "auto":
@@ -188,7 +209,7 @@ def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, int
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **values, devices="auto")
     assert pipeline.data is not None  # a recipe always has data
-    return pipeline.distributed, pipeline.data.batch_size
+    return pipeline.distributed, pipeline.data
 
 
 def _fitting(batch_size: int, how: DistributedConfig, numbers: range, processes: int) -> tuple[int, ...]:

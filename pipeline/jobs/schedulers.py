@@ -24,20 +24,28 @@ class Scheduler:
         text: returns the file.
         options: the options that it uses, of those that not every scheduler has.
         same_folder: whether a job starts in the folder from which it is submitted, so that `out` can be relative.
+        mounts: whether its machines have only what the file mounts: the first folder of `out`.
+        copies: whether they also have the working directory.
         elastic: whether a job may get any number of machines in its range, also one that does not divide the batch.
     """
 
     text: Callable[[Job], str]
     options: Sequence[str] = ()
     same_folder: bool = False
+    mounts: bool = False
+    copies: bool = False
     elastic: bool = False
+
+    def unmounted(self, job: Job) -> tuple[str, ...]:
+        """Return the data of a job at paths that its machines do not have."""
+        return job.unmounted(copied=self.copies) if self.mounts else ()
 
 
 SCHEDULERS = {
     "slurm": Scheduler(slurm, ("time",), same_folder=True),
-    "kubernetes": Scheduler(kubernetes, ("image",), elastic=True),
+    "kubernetes": Scheduler(kubernetes, ("image",), mounts=True, elastic=True),
     "ray": Scheduler(ray, elastic=True),
-    "skypilot": Scheduler(skypilot, ("image",)),
+    "skypilot": Scheduler(skypilot, ("image",), mounts=True, copies=True),
 }
 
 

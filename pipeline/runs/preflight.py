@@ -39,7 +39,8 @@ _EDGE = 1 << 20  # bytes of a file's beginning and end that are compared
 _LAG = 5.0  # seconds that a network file system may need to show a new file
 _REMOTE_LAG = 60.0  # seconds that rank 0 may need to write one to an address, with retries
 _OWN = (
-    "train", "val", "devices", "loading", "name", "description", "source", "published", "measured", "notes",
+    "train", "val", "cache", "cache_limit", "patience", "devices", "loading", "name", "description", "source",
+    "published", "measured", "notes",
 )  # fmt: skip
 """Keys of a recipe in which ranks may differ (paths), that preflight compares otherwise, or that describe it."""
 _SHARED = (

@@ -17,6 +17,7 @@ from ... import strategies
 from ...checks import check_whole, is_number, is_whole
 from ...errors import PlanError, suggest
 from ...loaders.image_size import ImageSize, is_size, usual_size
+from ...loaders.remote.source import PATIENCE
 from ...loaders.sources import Files, files_of
 from .frozen import FrozenDict
 from .options import (
@@ -213,6 +214,17 @@ class DataConfig(Config):
             NULL,
             more="Copies that nobody uses are removed, the least recently used first.",
             check=number("(0, 1e9]", unit=", in GB", none=True),
+            in_plan=False,
+        ),
+    )
+    patience: float = field(
+        default=PATIENCE,
+        metadata=option(
+            "seconds for which the server of files at an address may not answer",
+            NUMBER,
+            more="Its requests are repeated with growing pauses, which is reported. Five minutes are enough for the "
+            "restart of a server or a router.",
+            check=number("[0, 1e9]", unit=", in seconds"),
             in_plan=False,
         ),
     )

@@ -130,6 +130,7 @@ class PipelineSpec:
         batches_ahead: int = 3,
         cache: str | None = None,
         cache_limit: float | None = None,
+        patience: float = 300.0,
         **settings: Any,
     ) -> Self:
         """Set the data: `.beton` files, their addresses, or data sets by name: `"cifar10:train"`, `"cifar10:test"`.

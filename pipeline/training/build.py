@@ -20,6 +20,7 @@ from ... import loaders
 from ...errors import PlanError, StrategyError
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
+from ...loaders.remote.cache import Remote
 from ...loaders.sources import Files, Source, files_of
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
@@ -245,6 +246,7 @@ def make_loader(
     if ranks is None:
         ranks = (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
     kind: Any = getattr(loaders, LOADERS[data.loader])
+    remote = {} if data.loader == "ffcv_stock" else {"patience": data.patience}  # it reads no addresses
     loader: EpochLoader = kind(
         source_files(data, source),
         batch_size=data.batch_size,
@@ -258,6 +260,7 @@ def make_loader(
         drop_last=train,  # a partial batch would give its samples more weight, and another weight on each rank
         rank=ranks[0],
         world_size=ranks[1],
+        **remote,
         **(plan.train_settings if train else data.settings),
     )
     return loader
@@ -271,8 +274,10 @@ def source_files(data: DataConfig, source: Source, *, progress: bool = True) -> 
     if data.loader == "torch" and isinstance(source, str) and Path(source).is_dir():
         return source
 
+    remote = Remote(data.cache, data.cache_limit, data.patience)
+
     def local(file: str) -> Path:
-        return loaders.resolve(file, progress=progress, cache=data.cache, cache_limit=data.cache_limit)
+        return loaders.resolve(file, progress=progress, remote=remote)
 
     files = files_of(source)
     if len(files.names) == 1 and files.weights is None:

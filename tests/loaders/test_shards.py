@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from drivetrain.errors import BetonError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.order import epoch_batches, mixed
-from drivetrain.loaders.remote.cache import local_copy
+from drivetrain.loaders.remote.cache import Remote, local_copy
 from drivetrain.loaders.sources import expand, files_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -235,6 +238,42 @@ def test_parts_at_an_address(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         assert same(loaded(FFCVLoader(mix, **OPTIONS)), loaded(FFCVLoader(plain, **OPTIONS)))
 
 
+MANY = """
+import os, resource, sys
+from drivetrain import DataError
+from drivetrain.loaders import FFCVLoader
+
+def batches(files):
+    with FFCVLoader(f"{sys.argv[1]}/{{000..{files - 1:03}}}.beton", batch_size=50, image_size=16, workers=1) as loader:
+        list(loader)
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+assert 300 < batches(300) < 1000
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, 4096)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+assert batches(140) == 256
+try:
+    batches(300)
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_hundreds_of_files_need_few_descriptors(folder: Path, tmp_path: Path) -> None:
+    for number in range(300):
+        for suffix in ("", ".json"):
+            os.link(folder / f"part-0.beton{suffix}", tmp_path / f"{number:03}.beton{suffix}")
+    ended = subprocess.run(
+        [sys.executable, "-c", MANY, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "too many open files" in ended.stdout
+    assert "Raise the limit (ulimit -n), use fewer and larger files" in ended.stdout
+
+
 def test_a_conversion_to_several_files(folder: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     images, labels = random.integers(0, 256, (SAMPLES, 40, 44, 3), dtype=np.uint8), np.arange(SAMPLES) % 5
@@ -281,7 +320,7 @@ def test_copies_that_are_made_together_keep_the_limit(folder: Path, tmp_path: Pa
     with serving(tmp_path) as server:
         files = files_of(server.address("{00..15}.beton"))
         with pytest.raises(DataError, match="does not fit"):
-            files.map(lambda file: local_copy(file, tmp_path / "cache", 8.5 * size / 1e9))
+            files.map(lambda file: local_copy(file, Remote(tmp_path / "cache", 8.5 * size / 1e9)))
         assert len([*(tmp_path / "cache").glob("*/*.beton")]) == 8
-        copies = files.map(lambda file: local_copy(file, tmp_path / "other", 17 * size / 1e9))
+        copies = files.map(lambda file: local_copy(file, Remote(tmp_path / "other", 17 * size / 1e9)))
         assert len(open_files(copies)) == 16 * 7

@@ -77,6 +77,8 @@ class RangeServer:
             to.send_error(503)
         elif not file.is_file():
             to.send_error(404)
+        elif to.headers.get("If-Match", _tag(file)) != _tag(file):
+            to.send_error(412)
         else:
             self._send(to, file, body)
 
@@ -86,7 +88,7 @@ class RangeServer:
         if asked and self.ranges:
             start, end = int(asked[1]), min(int(asked[2]) + 1, len(data))
         to.send_response(206 if asked and self.ranges else 200)
-        to.send_header("ETag", f'"{file.stat().st_mtime_ns:x}"')
+        to.send_header("ETag", _tag(file))
         to.send_header("Content-Length", str(end - start))
         if asked and self.ranges:
             to.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
@@ -99,6 +101,11 @@ class RangeServer:
             to.close_connection = True
             end = (start + end) // 2
         to.wfile.write(data[start:end])
+
+
+def _tag(file: Path) -> str:
+    """The entity tag of a file."""
+    return f'"{file.stat().st_mtime_ns:x}"'
 
 
 @contextmanager

@@ -195,6 +195,6 @@ def test_emptied_while_it_is_opened(photos: Path, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(reader, "read_fields", emptying)
     with pytest.raises(BetonError, match="was emptied by another program"):
-        reader._open(path)
+        reader._open(path, 1.0)
     with pytest.raises(BetonError, match="0 bytes"):
         open_beton(path)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain import DataError
+from drivetrain import DataError, waiting
 from drivetrain.errors import BetonError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, inspect, open_beton, verify
 from drivetrain.loaders.remote import source as sources
-from drivetrain.loaders.remote.cache import local_copy
+from drivetrain.loaders.remote.cache import Remote, local_copy
 from drivetrain.loaders.remote.mirror import BLOCK, BLOCKS, Mirror, _runs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,8 +107,65 @@ def test_masks_and_boxes_come_with_their_images(server: RangeServer, tmp_path: P
 def test_worker_processes_share_the_copy(server: RangeServer, folder: Path) -> None:
     options = OPTIONS | {"dtype": torch.float32, "train": False}
     local = epochs(TorchLoader(folder / "train.beton", **options), 1)
-    remote = epochs(TorchLoader(server.address("train.beton"), **options), 1)
+    loader = TorchLoader(server.address("train.beton"), **options)
+    tables = server.bytes
+    remote = epochs(loader, 1)
     assert torch.equal(local[0], remote[0])
+    assert server.bytes - tables <= (folder / "train.beton").stat().st_size  # no block is fetched twice
+
+
+def test_two_jobs_share_what_each_fetches(server: RangeServer, folder: Path) -> None:
+    """Each of the loaders has a descriptor and locks of its own, like one of another process."""
+    loaders = [FFCVLoader(server.address("train.beton"), **OPTIONS) for _ in range(2)]
+    tables, server.delay = server.bytes, 0.02
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda loader: epochs(loader, 1)[0], loaders)
+    assert torch.equal(first, second)
+    assert server.bytes - tables <= (folder / "train.beton").stat().st_size
+
+
+def test_a_loader_takes_the_options_of_its_address(server: RangeServer, tmp_path: Path) -> None:
+    with FFCVLoader(
+        server.address("train.beton"), cache=tmp_path / "own", cache_limit=1, **OPTIONS
+    ) as loader:
+        assert loader.beton.files[0].path.is_relative_to(tmp_path / "own")
+        kept = list(Path("/proc/self/fd").iterdir())
+        assert sum(str(tmp_path / "own") in os.path.realpath(each) for each in kept) == 1
+    for wrong in ({"cache": 5}, {"cache_limit": 0}, {"patience": -1}):
+        with pytest.raises(DataError, match=next(iter(wrong))):
+            TorchLoader(server.address("train.beton"), **wrong, **OPTIONS)
+
+
+def test_an_outage_is_waited_for_and_reported(
+    server: RangeServer, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting, "_SILENT", 0.1)
+    loader = FFCVLoader(server.address("train.beton"), **OPTIONS)
+    server.fail = 10**6
+    back = threading.Timer(1.5, lambda: setattr(server, "fail", 0))
+    back.start()
+    remote = epochs(loader, 1)
+    back.join()
+    assert torch.equal(remote[0], epochs(FFCVLoader(folder / "train.beton", **OPTIONS), 1)[0])
+    lines = [line for line in capfd.readouterr().err.splitlines() if "does not answer, its requests" in line]
+    assert 1 <= len(lines) < 8, lines
+    assert "503" in lines[0]
+    assert lines[0].endswith("s of at most 300 s)")
+
+
+def test_two_versions_are_not_mixed(server: RangeServer, tmp_path: Path) -> None:
+    """Also where no manifest could tell."""
+    file = tmp_path / "served" / "train.beton"
+    (tmp_path / "served" / "train.beton.json").unlink()
+    options = OPTIONS | {"batch_size": 2, "batches_ahead": 1}
+    with FFCVLoader(server.address("train.beton"), **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        os.utime(file, (1, 1))
+        with pytest.raises(
+            DataError, match=r"train.beton was replaced while it was in use.*same command again"
+        ):
+            list(batches)
 
 
 def test_reading_without_a_loader(server: RangeServer, folder: Path) -> None:
@@ -128,18 +185,17 @@ def test_requests_that_fail_or_break_off_are_repeated(server: RangeServer, folde
 
 
 def test_a_source_that_fails_for_good(server: RangeServer) -> None:
-    with FFCVLoader(server.address("train.beton"), **OPTIONS) as loader:
+    with FFCVLoader(server.address("train.beton"), patience=0.2, **OPTIONS) as loader:
         server.fail = 10**6
-        with pytest.raises(DataError, match=r"train.beton cannot be read: 5 requests failed.*503"):
+        with pytest.raises(DataError, match=r"train.beton cannot be read: \d+ requests failed in 0 s, .*503"):
             list(loader)
         server.fail = 0
         assert len(list(loader)) == SAMPLES // 10
 
 
 def test_a_source_that_stalls(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = FFCVLoader(server.address("train.beton"), **OPTIONS)
+    loader = FFCVLoader(server.address("train.beton"), patience=0.3, **OPTIONS)
     monkeypatch.setattr(sources, "SECONDS", 0.2)
-    monkeypatch.setattr(sources, "ATTEMPTS", 2)
     server.delay = 1.0
     with loader, pytest.raises(DataError, match=r"2 requests failed.*Timeout"):
         list(loader)
@@ -148,9 +204,9 @@ def test_a_source_that_stalls(server: RangeServer, monkeypatch: pytest.MonkeyPat
 def test_a_server_that_goes_away(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_PAUSE", 0.01)
     with serving(folder) as server:
-        copy = local_copy(server.address("train.beton"), tmp_path / "cache")
-        loader = FFCVLoader(copy, **OPTIONS)
-    with loader, pytest.raises(DataError, match="5 requests failed"):
+        copy = local_copy(server.address("train.beton"), Remote(tmp_path / "cache"))
+        loader = FFCVLoader(copy, patience=0.2, **OPTIONS)
+    with loader, pytest.raises(DataError, match="requests failed in 0 s"):
         list(loader)
 
 
@@ -167,6 +223,7 @@ def test_changed_bytes_are_noticed_and_fetched_again(server: RangeServer, tmp_pa
         with pytest.raises(BetonError, match=r"sample 5: what http.*train.beton sends has another CRC-32"):
             list(loader)
         file.write_bytes(good)  # repaired: the wrong block does not stay
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert len(list(loader)) == SAMPLES // 10
 
 
@@ -245,25 +302,25 @@ def test_the_folder_keeps_to_its_limit(server: RangeServer, tmp_path: Path) -> N
     for name in ("one.beton", "two.beton", "three.beton"):
         shutil.copy(tmp_path / "served" / "train.beton", tmp_path / "served" / name)
     limit = 1.5 * size / 1e9
-    used = open_beton(local_copy(server.address("one.beton"), cache, limit))
+    used = open_beton(local_copy(server.address("one.beton"), Remote(cache, limit)))
     used.file.fetch(np.array([0]), size)
     with pytest.raises(DataError, match=r"does not fit into .*small.*cache_limit is"):
-        local_copy(server.address("two.beton"), cache, limit)
+        local_copy(server.address("two.beton"), Remote(cache, limit))
     del used
     with pytest.raises(DataError, match="does not fit"):  # somebody has asked for it, and will open it
-        local_copy(server.address("two.beton"), cache, limit)
+        local_copy(server.address("two.beton"), Remote(cache, limit))
     for facts in cache.glob("*/mirror.json"):
         os.utime(facts, (1, 1))
-    two = local_copy(server.address("two.beton"), cache, limit)
+    two = local_copy(server.address("two.beton"), Remote(cache, limit))
     assert [path.parent for path in cache.glob("*/blocks")] == [two.parent]
     with pytest.raises(DataError, match="does not fit"):
-        local_copy(server.address("three.beton"), cache, size / 2e9)
+        local_copy(server.address("three.beton"), Remote(cache, size / 2e9))
 
 
 def test_a_folder_that_cannot_be_written(server: RangeServer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot be made in .*Pass cache=FOLDER"):
-        local_copy(server.address("train.beton"), tmp_path / "file")
+        local_copy(server.address("train.beton"), Remote(tmp_path / "file"))
 
 
 @given(st.sets(st.integers(0, 1000), max_size=200))

@@ -287,6 +287,31 @@ def test_the_command_prints_the_file_and_warns_of_numbers_that_fail(recipe: str)
     assert "Pass --out" in call("job", "slurm", recipe).line
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "out", "train", "lacks"),
+    [
+        ("kubernetes", "s3://bucket/run", "/data/train.beton", "nothing, because --out is an address"),
+        ("kubernetes", "s3://bucket/run", "train.beton", "nothing, because --out is an address"),
+        ("kubernetes", "/shared/run", "/data/{0..3}.beton", "only /shared"),
+        ("kubernetes", "/shared/run", "/shared/train.beton", ""),
+        ("kubernetes", "s3://bucket/run", "s3://bucket/train.beton", ""),
+        ("kubernetes", "s3://bucket/run", "cifar10:train", ""),
+        ("skypilot", "s3://bucket/run", "/data/train.beton", "nothing, because --out is an address"),
+        ("skypilot", "s3://bucket/run", "data/train.beton", ""),
+        ("slurm", "s3://bucket/run", "/data/train.beton", ""),
+    ],
+)
+def test_data_that_nothing_mounts_is_named(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, scheduler: str, out: str, train: str, lacks: str
+) -> None:
+    monkeypatch.chdir(Path(recipe).parent)
+    options = {"kubernetes": ["--image", "x"], "skypilot": ["--gpu-type", "H100"]}.get(scheduler, [])
+    end = call("job", scheduler, Path(recipe).name, f"train={train}", "val=null", "--out", out, *options)
+    assert end.code == 0, end.err
+    assert (f"Note: The machines do not have the data {train[:6]}" in end.err) == bool(lacks)
+    assert lacks in end.err
+
+
 def test_the_command_takes_data(recipe: str, tmp_path: Path) -> None:
     """As `drivetrain train` does; also a name that JSON would read as a number."""
     data = ["--train", "https://data.example.org/train.beton", "--val", "2026"]
