@@ -34,7 +34,7 @@ SMALL: dict[str, list[str]] = {
     "raw_bandwidth": ["--images", "64", "--rounds", "2"],
     "strategies": ["--rounds", "2", "--steps", "1", "--ranks", "1"],
     "targets": ["photos", "--rounds", "2"],
-    "threads": ["--synthetic", "--rounds", "2", "--workers", "1", "2", "--images", "500"],
+    "threads": ["--synthetic", "--rounds", "2", "--workers", "1", "2", "--images", "1024"],
     "transforms": ["--rounds", "2", "--seconds", "0.02", "--mode", "eager"],
 }  # fmt: skip
 """Each script, with all of its contenders, on little. A folder or file is in the folder where it runs."""
@@ -76,12 +76,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", SMALL)
 def test_a_short_run(script: str, data: Path, tmp_path: Path) -> None:
     writes = [] if script == "figures" else ["--out", str(tmp_path)]
     command = [sys.executable, str(ROOT / f"benchmarks/{script}.py"), *SMALL[script], *writes]
     done = subprocess.run(
-        command, cwd=data, capture_output=True, text=True, timeout=280, check=False, env=ENVIRONMENT
+        command, cwd=data, capture_output=True, text=True, timeout=560, check=False, env=ENVIRONMENT
     )
     if "A control group with a memory limit cannot be created" in done.stderr:
         pytest.skip(done.stderr.strip())

@@ -117,7 +117,7 @@ def test_every_value_of_a_recipe_arrives(toy: Toy) -> None:
     assert (data.train, data.val, data.batch_size, data.image_size) == (toy.train, toy.val, 64, SIDE)
     assert (data.loader, data.workers, data.settings["mean"]) == ("ffcv", 3, (0.4914, 0.4822, 0.4465))
     assert pipeline.transforms == (BlurPool(), ChannelsLast(), LabelSmoothing(0.1))
-    assert (how.strategy, how.devices, how.precision) == ("ddp", 2, "bf16")
+    assert (how.strategy, how.devices, how.precision) == ("ddp", 2, "auto")
     assert (how.accumulate, how.clip_norm) == (2, 0.5)
     assert optimization.options == {"lr": 0.3, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
     assert (optimization.schedule, optimization.warmup) == ("linear", 0.25)
