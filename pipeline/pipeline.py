@@ -195,7 +195,8 @@ class Pipeline(PipelineSpec):
         does not.
 
         The losses are those of `fit` with the same seed. Unlike in `fit`, BatchNorm's statistics are not averaged over
-        the ranks before evaluation. `Trainer.save_checkpoint` gathers the weights of a sharded model.
+        the ranks before evaluation; `sync_batchnorm=True` uses torch's SyncBatchNorm, on GPUs only.
+        `Trainer.save_checkpoint` gathers the weights of a sharded model.
 
         Args:
             epochs: passes over the training data, which the schedule needs; None: the recipe's.

@@ -132,7 +132,8 @@ class Engine(Protocol):
         Between two calls, BatchNorm's running statistics are each rank's own, of its shard of the batches, just as it
         normalises with those in training. Call it before an evaluation and before reading the weights; `Pipeline.fit`
         does so at the end of each epoch and for each checkpoint. Models with BatchNorm do not train exactly as on one
-        device, because their batches are smaller.
+        device, because their batches are smaller, unless `sync_batchnorm` is set: then all ranks already have the
+        running statistics of the global batches, and nothing changes here.
 
         Integer buffers (`num_batches_tracked`) do not change: they count the same steps on each rank, unless the ranks
         skip different branches (StochasticDepth).

@@ -10,13 +10,12 @@ from .cuda_settings import uses_gpu
 
 
 def batch_norms(model: nn.Module) -> int:
-    """Return the number of layers in training mode whose statistics are those of the batch they are called with.
+    """Return the number of layers whose statistics, in training, are those of the batch they are called with.
 
     GhostBatchNorm, whose statistics are those of small groups in any case, does not count.
     """
     return sum(
         isinstance(module, _BatchNorm)
-        and module.training
         and not isinstance(module, nn.SyncBatchNorm)
         and not getattr(module, "averages_variances", False)
         for module in model.modules()
