@@ -13,6 +13,7 @@ import torch
 from ...errors import DataError
 from ...loaders.epochs import Batch, EpochLoader
 from ...strategies import Engine
+from ...strategies.common.sync_batch_norm import absent
 from ...strategies.devices import current_device
 from ..tasks.classification import Classification
 from ..tasks.means import LossFunction, mean_of
@@ -163,10 +164,8 @@ def _take_part(
         images.new_zeros(1, *images.shape[1:]),
         {k: v.new_zeros(1, *v.shape[1:]) for k, v in inputs.items()},
     )
-    engine.plain_model.eval()  # its statistics stay
-    with engine.forward_context():
+    with absent(engine.plain_model), engine.forward_context():  # its statistics stay
         outputs = forward(engine.model, one, **given)
-    engine.plain_model.train()
     parts: list[torch.Tensor] = []
     map_tensors(parts.append, to_float(outputs))
     nothing = torch.stack([part.sum() for part in parts if part.requires_grad]).sum() * 0

@@ -15,8 +15,8 @@ Mean = Callable[[torch.Tensor], torch.Tensor]
 def pool_buffers(values: Mapping[str, torch.Tensor], model: nn.Module, mean: Mean) -> dict[str, torch.Tensor]:
     """Return floating-point buffers pooled over all ranks: their means, and BatchNorm's `running_var` as one variance.
 
-    Values that are equal on all ranks, as BatchNorm's with `sync_batchnorm`, do not change. Otherwise ranks normalise with
-    the statistics of their own shards, so their running statistics differ. For N shards of equal
+    Values that are equal on all ranks, as BatchNorm's with `sync_batchnorm`, do not change. Otherwise ranks normalise
+    with the statistics of their own shards, so their running statistics differ. For N shards of equal
     size the full batch has (law of total variance)::
 
         mean = mean_r(mean_r)

@@ -7,7 +7,8 @@ counters, an activation that some libraries append) stays what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +57,24 @@ def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
     return tuple(layers)
 
 
+@contextmanager
+def absent(model: nn.Module) -> Iterator[None]:
+    """Inside the block, `model` is in evaluation mode, except that its synchronised layers take part in what the other
+    ranks exchange in training: for a rank without samples, which calls the model with a placeholder."""
+    before = [(module, module.training) for module in model.modules()]
+    layers = [module for module, training in before if training and isinstance(module, _Synced)]
+    model.eval()
+    for layer in layers:
+        layer.is_absent = layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_absent = False
+        for module, training in before:
+            module.training = training
+
+
 def _is_local(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm | _Synced)
 
@@ -66,12 +85,15 @@ class _Synced(nn.Module):
     sums_over_ranks = True
     """All ranks must run it together, so StochasticDepth does not skip it."""
 
+    is_absent = False
+    """Whether this rank has no samples: it takes part with none of those that it is called with; see `absent`."""
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] = super().forward
         if not self.training:
             return forward(*args, **kwargs)
-        with _OverRanks() as mode:
+        with _OverRanks(self.is_absent) as mode:
             out = forward(*args, **kwargs)
         if not mode.called:
             raise StrategyError(
@@ -95,7 +117,9 @@ def _synced(kind: type[nn.Module]) -> type[nn.Module]:
 class _OverRanks(TorchFunctionMode):
     """Inside the block, `torch.nn.functional.batch_norm` with statistics of the batch computes them over all ranks."""
 
-    called = False
+    def __init__(self, is_absent: bool) -> None:
+        super().__init__()
+        self.called, self._function = False, _take_part if is_absent else _batch_norm
 
     def __torch_function__(
         self,
@@ -107,7 +131,7 @@ class _OverRanks(TorchFunctionMode):
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
         self.called = True
-        return _batch_norm(*args, **(kwargs or {}))
+        return self._function(*args, **(kwargs or {}))
 
 
 def _batch_norm(
@@ -129,6 +153,11 @@ def _batch_norm(
             input, weight, bias, running_mean, running_var, eps, momentum, group, dist.get_world_size()
         )
     return _BatchNormOverRanks.apply(input, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[no-any-return]
+
+
+def _take_part(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Exchange the statistics of no samples, forward and backward, and return the placeholder `input`."""
+    return input + _batch_norm(input[:0], *args, **kwargs).sum()
 
 
 class _BatchNormOverRanks(torch.autograd.Function):

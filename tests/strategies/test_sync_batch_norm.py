@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain.strategies import launch
-from sync_norm_jobs import LAYERS, SHARES, over_ranks, passed
+from sync_norm_jobs import LAYERS, SHARES, over_ranks, passed, trained, uneven
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 
@@ -51,3 +51,12 @@ def test_what_cannot_be_computed_over_ranks_is_refused(ranks: list[dict[str, Any
         )
         assert "the forward of Own does not call torch.nn.functional.batch_norm" in said["own"]
         assert "Expected more than 1 value per channel" in said["one value"]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_uneven_batches_of_which_a_rank_has_nothing(ranks: list[dict[str, Any]], name: str) -> None:
+    loss, state = trained("single", uneven(len(ranks)))
+    for rank in ranks:
+        found = rank["uneven"][name]
+        assert found[0] == pytest.approx(loss, abs=1e-5)
+        torch.testing.assert_close(found[1], state, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from drivetrain.errors import StrategyError
+from drivetrain.pipeline.training.loop import train_epoch
+from drivetrain.strategies import get
 from drivetrain.strategies.common.sync_batch_norm import sync_batch_norms
 from drivetrain.transforms import GhostBatchNorm
 from parity_jobs import quiet
+from strategy_jobs import make_optimizer
 from torch import nn
 
 CHANNELS, SAMPLES = 3, 12
@@ -115,7 +118,33 @@ def over_ranks() -> dict[str, Any]:
         for name, layer in LAYERS.items():
             results[f"{name} {shares}"] = passed(layer, slice(begin, begin + shares[rank]))
     results["refused"] = refused()
+    results["uneven"] = {
+        name: trained(name, uneven(dist.get_world_size()), sync_batchnorm=True) for name in ("ddp", "fsdp")
+    }
     return results
+
+
+def uneven(ranks: int) -> list[int]:
+    """Sizes of global batches; of the last, one rank has no sample."""
+    return [8, 7, max(ranks - 1, 1)]
+
+
+def trained(strategy: str, sizes: Sequence[int], **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the state after an epoch of uneven batches, of some of which the last rank has nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=None),
+        nn.Flatten(), nn.Linear(16, 5),
+    )  # fmt: skip
+    engine = get(strategy, device="cpu").prepare(model, make_optimizer("sgd"), **options)
+    generator, batches = torch.Generator().manual_seed(1), []
+    for size in sizes:
+        images = torch.randn(size, 3, 6, 6, generator=generator)
+        labels = torch.randint(5, (size,), generator=generator)
+        batches.append((images[engine.rank :: engine.world_size], labels[engine.rank :: engine.world_size]))
+    stats = train_epoch(engine, batches, nn.CrossEntropyLoss())
+    engine.sync_buffers()
+    return stats.loss, engine.export_state()
 
 
 def refused() -> dict[str, str]:
