@@ -1,5 +1,6 @@
-"""`distribute(sync_batchnorm=True)` in runs: two ranks train a model with BatchNorm to the numbers of one device, and keep
-a plain model. The plan says where BatchNorm meets a split batch."""
+"""`distribute(sync_batchnorm=True)` in runs: two ranks train a model with BatchNorm to the numbers of one device.
+
+They keep a plain model. The plan says where BatchNorm meets a split batch."""
 
 from __future__ import annotations
 
