@@ -147,7 +147,8 @@ class Pipeline(PipelineSpec):
             DrivetrainError: if another run is training in `out`.
             CheckpointError: if a checkpoint cannot be written, is damaged, or is from another run.
             NonFiniteError: see `on_nonfinite`.
-            TrainingInterrupted: on Ctrl-C; a KeyboardInterrupt with the result of the finished epochs.
+            TrainingInterrupted: on Ctrl-C; a KeyboardInterrupt with the result of the finished epochs. With `out` and
+                checkpoints, the run first finishes its step and saves a checkpoint; a second Ctrl-C stops at once.
 
         Example::
 

@@ -75,9 +75,9 @@ def train(
     """Train a recipe and print the result.
 
     With --out, plan.txt and recipe.yaml are written first; history.json, model.safetensors and a checkpoint
-    after every epoch; curves.png at the end; with --ledger, also ledger.json and ledger.png. Ctrl-C stops
-    training and keeps the finished epochs. SIGTERM and SIGUSR1, which schedulers send before they end a job,
-    save after the current step, and end with the exit status 75. --resume continues either.
+    after every epoch; curves.png at the end; with --ledger, also ledger.json and ledger.png. Ctrl-C, and SIGTERM and
+    SIGUSR1, which schedulers send before they end a job, save a checkpoint after the current step, and end with the
+    exit status 130 or 75. --resume continues from it. A second Ctrl-C stops at once; the finished epochs are kept.
 
     Paths in a recipe file are relative to the working directory, not to the file; a custom model
     (model: module:factory) is imported from the working directory or the file's folder. On several devices:
@@ -229,6 +229,8 @@ def _end_reported(out: Place | None, quiet: bool) -> Iterator[None]:
 
 def what_is_left(interrupt: TrainingInterrupted, out: Place | None) -> str:
     """Return how far an interrupted run got, and how to continue it."""
+    if interrupt.checkpoint is not None:
+        return f"Saved {interrupt.checkpoint}. Run the same command with --resume to continue from there."
     if not interrupt.epochs:
         return "No epoch finished."
     remedy = "" if out is None else " Run the same command with --resume to continue from there."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ...errors import DrivetrainError, PlanError, StrategyError
@@ -91,11 +91,12 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
     interrupted: TrainingInterrupted | None = None
     try:
         patience = UPLOAD_PATIENCE if is_address(job.out) else None
-        outcome = on_ranks(plan, train_rank, job, forward=job.stop_on, patience=patience)
+        outcome = on_ranks(plan, train_rank, job, forward=job.stop_on, patience=patience, saves=_saves(job))
     except KeyboardInterrupt as interrupt:
         outcome = getattr(interrupt, "outcome", None) or RankResult()
         result = _finish(plan, outcome) if outcome.state else None
-        interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs))
+        saved = getattr(interrupt, "checkpoint", None)
+        interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs), saved)
     except LostRankError as error:
         raise StrategyError(f"{error}\n{_how_to_go_on(folder)}") from error.__cause__
     else:
@@ -155,13 +156,22 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
             if job.plan and is_main_process():
                 print(job.plan, flush=True)
             run = Run(plan, built, job, outcome, None if initial is None else initial.matched, requests)
+            saves: AbstractContextManager[None] = nullcontext()
+            if _saves(job):
+                saves = requests.interruptible(reports=job.progress and is_main_process())
             try:
-                run.train()
+                with saves:
+                    run.train()
             finally:
                 vars(run).clear()  # its observers refer to it: model and optimizer would stay for a while
-    except KeyboardInterrupt:
-        raise TrainingInterrupted(outcome) from None
+    except KeyboardInterrupt as interrupt:
+        raise TrainingInterrupted(outcome, checkpoint=getattr(interrupt, "checkpoint", None)) from None
     return outcome
+
+
+def _saves(job: FitJob) -> bool:
+    """Whether the run saves checkpoints, and so one at Ctrl-C."""
+    return job.folder is not None and job.checkpoints is not None
 
 
 def _finish(plan: ResolvedPlan, outcome: RankResult) -> FitResult:

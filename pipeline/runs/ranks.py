@@ -27,9 +27,11 @@ def on_ranks(
     *args: Any,
     forward: Collection[str] = (),
     patience: float | None = None,
+    saves: bool = False,
 ) -> Result:
     """Return the result of `function(plan, *args)` of rank 0. Raise a rank's Drivetrain errors as if they occurred
-    here. Signals named by `forward` reach launched ranks instead of this process; `patience` is as in `launch`."""
+    here. Signals named by `forward` reach launched ranks instead of this process; `patience` and
+    `saves` are as in `launch`."""
     refuse_lone_task()
     if is_alone(plan):
         return function(plan, *args)
@@ -43,6 +45,7 @@ def on_ranks(
             device=how.device,
             collective_timeout=how.timeout,
             forward=[signal.Signals[name] for name in forward],
+            saves=saves,
             **({} if patience is None else {"patience": patience}),
         )[0]
     except StrategyError as error:

@@ -181,20 +181,31 @@ class TrainingPreempted(SystemExit):
 class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during training.
 
+    With checkpoints, the run finishes its step and saves a checkpoint first, from which it resumes exactly. A second
+    Ctrl-C stops at once.
+
     Attributes:
+        checkpoint: path or address of the checkpoint that was saved; None if there is none of this moment.
         epochs: number of finished epochs, including those before resuming.
         result: a `FitResult` of them; None if there are none, or if this process does not have the weights after the
             last one: it resumed in the middle of an epoch without the run's folder, or it is not rank 0.
     """
 
-    def __init__(self, outcome: Any = None, result: FitResult | None = None, epochs: int = 0) -> None:
+    def __init__(
+        self,
+        outcome: Any = None,
+        result: FitResult | None = None,
+        epochs: int = 0,
+        checkpoint: str | Path | None = None,
+    ) -> None:
         finished = "before its first epoch finished"
         if result is not None:
             finished = f"after epoch {epochs}; this exception's result contains all epochs up to it"
         elif epochs:
             finished = f"after epoch {epochs}, whose weights are not in this process: there is no result here"
-        super().__init__(f"training was interrupted {finished}")
-        self.outcome, self.result, self.epochs = outcome, result, epochs
+        saved = "" if checkpoint is None else f"; fit(resume='auto') continues from {checkpoint}"
+        super().__init__(f"training was interrupted {finished}{saved}")
+        self.outcome, self.result, self.epochs, self.checkpoint = outcome, result, epochs, checkpoint
 
     def __reduce__(self) -> Any:
-        return type(self), (self.outcome, self.result, self.epochs)
+        return type(self), (self.outcome, self.result, self.epochs, self.checkpoint)

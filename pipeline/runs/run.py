@@ -48,7 +48,7 @@ from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks
 from .initial import Matched
 from .publishing import PublishResults
-from .result import TrainingPreempted
+from .result import TrainingInterrupted, TrainingPreempted
 from .saving import SaveCheckpoints
 
 _NAMED = 20  # replaced samples that a line names
@@ -350,12 +350,14 @@ class Run:
         """Leave on request, once the checkpoint of this step is complete.
 
         Raises:
-            TrainingPreempted: always.
+            TrainingPreempted, TrainingInterrupted: always one of them.
         """
         state, saved = self.state, None
         if self._writer is not None and self._store is not None:
             self._writer.close()
             saved = self._store.place(state.step)
+        if self._requests.interrupted:
+            raise TrainingInterrupted(checkpoint=saved)
         by = f" by {self._requests.signal}" if self._requests.signal else ""
         where = "nothing was saved, because there are no checkpoints (--out)"
         if saved is not None:

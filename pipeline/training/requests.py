@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,8 @@ from time import monotonic
 
 from ...signals import handled
 
-STOP, SAVE = 1, 2
+STOP, SAVE, INTERRUPT = 1, 2, 4
+_AGAIN = b"\nCtrl-C: the run saves a checkpoint after this step, and stops. Press it again to stop at once.\n"
 
 
 class Requests:
@@ -23,24 +25,26 @@ class Requests:
     Attributes:
         stop: whether the ranks have agreed to stop after this step.
         save: whether they have agreed to save after this step.
+        interrupted: whether they stop because of Ctrl-C.
         signal: the name of the signal that asked this rank to stop; "" if none did.
     """
 
     def __init__(self, every_minutes: float | None = None) -> None:
-        self.stop = self.save = False
+        self.stop = self.save = self.interrupted = False
         self.signal = ""
         self._interval = None if every_minutes is None else 60 * every_minutes
         self._due = monotonic() + (self._interval or 0)
 
     def flags(self) -> int:
-        """Return what this rank asks for, as `STOP` and `SAVE` bits."""
+        """Return what this rank asks for, as `STOP`, `SAVE` and `INTERRUPT` bits."""
         due = self._interval is not None and monotonic() >= self._due
-        return STOP * bool(self.signal) | SAVE * due
+        return STOP * bool(self.signal) | SAVE * due | INTERRUPT * (self.signal == "SIGINT")
 
     def agree(self, flags: Collection[float]) -> None:
         """Note what any rank asks for; `flags` are those of all ranks."""
         self.stop = self.stop or any(int(each) & STOP for each in flags)
         self.save = self.save or any(int(each) & SAVE for each in flags)
+        self.interrupted = self.interrupted or any(int(each) & INTERRUPT for each in flags)
 
     def saved(self) -> None:
         """Start counting the minutes to the next checkpoint."""
@@ -56,3 +60,32 @@ class Requests:
 
         with handled([signal.Signals[name] for name in names], note):
             yield
+
+    @contextmanager
+    def interruptible(self, *, reports: bool) -> Iterator[None]:
+        """Note the first Ctrl-C inside the block; the second one raises KeyboardInterrupt, as usual.
+
+        Python's own handler must be set, as in scripts and notebooks; others are left alone, and so are other threads.
+
+        Args:
+            reports: write to standard error that the run will stop, and how to stop it at once.
+
+        Raises:
+            KeyboardInterrupt: at the end, if the block did not stop because it had finished.
+        """
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        noted = False
+
+        def note(number: int, _: object) -> None:
+            nonlocal noted
+            noted, self.signal = True, self.signal or signal.Signals(number).name
+            signal.signal(number, signal.default_int_handler)
+            if reports:
+                os.write(2, _AGAIN)  # not print: the interrupted code may hold its lock
+
+        with handled([signal.SIGINT], note):
+            yield
+        if noted:
+            raise KeyboardInterrupt

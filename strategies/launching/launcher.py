@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,6 +37,7 @@ def launch(
     patience: float = _INTERRUPT_PATIENCE,
     collective_timeout: float = COLLECTIVE_TIMEOUT,
     forward: Collection[signal.Signals] = (),
+    saves: bool = False,
 ) -> list[Result]:
     """Call `function(*args)` on `devices` ranks in one process group, and return their results.
 
@@ -63,6 +66,8 @@ def launch(
             process group, which has its own.
         forward: signals to this process that are forwarded to the ranks instead of their usual effect. Ignored if this
             process is a rank, and in other threads than the main one.
+        saves: whether the ranks save at Ctrl-C, and then answer: it is waited for without a limit; at a second Ctrl-C
+            for `patience` seconds. Default False.
 
     Returns:
         One result per rank, in order; under torchrun a list with only this rank's.
@@ -88,7 +93,7 @@ def launch(
             ranks.wait_for_exit()
             reports = [rank.report for rank in ranks.all]
         except KeyboardInterrupt as interrupt:
-            raise (_wait_after_interrupt(ranks, patience) or interrupt) from None
+            raise (_answer_to_interrupt(ranks, patience, saves) or interrupt) from None
     return [_load_result(number, report) for number, report in enumerate(reports) if report]
 
 
@@ -180,18 +185,26 @@ def _first_cause(ranks: Ranks) -> StrategyError:
     return error
 
 
-def _wait_after_interrupt(ranks: Ranks, patience: float) -> KeyboardInterrupt | None:
-    """Forward Ctrl-C and wait for `patience` seconds; return rank 0's KeyboardInterrupt if it sent one."""
-    if not patience:
-        return None
+def _answer_to_interrupt(ranks: Ranks, patience: float, saves: bool) -> KeyboardInterrupt | None:
+    """Forward Ctrl-C and wait; return rank 0's KeyboardInterrupt if it sent one. See `launch`."""
+    if saves:
+        with suppress(KeyboardInterrupt):  # the second one, which the ranks receive, too
+            return _wait_after_interrupt(ranks, patience, saves=True)
+    return _wait_after_interrupt(ranks, patience) if patience else None
+
+
+def _wait_after_interrupt(ranks: Ranks, patience: float, *, saves: bool = False) -> KeyboardInterrupt | None:
+    """Forward Ctrl-C and wait for `patience` seconds, of ranks that save until one has died."""
     ranks.signal(signal.SIGINT)
     first = ranks.all[0]
-    deadline = time.monotonic() + patience
+    deadline = math.inf if saves else time.monotonic() + patience
     # An answer that is arriving (large weights) is worth waiting for.
     while time.monotonic() < max(deadline, first.heard + 1.0):
         ranks.pump()
         if all(rank.report for rank in ranks.all):
             break
+        if any(rank.report and rank.report.kind == "died" for rank in ranks.all):
+            deadline = min(deadline, time.monotonic() + patience)
     error = _load_exception(first.report) if first.report and first.report.kind == "error" else None
     return error if isinstance(error, KeyboardInterrupt) else None
 

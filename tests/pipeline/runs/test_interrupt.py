@@ -1,4 +1,4 @@
-"""Ctrl-C: training stops at once, leaves no process running, and keeps the finished epochs."""
+"""Ctrl-C: training saves and stops, leaves no process running, and keeps the finished epochs."""
 
 from __future__ import annotations
 
@@ -269,8 +269,9 @@ def test_the_command_line_ends_with_a_line(
     wait_for((run / "history.json").exists, train)
     _, errors = interrupt(train)
     assert (train.returncode, errors.count("Traceback")) == (130, 0), errors
-    told = "was the last to finish. Run the same command with --resume to continue from there."
-    assert errors.splitlines()[-1].endswith(told)
+    told = errors.splitlines()[-1]
+    assert "Saved " in told
+    assert told.endswith(". Run the same command with --resume to continue from there.")
     assert left_in(run) == KEPT
 
     wait_for(measured.exists, ledger)

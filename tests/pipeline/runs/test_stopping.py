@@ -16,8 +16,8 @@ import pytest
 import torch
 from checkpoint_kill_server import Losses
 from cluster_jobs import Signals, Slow
-from drivetrain import PlanError
-from drivetrain.pipeline import Checkpoints, FitResult, TrainingPreempted
+from drivetrain import Callback, PlanError, RunView
+from drivetrain.pipeline import Checkpoints, FitResult, TrainingInterrupted, TrainingPreempted
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.strategies.launching.launcher import launch
 from drivetrain.transforms import EMA, MixUp, ProgressiveResizing
@@ -47,6 +47,67 @@ def test_one_process(toy: Toy, tmp_path: Path, step: int) -> None:
     assert len(finished) == step // STEPS
     resumed = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto")
     same(resumed, pipeline.fit(epochs=2, progress=False))
+
+
+class Interrupts(Callback):
+    """Presses Ctrl-C after step `step`, so often."""
+
+    def __init__(self, step: int, times: int = 1) -> None:
+        self.step, self.times = step, times
+
+    def on_step_end(self, view: RunView) -> None:
+        for _ in range(self.times if view.step == self.step else 0):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_ctrl_c_saves(toy: Toy, tmp_path: Path, capfd: pytest.CaptureFixture[str], step: int) -> None:
+    """As SIGTERM does, also within the first epoch; a second one does not wait, nor does one without checkpoints."""
+    pipeline = toy.pipeline()
+    with pytest.raises(TrainingInterrupted) as ended:
+        pipeline.fit(epochs=2, out=tmp_path, callbacks=[Interrupts(step)])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert "Press it again to stop at once" in capfd.readouterr().err
+    saved = (tmp_path / "checkpoints" / f"step-{step + 1:08d}").resolve()
+    assert ended.value.checkpoint == saved
+    assert str(ended.value).endswith(f"; fit(resume='auto') continues from {saved}")
+    assert (ended.value.result is None) == (step < STEPS)
+    whole = pipeline.fit(epochs=2, progress=False)
+    same(pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto"), whole)
+
+    for options in ({"out": tmp_path, "callbacks": [Interrupts(1, times=2)]}, {"callbacks": [Interrupts(1)]}):
+        with pytest.raises(TrainingInterrupted) as at_once:
+            pipeline.fit(epochs=2, progress=False, **options)
+        assert at_once.value.checkpoint is None
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_the_last_evaluation_is_not_lost(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(TrainingInterrupted) as ended:
+        toy.pipeline().fit(epochs=2, out=tmp_path, progress=False, callbacks=[Interrupts(2 * STEPS)])
+    assert ended.value.result is not None
+    assert ended.value.epochs == 2
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_ctrl_c_saves_on_ranks(toy: Toy, tmp_path: Path) -> None:
+    """This process receives it; the ranks agree on the step, also if only one of them hears of it in time."""
+    pipeline = toy.pipeline().distribute("ddp", devices=2)
+
+    def send() -> None:
+        while not (tmp_path / "checkpoints" / "step-00000001").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    options: dict[str, Any] = {"epochs": 3, "out": tmp_path, "progress": False}
+    with pytest.raises(TrainingInterrupted) as ended:
+        pipeline.fit(checkpoints=Checkpoints(every_steps=1, keep=20), callbacks=[Slow()], **options)
+    thread.join()
+    assert ended.value.checkpoint is not None
+    same(pipeline.fit(**options, resume="auto"), pipeline.fit(epochs=3, progress=False))
 
 
 def test_before_an_evaluation_with_everything_that_happens_there(toy: Toy, tmp_path: Path) -> None:
