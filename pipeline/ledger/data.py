@@ -71,6 +71,10 @@ class VariantId:
 PLAIN, LOADER, MODEL, COPY = VariantId("plain"), VariantId("loader"), VariantId("model"), VariantId("copy")
 SPLIT, EXTRAS = VariantId("split"), VariantId("extras")
 CEILINGS = (LOADER, MODEL, COPY)
+PARTS = ("transforms", "forward", "loss", "backward", "step", "hooks")
+"""The parts of a step that are timed."""
+ADDED = ("transforms", "loss", "hooks")
+"""Those that are not the model's or the optimizer's."""
 
 
 def in_turn(stage: str) -> VariantId:
@@ -349,19 +353,29 @@ class LedgerData:
 
     @property
     def time_breakdown(self) -> dict[str, float]:
-        """Fractions of the full pipeline's time, 0 to 1: waiting, forward, backward, step, other; empty: not measured.
+        """Fractions of the full pipeline's time, 0 to 1: waiting for data; batch transforms, forward, loss, backward,
+        step and hooks, see `Phase`; other, which is the loop. Empty if not measured.
 
-        Means over separate trials that synchronize the GPU after each phase. "other" is the loss, batch transforms
-        without their forwards, and the loop.
+        Means over separate trials that synchronize the GPU after each phase.
         """
         if SPLIT not in self.rounds[0]:
             return {}
         trials = [trials[SPLIT] for trials in self.rounds]
         seconds = sum(trial.seconds for trial in trials)
         shares = {"waiting": sum(trial.waited for trial in trials) / seconds}
-        for part in ("forward", "backward", "step"):
+        for part in (one for one in PARTS if one in (trials[0].parts or {})):
             shares[part] = sum((trial.parts or {}).get(part, 0.0) for trial in trials) / seconds
         return shares | {"other": max(1 - sum(shares.values()), 0.0)}
+
+    @property
+    def model_without_additions(self) -> float | None:
+        """Throughput in images/s of the model alone without batch transforms, loss and hooks, from their fraction of
+        the time; None if it was not measured, or they take less than a tenth."""
+        shares = self.time_breakdown
+        added = sum(shares.get(one, 0.0) for one in ADDED) / max(1 - shares.get("waiting", 0.0), 1e-9)
+        if not self.measured(MODEL) or not 0.1 <= added < 1:
+            return None
+        return self.speed(MODEL).value / (1 - added)
 
     @property
     def extras(self) -> Ratio | None:

@@ -5,43 +5,98 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .data import COPY, LOADER, MODEL, PLAIN, Gains, LedgerData
+from .data import ADDED, COPY, LOADER, MODEL, PARTS, PLAIN, Gains, LedgerData, VariantId
 from .statistics import Ratio, speed_text
 
 ALIKE = 0.9  # ceilings with a ratio above this are both the bottleneck
 UNSURE = 0.1  # with a larger spread, whether the speedups compound is uncertain
 COSTS = 0.98  # a stage whose gain's interval is below this costs speed
+NOISE = 1.1
+"""A pipeline that is this many times as fast as a ceiling shows that the ceilings were measured on a busy machine."""
 NOISY = 0.3
 """Above this spread, conclusions are uncertain: a stage that seems to bring 1.3 × may bring nothing."""
 
 
 def bound(ledger: LedgerData) -> str:
-    """Return the bottleneck, how close the full pipeline gets to that limit, and what to change next."""
+    """Return the bottleneck, how close the full pipeline gets to that limit, and what to change next; or that it is not
+    known, if the intervals do not tell."""
     missing = [one for one in (ledger.whole, LOADER, MODEL) if not ledger.measured(one)]
     if missing:
         why = [
             f"{one} {why.state if (why := ledger.why_not(one)) else 'was not measured'}" for one in missing
         ]
         return f"The bottleneck is not known: {', '.join(why)}."
-    whole = ledger.speed(ledger.whole).value
     tops = {one: figure.value for one, figure in ledger.ceilings.items()}
-    loader, model = tops[LOADER], tops[MODEL]
-    lowest = min(tops, key=lambda one: tops[one])
-    limits = f"the loader alone delivers {speed_text(loader)} images/s, the model alone {speed_text(model)}"
+    lowest, second = sorted(tops, key=lambda one: tops[one])[:2]
+    limits = f"the loader alone delivers {speed_text(tops[LOADER])} images/s, the model alone {speed_text(tops[MODEL])}"
+    reached = ledger.ratio(ledger.whole, lowest)
+    if reached.low > 1 and reached.value > NOISE:
+        return (
+            f"The bottleneck is not known: {limits}, but the full pipeline reaches "
+            f"{speed_text(ledger.speed(ledger.whole).value)}. The machine was busy; measure on a quiet one."
+        )
     reach = (
-        f"The full pipeline reaches {speed_text(whole)} images/s, {whole / tops[lowest]:.0%} of that limit, "
+        f"The full pipeline reaches {speed_text(ledger.speed(ledger.whole).value)} images/s, {_share(reached)}, "
         f"and waits for data {ledger.waiting:.0%} of the time."
     )
+    between = ledger.ratio(lowest, second)
+    alike = between.value > ALIKE or between.holds(1.0)
+    if alike and COPY not in (lowest, second) and between.spread <= UNSURE:
+        return f"Loader and model are both the bottleneck: {limits}. {reach} Next, both must get faster."
+    if between.holds(1.0):
+        return (
+            f"Which of {lowest} and {second} is the bottleneck is not known, as their intervals overlap: {limits}. "
+            f"{reach} Increase seconds, on a quiet machine."
+        )
+    return _named(ledger, lowest, limits, reach)
+
+
+def _named(ledger: LedgerData, lowest: VariantId, limits: str, reach: str) -> str:
     if lowest == COPY:
         return (
-            f"The copy to the device is the bottleneck: it moves {speed_text(tops[COPY])} images/s; {limits}. {reach} "
+            f"The copy to the device is the bottleneck: it moves {speed_text(ledger.speed(COPY).value)} images/s; "
+            f"{limits}. {reach} "
             "Next, copy less: smaller images, or the FFCV loader, which copies bytes and normalizes on the device."
         )
-    if min(loader, model) / max(loader, model) > ALIKE:
-        return f"Loader and model are both the bottleneck: {limits}. {reach} Next, both must get faster."
-    if lowest == MODEL:
+    if lowest == LOADER:
+        return f"The loader is the bottleneck: {limits}. {reach} Next, {_for_the_loader(ledger)}."
+    split, core = ledger.time_breakdown, ledger.model_without_additions
+    largest = max(PARTS, key=lambda one: split.get(one, 0.0))
+    if core is None:
         return f"The model is the bottleneck: {limits}. {reach} Next, {_for_the_model(ledger)}."
-    return f"The loader is the bottleneck: {limits}. {reach} Next, {_for_the_loader(ledger)}."
+    limits += f" with its batch transforms, loss and hooks, and about {speed_text(core)} without them"
+    if largest not in ADDED:
+        return f"The model is the bottleneck: {limits}. {reach} Next, {_for_the_model(ledger)}."
+    words, verb = _ADDED[largest]
+    return (
+        f"{words} {verb} the bottleneck, with {split[largest]:.0%} of the time: {limits}. {reach} Next, make "
+        f"{words[0].lower()}{words[1:]} faster{_costly(ledger)}."
+    )
+
+
+_ADDED = {
+    "transforms": ("The batch transforms", "are"),
+    "loss": ("The loss", "is"),
+    "hooks": ("The hooks around the optimizer's step", "are"),
+}
+
+
+def _share(reached: Ratio) -> str:
+    """Return the fraction of the limit that is reached; above 1, it shows that the limit is uncertain."""
+    if not reached.resolved:
+        return "which fraction of that limit is not resolved"
+    if reached.value <= 1:
+        return f"{reached.value:.0%} of that limit"
+    return f"all of that limit, which is uncertain ({reached.low:.0%} to {reached.high:.0%})"
+
+
+def _costly(ledger: LedgerData) -> str:
+    """Return which stage costs most speed; "" if none does."""
+    costly = [(gain.last.value, gain) for gain in ledger.stages if gain.last and gain.last.high < COSTS]
+    if not costly:
+        return ""
+    value, gain = min(costly, key=lambda pair: pair[0])
+    return f": without {gain.stage} it is {1 / value:.2f} × as fast"
 
 
 def _for_the_loader(ledger: LedgerData) -> str:
@@ -58,10 +113,8 @@ def _for_the_model(ledger: LedgerData) -> str:
         return f"{advice}: the optimizer's step takes {split['step']:.0%} of the time"
     if asked.get("precision") == "fp32":
         return f"{advice}: it computes in fp32; try precision='bf16'"
-    costly = [(gain.last.value, gain) for gain in ledger.stages if gain.last and gain.last.high < COSTS]
-    if costly:
-        value, gain = min(costly, key=lambda pair: pair[0])
-        return f"{advice}: without {gain.stage} it is {1 / value:.2f} × as fast"
+    if costly := _costly(ledger):
+        return f"{advice}{costly}"
     if asked and not asked["compile"]:
         return f"{advice}: try compile=True"
     return advice

@@ -15,7 +15,10 @@ from .table import ratio_text
 INK, BAR, PALE = "#222222", "#2f6f9f", "#b8c4cc"
 CEILING = {MODEL: "#b5452c", LOADER: "#3f8f4f", COPY: "#8a5fa8"}
 PLACES = {"alone": "#d98a2b", "added in turn": BAR, "added last": "#5b5b5b"}
-PARTS = {"waiting": "#3f8f4f", "forward": "#c9643f", "backward": "#9c3a22", "step": "#d98a2b", "other": PALE}
+PARTS = {
+    "waiting": "#3f8f4f", "transforms": "#5b7fb0", "forward": "#c9643f", "loss": "#8a6fae", "backward": "#9c3a22",
+    "step": "#d98a2b", "hooks": "#b9698f", "other": PALE,
+}  # fmt: skip
 
 
 def draw(ledger: LedgerData, form: str) -> bytes:

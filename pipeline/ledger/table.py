@@ -53,10 +53,13 @@ def _rows(ledger: LedgerData) -> Table:
     ]
     whole = len(rows)
     if ledger.extras:
-        gain = f"× {1 / ledger.extras.value:.2f}" if ledger.extras.resolved else UNRESOLVED
+        gain = _overhead(ledger, ledger.extras)
         over = ratio_text(ledger, ledger.ratio(EXTRAS, PLAIN), EXTRAS)
         rows.append((str(EXTRAS), _figure(ledger.speed(EXTRAS)), over, gain, ""))
     rows += [(f"ceiling: {name}", _figure(one), "", "", "") for name, one in ledger.ceilings.items()]
+    if ledger.model_without_additions is not None:
+        about = f"about {speed_text(ledger.model_without_additions)}"
+        rows.append(("ceiling: model alone, without batch transforms, loss and hooks", about, "", "", ""))
     rows += [(str(one), _figure(ledger.speed(one)), "", "", "") for one in ledger.others]
     return Table(
         ("", "images/s", "over plain", "this stage", "MiB held"),
@@ -68,6 +71,15 @@ def _rows(ledger: LedgerData) -> Table:
         figures=True,
         line_after=whole,
     )
+
+
+def _overhead(ledger: LedgerData, extras: Ratio) -> str:
+    """Return the ratio of the trials with the extras, unless their interval tells nothing of an overhead of a few
+    percent: then `extras_share`, which is timed inside the trials, is all that is known."""
+    if not extras.resolved or ledger.extras_share is None:
+        return UNRESOLVED if not extras.resolved else f"× {1 / extras.value:.2f}"
+    known = extras.low > 1 or (extras.holds(1.0) and extras.spread <= PRECISE)
+    return f"× {1 / extras.value:.2f}" if known else "within the noise"
 
 
 def _gain(ledger: LedgerData, gain: Ratio | None, one: VariantId, before: VariantId) -> str:
@@ -168,6 +180,7 @@ def _figure(one: Figure) -> str:
     return f"{speed_text(one.value)}  ({speed_text(one.low)} to {speed_text(one.high)})"
 
 
+PRECISE = 0.03  # the widest interval for an overhead of a few percent
 UNRESOLVED = "not resolved"
 """Replaces a ratio whose interval is too wide; a caveat gives the reason."""
 

@@ -33,7 +33,7 @@ from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import train_epoch
 from .budget import until
-from .data import Trial, Workload
+from .data import PARTS, Trial, Workload
 from .schedule import Phase as SchedulePhase
 
 Labels = list[NDArray[Any]]
@@ -279,7 +279,7 @@ class PhaseClock(Observer):
     """Time the phases of each step. A GPU is synchronized at each change of phase."""
 
     def __init__(self, engine: Engine) -> None:
-        self.seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        self.seconds = dict.fromkeys(PARTS, 0.0)
         self._engine, self._phase, self._since = engine, "other", 0.0
 
     def on_phase(self, phase: Phase) -> None:

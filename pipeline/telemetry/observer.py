@@ -10,8 +10,9 @@ import torch
 from .history import Epoch, Evaluation
 from .state import TrainState
 
-Phase = Literal["forward", "backward", "step", "other"]
-"""What a step is doing. Forwards of batch transforms are "forward"; the loss and SAM's perturbation are "other"."""
+Phase = Literal["transforms", "forward", "loss", "backward", "step", "hooks", "other"]
+"""What a step is doing. "transforms" are those of batches, with their forwards; "hooks" what other transforms do around
+the optimizer's step, such as SAM's perturbation, clipping, and averages; "other" is the rest of the loop."""
 
 
 class Observer:

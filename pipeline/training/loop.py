@@ -89,7 +89,7 @@ def train_epoch(
         hooks.events.begin_epoch()
         for images, labels in waiting.around(batches):
             observer.on_step_start(state)
-            observer.on_phase("forward")
+            observer.on_phase("transforms")
             microbatches = hooks.microbatches(engine, images, labels, loss)
             step = StepLoss(mean, microbatches, engine, equal=equal)
             gradients = partial(add_gradients, engine, microbatches, step, observer, hooks.events)
@@ -104,13 +104,14 @@ def train_epoch(
                 hooks.clip(engine)
                 observer.on_phase("step")
                 norm = engine.step()
-                observer.on_phase("other")
+                observer.on_phase("hooks")
                 observer.on_optimizer_step(state, norm, engine.skipped)
                 meter.add(step_loss, step.weight, overflowed=engine.skipped)
             else:
                 engine.zero_grad()
                 meter.skipped += 1
             hooks.after_step(taken=admitted and not engine.skipped)
+            observer.on_phase("other")
             meter.images += len(images) * engine.world_size
             meter.seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
             meter.data_wait_s = before[1] + waiting.seconds
@@ -144,12 +145,12 @@ def add_gradients(
         observer.on_phase("forward")
         with engine.forward_context():
             outputs = forward(engine.model, images, **model_inputs(loss.mean.loss, targets))
-        observer.on_phase("other")
+        observer.on_phase("loss")
         outputs, targets = events.before_loss(to_float(outputs), targets)
         value = events.before_backward(loss.share(number, outputs, targets))
         observer.on_phase("backward")
         engine.backward(value, last_microbatch=last)
-        observer.on_phase("other")
+        observer.on_phase("hooks")
         events.at("after_backward")
         losses.append(value.detach())
     events.end_microbatches()

@@ -9,16 +9,17 @@ import shlex
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from command_line import call
-from drivetrain import Pipeline, PlanError
+from drivetrain import Classification, Pipeline, PlanError
 from drivetrain.pipeline.ledger import runner as ledger_runner
 from drivetrain.pipeline.ledger import trials as ledger_trials
 from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
@@ -49,7 +50,7 @@ from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
-from drivetrain.transforms import LabelSmoothing
+from drivetrain.transforms import LabelSmoothing, Transform
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from torch import nn
 
@@ -131,6 +132,32 @@ def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyP
     assert taken[3:] == taken[:3][::-1]
 
 
+@dataclass(frozen=True)
+class Naps(Transform):
+    """A batch transform that takes its time."""
+
+    kind: ClassVar[Any] = "batch"
+
+    def batch(self, images: torch.Tensor, labels: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.06)
+        return images, labels
+
+
+def napping(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.1)
+    return nn.functional.cross_entropy(outputs, targets.long())
+
+
+def test_transforms_and_loss_are_parts_of_their_own(toy: Toy) -> None:
+    pipeline = toy.pipeline(loader="torch", workers=0).transform(Naps()).task(Classification(loss=napping))
+    with ExitStack() as stack:
+        variant, _ = build_variant(resolve(pipeline), Loaders(stack), stack)
+        parts = run_trial(variant, "split", epoch=1, batches=2)[0].parts
+    assert parts is not None
+    assert 0.12 <= parts["transforms"] < 0.2 <= parts["loss"]
+    assert parts["forward"] < 0.1
+
+
 class InGroup(Single):
     """Trains on one device, in a process group."""
 
@@ -162,7 +189,7 @@ def test_a_turn_ends_when_the_device_has_done_its_work(toy: Toy, monkeypatch: py
         assert run_trial(variant, "train", epoch=1, batches=1)[0].seconds < 1.0
         pending[:] = [0, 0.5]
         assert run_trial(variant, "train", epoch=1, batches=1)[0].seconds >= 0.5
-        pending[:] = [0, 0, 0.1, 0, 0.2, 0, 0.3]  # before the trial; before and after each part
+        pending[:] = [0, 0, 0, 0.1, 0, 0.2, 0, 0.3]  # before the trial; before and after each part
         parts = run_trial(variant, "split", epoch=1, batches=1)[0].parts
     assert parts is not None
     assert (parts["forward"] >= 0.1, parts["backward"] >= 0.2, parts["step"] >= 0.3) == (True,) * 3

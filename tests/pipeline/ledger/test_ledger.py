@@ -102,10 +102,62 @@ def test_a_gain_is_over_the_row_before() -> None:
 def test_the_bound_names_the_lower_ceiling(speeds: dict[str, float], start: str) -> None:
     bound = made_up(**speeds).bound
     assert bound.startswith(start)
-    whole, low = made_up().speed(WHOLE).value, min(speeds.values())
-    assert f"The full pipeline reaches {whole:,.0f} images/s, {whole / low:.0%} of" in bound
+    whole = made_up().speed(WHOLE).value
+    assert (
+        f"The full pipeline reaches {whole:,.0f} images/s, which fraction of that limit is not resolved"
+        in bound
+    )
     assert f"{speeds['loader']:,.0f} images/s" in bound
     assert f"{speeds['model']:,.0f}" in bound
+
+
+def of_rounds(**speeds: tuple[float, ...]) -> Ledger:
+    """A ledger of these images/s of the full pipeline, the loader and the model in each round."""
+    names = {"whole": WHOLE, "loader": LOADER, "model": MODEL}
+    rounds = zip(*speeds.values(), strict=True)
+    return Ledger(
+        [
+            {PLAIN: Trial(100, 1.0, 0)} | {names[n]: Trial(100, 100 / s, 0) for n, s in zip(speeds, one, strict=True)}
+            for one in rounds
+        ]
+    )  # fmt: skip
+
+
+def test_the_bound_says_what_the_intervals_support() -> None:
+    steady = of_rounds(whole=(95, 95.2, 95.1), loader=(300, 301, 299), model=(100, 100.2, 99.8))
+    assert steady.bound.startswith("The model is the bottleneck: ")
+    assert " images/s, 95% of that limit" in steady.bound
+    above = of_rounds(whole=(101, 104, 100), loader=(300, 301, 299), model=(100, 97, 102))
+    assert "all of that limit, which is uncertain (" in above.bound
+    assert above.bound.startswith("The model is the bottleneck: ")
+    noisy = of_rounds(whole=(90, 40, 95), loader=(90, 200, 110), model=(100, 90, 170))
+    assert noisy.bound.startswith("Which of ")
+    assert "is the bottleneck is not known, as their intervals overlap" in noisy.bound
+    busy = of_rounds(whole=(122, 123, 122), loader=(300, 301, 299), model=(100, 100.2, 99.8))
+    assert busy.bound.startswith("The bottleneck is not known: ")
+    for one in (above, noisy, busy):
+        assert not re.search(r"1\d\d% of", one.bound)
+
+
+@pytest.mark.parametrize("part", ["transforms", "loss", "hooks"])
+def test_the_bound_blames_what_takes_the_time(part: str) -> None:
+    """And not the model's precision, for a batch transform that takes two thirds of it."""
+    parts = dict.fromkeys(("transforms", "forward", "loss", "backward", "step", "hooks"), 0.05) | {part: 0.65}
+    base = of_rounds(whole=(95, 95.2, 95.1), loader=(300, 301, 299), model=(100, 100.2, 99.8))
+    rounds = [one | {SPLIT: Trial(100, 1.0, 0.0, parts=parts)} for one in base.rounds]
+    ledger = Ledger(rounds, {"asked": {"precision": "fp32", "compile": False}})
+    words = {"transforms": "The batch transforms are", "loss": "The loss is", "hooks": "The hooks around "}[
+        part
+    ]
+    assert ledger.bound.startswith(words)
+    assert "with 65% of the time" in ledger.bound
+    assert (
+        "the model alone 100 with its batch transforms, loss and hooks, and about 400 without" in ledger.bound
+    )
+    assert "bf16" not in ledger.bound
+    assert ledger.time_breakdown[part] == pytest.approx(0.65)
+    row = next(line for line in str(ledger).splitlines() if "ceiling: model alone, without" in line)
+    assert "about 400" in row
 
 
 def test_a_ledger_prints_and_is_json(tmp_path: Path) -> None:
