@@ -66,11 +66,18 @@ class MissingExtra(DrivetrainError, ImportError):
 
 
 def suggest(name: str, options: Iterable[str]) -> str:
-    """Return the end of an "unknown name" message: the closest option if one is similar, then all of them."""
+    """Return the end of an "unknown name" message: the closest option if one is similar, then all of them, or of many
+    the most similar."""
     known = sorted(options)
-    near = difflib.get_close_matches(name.lower(), known, n=1)
+    near = difflib.get_close_matches(name.lower(), known, n=5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{hint} Known: {', '.join(known)}."
+    if len(known) <= _LISTED:
+        return f"{hint} Known: {', '.join(known)}."
+    similar = f" Similar: {', '.join(near[1:])}." if near[1:] else ""
+    return f"{hint}{similar} {len(known):,} names are known."
+
+
+_LISTED = 60  # names that a message lists
 
 
 def require_suffix(out: Path, suffix: str, error: type[DrivetrainError]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,21 +51,24 @@ def first_fields(
     Raises:
         DataError: if it cannot be read, or its values have types that the format does not support.
     """
+
+    def fields_of(index: int) -> list[Field]:
+        image, label, *values = source.get(index)
+        further = [
+            infer_field(name, kind, value) for (name, kind), value in zip(wanted.items(), values, strict=True)
+        ]
+        return [image_field(encoding, image), label_field(label), *further]
+
     failure = None
     for index in range(len(source)):
         try:
-            image, label, *values = source.get(index)
-            further = [
-                infer_field(name, kind, value)
-                for (name, kind), value in zip(wanted.items(), values, strict=True)
-            ]
-            return [image_field(encoding, image), label_field(label), *further]
+            return fields_of(index)
         except Exception as error:  # a data set's own code may raise anything; blame the sample
             if refusal := _refusal(error):
                 raise exhaustion(refusal, "memory for one image", "Free some memory.") from refusal
             failure = failure or error
             if on_error != "skip":
-                raise _failed(source, index, error) from _cause(error)
+                raise _failed(source, index, error, fields_of) from _cause(error)
     assert failure is not None  # there is at least one sample
     name, reason = source.describe(0), _reason(failure)
     raise DataError(f"None of the {len(source)} samples could be used. The first, {name}: {reason}.")
@@ -95,18 +98,21 @@ def encoded_samples(job: Job, workers: int, progress: bool) -> Generator[Sample 
 
 
 def _encode(job: Job, index: int) -> Sample | Skipped:
-    try:
-        image, *values = job.source.get(index)
-        encoded = encode_image(image, job.encoding, index)
+    def encode(number: int) -> Sample:
+        image, *values = job.source.get(number)
+        encoded = encode_image(image, job.encoding, number)
         _check_size(job, encoded)
         stored = [_store(job, one, value, encoded) for one, value in zip(job.fields[1:], values, strict=True)]
         return Sample(encoded, tuple(stored))
+
+    try:
+        return encode(index)
     except Exception as error:  # a data set's own code may raise anything; blame the sample
         if refusal := _refusal(error):
             raise refusal from None  # not the sample's fault
         if job.on_error == "skip":
             return Skipped(job.source.describe(index), _reason(error))
-        raise _failed(job.source, index, error) from _cause(error)
+        raise _failed(job.source, index, error, encode) from _cause(error)
 
 
 def _check_size(job: Job, encoded: Encoded) -> None:
@@ -126,11 +132,24 @@ def _store(job: Job, field: Field, value: Any, encoded: Encoded) -> Stored:
     return store_label(field, value) if is_label else store_value(field, value)
 
 
-def _failed(source: Source, index: int, error: Exception) -> DataError:
+def _failed(source: Source, index: int, error: Exception, again: Callable[[int], object]) -> DataError:
+    """Return the error for a sample. If the first and the last fail alike, skipping is no remedy: all would fail."""
+    reason = _reason(error).rstrip(".")
+    if index == 0 and len(source) > 1 and _failure(again, len(source) - 1) == reason:
+        return DataError(
+            f"{source.describe(index)}: {reason}. The last sample fails alike: skipping is no remedy."
+        )
     return DataError(
-        f"{source.describe(index)}: {_reason(error).rstrip('.')}. Repair or remove it, or use "
-        "on_error='skip' (--skip-bad)."
+        f"{source.describe(index)}: {reason}. Repair or remove it, or use on_error='skip' (--skip-bad)."
     )
+
+
+def _failure(again: Callable[[int], object], index: int) -> str:
+    try:
+        again(index)
+    except Exception as error:
+        return _reason(error).rstrip(".")
+    return ""
 
 
 def _refusal(error: Exception) -> BaseException | None:

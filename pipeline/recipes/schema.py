@@ -25,6 +25,7 @@ from ..spec.options import (
     Option,
     options_of,
 )
+from ..tasks.registry import TASKS
 
 _BEFORE = {
     "description": Option("what the recipe is for", (TEXT,), default=""),
@@ -47,7 +48,7 @@ _BEFORE = {
 }
 _TASK = {
     "task": Option(
-        "what it trains for: Classification, MultiLabel, Regression or package.module:Class; or {name, …arguments}; "
+        f"what it trains for: {', '.join(TASKS)}, or package.module:Class; or {{name, …arguments}}; "
         "null: Classification",
         (TEXT, MAPPING, NULL),
         default=None,

@@ -104,7 +104,7 @@ class FitResult:
 
         Args:
             images: a path, a PIL image, an array `(H, W, 3)` of uint8, or several of these. For a model of other
-                images, those that `convert` takes with their `image_mode`: bits are never dropped.
+                images, those that `convert` takes with their `image_mode`; others are refused.
             batch_size: images at once.
 
         Raises:

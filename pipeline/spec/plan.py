@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,8 +21,6 @@ from .pipeline_spec import PipelineSpec
 from .rules import family
 from .split_batch_norm import caution
 
-LONG = 40
-"""Characters from which a reason is not repeated."""
 KIND_REASON = {
     "image": "in the loader, on each training image; evaluation uses the images unchanged",
     "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
@@ -70,12 +69,9 @@ class Plan:
         return {"steps": [asdict(step) for step in self.steps]}
 
     def _table(self) -> Table:
-        first: dict[str, int] = {}  # the step that gives a reason first; the others refer to it
-        rows = []
-        for number, step in enumerate(self.steps, 1):
-            same = first.setdefault(step.why, number)
-            why = step.why if same == number or len(step.why) < LONG else f"as step {same}"
-            rows.append((str(number), step.what, step.asked_by, why))
+        rows = [
+            (str(number), step.what, step.asked_by, step.why) for number, step in enumerate(self.steps, 1)
+        ]
         return Table(("", "step", "requested by", "why here"), rows, title="Plan")
 
     def __repr__(self) -> str:
@@ -124,7 +120,8 @@ def lay_out(
         for pattern, options in optimization.at(data.batch_size).groups.items()
     ]  # fmt: skip
     later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
-    steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
+    mixing = [type(t).__name__ for t in later if t.kind == "batch" and t.soft_targets]
+    steps += [_transform_step(t, mixing=mixing) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
     steps += [
         Step(
             f"loss: {spec.target.loss_name}",
@@ -219,8 +216,10 @@ def _filter_name(module_filter: strategies.ModuleFilter) -> str:
     return "what a function selects" if callable(module_filter) else ", ".join(sorted(module_filter))
 
 
-def _transform_step(transform: Transform, strategy: str = "") -> Step:
+def _transform_step(transform: Transform, strategy: str = "", mixing: Sequence[str] = ()) -> Step:
     why = KIND_REASON[transform.kind]
     if transform.kind == "memory_format" and family(strategy) in ("fsdp", "deepspeed"):
         why = "shards are contiguous: the images and thus the activations get the format, the weights do not"
+    if len(mixing) > 1 and type(transform).__name__ in mixing:
+        why += f"; {' and '.join(mixing)} all mix every batch, one after the other"
     return Step(f"{transform}", ".transform()", " ".join(filter(None, [why, transform.caution])))

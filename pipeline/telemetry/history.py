@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...errors import DrivetrainError, require_suffix
 from ...files import atomic_file
 from ...table import Table
 from ..tasks.metrics import Unit
@@ -218,9 +219,22 @@ class History:
         return cls([Epoch(**epoch, units=units) for epoch in saved["epochs"]], facts, within)
 
     def save(self, path: str | Path) -> None:
-        """Write the history as JSON, atomically."""
-        with atomic_file(Path(path)) as file:
-            file.write(json.dumps(self.to_dict(), indent=1).encode())
+        """Write the history as JSON (`.json`), or draw its curves (`.png`, as `curves.png` of a run), atomically.
+
+        Raises:
+            DrivetrainError: for another suffix.
+            MissingExtra: for curves without the extra `plot`.
+        """
+        path = Path(path)
+        if path.suffix == ".png":
+            from .curves import draw
+
+            content = draw(self)
+        else:
+            require_suffix(path, ".json", DrivetrainError)
+            content = json.dumps(self.to_dict(), indent=1).encode()
+        with atomic_file(path) as file:
+            file.write(content)
 
     @property
     def last(self) -> Epoch | Evaluation | None:

@@ -302,8 +302,18 @@ def build_model(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn
     """
     with fork_rng(spec.seed):
         model = _fresh_model(spec)
-        reports = tuple(t.apply(model) for t in transforms if t.kind in CHANGES_MODEL)
+        reports = tuple(_reported(t, t.apply(model)) for t in transforms if t.kind in CHANGES_MODEL)
     return model, reports
+
+
+def _reported(transform: Transform, report: object) -> Report:
+    """Return the report of a surgery; raise PlanError if it is something else."""
+    if not isinstance(report, Report):
+        raise PlanError(
+            f"{type(transform).__name__}.apply returned {report!r:.80}, not a Report. Return "
+            "Report(name, changed, …), or what common.surgery.operate returns."
+        )
+    return report
 
 
 def rebuild_model(
