@@ -35,6 +35,7 @@ from ..spec.plan import Plan
 from ..spec.resolve import ResolvedPlan, resolve
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
+from ..training.plain_torch import plain_torch
 from .accuracy import check_accuracy, train_each
 from .budget import Budget, OutOfTime, alarm, rounded_up
 from .data import PLAIN, Accuracies, LedgerData, Trained, Trial, VariantId
@@ -61,6 +62,7 @@ WITHIN = 0.02
 """The ledger ends once every interval is this narrow to each side."""
 
 
+@plain_torch()
 def measure(
     spec: PipelineSpec,
     *,

@@ -43,6 +43,7 @@ from ..training.build import (
 )
 from ..training.hooks import TrainingHooks, split_microbatches
 from ..training.loop import val_loss
+from ..training.plain_torch import plain_torch
 from ..training.schedule import torch_scheduler
 from ..training.step_loss import StepLoss
 from ..training.views import forward
@@ -69,6 +70,7 @@ class HandOver(NamedTuple):
     reports: tuple[Report, ...]
 
 
+@plain_torch()
 def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> HandOver:
     """See `Pipeline.to_lightning`."""
     epochs = spec.epochs if epochs is None else epochs

@@ -11,10 +11,12 @@ from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
 from ..training.build import resolve_data
 from ..training.loop import evaluate
+from ..training.plain_torch import plain_torch
 from .initial import InitialWeights, WeightsArg, check_source
 from .ranks import built_here, on_ranks
 
 
+@plain_torch()
 def evaluate_weights(
     spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None
 ) -> dict[str, float]:

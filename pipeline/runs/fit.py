@@ -22,6 +22,7 @@ from ..spec.resolve import ResolvedPlan, resolve
 from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo, in_cell
 from ..training.build import rebuild_model, resolve_data
+from ..training.plain_torch import plain_torch
 from ..training.requests import Requests
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks, run_options
@@ -35,6 +36,7 @@ from .result import FitResult, TrainingInterrupted
 from .run import Run
 
 
+@plain_torch()
 def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> FitResult:
     """Train; see `Pipeline.fit`. With `show_plan`, print the plan once everything is checked and built."""
     with failures_posted():
@@ -48,6 +50,8 @@ def _checked_fit(spec: PipelineSpec, config: FitConfig, show_plan: bool) -> FitR
         raise PlanError("Number of epochs not set. Pass fit(epochs=…).")
     plan = resolve(spec.replace(epochs=epochs))
     folder, progress = config.folder, config.progress
+    if folder is not None:
+        folder = folder.absolute()  # a callback may change the working directory
     loggers = check_loggers(config.logger, config.log_every, folder, pickled=not trains_here(plan))
     if config.callbacks:
         check_callbacks(config.callbacks, run_options(plan, bool(loggers)), pickled=not trains_here(plan))
@@ -62,8 +66,9 @@ def _checked_fit(spec: PipelineSpec, config: FitConfig, show_plan: bool) -> FitR
         assert not isinstance(config.resume, bool)  # they are "auto" and None by now
         plan = resolve(spec.replace(epochs=epochs), precision=kept_precision(config.resume, folder))
     texts, note = descriptions(plan) if folder is not None else ({}, "")
+    where = config.out if is_address(config.out) else folder
     job = FitJob(
-        **vars(config) | {"epochs": epochs, "logger": loggers}, texts=texts, in_cell=in_cell(),
+        **vars(config) | {"epochs": epochs, "logger": loggers, "out": where}, texts=texts, in_cell=in_cell(),
         plan=f"{Plan(plan.steps)!r}" if show_plan else "", each_rank=is_rank(),
     )  # fmt: skip
     with lock_run_dir(folder) if folder is not None and is_main_process() else nullcontext():

@@ -16,10 +16,12 @@ from ...errors import DataError
 from ..spec.inputs import Inputs
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task
+from ..training.plain_torch import plain_torch
 
 BATCH = 32  # images at once: enough for speed, little memory
 
 
+@plain_torch()
 def predict(
     model: nn.Module, task: Task, inputs: Inputs, images: Any, *, batch_size: int = BATCH
 ) -> list[dict[str, Any]]:

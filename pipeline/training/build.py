@@ -40,6 +40,7 @@ from ..telemetry.history import Monitor
 from .checks import check_kind, check_loss, check_metrics, check_output, targets_of
 from .groups import GroupedFactory
 from .hooks import Microbatch, TrainingHooks
+from .plain_torch import plain_torch
 from .schedule import Schedule
 from .step_loss import StepLoss
 
@@ -112,6 +113,7 @@ class Built:
         self.close()
 
 
+@plain_torch()
 def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None) -> Built:
     """Build everything for this process, which is a rank if there is a process group.
 
@@ -293,6 +295,7 @@ def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
     return plan.with_sources(train, val)
 
 
+@plain_torch()
 def build_model(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn.Module, tuple[Report, ...]]:
     """Return the model after surgery, on the CPU, and what each surgery changed. The global RNG is restored.
 
@@ -316,6 +319,7 @@ def _reported(transform: Transform, report: object) -> Report:
     return report
 
 
+@plain_torch()
 def rebuild_model(
     spec: PipelineSpec, transforms: Sequence[Transform], state: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:

@@ -29,6 +29,7 @@ from ..spec.resolve import ResolvedPlan, resolve
 from ..tasks.metrics import check_comparable
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
+from ..training.plain_torch import plain_torch
 from .arena import LIMIT_ROUNDS, Arena, C, Trials, is_out_of_memory
 from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
 from .result import Tried, Tuned, TuneInterrupted, read_trials
@@ -43,6 +44,7 @@ COMMUNICATION = 0.5
 """Communication is the bottleneck if exchanging the gradients alone takes this share of a step or more."""
 
 
+@plain_torch()
 def tune(
     spec: PipelineSpec,
     *,
@@ -59,7 +61,7 @@ def tune(
     spec = spec.replace(distribution=plan.spec.distribution)  # its precision is decided
     changes = [*candidates(plan), *_allowed(plan, allow, epochs)]
     facts = facts_of(plan)
-    file = None if out is None else Path(out)
+    file = None if out is None else Path(out).absolute()
     if file is not None and file.suffix != ".json":
         raise PlanError(
             f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call continues."
