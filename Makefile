@@ -113,6 +113,7 @@ bench-peers: install
 
 fuzz: install
 	$(BIN)/python tests/support/native_fuzz.py --kind address
+	$(BIN)/python tests/support/native_fuzz.py --kind plain
 	$(BIN)/python tests/support/native_fuzz.py --kind thread
 	$(BIN)/python tests/support/native_fuzz.py --kind leaks
 

@@ -28,15 +28,41 @@ FLAGS = [
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
+    "-Wmissing-prototypes",
+    "-fstack-protector-strong",
+    "-U_FORTIFY_SOURCE",
+    "-D_FORTIFY_SOURCE=2",
+    "-g0",
+    f"-ffile-prefix-map={ROOT}=.",  # no path of this machine in the library
 ]
+LINKING = [] if sys.platform == "darwin" else ["-Wl,-z,relro,-z,now", "-Wl,-s"]
+_JPEG = """
+#include <stdio.h>
+#include <jpeglib.h>
+#include <jerror.h>
+#ifndef LIBJPEG_TURBO_VERSION
+#error another libjpeg
+#endif
+int probe(j_decompress_ptr jpeg, JDIMENSION *first, JDIMENSION *columns)
+{
+    jpeg_crop_scanline(jpeg, first, columns);
+    jpeg_skip_scanlines(jpeg, 1);
+#if JPEG_LIB_VERSION >= 70
+    return jpeg->min_DCT_h_scaled_size + jpeg->comp_info[0].DCT_v_scaled_size + JCS_EXT_RGB + JERR_OUT_OF_MEMORY;
+#else
+    return jpeg->min_DCT_scaled_size + jpeg->comp_info[0].DCT_scaled_size + JCS_EXT_RGB + JERR_OUT_OF_MEMORY;
+#endif
+}
+"""
+"""What the library uses of libjpeg-turbo that other versions may lack."""
+
 PROBES = {
     "int probe(void) { return 0; }": (
         "a C compiler (Debian and Ubuntu: apt-get install gcc libc6-dev), or set CC to yours"
     ),
-    "#include <stdio.h>\n#include <jpeglib.h>\n#ifndef LIBJPEG_TURBO_VERSION\n#error another libjpeg\n#endif\n"
-    "int probe(void) { return sizeof(struct jpeg_decompress_struct); }": (
+    _JPEG: (
         "libjpeg-turbo's headers (Debian: apt-get install libjpeg62-turbo-dev; Ubuntu: libjpeg-turbo8-dev), or set "
-        "CPATH and LIBRARY_PATH to where they are"
+        "CPATH and LIBRARY_PATH to where they are; of version 2 or later"
     ),
 }
 """Small programs that must compile and link, and what to install if one does not."""
@@ -99,9 +125,10 @@ setup(
         Extension(
             "drivetrain.loaders.native.libdrivetrain",
             SOURCES,
-            depends=HEADERS,
+            depends=[*HEADERS, "setup.py"],
             libraries=["jpeg", "m"],
             extra_compile_args=FLAGS,
+            extra_link_args=LINKING,
         )
     ],
     cmdclass={"build": CompileFirst, "build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},

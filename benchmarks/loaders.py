@@ -60,7 +60,7 @@ def decoding(path: Path, workers: int, share: int) -> Contender:
     def decode(i: int) -> bool:
         stored, message = beton.stored(i), ctypes.create_string_buffer(MESSAGE)
         size = int(beton.heights[i]), int(beton.widths[i])
-        return int(core.dt_jpeg_check(stored, len(stored), *size, share, message)) == 0
+        return int(core.dt_jpeg_check(stored, len(stored), *size, share, None, message)) == 0
 
     def epoch() -> float:
         start = perf_counter()

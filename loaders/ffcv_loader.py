@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from .device import feed_of
 from .epochs import Batch, EpochLoader
 from .exhaustion import exhaustion, is_exhaustion
 from .image_size import ImageSize
+from .native.stop import Stop
 from .remote.cache import Remote
 from .remote.source import PATIENCE
 from .settings import Settings, check_ahead, check_device, check_workers, make_settings
@@ -177,6 +179,7 @@ class FFCVLoader(EpochLoader):
         self.beton: BetonFiles = open_files(source, Remote(cache, cache_limit, patience))
         super().__init__(make_settings(order=order, **settings), indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
+        self._stops: WeakSet[Stop] = WeakSet()  # of all epochs whose batches may be loading
         self._feed = feed_of(self.device, self.settings, self.beton.depth)
         self._decoder = self._try_decoder()
         # For the batches in preparation, the one in use, and two spare ones.
@@ -228,17 +231,20 @@ class FFCVLoader(EpochLoader):
     def _loaded(self, epoch: int, start: int, ahead: deque[_Pending]) -> Generator[Batch, None, None]:
         """Yield the batches on the host; `ahead` has those in preparation."""
         shares = self._shares(epoch)[start:]
+        stop = Stop()
+        self._stops.add(stop)
         try:
             for number in range(len(shares)):
                 while len(ahead) <= self._ahead and number + len(ahead) < len(shares):
-                    ahead.append(self._submit(shares[number + len(ahead)], epoch))
+                    ahead.append(self._submit(shares[number + len(ahead)], epoch, stop))
                 yield self._batch(ahead.popleft().result())
         finally:
+            stop.set()
             with interrupts_held():
                 for pending in ahead:
                     pending.cancel()
 
-    def _submit(self, indices: NDArray[np.int64], epoch: int) -> _Pending:
+    def _submit(self, indices: NDArray[np.int64], epoch: int, stop: Stop) -> _Pending:
         """Start loading a batch, in chunks."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
@@ -246,7 +252,7 @@ class FFCVLoader(EpochLoader):
         decoder = self._decoder
         images = [self._empty(shape, self._image_dtype) for shape in decoder.shapes(len(indices))]
         targets = decoder.targets.empty(len(indices), self._empty)
-        job = decoder.choose(indices, epoch, images, self.indices, targets)
+        job = decoder.choose(indices, epoch, images, self.indices, targets, stop)
         step = self._chunk(len(indices))
         with interrupts_held():
             parts = [
@@ -295,6 +301,8 @@ class FFCVLoader(EpochLoader):
         return self.beton.labels
 
     def _release(self) -> None:
+        for stop in list(self._stops):
+            stop.set()
         if self._pool is not None:
             end(self._pool)
             self._pool = None

@@ -130,8 +130,9 @@ class Evaluation:
             workspace = Workspace()
         try:
             status = library.library().dt_load_picture(
-                workspace.address, samples, library.address(stored), part.views()
-            )
+                workspace.address, samples, library.address(stored), part.views(),
+                library.Limits(None, library.MOST_MEMORY),
+            )  # fmt: skip
         finally:
             self._free.append(workspace)
         return images[0, 0].permute(2, 0, 1).contiguous() if status == library.OK else None

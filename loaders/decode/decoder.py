@@ -20,6 +20,7 @@ from ..beton.data_set import BetonFiles
 from ..beton.layout import MODE_JPEG
 from ..image_modes import RGB, channels_text
 from ..native import jpeg, library
+from ..native.stop import Stop
 from ..settings import Settings, fill_color
 from . import augmentation, draws
 from .augmentation import REPLACEMENT
@@ -62,6 +63,7 @@ class Job:
         epoch: that the draws are for.
         among: `(m,)` the samples that may take the place of one that cannot be decoded.
         targets: by name, those that move with the images; see `MovingTargets.empty`.
+        stop: ends its loading.
         replaced: the samples that could not be decoded, `on_error="skip"`; `indices` has those in their places.
     """
 
@@ -71,6 +73,7 @@ class Job:
     epoch: int
     among: NDArray[np.int64]
     targets: dict[str, Any]
+    stop: Stop = field(default_factory=Stop)
     replaced: list[int] = field(default_factory=list)
 
 
@@ -164,6 +167,10 @@ class _Part:
         )
 
 
+class Stopped(DataError):
+    """Loading was stopped, because nobody waits for it any more."""
+
+
 class Decoder:
     """Loads chunks of batches from one data set with one set of settings; thread-safe.
 
@@ -192,7 +199,6 @@ class Decoder:
             self._groups.append(Group(own, first, views, operations, kind))
             first += views
         self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
-        self._widest = int(self._widths.max())
         self._largest = int((self._heights * self._widths).max()) * self._pixel  # bytes of pixels
         self._longest = int(beton.sizes[beton.modes == MODE_JPEG].max(initial=1))  # bytes of a JPEG
         columns = (
@@ -201,6 +207,8 @@ class Decoder:
         self._samples = library.Samples(*map(library.address, columns), beton.channels, beton.depth // 8)
         self._columns = columns  # keeps their memory
         self.part = max(_PART // (self._pixel * settings.sample_pixels), 1)
+        self.coefficient_bytes = library.MOST_MEMORY
+        """Memory that each thread may take for the coefficients of a JPEG with several scans."""
         self._free: deque[Workspace] = deque()
 
     def shapes(self, n: int) -> list[tuple[int, ...]]:
@@ -214,24 +222,25 @@ class Decoder:
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the memory that each thread needs besides the batches, in bytes."""
-        return self.largest_bytes + max(self._image_bytes(group) for group in self._groups)
+        """Return the memory that each thread needs besides the batches, in bytes; without coefficients."""
+        views = [
+            library.Views(ctypes.pointer(group.made[torch.uint8]), None, 0, None) for group in self._groups
+        ]
+        native = self._core.dt_workspace_bytes(
+            self._samples, len(self._beton), (library.Views * len(views))(*views), len(views)
+        )
+        return int(native) + max(self._further_bytes(group) for group in self._groups)
 
-    def _image_bytes(self, group: Group) -> int:
-        """Return the memory that making an image of this group takes."""
-        (height, width), widest = group.settings.size, self._widest
-        policy = 18 * height * width  # a sum in float32, and two pictures
-        images = self._pixel * height * width * (self.part * group.views if group.operations else 1)
-        images += self._pixel * height * width * (group.settings.pads or group.settings.active_crop == "fit")
-        fast = (3 * widest + 4 * widest + 4 * width) * height
-        fine = 4 * 64 * (widest + width) + 3 * width * (
-            int(self._heights.max()) + height
-        )  # strips, and lines
-        resizing = max(fast, fine)
-        if (self._beton.channels, self._beton.depth) != RGB:  # lines of floats; or bytes, of the full picture
-            resizing = 4 * self._beton.channels * (widest * (height + 1) + height) + 2 * self._largest
-            resizing += self._beton.channels * width * (int(self._heights.max()) + height)
-        return resizing + images + policy
+    def _further_bytes(self, group: Group) -> int:
+        """Return the memory for FFCV's operations, and for images before they are placed."""
+        height, width = group.settings.size
+        images = self.part * group.views if group.operations else 0
+        return (
+            self._pixel
+            * height
+            * width
+            * (images + (group.settings.pads or group.settings.active_crop == "fit"))
+        )
 
     def choose(
         self,
@@ -240,12 +249,13 @@ class Decoder:
         images: Sequence[torch.Tensor],
         among: NDArray[np.int64],
         targets: dict[str, Any],
+        stop: Stop | None = None,
     ) -> Job:
         """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views,
         and into `targets`.
 
         A number is an index; each time that a sample is repeated in an epoch, its number is larger by the number of all
-        samples. `among`: as in `Job`.
+        samples. `among`, `stop`: as in `Job`.
         """
         keys = draws.sample_keys(self._settings.seed, epoch, numbers)
         indices = numbers % len(self._beton)
@@ -254,13 +264,15 @@ class Decoder:
             group.draw(keys, numbers, epoch, sizes, own)
             for group, own in zip(self._groups, images, strict=True)
         )
-        return Job(indices, keys, drawn, epoch, among, targets)
+        return Job(indices, keys, drawn, epoch, among, targets, stop or Stop())
 
     def load(self, job: Job, part: slice) -> None:
         """Load one chunk of the batch.
 
         Raises:
             BetonError: naming the sample that cannot be decoded, or has changed since the conversion.
+            DataError: naming the one that takes too much memory.
+            Stopped: if the job's flag is set.
         """
         try:
             workspace = self._free.pop()
@@ -295,7 +307,7 @@ class Decoder:
         for number in job.among[(draw * len(job.among)).astype(np.int64)]:
             images = [draw.images[place : place + 1] for draw in job.draws]
             targets = {name: values[place : place + 1] for name, values in job.targets.items()}
-            other = self.choose(np.array([number]), job.epoch, images, job.among, targets)
+            other = self.choose(np.array([number]), job.epoch, images, job.among, targets, job.stop)
             try:
                 self._load(workspace, other, slice(0, 1))
             except BetonError:
@@ -316,14 +328,14 @@ class Decoder:
             for group, draw in zip(self._groups, job.draws, strict=True)
         ]
         if self._groups[0].operations is None:
-            self._decode(workspace, parts, indices)
+            self._decode(workspace, parts, indices, job.stop)
         else:
-            self._decode_and_operate(workspace, parts, indices)
+            self._decode_and_operate(workspace, parts, indices, job.stop)
         if self.targets.kinds:
             self.targets.load(job.targets, indices, job.draws[0].choices, part)
 
     def _decode_and_operate(
-        self, workspace: Workspace, parts: list[_Part], indices: NDArray[np.int64]
+        self, workspace: Workspace, parts: list[_Part], indices: NDArray[np.int64], stop: Stop
     ) -> None:
         """Load the samples; apply FFCV's operations to their levels, before CutOut and the dtype."""
         levels = [
@@ -336,7 +348,7 @@ class Decoder:
             )
             for part in parts
         ]
-        self._decode(workspace, levels, indices)
+        self._decode(workspace, levels, indices, stop)
         for part, level in zip(parts, levels, strict=True):
             images, operations = level.images.flatten(0, 1), part.group.operations
             assert operations is not None
@@ -345,31 +357,42 @@ class Decoder:
             self._core.dt_finish(made, part.choices, len(images), images.data_ptr(), part.images.data_ptr())
 
     def _decode(
-        self, workspace: Workspace, parts: list[_Part], indices: NDArray[np.int64], again: bool = False
+        self,
+        workspace: Workspace,
+        parts: list[_Part],
+        indices: NDArray[np.int64],
+        stop: Stop,
+        again: bool = False,
     ) -> None:
         """Load the samples.
 
         Raises:
             BetonError: naming one that cannot be decoded, or (`verify`) does not match its checksum.
+            DataError: naming one that takes too much memory.
+            Stopped: if the flag is set.
         """
         status = np.empty(len(indices), dtype=np.int32)
         crcs = np.zeros(len(indices), dtype=np.uint32) if self._settings.verify else None
         views = (library.Views * len(parts))(*(part.views() for part in parts))
         self._core.dt_load(
             workspace.address, self._samples, library.address(indices), len(indices), views, len(parts),
-            library.address(crcs), status.ctypes.data,
+            stop.limits(self.coefficient_bytes), library.address(crcs), status.ctypes.data,
         )  # fmt: skip
+        if stop.is_set:
+            raise Stopped(
+                "The loading of this batch was stopped: its loop has ended, or the loader was closed."
+            )
         if crcs is not None and not self._beton.are_unchanged(indices, crcs):
             for index in indices.tolist():
                 self._beton.require_unchanged(index)  # raises; or has fetched a sample of a remote file again
             if not again:
-                self._decode(workspace, parts, indices, again=True)
+                self._decode(workspace, parts, indices, stop, again=True)
                 return
         if status.any():
             at = int(np.argmax(status))
-            raise self._error(int(indices[at]), int(status[at]))
+            raise self._error(int(indices[at]), int(status[at]), stop)
 
-    def _error(self, index: int, status: int) -> Exception:
+    def _error(self, index: int, status: int, stop: Stop) -> Exception:
         """Return the error for a sample with that status."""
         if status == library.NO_MEMORY:
             return MemoryError(f"There is no memory to decode sample {index}.")
@@ -379,7 +402,14 @@ class Decoder:
         if status == library.WRONG_SIZE:
             reason = "its JPEG header and the file's metadata disagree on the size"
             return self._beton.sample_error(index, reason)
-        message = jpeg.complaint(stored, int(self._widths[index]), int(self._heights[index]))
+        limits = stop.limits(self.coefficient_bytes)
+        message = jpeg.complaint(stored, int(self._widths[index]), int(self._heights[index]), limits)
+        if status == library.TOO_LARGE:
+            return DataError(
+                f"{self._beton.name}: sample {index} cannot be decoded: {message}. Such a JPEG, progressive or in "
+                "several scans, is decoded from all of its coefficients. Use fewer workers, or convert the data again: "
+                "drivetrain convert recodes it without loss."
+            )
         reason = "its JPEG data cannot be decoded" + (f" ({message})" if message else "")
         return self._beton.sample_error(index, reason)
 
@@ -441,6 +471,7 @@ def check_memory(decoder: Decoder, batches: int, batch_bytes: int, workers: int)
     """
     free, each = machine.rank_free_memory(), decoder.workspace_bytes
     need = batches * batch_bytes + workers * each
+    decoder.coefficient_bytes = max(free - need, 0) // workers
     if decoder.largest_bytes > free:
         raise BetonError(
             f"The largest image of the file needs {decoder.largest_bytes / 1e9:,.1f} GB to be decoded, but "

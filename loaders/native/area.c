@@ -35,6 +35,7 @@ typedef struct {
     int16_t *near[2]; /* two lines after the horizontal pass, for enlarging */
     uint32_t *box;    /* sums of source lines */
     uint16_t *pairs;  /* sums of two source lines */
+    const dt_limits *limits;
 } workspace;
 
 /* Four values at a time: the three of a pixel, and one that the next pixel overwrites. */
@@ -257,7 +258,7 @@ DT_CLONES static void halve(const uint16_t *restrict sums, int64_t count, uint8_
 static void boxes(const uint8_t *source, size_t stride, int64_t high, int64_t wide, int64_t out_height,
                   int64_t out_width, const workspace *work, uint8_t *target)
 {
-    for (int64_t i = 0; i < out_height; i++, target += 3 * out_width) {
+    for (int64_t i = 0; i < out_height && !dt_is_stopped(work->limits); i++, target += 3 * out_width) {
         const uint8_t *from = source + (size_t)(i * high) * stride;
         if (high == 2 && wide == 2) {
             add_lines(from, from + stride, 6 * out_width, work->pairs);
@@ -273,7 +274,7 @@ static void shrink(const uint8_t *source, size_t stride, int64_t width, const wo
 {
     const taps *down = &work->down;
     int64_t lanes = 3 * work->across.count, ready = -1; /* the line that `blended` has */
-    for (int64_t i = 0; i < down->count; i++, target += lanes) {
+    for (int64_t i = 0; i < down->count && !dt_is_stopped(work->limits); i++, target += lanes) {
         for (int32_t k = 0; k < down->used[i]; k++) {
             int64_t at = down->first[i] + k;
             if (at != ready) {
@@ -293,7 +294,7 @@ static void enlarge(const uint8_t *source, size_t stride, int64_t height, int64_
 {
     const taps *down = &work->down;
     int64_t lanes = 3 * work->across.count, ready[2] = {-1, -1}; /* line k is in near[k % 2] */
-    for (int64_t i = 0; i < down->count; i++, target += lanes) {
+    for (int64_t i = 0; i < down->count && !dt_is_stopped(work->limits); i++, target += lanes) {
         int64_t at[2] = {down->first[i], down->first[i] + 1};
         for (int k = 0; k < 2; k++) {
             if (at[k] > height - 1)
@@ -321,13 +322,13 @@ DT_API size_t dt_area_bytes(int64_t height, int64_t width, int64_t out_height, i
     return split(NULL, &work, height, width, out_height, out_width);
 }
 
-DT_API int dt_area(const uint8_t *source, size_t stride, int64_t height, int64_t width, uint8_t *target,
-                   int64_t out_height, int64_t out_width, void *memory, size_t bytes)
+DT_API int dt_area(const uint8_t *source, size_t stride, int64_t height, int64_t width, const dt_limits *limits,
+                   uint8_t *target, int64_t out_height, int64_t out_width, void *memory, size_t bytes)
 {
     size_t needed = dt_area_bytes(height, width, out_height, out_width);
     if (needed == 0)
         return DT_WRONG_SIZE;
-    if (bytes < needed)
+    if (memory == NULL || bytes < needed)
         return DT_NO_MEMORY;
     if (height == out_height && width == out_width) {
         size_t line = 3 * (size_t)width;
@@ -337,6 +338,7 @@ DT_API int dt_area(const uint8_t *source, size_t stride, int64_t height, int64_t
     }
     workspace work;
     split(memory, &work, height, width, out_height, out_width);
+    work.limits = limits;
     double down = ratio(height, out_height), across = ratio(width, out_width);
     if (down < 1 || across < 1) {
         neighbours(&work.down, height, out_height, down, 0);

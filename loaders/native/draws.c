@@ -19,7 +19,6 @@ static double uniform(uint64_t key, int64_t draw)
     return (double)(mix(key + (uint64_t)(draw + 1) * GOLDEN) >> 11) * (1.0 / 9007199254740992.0);
 }
 
-/* Write the keys of the samples `indices` (n) to `keys` (n). */
 DT_API void dt_sample_keys(uint64_t seed, uint64_t epoch, const int64_t *indices, int64_t n, uint64_t *keys)
 {
     uint64_t both = mix(mix(seed + GOLDEN) ^ (epoch + GOLDEN));
@@ -27,8 +26,6 @@ DT_API void dt_sample_keys(uint64_t seed, uint64_t epoch, const int64_t *indices
         keys[i] = mix(both ^ ((uint64_t)indices[i] + GOLDEN));
 }
 
-/* Write the keys of `count` views of each sample, from number `first` on, to `views` (n, count). View 0 has the sample's
- * own key. */
 DT_API void dt_view_keys(const uint64_t *keys, int64_t n, int64_t first, int64_t count, uint64_t *views)
 {
     for (int64_t i = 0; i < n; i++)
@@ -36,7 +33,6 @@ DT_API void dt_view_keys(const uint64_t *keys, int64_t n, int64_t first, int64_t
             *views++ = view == 0 ? keys[i] : mix(keys[i] ^ mix((uint64_t)view + GOLDEN));
 }
 
-/* Write draws `first` to `first` + `count` - 1 of each key to `values` (n, count). */
 DT_API void dt_uniforms(const uint64_t *keys, int64_t n, int64_t first, int64_t count, double *values)
 {
     for (int64_t i = 0; i < n; i++)
@@ -77,7 +73,6 @@ static void random_resized_crop(uint64_t key, int64_t height, int64_t width, con
     box[3] = w;
 }
 
-/* Write each sample's crop to `boxes` (n, 4); `scale` and `ratio` are pairs. */
 DT_API void dt_random_resized_crops(const uint64_t *keys, const int64_t *heights, const int64_t *widths, int64_t n,
                                     const double *scale, const double *ratio, int64_t *boxes)
 {

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import ctypes
 
-from .library import MESSAGE, OK, library
+from .library import MESSAGE, MOST_MEMORY, OK, Limits, library
 
 
-def decodes(jpeg: bytes, width: int, height: int) -> bool:
-    """Whether the loader's decoder reads this JPEG completely and without a warning.
+def decodes(jpeg: bytes, width: int, height: int, limits: Limits | None = None) -> bool:
+    """Whether the loader's decoder reads this JPEG completely and without a warning, within limits (default: 2 GiB).
 
     Decodes at an eighth of its size: that reads all of the entropy-coded data, which can be damaged, but skips the
     arithmetic on pixels, which cannot fail. Takes three quarters of the time (0.60 ms of 0.78 for a photograph of
     92 KB).
     """
-    return _check(jpeg, width, height, 8)[0] == OK
+    return _check(jpeg, width, height, 8, limits)[0] == OK
 
 
-def complaint(jpeg: bytes, width: int, height: int) -> str:
+def complaint(jpeg: bytes, width: int, height: int, limits: Limits | None = None) -> str:
     """Return libjpeg's error or warning when it decodes these bytes; empty if there is none."""
-    return _check(jpeg, width, height, 1)[1]
+    return _check(jpeg, width, height, 1, limits)[1]
 
 
-def _check(jpeg: bytes, width: int, height: int, share: int) -> tuple[int, str]:
+def _check(jpeg: bytes, width: int, height: int, share: int, limits: Limits | None) -> tuple[int, str]:
     message = ctypes.create_string_buffer(MESSAGE)
-    status = library().dt_jpeg_check(jpeg, len(jpeg), height, width, share, message)
+    limits = limits or Limits(None, MOST_MEMORY)
+    status = library().dt_jpeg_check(jpeg, len(jpeg), height, width, share, limits, message)
     return int(status), message.value.decode(errors="replace")

@@ -24,10 +24,13 @@ from numpy.typing import NDArray
 
 from ...errors import DrivetrainError
 
-OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY = range(5)
+OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY, STOPPED, TOO_LARGE = range(7)
 """A sample's status; as in core.h."""
 MESSAGE = 256
 """Bytes of a message."""
+MOST_MEMORY = 1 << 31
+"""Bytes for a JPEG's coefficients where nothing else is known: above those of the most pixels that Pillow opens, in three
+components, 1.1 GB."""
 BILINEAR, AREA, SHIFT, BICUBIC, NEAREST, PILLOW = range(6)
 UINT8, FLOAT32, BFLOAT16 = range(3)
 
@@ -71,26 +74,41 @@ class Views(Structure):
     )  # fmt: skip
 
 
+class Limits(Structure):
+    """`dt_limits`: the address of a flag that ends the call when it is set, and bytes for a JPEG's coefficients."""
+
+    _fields_ = (("stop", c_void_p), ("memory", c_uint64))
+
+
+_INTERFACE = 2
+"""As `DT_INTERFACE` in core.h."""
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     # name: result, arguments
     "dt_workspace_new": (c_void_p,),
     "dt_workspace_free": (None, c_void_p),
     "dt_load": (
-        None, c_void_p, POINTER(Samples), c_void_p, c_int64, POINTER(Views), c_int64, c_void_p, c_void_p,
+        None, c_void_p, POINTER(Samples), c_void_p, c_int64, POINTER(Views), c_int64, POINTER(Limits), c_void_p,
+        c_void_p,
     ),
-    "dt_load_picture": (c_int32, c_void_p, POINTER(Samples), c_void_p, POINTER(Views)),
+    "dt_workspace_bytes": (c_uint64, POINTER(Samples), c_int64, POINTER(Views), c_int64),
+    "dt_load_picture": (c_int32, c_void_p, POINTER(Samples), c_void_p, POINTER(Views), POINTER(Limits)),
     "dt_finish": (None, POINTER(Settings), POINTER(Choices), c_int64, c_void_p, c_void_p),
     "dt_area_bytes": (c_size_t, *[c_int64] * 4),
     "dt_area": (
-        c_int32, c_void_p, c_size_t, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_size_t,
+        c_int32, c_void_p, c_size_t, c_int64, c_int64, POINTER(Limits), c_void_p, c_int64, c_int64, c_void_p,
+        c_size_t,
     ),
     "dt_crc32": (c_uint32, c_uint32, c_char_p, c_size_t),
     "dt_recode": (
-        c_int32, c_char_p, c_size_t, c_uint64, c_size_t, POINTER(c_void_p), POINTER(c_size_t), c_char_p,
+        c_int32, c_char_p, c_size_t, c_size_t, POINTER(Limits), POINTER(c_void_p), POINTER(c_size_t), c_char_p,
     ),
     "dt_free": (None, c_void_p),
-    "dt_jpeg_version": (c_int32,),
-    "dt_jpeg_check": (c_int32, c_char_p, c_size_t, c_int64, c_int64, c_int32, c_char_p),
+    "dt_interface": (None, c_void_p),
+    "dt_jpeg_version": (c_int32, c_char_p),
+    "dt_jpeg_check": (
+        c_int32, c_char_p, c_size_t, c_int64, c_int64, c_int32, POINTER(Limits), c_char_p,
+    ),
     "dt_sample_keys": (None, c_uint64, c_uint64, c_void_p, c_int64, c_void_p),
     "dt_view_keys": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "dt_uniforms": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
@@ -105,19 +123,49 @@ def library() -> ctypes.CDLL:
     """Return the library, with its functions' types declared. They run without the GIL.
 
     Raises:
-        DrivetrainError: if it was not built, or libjpeg-turbo is missing.
+        DrivetrainError: if it was not built, was built from other sources, or libjpeg-turbo is missing.
     """
+    return _declared(_FILE)
+
+
+def _declared(file: Path) -> ctypes.CDLL:
     try:
-        loaded = ctypes.CDLL(str(_FILE))
+        loaded = ctypes.CDLL(str(file))
     except OSError as error:
         raise DrivetrainError(
             f"Drivetrain's native library cannot be loaded ({error}). Install Drivetrain again: pip install . "
             "builds it with a C compiler and libjpeg-turbo's headers (Debian: gcc libjpeg62-turbo-dev)."
         ) from error
+    structures = [ctypes.sizeof(one) for one in (Samples, Settings, Choices, Views, Limits)]
+    values = (c_int64 * (1 + len(structures)))()
+    if hasattr(loaded, "dt_interface"):
+        loaded.dt_interface(values)
+    if list(values) != [_INTERFACE, *structures]:
+        raise DrivetrainError(
+            f"{file} was built from other sources than this version of Drivetrain. Build it again: make, or pip "
+            "install . in its folder."
+        )
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
+
+
+def jpeg_version() -> str:
+    """Return which libjpeg-turbo is in use: its interface and version, and the file that was loaded.
+
+    Raises:
+        DrivetrainError: if it is not one that the library can use.
+    """
+    message = ctypes.create_string_buffer(MESSAGE)
+    status = library().dt_jpeg_version(message)
+    text = message.value.decode(errors="replace")
+    if status != OK:
+        raise DrivetrainError(
+            f"The libjpeg-turbo that is loaded is not the one that Drivetrain was built with ({text}). Build it again: "
+            "make, or pip install . in its folder."
+        )
+    return text
 
 
 def address(array: NDArray[Any] | None) -> int | None:

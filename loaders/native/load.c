@@ -7,56 +7,18 @@
 #include <string.h>
 #include <unistd.h>
 
-/* BILINEAR is fast: of JPEGs decoded at a smaller size, with weights of 8 bits. PILLOW is bilinear in evaluation: decoded at
- * their own size, with Pillow's bits. */
-enum { BILINEAR = 0, AREA = 1, SHIFT = 2, BICUBIC = 3, NEAREST = 4, PILLOW = 5 };
-enum { UINT8 = 0, FLOAT32 = 1, BFLOAT16 = 2 };
-
-/* Where the samples are: each (N) in file order. Mode 0 is a JPEG, 1 raw pixels. */
-typedef struct {
-    const int32_t *descriptors, *modes;
-    const uint16_t *widths, *heights;
-    const uint64_t *pointers, *sizes;
-    int64_t channels, bytes; /* bytes of each value; JPEGs have 3 channels of 1 byte */
-} dt_samples;
-
-/* What becomes of every sample of a loader. */
-typedef struct {
-    int64_t height, width; /* of the images */
-    int32_t method, dtype;
-    int64_t channels, bytes;         /* of the samples */
-    const float *factors, *summands; /* (channels · width) each, for float32; of other images than RGB, also for bfloat16 */
-    const uint16_t *table;           /* (3, 256), for bfloat16 of RGB */
-    int64_t cut;                     /* side of the square that is cut out; 0: none */
-    uint8_t fill[8];                 /* a pixel */
-} dt_settings;
-
-/* What was drawn for each of m images; NULL where nothing is. */
-typedef struct {
-    const int64_t *boxes;      /* (m, 4): top, left, height, width */
-    const uint8_t *flips;      /* (m) */
-    const double *colors;      /* (m, 4) */
-    const int64_t *corners;    /* (m, 2) */
-    int64_t chains, steps;     /* of a policy */
-    const int64_t *operations; /* (m, chains, steps) */
-    const double *magnitudes;
-    const float *weights; /* (m, 1 + chains) */
-    const int64_t *places; /* (m, 4): where in the output each crop goes, as in `boxes`; NULL: everywhere */
-} dt_choices;
-
-/* The images of one size that are made of each sample: `views` of them, from one decoding. */
-typedef struct {
-    const dt_settings *settings;
-    const dt_choices *choices; /* of n · views images */
-    int64_t views;
-    void *images; /* (n, views, height, width, channels) of the dtype */
-} dt_views;
-
 /* A thread's working memory. */
-typedef struct {
+struct dt_workspace {
     dt_buffer file, pixels, image, policy, area, placed;
     dt_resizing resizing;
-} dt_workspace;
+};
+
+DT_API void dt_interface(int64_t *values)
+{
+    int64_t all[] = {DT_INTERFACE,       sizeof(dt_samples), sizeof(dt_settings),
+                     sizeof(dt_choices), sizeof(dt_views),   sizeof(dt_limits)};
+    memcpy(values, all, sizeof all);
+}
 
 DT_API dt_workspace *dt_workspace_new(void) { return calloc(1, sizeof(dt_workspace)); }
 
@@ -74,10 +36,13 @@ DT_API void dt_workspace_free(dt_workspace *workspace)
 }
 
 /* Read `size` bytes of a file. `pread`, because reading a memory map of a truncated file kills the process. */
-static int read_all(int file, uint64_t start, size_t size, uint8_t *target)
+static int read_all(int file, uint64_t start, size_t size, const dt_limits *limits, uint8_t *target)
 {
+    const size_t most = 1 << 26; /* in one call, which cannot be stopped */
     for (size_t done = 0; done < size;) {
-        ssize_t got = pread(file, target + done, size - done, (off_t)(start + done));
+        if (dt_is_stopped(limits))
+            return DT_STOPPED;
+        ssize_t got = pread(file, target + done, size - done < most ? size - done : most, (off_t)(start + done));
         if (got < 0 && errno == EINTR)
             continue;
         if (got <= 0)
@@ -104,7 +69,7 @@ static int is_possible(const dt_views *group, const dt_samples *samples, int is_
     if (is_rgb(settings))
         return 1;
     return settings->channels >= 1 && settings->channels <= 4 && (settings->bytes == 1 || settings->bytes == 2) &&
-           !is_jpeg && settings->method != AREA && (settings->dtype != UINT8 || settings->bytes == 1) &&
+           !is_jpeg && settings->method != DT_AREA && (settings->dtype != DT_UINT8 || settings->bytes == 1) &&
            group->choices->colors == NULL && group->choices->operations == NULL;
 }
 
@@ -156,7 +121,7 @@ static int plan(const dt_views *groups, int64_t count, const dt_samples *samples
         if (!is_possible(group, samples, is_jpeg))
             return DT_WRONG_SIZE;
         int64_t output[4] = {0, 0, settings->height, settings->width};
-        int shifts = settings->method == SHIFT;
+        int shifts = settings->method == DT_SHIFT;
         if (shifts && (height != settings->height || width != settings->width))
             return DT_WRONG_SIZE;
         for (int64_t view = 0; view < group->views; view++) {
@@ -168,10 +133,10 @@ static int plan(const dt_views *groups, int64_t count, const dt_samples *samples
             const int64_t *place = place_of(group, i * group->views + view, output);
             if (place != output && (shifts || !is_inside(place, settings->height, settings->width)))
                 return DT_WRONG_SIZE;
-            int share = settings->method == BILINEAR ? denominator(box, place[2], place[3]) : 1;
+            int share = settings->method == DT_BILINEAR ? denominator(box, place[2], place[3]) : 1;
             made->share = share < made->share ? share : made->share;
         }
-        made->fast |= settings->method == AREA;
+        made->fast |= settings->method == DT_AREA;
     }
     int64_t box[4] = {top, left, bottom - top, right - left};
     memcpy(made->box, box, sizeof box);
@@ -179,23 +144,26 @@ static int plan(const dt_views *groups, int64_t count, const dt_samples *samples
 }
 
 /* Read what is stored of a sample: from its file, unless it is in memory, at `given`. */
-static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, const uint8_t *given, uint32_t *crc)
+static int fetch(dt_workspace *w, const dt_samples *samples, int64_t index, const uint8_t *given, const dt_limits *limits,
+                 uint32_t *crc)
 {
     size_t size = samples->sizes[index];
     uint8_t *bytes = dt_reserve(&w->file, size);
     if (bytes == NULL)
         return DT_NO_MEMORY;
+    int status = DT_OK;
     if (given != NULL)
         memcpy(bytes, given, size);
-    else if (read_all(samples->descriptors[index], samples->pointers[index], size, bytes) != DT_OK)
-        return DT_UNREADABLE;
-    if (crc != NULL)
+    else
+        status = read_all(samples->descriptors[index], samples->pointers[index], size, limits, bytes);
+    if (crc != NULL && status == DT_OK)
         *crc = dt_crc32(0, bytes, size);
-    return DT_OK;
+    return status;
 }
 
 /* Decode what lies in the plan's box of a sample that was fetched. */
-static int decode(dt_workspace *w, const dt_samples *samples, int64_t index, const dt_plan *planned, dt_image *image)
+static int decode(dt_workspace *w, const dt_samples *samples, int64_t index, const dt_plan *planned,
+                  const dt_limits *limits, dt_image *image)
 {
     const int64_t *box = planned->box;
     const uint8_t *bytes = w->file.data;
@@ -208,8 +176,8 @@ static int decode(dt_workspace *w, const dt_samples *samples, int64_t index, con
         *image = (dt_image){bytes + pixel * (box[0] * width + box[1]), (size_t)(pixel * width), box[2], box[3]};
         return DT_OK;
     }
-    return dt_decode(bytes, size, height, width, planned->share, planned->fast,
-                     touched(box, planned->share, height, width), &w->pixels, image);
+    return dt_decode((dt_jpeg){bytes, size, height, width}, planned->share, planned->fast,
+                     touched(box, planned->share, height, width), limits, &w->pixels, image);
 }
 
 /* The part of the decoded picture that one crop touches. */
@@ -238,15 +206,15 @@ static int resize_planes(dt_workspace *w, const dt_settings *settings, dt_image 
 {
     size_t pixel = pixel_of(settings);
     int status = DT_OK;
-    if (settings->method == SHIFT)
+    if (settings->method == DT_SHIFT)
         dt_planes_shift(image, pixel, box[0], box[1], target);
     else if (box[2] == height && box[3] == width)
         copy(image, pixel, target);
-    else if (settings->method == NEAREST)
+    else if (settings->method == DT_NEAREST)
         status = dt_resize_nearest(image, pixel, target, height, width, &w->resizing);
     else
-        status = dt_planes_resize(image, settings->channels, settings->bytes, settings->method == BICUBIC,
-                                  settings->method != BILINEAR, target, height, width, &w->resizing);
+        status = dt_planes_resize(image, settings->channels, settings->bytes, settings->method == DT_BICUBIC,
+                                  settings->method != DT_BILINEAR, target, height, width, &w->resizing);
     if (flip && status == DT_OK)
         dt_planes_flip(target, pixel, height, width);
     return status;
@@ -260,20 +228,20 @@ static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, 
     int status = DT_OK;
     if (!is_rgb(settings))
         return resize_planes(w, settings, image, box, flip, target, height, width);
-    if (settings->method == SHIFT)
+    if (settings->method == DT_SHIFT)
         dt_shifted_copy(image, box[0], box[1], target);
     else if (box[2] == height && box[3] == width)
         copy(image, 3, target);
-    else if (settings->method == BILINEAR)
+    else if (settings->method == DT_BILINEAR)
         return dt_resize(image, (double)box[0] / scale, (double)box[1] / scale, (double)box[2] / scale,
                          (double)box[3] / scale, flip, target, height, width, &w->resizing);
-    else if (settings->method == BICUBIC || settings->method == PILLOW)
-        return dt_resize_finely(image, settings->method == BICUBIC, flip, target, height, width, &w->resizing);
-    else if (settings->method == NEAREST)
+    else if (settings->method == DT_BICUBIC || settings->method == DT_PILLOW)
+        return dt_resize_finely(image, settings->method == DT_BICUBIC, flip, target, height, width, &w->resizing);
+    else if (settings->method == DT_NEAREST)
         status = dt_resize_nearest(image, 3, target, height, width, &w->resizing);
     else {
         size_t bytes = dt_area_bytes(image.rows, image.columns, height, width);
-        status = dt_area(image.data, image.stride, image.rows, image.columns, target, height, width,
+        status = dt_area(image.data, image.stride, image.rows, image.columns, w->resizing.limits, target, height, width,
                          dt_reserve(&w->area, bytes), bytes);
     }
     if (flip && status == DT_OK)
@@ -327,19 +295,19 @@ static void finish(const dt_settings *settings, const dt_choices *choices, int64
         if (choices->corners != NULL)
             dt_planes_cut_out(image, pixel_of(settings), settings->width, choices->corners[2 * i],
                               choices->corners[2 * i + 1], settings->cut, settings->fill);
-        if (settings->dtype != UINT8)
+        if (settings->dtype != DT_UINT8)
             dt_planes_normalise(image, settings->bytes, settings->height, settings->channels * settings->width,
-                                settings->factors, settings->summands, settings->dtype == BFLOAT16,
-                                (uint8_t *)images + at * (settings->dtype == BFLOAT16 ? 2 : 4));
+                                settings->factors, settings->summands, settings->dtype == DT_BFLOAT16,
+                                (uint8_t *)images + at * (settings->dtype == DT_BFLOAT16 ? 2 : 4));
         return;
     }
     if (choices->corners != NULL)
         dt_cut_out(image, settings->width, choices->corners[2 * i], choices->corners[2 * i + 1], settings->cut,
                    settings->fill);
-    if (settings->dtype == FLOAT32)
+    if (settings->dtype == DT_FLOAT32)
         dt_normalise(image, settings->height, settings->width, settings->factors, settings->summands,
                      (float *)images + at);
-    else if (settings->dtype == BFLOAT16)
+    else if (settings->dtype == DT_BFLOAT16)
         dt_look_up(image, pixels, settings->table, (uint16_t *)images + at);
 }
 
@@ -351,10 +319,10 @@ static int make(dt_workspace *w, const dt_views *group, int64_t k, dt_image pict
     const dt_choices *choices = group->choices;
     const int64_t *box = choices->boxes + 4 * k;
     size_t pixel = pixel_of(settings), bytes = pixel * (size_t)settings->height * (size_t)settings->width;
-    uint8_t *image = settings->dtype == UINT8 ? (uint8_t *)group->images + bytes * (size_t)k : dt_reserve(&w->image, bytes);
+    uint8_t *image = settings->dtype == DT_UINT8 ? (uint8_t *)group->images + bytes * (size_t)k : dt_reserve(&w->image, bytes);
     if (image == NULL)
         return DT_NO_MEMORY;
-    dt_image part = settings->method == SHIFT ? picture : part_of(picture, pixel, planned, box, height, width);
+    dt_image part = settings->method == DT_SHIFT ? picture : part_of(picture, pixel, planned, box, height, width);
     int status = choices->places == NULL
                      ? resize(w, settings, part, box, planned->share, choices->flips[k], image, settings->height, settings->width)
                      : put(w, settings, part, box, planned->share, choices->flips[k], image, choices->places + 4 * k);
@@ -365,41 +333,88 @@ static int make(dt_workspace *w, const dt_views *group, int64_t k, dt_image pict
     return status;
 }
 
+static size_t most(size_t a, size_t b) { return a > b ? a : b; }
+
+static dt_resizing_bytes resize_bytes(const dt_settings *settings, int64_t height, int64_t width)
+{
+    if (settings->method == DT_SHIFT || (settings->method == DT_AREA && is_rgb(settings)))
+        return (dt_resizing_bytes){0};
+    if (settings->method == DT_NEAREST)
+        return dt_resize_nearest_bytes(settings->height, settings->width);
+    if (!is_rgb(settings))
+        return dt_planes_resize_bytes(height, width, settings->channels, settings->bytes, settings->method == DT_BICUBIC,
+                                      settings->method != DT_BILINEAR, settings->height, settings->width);
+    if (settings->method == DT_BICUBIC || settings->method == DT_PILLOW)
+        return dt_resize_finely_bytes(height, width, settings->method == DT_BICUBIC, settings->height, settings->width);
+    return dt_resize_bytes(height, width, settings->height, settings->width);
+}
+
+/* The lines that libjpeg keeps while it decodes: of blocks, of enlarged chroma, and of colours. */
+static size_t line_bytes(int64_t width) { return 64 * (size_t)width; }
+
+DT_API uint64_t dt_workspace_bytes(const dt_samples *samples, int64_t n, const dt_views *groups, int64_t count)
+{
+    size_t file = 0, pixels = 0, area = 0, image = 0, policy = 0;
+    dt_resizing_bytes resizing = {0};
+    for (int64_t i = 0; i < n; i++) {
+        int64_t height = samples->heights[i], width = samples->widths[i];
+        file = most(file, samples->sizes[i]);
+        if (samples->modes[i] == 0)
+            pixels = most(pixels, 3 * (size_t)height * (size_t)width + line_bytes(width));
+        for (const dt_views *group = groups; group < groups + count; group++) {
+            const dt_settings *settings = group->settings;
+            dt_resizing_bytes own = resize_bytes(settings, height, width);
+            resizing = (dt_resizing_bytes){most(resizing.first, own.first),     most(resizing.weights, own.weights),
+                                           most(resizing.exact, own.exact),     most(resizing.rows, own.rows),
+                                           most(resizing.columns, own.columns), most(resizing.turned, own.turned)};
+            if (settings->method == DT_AREA)
+                area = most(area, dt_area_bytes(height, width, settings->height, settings->width));
+        }
+    }
+    for (const dt_views *group = groups; group < groups + count; group++) {
+        const dt_settings *settings = group->settings;
+        image = most(image, pixel_of(settings) * (size_t)settings->height * (size_t)settings->width);
+        policy = most(policy, dt_augment_bytes(settings->height, settings->width));
+    }
+    return (uint64_t)file + pixels + area + image + policy + resizing.first + resizing.weights + resizing.exact +
+           resizing.rows + resizing.columns + resizing.turned;
+}
+
 /* Load sample `index`, the i-th of what was drawn; `given` and `crc` as in `fetch`. */
 static int load(dt_workspace *w, const dt_samples *samples, int64_t index, const uint8_t *given, int64_t i,
-                const dt_views *groups, int64_t count, uint32_t *crc)
+                const dt_views *groups, int64_t count, const dt_limits *limits, uint32_t *crc)
 {
     int64_t height = samples->heights[index], width = samples->widths[index];
     dt_plan planned;
     dt_image picture;
+    if (dt_is_stopped(limits))
+        return DT_STOPPED;
+    w->resizing.limits = limits;
     int status = plan(groups, count, samples, i, samples->modes[index] == 0, height, width, &planned);
     if (status == DT_OK)
-        status = fetch(w, samples, index, given, crc);
+        status = fetch(w, samples, index, given, limits, crc);
     if (status == DT_OK)
-        status = decode(w, samples, index, &planned, &picture);
+        status = decode(w, samples, index, &planned, limits, &picture);
     for (const dt_views *group = groups; group < groups + count; group++)
         for (int64_t view = 0; view < group->views && status == DT_OK; view++)
             status = make(w, group, i * group->views + view, picture, &planned, height, width);
-    return status;
+    w->resizing.limits = NULL;
+    return dt_is_stopped(limits) ? DT_STOPPED : status; /* resizes that are stopped return as if they were not */
 }
 
-/* Load n samples into the images of `count` groups of views; `status` (n) receives each sample's, and `crcs` (n), unless
- * it is NULL, the CRC-32 of what is stored. */
 DT_API void dt_load(dt_workspace *w, const dt_samples *samples, const int64_t *indices, int64_t n, const dt_views *groups,
-                    int64_t count, uint32_t *crcs, int32_t *status)
+                    int64_t count, const dt_limits *limits, uint32_t *crcs, int32_t *status)
 {
     for (int64_t i = 0; i < n; i++)
-        status[i] = load(w, samples, indices[i], NULL, i, groups, count, crcs == NULL ? NULL : crcs + i);
+        status[i] = load(w, samples, indices[i], NULL, i, groups, count, limits, crcs == NULL ? NULL : crcs + i);
 }
 
-/* As `dt_load`, of one picture, which is stored in memory; `samples` has its size and number of bytes. Returns its status. */
-DT_API int dt_load_picture(dt_workspace *w, const dt_samples *samples, const uint8_t *stored, const dt_views *group)
+DT_API int dt_load_picture(dt_workspace *w, const dt_samples *samples, const uint8_t *stored, const dt_views *group,
+                           const dt_limits *limits)
 {
-    return load(w, samples, 0, stored, 0, group, 1, NULL);
+    return load(w, samples, 0, stored, 0, group, 1, limits, NULL);
 }
 
-/* The second half of `dt_load`, for n images whose bytes Python has changed in between: `levels` (n, height, width,
- * channels). */
 DT_API void dt_finish(const dt_settings *settings, const dt_choices *choices, int64_t n, uint8_t *levels, void *images)
 {
     size_t bytes = pixel_of(settings) * (size_t)settings->height * (size_t)settings->width;

@@ -8,6 +8,8 @@
 
 #include <string.h>
 
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 static size_t whole_blocks(size_t bytes) { return (bytes + DT_BLOCK - 1) / DT_BLOCK * DT_BLOCK; }
 
 typedef struct {
@@ -16,22 +18,18 @@ typedef struct {
     int64_t most;
 } filter;
 
-/* Weigh the lines 0 to `size` - 1 for `count` outputs. Returns whether there was memory. */
-static int weigh(int cubic, int64_t size, int64_t count, dt_resizing *memory, filter *found)
+/* Weigh the lines 0 to `size` - 1 for `count` outputs, in memory that is reserved. */
+static filter weigh(int cubic, int64_t size, int64_t count, dt_resizing *memory)
 {
     int64_t most = dt_most_weights(cubic, size, count);
-    found->first = dt_reserve(&memory->first, (size_t)count * sizeof(int64_t));
-    found->weights = dt_reserve(&memory->weights, (size_t)count * (size_t)most * sizeof(float));
-    double *exact = dt_reserve(&memory->exact, (size_t)most * sizeof(double));
-    found->most = most;
-    if (found->first == NULL || found->weights == NULL || exact == NULL)
-        return 0;
+    double *exact = (double *)(void *)memory->exact.data;
+    filter made = {(int64_t *)(void *)memory->first.data, (float *)(void *)memory->weights.data, most};
     for (int64_t i = 0; i < count; i++) {
-        int64_t used = dt_exact_weights(cubic, size, count, i, exact, &found->first[i]);
+        int64_t used = dt_exact_weights(cubic, size, count, i, exact, &made.first[i]);
         for (int64_t k = 0; k < most; k++)
-            found->weights[i * most + k] = k < used ? (float)exact[k] : 0.0f;
+            made.weights[i * most + k] = k < used ? (float)exact[k] : 0.0f;
     }
-    return 1;
+    return made;
 }
 
 /* How many of the i-th output's weights there are, without the zeros at the end, whose lines may not exist. */
@@ -90,61 +88,81 @@ static void put_column(const float *sums, int64_t channels, int64_t bytes, int64
         }
 }
 
+dt_resizing_bytes dt_planes_resize_bytes(int64_t rows, int64_t columns, int64_t channels, int64_t bytes, int cubic, int fine,
+                                         int64_t out_height, int64_t out_width)
+{
+    size_t pixel = (size_t)(channels * bytes), values = (size_t)channels * sizeof(float);
+    int64_t down = dt_most_weights(cubic, rows, out_height), across = dt_most_weights(cubic, columns, out_width);
+    dt_resizing_bytes of = {
+        .first = (size_t)larger(out_height, out_width) * sizeof(int64_t),
+        .weights = (size_t)larger(out_height * down, out_width * across) * 4, /* of four bytes in either filter */
+        .exact = (size_t)larger(down, across) * sizeof(double)};
+    if (fine && bytes == 1) {
+        of.columns = whole_blocks(pixel * (size_t)rows) * (size_t)columns;
+        of.turned = whole_blocks(pixel * (size_t)rows) * (size_t)out_width;
+        of.rows = whole_blocks(pixel * (size_t)out_width) * (size_t)(rows + out_height);
+    } else {
+        of.columns = values * (size_t)out_height * (size_t)columns;
+        of.turned = values * (size_t)out_height;
+        of.rows = values * (size_t)columns;
+    }
+    return of;
+}
+
 /* Pillow's filters on bytes: across the picture, then, rounded to bytes, down. */
-static int resize_finely(dt_image image, size_t pixel, int cubic, uint8_t *target, int64_t out_height,
-                         int64_t out_width, dt_resizing *memory)
+static void resize_finely(dt_image image, size_t pixel, int cubic, uint8_t *target, int64_t out_height, int64_t out_width,
+                          dt_resizing *memory)
 {
     size_t line = whole_blocks(pixel * (size_t)image.rows), width = pixel * (size_t)out_width, stride = whole_blocks(width);
-    uint8_t *columns = dt_reserve(&memory->columns, line * (size_t)image.columns);
-    uint8_t *turned = dt_reserve(&memory->turned, line * (size_t)out_width);
-    uint8_t *rows = dt_reserve(&memory->rows, stride * (size_t)(image.rows + out_height));
-    dt_fine_filter filter;
-    if (columns == NULL || turned == NULL || rows == NULL)
-        return DT_NO_MEMORY;
-    if (!dt_weigh_finely(cubic, image.columns, out_width, memory, &filter))
-        return DT_NO_MEMORY;
+    uint8_t *rows = memory->rows.data, *columns = memory->columns.data, *turned = memory->turned.data;
     turn(image.data, image.stride, image.rows, image.columns, pixel, columns, line);
-    dt_blend_finely(columns, line, pixel * (size_t)image.rows, &filter, out_width, turned, line);
+    dt_fine_filter across = dt_weigh_finely(cubic, image.columns, out_width, memory);
+    dt_blend_finely(columns, line, pixel * (size_t)image.rows, &across, out_width, memory->limits, turned, line);
     turn(turned, line, out_width, image.rows, pixel, rows, stride);
-    if (!dt_weigh_finely(cubic, image.rows, out_height, memory, &filter))
-        return DT_NO_MEMORY;
+    dt_fine_filter down = dt_weigh_finely(cubic, image.rows, out_height, memory);
     uint8_t *done = rows + stride * (size_t)image.rows;
-    dt_blend_finely(rows, stride, width, &filter, out_height, done, stride);
+    dt_blend_finely(rows, stride, width, &down, out_height, memory->limits, done, stride);
     for (int64_t y = 0; y < out_height; y++)
         memcpy(target + width * (size_t)y, done + stride * (size_t)y, width);
-    return DT_OK;
+}
+
+/* The other filters: down the picture, then, in floats, across it. */
+static void resize_floats(dt_image image, int64_t channels, int64_t bytes, int cubic, uint8_t *target, int64_t out_height,
+                          int64_t out_width, dt_resizing *memory)
+{
+    size_t lanes = (size_t)(channels * image.columns), pixel = (size_t)(channels * bytes);
+    size_t line = (size_t)(channels * out_height); /* of a column, in floats */
+    float *row = (float *)(void *)memory->rows.data, *columns = (float *)(void *)memory->columns.data;
+    float *sums = (float *)(void *)memory->turned.data;
+    filter down = weigh(cubic, image.rows, out_height, memory);
+    for (int64_t y = 0; y < out_height && !dt_is_stopped(memory->limits); y++) {
+        const uint8_t *from = image.data + (size_t)down.first[y] * image.stride;
+        const float *weights = down.weights + y * down.most;
+        if (bytes == 1)
+            blend_bytes(from, image.stride, lanes, weights, used_of(&down, y), row);
+        else
+            blend_shorts((const uint16_t *)(const void *)from, image.stride / 2, lanes, weights, used_of(&down, y), row);
+        turn((const uint8_t *)row, 0, 1, image.columns, (size_t)channels * sizeof(float),
+             (uint8_t *)(columns + y * channels), line * sizeof(float));
+    }
+    filter across = weigh(cubic, image.columns, out_width, memory);
+    for (int64_t x = 0; x < out_width && !dt_is_stopped(memory->limits); x++) {
+        blend_floats(columns + (size_t)across.first[x] * line, line, line, across.weights + x * across.most,
+                     used_of(&across, x), sums);
+        put_column(sums, channels, bytes, out_height, target + (size_t)x * pixel, (size_t)out_width * pixel);
+    }
 }
 
 int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic, int fine, uint8_t *target,
                      int64_t out_height, int64_t out_width, dt_resizing *memory)
 {
+    if (!dt_reserve_all(memory, dt_planes_resize_bytes(image.rows, image.columns, channels, bytes, cubic, fine,
+                                                       out_height, out_width)))
+        return DT_NO_MEMORY;
     if (fine && bytes == 1)
-        return resize_finely(image, (size_t)channels, cubic, target, out_height, out_width, memory);
-    size_t lanes = (size_t)(channels * image.columns), pixel = (size_t)(channels * bytes);
-    size_t line = (size_t)(channels * out_height); /* of a column, in floats */
-    float *row = dt_reserve(&memory->rows, lanes * sizeof(float));
-    float *columns = dt_reserve(&memory->columns, line * (size_t)image.columns * sizeof(float));
-    float *sums = dt_reserve(&memory->turned, line * sizeof(float));
-    filter filter;
-    if (row == NULL || columns == NULL || sums == NULL || !weigh(cubic, image.rows, out_height, memory, &filter))
-        return DT_NO_MEMORY;
-    for (int64_t y = 0; y < out_height; y++) {
-        const uint8_t *from = image.data + (size_t)filter.first[y] * image.stride;
-        const float *weights = filter.weights + y * filter.most;
-        if (bytes == 1)
-            blend_bytes(from, image.stride, lanes, weights, used_of(&filter, y), row);
-        else
-            blend_shorts((const uint16_t *)(const void *)from, image.stride / 2, lanes, weights, used_of(&filter, y), row);
-        turn((const uint8_t *)row, 0, 1, image.columns, (size_t)channels * sizeof(float),
-             (uint8_t *)(columns + y * channels), line * sizeof(float));
-    }
-    if (!weigh(cubic, image.columns, out_width, memory, &filter))
-        return DT_NO_MEMORY;
-    for (int64_t x = 0; x < out_width; x++) {
-        blend_floats(columns + (size_t)filter.first[x] * line, line, line, filter.weights + x * filter.most,
-                     used_of(&filter, x), sums);
-        put_column(sums, channels, bytes, out_height, target + (size_t)x * pixel, (size_t)out_width * pixel);
-    }
+        resize_finely(image, (size_t)channels, cubic, target, out_height, out_width, memory);
+    else
+        resize_floats(image, channels, bytes, cubic, target, out_height, out_width, memory);
     return DT_OK;
 }
 

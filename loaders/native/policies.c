@@ -224,10 +224,13 @@ static void add(float *sums, const uint8_t *levels, size_t bytes, float weight)
         sums[i] += weight * (float)levels[i];
 }
 
+/* Of the sums, then the untouched image, and `before`. */
+size_t dt_augment_bytes(int64_t height, int64_t width) { return 3 * (size_t)height * (size_t)width * 6; }
+
 int dt_augment(uint8_t *image, int64_t height, int64_t width, const dt_policy *policy, dt_buffer *memory)
 {
     size_t bytes = 3 * (size_t)height * (size_t)width;
-    float *sums = dt_reserve(memory, bytes * 6); /* then the untouched image, and `before` */
+    float *sums = dt_reserve(memory, dt_augment_bytes(height, width));
     if (sums == NULL)
         return DT_NO_MEMORY;
     uint8_t *plain = (uint8_t *)(sums + bytes);

@@ -15,6 +15,18 @@
 
 static size_t whole_blocks(size_t bytes) { return (bytes + DT_BLOCK - 1) / DT_BLOCK * DT_BLOCK; }
 
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+int dt_reserve_all(dt_resizing *memory, dt_resizing_bytes bytes)
+{
+    return (bytes.first == 0 || dt_reserve(&memory->first, bytes.first) != NULL) &&
+           (bytes.weights == 0 || dt_reserve(&memory->weights, bytes.weights) != NULL) &&
+           (bytes.exact == 0 || dt_reserve(&memory->exact, bytes.exact) != NULL) &&
+           (bytes.rows == 0 || dt_reserve(&memory->rows, bytes.rows) != NULL) &&
+           (bytes.columns == 0 || dt_reserve(&memory->columns, bytes.columns) != NULL) &&
+           (bytes.turned == 0 || dt_reserve(&memory->turned, bytes.turned) != NULL);
+}
+
 typedef struct {
     int64_t *first;    /* (count): each output's first source line */
     uint16_t *weights; /* (count, most), of 256 */
@@ -27,18 +39,21 @@ static double part_of(int64_t line, double center, double support)
     return share > 0.0 ? share : 0.0;
 }
 
-/* Weigh the source lines 0 to `limit` - 1 for `count` outputs over the interval of `length` from `start`. The rounding
- * error of each weight is carried to the next, so that they sum to 256. Returns whether there was memory. */
-static int weigh(double start, double length, int64_t limit, int64_t count, dt_resizing *memory, filter *found)
+/* The most weights of one output. */
+static int64_t most_weights(double length, int64_t count)
+{
+    double step = length / (double)count;
+    return (int64_t)(2 * (step > 1.0 ? step : 1.0)) + 3;
+}
+
+/* Weigh the source lines 0 to `limit` - 1 for `count` outputs over the interval of `length` from `start`, in memory that
+ * is reserved. The rounding error of each weight is carried to the next, so that they sum to 256. */
+static filter weigh(double start, double length, int64_t limit, int64_t count, dt_resizing *memory)
 {
     double step = length / (double)count, support = step > 1.0 ? step : 1.0;
-    int64_t most = (int64_t)(2 * support) + 3;
-    found->first = dt_reserve(&memory->first, (size_t)count * sizeof(int64_t));
-    found->weights = dt_reserve(&memory->weights, (size_t)count * (size_t)most * sizeof(uint16_t));
-    found->most = most;
-    if (found->first == NULL || found->weights == NULL)
-        return 0;
-    memset(found->weights, 0, (size_t)count * (size_t)most * sizeof(uint16_t));
+    int64_t most = most_weights(length, count);
+    filter made = {(int64_t *)(void *)memory->first.data, (uint16_t *)(void *)memory->weights.data, most};
+    memset(made.weights, 0, (size_t)count * (size_t)most * sizeof(uint16_t));
     int64_t low = (int64_t)floor(start), high = (int64_t)ceil(start + length);
     low = low > 0 ? low : 0;
     high = high < limit ? high : limit;
@@ -53,23 +68,23 @@ static int weigh(double start, double length, int64_t limit, int64_t count, dt_r
         for (int64_t k = begin; k < end; k++)
             total += part_of(k, center, support);
         int64_t given = 0;
-        uint16_t *weights = found->weights + i * most;
-        found->first[i] = begin;
+        uint16_t *weights = made.weights + i * most;
+        made.first[i] = begin;
         for (int64_t k = begin; k < end; k++) {
             reached += 256 * (total > 0 ? part_of(k, center, support) / total : 1.0);
             weights[k - begin] = (uint16_t)((int64_t)(reached + 0.5) - given);
             given += weights[k - begin];
         }
     }
-    return 1;
+    return made;
 }
 
 /* Set each of `count` lines of `target` to the weighted mean of lines of `source`, over `lanes` bytes, in whole blocks:
  * the sums of a block stay in registers. */
 DT_CLONES static void blend_lines(const uint8_t *source, size_t stride, size_t lanes, const filter *filter, int64_t count,
-                                  uint8_t *target, size_t target_stride)
+                                  const dt_limits *limits, uint8_t *target, size_t target_stride)
 {
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count && !dt_is_stopped(limits); i++) {
         const uint16_t *weights = filter->weights + i * filter->most;
         const uint8_t *line = source + (size_t)filter->first[i] * stride;
         int64_t used = filter->most;
@@ -166,29 +181,45 @@ DT_CLONES static void turn_back(const uint8_t *columns, size_t line, int flip, u
     }
 }
 
+/* The buffers' lines of a bilinear resize. Three further ones each: they are transposed in blocks of four. */
+typedef struct {
+    size_t stride, line; /* of `rows`; of `columns` and `turned` */
+} lines;
+
+static lines bilinear_lines(int64_t columns, int64_t out_height)
+{
+    return (lines){whole_blocks(3 * (size_t)columns), whole_blocks(4 * (size_t)out_height)};
+}
+
+dt_resizing_bytes dt_resize_bytes(int64_t rows, int64_t columns, int64_t out_height, int64_t out_width)
+{
+    lines of = bilinear_lines(columns, out_height);
+    size_t down = (size_t)(out_height * most_weights((double)rows, out_height));
+    size_t across = (size_t)(out_width * most_weights((double)columns, out_width));
+    return (dt_resizing_bytes){.first = (size_t)most(out_height, out_width) * sizeof(int64_t),
+                               .weights = (down > across ? down : across) * sizeof(uint16_t),
+                               .rows = of.stride * (size_t)out_height,
+                               .columns = of.line * (size_t)(columns + 3),
+                               .turned = of.line * (size_t)(out_width + 3)};
+}
+
 int dt_resize(dt_image image, double top, double left, double height, double width, int flip, uint8_t *target,
               int64_t out_height, int64_t out_width, dt_resizing *memory)
 {
     /* Positions of outputs are computed in the whole picture: relative ones would be rounded differently. */
     int64_t above = (int64_t)floor(top), before = (int64_t)floor(left);
-    size_t lanes = 3 * (size_t)image.columns, stride = whole_blocks(lanes), line = whole_blocks(4 * (size_t)out_height);
-    uint8_t *rows = dt_reserve(&memory->rows, stride * (size_t)out_height);
-    /* Three further lines each: they are transposed in blocks of four. */
-    uint8_t *columns = dt_reserve(&memory->columns, line * (size_t)(image.columns + 3));
-    uint8_t *turned = dt_reserve(&memory->turned, line * (size_t)(out_width + 3));
-    filter filter;
-    if (rows == NULL || columns == NULL || turned == NULL)
+    lines of = bilinear_lines(image.columns, out_height);
+    if (!dt_reserve_all(memory, dt_resize_bytes(image.rows, image.columns, out_height, out_width)))
         return DT_NO_MEMORY;
-    if (!weigh(top, height, above + image.rows, out_height, memory, &filter))
-        return DT_NO_MEMORY;
+    uint8_t *rows = memory->rows.data, *columns = memory->columns.data, *turned = memory->turned.data;
+    filter down = weigh(top, height, above + image.rows, out_height, memory);
     for (int64_t i = 0; i < out_height; i++)
-        filter.first[i] -= above;
-    blend_lines(image.data, image.stride, lanes, &filter, out_height, rows, stride);
-    turn(rows, stride, out_height, image.columns, columns, line);
-    if (!weigh(left - (double)before, width, image.columns, out_width, memory, &filter))
-        return DT_NO_MEMORY;
-    blend_lines(columns, line, 4 * (size_t)out_height, &filter, out_width, turned, line);
-    turn_back(turned, line, flip, target, 3 * (size_t)out_width, out_height, out_width);
+        down.first[i] -= above;
+    blend_lines(image.data, image.stride, 3 * (size_t)image.columns, &down, out_height, memory->limits, rows, of.stride);
+    turn(rows, of.stride, out_height, image.columns, columns, of.line);
+    filter across = weigh(left - (double)before, width, image.columns, out_width, memory);
+    blend_lines(columns, of.line, 4 * (size_t)out_height, &across, out_width, memory->limits, turned, of.line);
+    turn_back(turned, of.line, flip, target, 3 * (size_t)out_width, out_height, out_width);
     return DT_OK;
 }
 
@@ -232,31 +263,27 @@ int64_t dt_exact_weights(int bicubic, int64_t size, int64_t count, int64_t i, do
     return end - first;
 }
 
-int dt_weigh_finely(int bicubic, int64_t size, int64_t count, dt_resizing *memory, dt_fine_filter *found)
+dt_fine_filter dt_weigh_finely(int bicubic, int64_t size, int64_t count, dt_resizing *memory)
 {
     int64_t most = dt_most_weights(bicubic, size, count);
-    found->first = dt_reserve(&memory->first, (size_t)count * sizeof(int64_t));
-    found->weights = dt_reserve(&memory->weights, (size_t)count * (size_t)most * sizeof(int32_t));
-    double *exact = dt_reserve(&memory->exact, (size_t)most * sizeof(double));
-    found->most = most;
-    if (found->first == NULL || found->weights == NULL || exact == NULL)
-        return 0;
+    double *exact = (double *)(void *)memory->exact.data;
+    dt_fine_filter made = {(int64_t *)(void *)memory->first.data, (int32_t *)(void *)memory->weights.data, most};
     for (int64_t i = 0; i < count; i++) {
-        int64_t used = dt_exact_weights(bicubic, size, count, i, exact, &found->first[i]);
-        int32_t *weights = found->weights + i * most;
+        int64_t used = dt_exact_weights(bicubic, size, count, i, exact, &made.first[i]);
+        int32_t *weights = made.weights + i * most;
         for (int64_t k = 0; k < most; k++) {
             double share = k >= used ? 0.0 : exact[k];
             weights[k] = (int32_t)(share * (1 << PRECISION) + (share < 0 ? -0.5 : 0.5));
         }
     }
-    return 1;
+    return made;
 }
 
 /* As `blend_lines`, with fine weights, some of which are negative. */
 DT_CLONES void dt_blend_finely(const uint8_t *source, size_t stride, size_t lanes, const dt_fine_filter *filter,
-                               int64_t count, uint8_t *target, size_t target_stride)
+                               int64_t count, const dt_limits *limits, uint8_t *target, size_t target_stride)
 {
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count && !dt_is_stopped(limits); i++) {
         const int32_t *weights = filter->weights + i * filter->most;
         const uint8_t *line = source + (size_t)filter->first[i] * stride;
         int64_t used = filter->most;
@@ -279,32 +306,44 @@ DT_CLONES void dt_blend_finely(const uint8_t *source, size_t stride, size_t lane
 
 enum { STRIP = 64 }; /* lines that are transposed at a time: they stay in the cache */
 
+/* The buffers' lines of a fine resize. */
+static lines fine_lines(int64_t rows, int64_t out_width)
+{
+    return (lines){whole_blocks(3 * (size_t)out_width), whole_blocks(4 * (size_t)(rows < STRIP ? rows : STRIP))};
+}
+
+dt_resizing_bytes dt_resize_finely_bytes(int64_t rows, int64_t columns, int bicubic, int64_t out_height, int64_t out_width)
+{
+    lines of = fine_lines(rows, out_width);
+    int64_t down = dt_most_weights(bicubic, rows, out_height), across = dt_most_weights(bicubic, columns, out_width);
+    return (dt_resizing_bytes){.first = (size_t)most(out_height, out_width) * sizeof(int64_t),
+                               .weights = (size_t)most(out_height * down, out_width * across) * sizeof(int32_t),
+                               .exact = (size_t)most(down, across) * sizeof(double),
+                               .rows = of.stride * (size_t)(rows + out_height),
+                               .columns = of.line * (size_t)(columns + 3),
+                               .turned = of.line * (size_t)(out_width + 3)};
+}
+
 int dt_resize_finely(dt_image image, int bicubic, int flip, uint8_t *target, int64_t out_height, int64_t out_width,
                      dt_resizing *memory)
 {
-    int64_t most = image.rows < STRIP ? image.rows : STRIP;
-    size_t line = whole_blocks(4 * (size_t)most), width = 3 * (size_t)out_width, stride = whole_blocks(width);
-    /* Three further lines each: they are transposed in blocks of four. */
-    uint8_t *columns = dt_reserve(&memory->columns, line * (size_t)(image.columns + 3));
-    uint8_t *turned = dt_reserve(&memory->turned, line * (size_t)(out_width + 3));
-    uint8_t *rows = dt_reserve(&memory->rows, stride * (size_t)(image.rows + out_height));
-    dt_fine_filter filter;
-    if (columns == NULL || turned == NULL || rows == NULL)
+    lines of = fine_lines(image.rows, out_width);
+    size_t width = 3 * (size_t)out_width;
+    if (!dt_reserve_all(memory, dt_resize_finely_bytes(image.rows, image.columns, bicubic, out_height, out_width)))
         return DT_NO_MEMORY;
-    if (!dt_weigh_finely(bicubic, image.columns, out_width, memory, &filter))
-        return DT_NO_MEMORY;
-    for (int64_t y = 0; y < image.rows; y += STRIP) {
-        int64_t lines = image.rows - y < STRIP ? image.rows - y : STRIP;
-        turn(image.data + (size_t)y * image.stride, image.stride, lines, image.columns, columns, line);
-        dt_blend_finely(columns, line, 4 * (size_t)lines, &filter, out_width, turned, line);
-        turn_back(turned, line, flip, rows + (size_t)y * stride, stride, lines, out_width);
+    uint8_t *rows = memory->rows.data, *columns = memory->columns.data, *turned = memory->turned.data;
+    dt_fine_filter across = dt_weigh_finely(bicubic, image.columns, out_width, memory);
+    for (int64_t y = 0; y < image.rows && !dt_is_stopped(memory->limits); y += STRIP) {
+        int64_t count = image.rows - y < STRIP ? image.rows - y : STRIP;
+        turn(image.data + (size_t)y * image.stride, image.stride, count, image.columns, columns, of.line);
+        dt_blend_finely(columns, of.line, 4 * (size_t)count, &across, out_width, memory->limits, turned, of.line);
+        turn_back(turned, of.line, flip, rows + (size_t)y * of.stride, of.stride, count, out_width);
     }
-    if (!dt_weigh_finely(bicubic, image.rows, out_height, memory, &filter))
-        return DT_NO_MEMORY;
-    uint8_t *done = rows + stride * (size_t)image.rows;
-    dt_blend_finely(rows, stride, width, &filter, out_height, done, stride);
+    dt_fine_filter down = dt_weigh_finely(bicubic, image.rows, out_height, memory);
+    uint8_t *done = rows + of.stride * (size_t)image.rows;
+    dt_blend_finely(rows, of.stride, width, &down, out_height, memory->limits, done, of.stride);
     for (int64_t y = 0; y < out_height; y++)
-        memcpy(target + width * (size_t)y, done + stride * (size_t)y, width);
+        memcpy(target + width * (size_t)y, done + of.stride * (size_t)y, width);
     return DT_OK;
 }
 
@@ -327,13 +366,17 @@ static inline void take_nearest(dt_image image, size_t pixel, const int64_t *acr
     }
 }
 
+dt_resizing_bytes dt_resize_nearest_bytes(int64_t out_height, int64_t out_width)
+{
+    return (dt_resizing_bytes){.first = (size_t)(out_width + out_height) * sizeof(int64_t)};
+}
+
 int dt_resize_nearest(dt_image image, size_t pixel, uint8_t *target, int64_t out_height, int64_t out_width,
                       dt_resizing *memory)
 {
-    int64_t *across = dt_reserve(&memory->first, (size_t)(out_width + out_height) * sizeof(int64_t));
-    if (across == NULL)
+    if (!dt_reserve_all(memory, dt_resize_nearest_bytes(out_height, out_width)))
         return DT_NO_MEMORY;
-    int64_t *down = across + out_width;
+    int64_t *across = (int64_t *)(void *)memory->first.data, *down = across + out_width;
     nearest_lines(image.columns, out_width, across);
     nearest_lines(image.rows, out_height, down);
     if (pixel == 3)

@@ -1,5 +1,5 @@
 /* Lossless recoding of JPEGs: the same coefficients as baseline JPEG with Huffman tables made for them. */
-#include "jpeg_errors.h"
+#include "libjpeg.h"
 
 #include <stdlib.h>
 
@@ -9,8 +9,12 @@ typedef struct {
     struct jpeg_destination_mgr sink;
     struct jpeg_decompress_struct from;
     struct jpeg_compress_struct to;
+    const uint8_t *jpeg;
+    size_t size;
     uint8_t *bytes;
     size_t room, limit; /* of `bytes`: now, and at most; one more than the result has, as libjpeg wants some left */
+    int is_too_long;
+    jpeg_scan_info scans[MAX_COMPONENTS];
 } recoding;
 
 /* The destination: memory that doubles up to the limit. */
@@ -25,8 +29,10 @@ static boolean grow(j_compress_ptr info)
 {
     recoding *work = (recoding *)info->err;
     size_t used = work->room; /* libjpeg calls this when all of it is full */
-    if (used >= work->limit)
+    if (used >= work->limit) {
+        work->is_too_long = 1;
         dt_escape(&work->errors, DT_OK, "");
+    }
     size_t room = used > work->limit / 2 ? work->limit : 2 * used;
     uint8_t *bytes = realloc(work->bytes, room);
     if (bytes == NULL)
@@ -40,29 +46,21 @@ static boolean grow(j_compress_ptr info)
 
 static void end(j_compress_ptr info) { (void)info; }
 
-/* Refuses what decodes to no picture of the loader's, and what would take too much memory. */
-static void check(recoding *work, uint64_t memory)
+/* Refuse what decodes to no picture of the loader's. */
+static void check(recoding *work)
 {
     const struct jpeg_decompress_struct *from = &work->from;
-    uint64_t needed = 0, high = 1, wide = 1;
+    int high = 1, wide = 1;
     if (from->data_precision != 8)
         dt_escape(&work->errors, DT_UNDECODABLE, "its samples do not have 8 bits");
     for (int i = 0; i < from->num_components; i++) {
-        if ((uint64_t)from->comp_info[i].h_samp_factor > wide)
-            wide = (uint64_t)from->comp_info[i].h_samp_factor;
-        if ((uint64_t)from->comp_info[i].v_samp_factor > high)
-            high = (uint64_t)from->comp_info[i].v_samp_factor;
+        const jpeg_component_info *own = &from->comp_info[i];
+        wide = own->h_samp_factor > wide ? own->h_samp_factor : wide;
+        high = own->v_samp_factor > high ? own->v_samp_factor : high;
     }
-    uint64_t columns = (from->image_width + 8 * wide - 1) / (8 * wide);
-    uint64_t rows = (from->image_height + 8 * high - 1) / (8 * high);
-    for (int i = 0; i < from->num_components; i++) {
-        uint64_t h = (uint64_t)from->comp_info[i].h_samp_factor, v = (uint64_t)from->comp_info[i].v_samp_factor;
-        if (wide % h != 0 || high % v != 0)
+    for (int i = 0; i < from->num_components; i++)
+        if (wide % from->comp_info[i].h_samp_factor != 0 || high % from->comp_info[i].v_samp_factor != 0)
             dt_escape(&work->errors, DT_UNDECODABLE, "its sampling factors have no whole ratio");
-        needed += columns * h * rows * v * sizeof(JBLOCK);
-    }
-    if (needed > memory)
-        dt_escape(&work->errors, DT_WRONG_SIZE, "its coefficients take more memory than allowed");
 }
 
 /* Refuse a progressive picture without all bits of its low frequencies: decoders smooth it, but not its baseline copy.
@@ -92,16 +90,14 @@ static void separate_scans(struct jpeg_compress_struct *to, jpeg_scan_info *scan
     to->num_scans = to->num_components;
 }
 
-static void recode(recoding *work, const uint8_t *jpeg, size_t size, uint64_t memory, jpeg_scan_info *scans)
+static void recode(void *argument)
 {
+    recoding *work = argument;
     struct jpeg_decompress_struct *from = &work->from;
     struct jpeg_compress_struct *to = &work->to;
-    jpeg_create_decompress(from);
     jpeg_create_compress(to);
-    jpeg_mem_src(from, jpeg, (unsigned long)size);
-    dt_limit_scans(from);
-    jpeg_read_header(from, TRUE);
-    check(work, memory);
+    dt_open_jpeg(from, work->jpeg, work->size, 1);
+    check(work);
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(from);
     check_scans(work);
     jpeg_copy_critical_parameters(from, to);
@@ -110,44 +106,45 @@ static void recode(recoding *work, const uint8_t *jpeg, size_t size, uint64_t me
         to->write_Adobe_marker = from->saw_Adobe_marker;
     to->optimize_coding = TRUE;
     to->arith_code = FALSE;
-    separate_scans(to, scans);
+    separate_scans(to, work->scans);
     to->dest = &work->sink;
     jpeg_write_coefficients(to, coefficients);
     jpeg_finish_compress(to);
     jpeg_finish_decompress(from);
 }
 
-DT_API int dt_recode(const uint8_t *jpeg, size_t size, uint64_t memory, size_t most, uint8_t **result,
+DT_API int dt_recode(const uint8_t *jpeg, size_t size, size_t most, const dt_limits *limits, uint8_t **result,
                      size_t *result_size, char *message)
 {
     *result = NULL;
     *result_size = 0;
     message[0] = 0;
-    jpeg_scan_info scans[MAX_COMPONENTS];
+    size_t limit = most < SIZE_MAX ? most + 1 : most;
     recoding *work = calloc(1, sizeof *work);
-    if (work == NULL)
+    uint8_t *bytes = malloc(size < most ? size + 1 : limit);
+    if (work == NULL || bytes == NULL) {
+        snprintf(message, DT_MESSAGE, "no memory for the recoded file");
+        free(work);
+        free(bytes);
         return DT_NO_MEMORY;
-    work->limit = most < SIZE_MAX ? most + 1 : most;
-    work->room = size < most ? size + 1 : work->limit;
-    work->bytes = malloc(work->room);
-    work->from.err = work->to.err = dt_catch_errors(&work->errors);
+    }
+    work->jpeg = jpeg;
+    work->size = size;
+    work->limit = limit;
+    work->room = size < most ? size + 1 : limit;
+    work->bytes = bytes;
+    work->from.err = work->to.err = dt_catch_errors(&work->errors, limits);
     work->sink.init_destination = start;
     work->sink.empty_output_buffer = grow;
     work->sink.term_destination = end;
-    if (work->bytes == NULL) {
-        work->errors.status = DT_NO_MEMORY;
-    } else if (size == 0 || size > UINT32_MAX) { /* an unsigned long may have 32 bits */
-        work->errors.status = DT_UNDECODABLE;
-        snprintf(work->errors.message, DT_MESSAGE, "it has %zu bytes", size);
-    } else if (setjmp(work->errors.escape) == 0) {
-        recode(work, jpeg, size, memory, scans);
+    int status = dt_guarded(&work->errors, recode, work);
+    if (status == DT_OK && !work->is_too_long) {
         *result = work->bytes;
         *result_size = work->room - work->sink.free_in_buffer;
         work->bytes = NULL;
     }
     jpeg_destroy_compress(&work->to);
     jpeg_destroy_decompress(&work->from);
-    int status = work->errors.status;
     snprintf(message, DT_MESSAGE, "%s", work->errors.message);
     free(work->bytes);
     free(work);

@@ -7,7 +7,7 @@ import io
 
 from PIL import Image
 
-from .library import MESSAGE, NO_MEMORY, OK, library
+from .library import MESSAGE, MOST_MEMORY, NO_MEMORY, OK, Limits, library
 
 SEQUENTIAL_FRAMES = frozenset((0xC0, 0xC1))
 """Baseline and extended, with Huffman codes."""
@@ -19,8 +19,6 @@ DECODED_FRAMES = SEQUENTIAL_FRAMES | {0xC2} | ARITHMETIC_FRAMES
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # these three are tables and reserved
 _ALONE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a segment
 _ANY_SIZE = (1 << 8 * ctypes.sizeof(ctypes.c_size_t)) - 1
-_MOST_MEMORY = 1 << 31
-"""Bytes of coefficients: above those of the most pixels that Pillow opens, in three components, 1.1 GB."""
 
 
 def frame_type(jpeg: bytes) -> int | None:
@@ -39,7 +37,7 @@ def frame_type(jpeg: bytes) -> int | None:
     return None
 
 
-def recoded(jpeg: bytes, most: int = _ANY_SIZE, memory: int = _MOST_MEMORY) -> bytes | None:
+def recoded(jpeg: bytes, most: int = _ANY_SIZE, memory: int = MOST_MEMORY) -> bytes | None:
     """Return a JPEG as a baseline JPEG with optimised Huffman tables. Pixels are identical.
 
     The result has no EXIF data, colour profile or comments.
@@ -57,7 +55,7 @@ def recoded(jpeg: bytes, most: int = _ANY_SIZE, memory: int = _MOST_MEMORY) -> b
     result, size = ctypes.c_void_p(), ctypes.c_size_t()
     message = ctypes.create_string_buffer(MESSAGE)
     status = native.dt_recode(
-        jpeg, len(jpeg), memory, most, ctypes.byref(result), ctypes.byref(size), message
+        jpeg, len(jpeg), most, Limits(None, memory), ctypes.byref(result), ctypes.byref(size), message
     )
     if status == NO_MEMORY:
         raise MemoryError("The system has no memory for a JPEG's coefficients.")

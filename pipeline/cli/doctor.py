@@ -111,13 +111,12 @@ def _ffcv_loads() -> tuple[bool, str]:
 
 def _native_core() -> Finding:
     """Return whether Drivetrain's native library loads."""
-    from ...loaders.native.library import library
+    from ...loaders.native.library import jpeg_version
 
     try:
-        version = library().dt_jpeg_version()
+        return Finding("native library", f"libjpeg-turbo: {jpeg_version()}", True)
     except DrivetrainError as error:
         return Finding("native library", "-", False, str(error))
-    return Finding("native library", f"libjpeg-turbo's interface {version}", True)
 
 
 def _native() -> list[Finding]:

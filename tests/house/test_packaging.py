@@ -175,7 +175,7 @@ REFUSED = {
     "no headers": (
         {"CFLAGS": "-nostdinc"},
         "install libjpeg-turbo's headers (Debian: apt-get install libjpeg62-turbo-dev; Ubuntu: libjpeg-turbo8-dev), "
-        "or set CPATH and LIBRARY_PATH to where they are.",
+        "or set CPATH and LIBRARY_PATH to where they are; of version 2 or later.",
     ),
 }
 

@@ -314,7 +314,8 @@ def test_memory_for_the_place_is_counted(raws: Path) -> None:
     picture_bytes = 3 * 24 * 40
     assert need(crop="fit") == need(crop="whole") + picture_bytes
     assert need(train=False, eval_crop="fit") == need(train=False) + picture_bytes
-    assert need(crop="padded", padding_mode="constant") == need(crop="padded") + picture_bytes
+    positions = 8 * (24 + 40)  # of the nearest pixels
+    assert need(crop="padded", padding_mode="constant") == need(crop="padded") + picture_bytes + positions
 
 
 @pytest.mark.parametrize(

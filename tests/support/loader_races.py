@@ -37,8 +37,8 @@ def main() -> None:
     name, path, workspaces = sys.argv[1:]
     library._FILE = Path(name)
     if workspaces == "shared":
-        only = decoder._Workspace()
-        decoder._Workspace = lambda: only  # type: ignore[assignment,misc]
+        only = decoder.Workspace()
+        decoder.Workspace = lambda: only  # type: ignore[assignment,misc]
     images: list[int] = []
     options: tuple[dict[str, Any], ...] = (
         {"policy": {"name": "aug_mix"}, "verify": True},

@@ -7,16 +7,19 @@
  * After each round its threads end and release their memory; what the process still has is printed.
  */
 #define _GNU_SOURCE
-#include "../../loaders/native/load.c" /* its types are its own */
+#include "../../loaders/native/core.h"
 
 #include <dirent.h>
 #include <malloc.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
-enum { MOST_FILES = 256, LARGEST = 1 << 16, MOST_PIXELS = 1 << 18, MOST_THREADS = 16 };
+enum { MOST_FILES = 4096, LARGEST = 1 << 17, MOST_PIXELS = 1 << 18, MOST_THREADS = 16 };
 
 typedef struct {
     uint8_t *data;
@@ -94,6 +97,10 @@ static void fail(const char *what, int64_t number)
     abort();
 }
 
+/* Of every call; the flag is never set. */
+static const int32_t no_stop;
+static const dt_limits limits = {&no_stop, 1 << 24};
+
 /* Decode the whole and a part of it; both give the same bytes. Returns whether the whole decodes. */
 static int compare(const file *jpeg, int64_t height, int64_t width, dt_buffer *memory, int64_t number)
 {
@@ -105,8 +112,9 @@ static int compare(const file *jpeg, int64_t height, int64_t width, dt_buffer *m
     part.bottom = part.top + 1 + (int64_t)next((uint64_t)(rows - part.top));
     part.right = part.left + 1 + (int64_t)next((uint64_t)(columns - part.left));
     dt_image whole, found;
-    int status = dt_decode(jpeg->data, jpeg->size, height, width, share, fast, all, &memory[0], &whole);
-    int of_part = dt_decode(jpeg->data, jpeg->size, height, width, share, fast, part, &memory[1], &found);
+    dt_jpeg source = {jpeg->data, jpeg->size, height, width};
+    int status = dt_decode(source, share, fast, all, &limits, &memory[0], &whole);
+    int of_part = dt_decode(source, share, fast, part, &limits, &memory[1], &found);
     if (status != DT_OK)
         return 0;
     if (of_part != DT_OK)
@@ -133,15 +141,16 @@ static void recode(const file *jpeg, int64_t height, int64_t width, dt_buffer *m
     uint8_t *result;
     size_t size;
     char message[DT_MESSAGE];
-    int status = dt_recode(jpeg->data, jpeg->size, 1 << 24, next(4) ? SIZE_MAX : next(4096), &result, &size, message);
+    int status = dt_recode(jpeg->data, jpeg->size, next(4) ? SIZE_MAX : next(4096), &limits, &result, &size, message);
     if (status != DT_OK && (result != NULL || message[0] == 0))
         fail("not recoded, without a reason", number);
     if (result == NULL)
         return;
     dt_region all = {0, 0, height, width};
     dt_image before, after;
-    if (dt_decode(jpeg->data, jpeg->size, height, width, 1, 0, all, &memory[0], &before) == DT_OK) {
-        if (dt_decode(result, size, height, width, 1, 0, all, &memory[1], &after) != DT_OK)
+    dt_jpeg source = {jpeg->data, jpeg->size, height, width}, plain = {result, size, height, width};
+    if (dt_decode(source, 1, 0, all, &limits, &memory[0], &before) == DT_OK) {
+        if (dt_decode(plain, 1, 0, all, &limits, &memory[1], &after) != DT_OK)
             fail("what was recoded does not decode", number);
         for (int64_t y = 0; y < height; y++)
             if (memcmp(before.data + (size_t)y * before.stride, after.data + (size_t)y * after.stride, 3 * (size_t)width))
@@ -172,7 +181,7 @@ static dt_choices draw(drawn *to, const dt_settings *settings, int views, uint64
             box[0] = (int64_t)next(rows), box[1] = (int64_t)next(columns);
             box[2] = 1 + (int64_t)next(rows - (uint64_t)box[0]), box[3] = 1 + (int64_t)next(columns - (uint64_t)box[1]);
         }
-        if (settings->method == SHIFT)
+        if (settings->method == DT_SHIFT)
             to->boxes[4 * view] = (int64_t)next(9) - 4, to->boxes[4 * view + 1] = (int64_t)next(9) - 4;
         uint64_t height = (uint64_t)settings->height, width = (uint64_t)settings->width;
         int64_t *place = to->places + 4 * view;
@@ -221,8 +230,8 @@ static int load_anything(dt_workspace *workspace, int descriptor, int64_t height
     int64_t others = next(64) ? channels : (int64_t)next(5);
     dt_settings settings[] = {
         {24, 20, method, dtype, channels, bytes, factors, summands, table, 5, {1, 2, 3}},
-        {8, 12, method == SHIFT ? 0 : method, dtype, others, bytes, factors, summands, table, 5, {1, 2, 3}}};
-    if (method == SHIFT)
+        {8, 12, method == DT_SHIFT ? 0 : method, dtype, others, bytes, factors, summands, table, 5, {1, 2, 3}}};
+    if (method == DT_SHIFT)
         heights[0] = 24, widths[0] = 20;
     else if (channels == 3 && bytes == 1 && next(4) && height > 0 && width > 0 && height * width <= MOST_PIXELS) {
         modes[0] = height * width * 3 <= LARGEST && next(4) == 0;
@@ -239,8 +248,8 @@ static int load_anything(dt_workspace *workspace, int descriptor, int64_t height
             choices[k].colors = NULL, choices[k].operations = NULL;
         groups[k] = (dt_views){&settings[k], &choices[k], views, memory[k].images};
     }
-    dt_load(workspace, &samples, indices, 1, groups, 1 + (int64_t)next(2), next(2) ? &crc : NULL, &status);
-    if (status < DT_OK || status > DT_NO_MEMORY)
+    dt_load(workspace, &samples, indices, 1, groups, 1 + (int64_t)next(2), &limits, next(2) ? &crc : NULL, &status);
+    if (status < DT_OK || status > DT_TOO_LARGE || status == DT_STOPPED)
         fail("a sample without a status", 0);
     return status == DT_OK;
 }
@@ -273,7 +282,7 @@ static void *work(void *argument)
         find_size(jpeg.data, jpeg.size, &height, &width);
         if (next(4) == 0 && height > 0 && width > 0 && height * width <= MOST_PIXELS) {
             char message[DT_MESSAGE];
-            int status = dt_jpeg_check(jpeg.data, jpeg.size, height, width, 1 << next(4), message);
+            int status = dt_jpeg_check(jpeg.data, jpeg.size, height, width, 1 << next(4), &limits, message);
             if (status == DT_UNDECODABLE && message[0] == 0)
                 fail("an error without a message", number);
             own->decoded += compare(&jpeg, height, width, memory, number);

@@ -73,7 +73,7 @@ def load_pictures(
         workspace = core.dt_workspace_new()
         views = library.Views(ctypes.pointer(made), ctypes.pointer(choices), 1, address(loaded))
         core.dt_load(
-            workspace, library.Samples(*map(address, columns), 3, 1), address(indices), n, views, 1, None,
+            workspace, library.Samples(*map(address, columns), 3, 1), address(indices), n, views, 1, None, None,
             address(status),
         )  # fmt: skip
         core.dt_workspace_free(workspace)

@@ -35,7 +35,7 @@ def by_us(image: Pixels, box: Box, height: int, width: int) -> Pixels:
     memory = np.full(size + 128, 255, np.uint8)  # floats of this pattern are NaN
     start = -memory.ctypes.data % 64
     source = image.ctypes.data + (top * image.shape[1] + left) * 3
-    arguments = (source, image.shape[1] * 3, h, w, target.ctypes.data, height, width)
+    arguments = (source, image.shape[1] * 3, h, w, None, target.ctypes.data, height, width)
     assert library().dt_area(*arguments, memory.ctypes.data + start, size) == OK
     assert (target[height * width * 3 :] == GUARD).all()
     assert (memory[:start] == 255).all()
@@ -142,9 +142,9 @@ def test_rejects_a_side(place: int, side: int) -> None:
     sides[place] = side
     h, w, height, width = sides
     assert library().dt_area_bytes(h, w, height, width) == 0
-    assert library().dt_area(None, 24, h, w, None, height, width, None, 2**40) == WRONG_SIZE
+    assert library().dt_area(None, 24, h, w, None, None, height, width, None, 2**40) == WRONG_SIZE
 
 
 def test_rejects_too_little_memory() -> None:
     size = library().dt_area_bytes(8, 8, 5, 5)
-    assert library().dt_area(None, 24, 8, 8, None, 5, 5, None, size - 1) == NO_MEMORY
+    assert library().dt_area(None, 24, 8, 8, None, None, 5, 5, None, size - 1) == NO_MEMORY

@@ -1,0 +1,48 @@
+"""A flag that ends calls of the native core, set by another thread."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from contextlib import suppress
+
+from .library import Limits
+
+_ALL: weakref.WeakSet[Stop] = weakref.WeakSet()
+
+
+class Stop:
+    """Ends the native calls that have it among their limits, within a fraction of a second, once it is set.
+
+    At the end of the process all are set: otherwise it would wait for the threads that load ahead.
+    """
+
+    def __init__(self) -> None:
+        self._flag = ctypes.c_int32(0)
+        _ALL.add(self)
+
+    def set(self) -> None:
+        """End the calls."""
+        self._flag.value = 1
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it has been set."""
+        return bool(self._flag.value)
+
+    def limits(self, memory: int) -> Limits:
+        """Return the limits of a call that this ends, with bytes for the coefficients of a JPEG. Keep this object until
+        the call returns."""
+        return Limits(ctypes.addressof(self._flag), memory)
+
+
+def _set_all() -> None:
+    for stop in list(_ALL):
+        stop.set()
+
+
+# Before the interpreter waits for threads, which `atexit` is too late for. concurrent.futures registers in the same way
+# that it waits for its own; the last one registered is called first.
+with suppress(RuntimeError):  # the process is already at its end
+    threading._register_atexit(_set_all)  # type: ignore[attr-defined]
