@@ -151,7 +151,7 @@ void dt_open_jpeg(j_decompress_ptr jpeg, const uint8_t *data, size_t size, int k
     uint64_t bytes = coefficient_bytes(jpeg);
     if (errors->limits != NULL && bytes > errors->limits->memory) {
         char message[DT_MESSAGE];
-        snprintf(message, sizeof message, "its coefficients take %.1f MB of memory, and %.1f are allowed",
+        snprintf(message, sizeof message, "its coefficients take more memory than allowed, %.1f MB of %.1f MB",
                  (double)bytes / 1e6, (double)errors->limits->memory / 1e6);
         dt_escape(errors, DT_TOO_LARGE, message);
     }

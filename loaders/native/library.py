@@ -29,8 +29,8 @@ OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY, STOPPED, TOO_LARGE = range(7
 MESSAGE = 256
 """Bytes of a message."""
 MOST_MEMORY = 1 << 31
-"""Bytes for a JPEG's coefficients where nothing else is known: above those of the most pixels that Pillow opens, in three
-components, 1.1 GB."""
+"""Bytes for a JPEG's coefficients where nothing else is known: above those of the most pixels that Pillow opens, in
+three components, 1.1 GB."""
 BILINEAR, AREA, SHIFT, BICUBIC, NEAREST, PILLOW = range(6)
 UINT8, FLOAT32, BFLOAT16 = range(3)
 
