@@ -90,7 +90,7 @@ def area_weights(count: int, source: int) -> np.ndarray:
 def centre_average(image: np.ndarray, side: int, ratio: float) -> np.ndarray:
     """The central square, shrunk to `side` by exact averages of areas."""
     height, width, _ = image.shape
-    edge = round(min(height, width) * ratio)
+    edge = int(min(height, width) * ratio)
     top, left = (height - edge) // 2, (width - edge) // 2
     weights = area_weights(side, edge)
     cut = image[top : top + edge, left : left + edge].astype(float)
