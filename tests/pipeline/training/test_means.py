@@ -54,24 +54,30 @@ def test_ranks_train_like_the_whole_batch() -> None:
     check_ranks(wanted, 2)
 
 
+FEW = ("class weights", "ignored", "pixels with weights", "a module of a user's")
+
+
+def matrix(full: list[str], few: list[str]) -> list[tuple[str, str, int]]:
+    """Each of the strategies with 1, 2 and 4 microbatches: all losses, or a few."""
+    pairs = [(strategy, name) for strategy in full for name in CASES] + [
+        (s, name) for s in few for name in FEW
+    ]
+    return [(*pair, accumulate) for pair in pairs for accumulate in (1, 2, 4)]
+
+
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 def test_every_strategy_trains_like_the_whole_batch(devices: int) -> None:
-    names = ["ddp", "zero_redundancy", "fsdp", "fsdp_grad_op", "fairscale_oss", "fairscale_sharded_ddp"]
-    check_ranks(
-        [(strategy, name, number) for strategy in names for name in CASES for number in (1, 2, 4)], devices
-    )
+    few = ["zero_redundancy", "fsdp_grad_op", "fairscale_oss", "fairscale_sharded_ddp"]
+    check_ranks(matrix(["ddp", "fsdp"], few), devices)
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [2, 4])
 def test_deepspeed_trains_like_the_whole_batch(devices: int) -> None:
-    stages = [f"deepspeed_stage_{stage}" for stage in (1, 2, 3)]
-    check_ranks(
-        [(stage, name, number) for stage in stages for name in CASES for number in (1, 2, 4)], devices
-    )
+    check_ranks(matrix(["deepspeed_stage_2"], ["deepspeed_stage_1", "deepspeed_stage_3"]), devices)
 
 
 @pytest.fixture(scope="module")
