@@ -94,7 +94,7 @@ def trained(
     )
     methods = TrainingHooks([method])
     methods.begin(engine, 100)
-    guard = NonFiniteGuard(engine, "skip", str)
+    guard = NonFiniteGuard(engine, "skip", str, scaled=precision == "fp16")
     stats = train_epoch(engine, batches, overflows_on_class_0, methods, observer=guard)
     state = methods.state_dict(engine)[type(method).__name__]
     return state, engine.export_state(), (stats.overflowed, stats.skipped, methods.state.step)
