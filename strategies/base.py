@@ -171,8 +171,11 @@ class Engine(Protocol):
         """Load the result of any engine's `export_optimizer`; see `import_state`."""
         ...
 
-    def gather(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the full `value`: itself, unless it is sharded (a DTensor); then all ranks must call it."""
+    def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:
+        """Return the full `value`: itself, unless it is sharded (a DTensor); then all ranks must call it.
+
+        With `home`, a rank, the result may be empty on the others: they send their shards, and receive none.
+        """
         ...
 
     def held(self) -> Held:

@@ -12,7 +12,15 @@ from torch import nn
 
 from ..errors import StrategyError
 from .common.memory import Held, tensors_in
-from .common.optimizer_state import Entry, Keep, OptimizerState, export_groups, import_groups, name_of
+from .common.optimizer_state import (
+    Entry,
+    Keep,
+    OptimizerState,
+    export_groups,
+    home_of,
+    import_groups,
+    name_of,
+)
 from .common.statistics import pool_buffers
 from .options import HALF, Options
 
@@ -155,7 +163,7 @@ class LocalEngine:
         """
         state: dict[str, torch.Tensor] = {}
         for name, value in self._tensors("export_state").items():
-            whole = self.gather(value)
+            whole = self.gather(value, home_of(keep, name))
             if keep is None or keep(name):
                 state[name] = copied(whole)
         return state
@@ -200,12 +208,15 @@ class LocalEngine:
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             name = names[parameter]
             entry = {
-                key: self._exported(parameter, name, key, value)
+                key: self._exported(parameter, name, key, value, home_of(keep, name))
                 for key, value in entries.get(name, {}).items()
                 if value is not None  # SGD without momentum
             }
             if entry and (keep is None or keep(name)):
-                kept[name] = entry
+                kept[name] = {
+                    key: copied(value) if isinstance(value, torch.Tensor) else value
+                    for key, value in entry.items()
+                }
         return OptimizerState(groups, kept, self._scaler.state_dict())
 
     @torch.no_grad()
@@ -228,8 +239,8 @@ class LocalEngine:
                         key: self._imported(key, value, parameter, group) for key, value in saved.items()
                     }
 
-    def gather(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the full `value`: itself, unless it is sharded; then all ranks must call it."""
+    def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:  # noqa: ARG002
+        """Return the full `value`: itself, unless it is sharded; then all ranks must call it. See `base.Engine`."""
         return value
 
     def barrier(self) -> None:
@@ -311,9 +322,10 @@ class LocalEngine:
         name: str,
         key: str,
         value: object,
+        home: int | None,
     ) -> torch.Tensor | float:
         if isinstance(value, torch.Tensor):
-            return copied(self.gather(value.detach()))
+            return self.gather(value.detach(), home)
         if isinstance(value, int | float):
             return value
         raise StrategyError(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from .. import machine
 from ..errors import StrategyError
@@ -20,6 +20,7 @@ from .common.module_filter import ModuleFilter, check_filter
 from .common.placement import build_optimizer, change_layers, check_ranks, compile_in_place, enter, put_on
 from .common.sharding import (
     begin_like_rank_0,
+    gathered_rows,
     give_channels_last_inputs,
     make_contiguous,
     mixed_precision,
@@ -80,12 +81,16 @@ class FSDPEngine(RanksEngine):
         whole: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return whole
 
-    def gather(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the full `value`; all ranks must call it for a DTensor, whose shards they exchange."""
+    def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:
+        """Return the full `value`; all ranks must call it for a DTensor, whose shards they exchange, or send to `home`
+        if they are rows of all ranks."""
         if not isinstance(value, DTensor):
             return value
         # An offloaded shard is on the CPU, but its mesh may be one of CUDA devices.
         part = cast(DTensor, value.to(self.device))
+        mesh = part.device_mesh
+        if home is not None and part.placements == (Shard(0),) and mesh.size() == dist.get_world_size():
+            return gathered_rows(part.to_local(), part.shape[0], home, mesh.get_group())
         whole: torch.Tensor = part.full_tensor()
         return whole
 

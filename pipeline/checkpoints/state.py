@@ -14,7 +14,7 @@ from torch import nn
 
 from ...errors import CheckpointError, DrivetrainError
 from ...strategies import Engine
-from ...strategies.common.optimizer_state import OptimizerState
+from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, home_of
 from ...strategies.engine import copied
 from ...transforms.common.tensors import buffers_kept
 from ..telemetry.state import EpochMeter
@@ -83,12 +83,11 @@ def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return homes
 
 
-def _writing_plan(engine: Engine) -> tuple[Any, int]:
+def _writing_plan(engine: Engine) -> tuple[Keep, int]:
     """Return which tensors of an export this rank keeps, and how many ranks write: all if parameters are sharded."""
     if not engine.sharded:
         return (lambda _: engine.rank == 0), 1
-    homes = shares(engine.sizes(), engine.world_size)
-    return (lambda name: homes.get(name, 0) == engine.rank), engine.world_size
+    return Homes(engine.rank, shares(engine.sizes(), engine.world_size)), engine.world_size
 
 
 def _own_buffers(engine: Engine) -> dict[str, torch.Tensor]:
@@ -131,7 +130,7 @@ def _methods(
             pooled = engine.pool_buffers(buffers) if engine.world_size > 1 else {}
             own |= {key_of(what, name): copied(buffers[name]) for name in pooled}
             for name, tensor in value.items():
-                gathered = pooled[name] if name in pooled else engine.gather(tensor)
+                gathered = pooled[name] if name in pooled else engine.gather(tensor, home_of(keep, name))
                 if keep(name):
                     whole[key_of(what, name)] = copied(gathered)
     return whole, own, values

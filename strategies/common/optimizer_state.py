@@ -14,6 +14,33 @@ from ...errors import StrategyError
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that select torch's implementation, not its result; set where the optimizer is built."""
 Keep = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Homes:
+    """A `Keep` that all ranks know: an engine sends the shards of a tensor only to the rank that keeps it.
+
+    Args:
+        rank: this one.
+        homes: the rank of each tensor, by name, the same on all ranks; rank 0 keeps the others.
+    """
+
+    rank: int
+    homes: Mapping[str, int]
+
+    def __call__(self, name: str) -> bool:
+        return self.home(name) == self.rank
+
+    def home(self, name: str) -> int:
+        """Return the rank that keeps a tensor."""
+        return self.homes.get(name, 0)
+
+
+def home_of(keep: Keep | None, name: str) -> int | None:
+    """Return the only rank that keeps a tensor, if it is known."""
+    return keep.home(name) if isinstance(keep, Homes) else None
+
+
 """Selects the tensors of an export that this rank keeps, by parameter name. All ranks take part in gathering each."""
 Entry = Mapping[str, torch.Tensor | float | int | bool]
 """One parameter's state: `{"exp_avg": tensor of the parameter's shape, "step": 0-dim tensor}`."""

@@ -140,3 +140,30 @@ def mixed_precision(strategy: str, model: nn.Module, precision: Precision) -> Mi
             )
         options["param_dtype_override_fn"] = lambda p: p.dtype if p in kept else None
     return MixedPrecisionPolicy(**options)
+
+
+def gathered_rows(own: torch.Tensor, rows: int, home: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return a tensor on rank `home` whose rows are sharded as by `torch.chunk`; an empty one elsewhere.
+
+    Every rank must call it.
+
+    Args:
+        own: this rank's rows, maybe none.
+        rows: of all ranks.
+        home: the rank in the world, whose ranks are the group's.
+        group: of the shards.
+    """
+    ranks = dist.get_world_size(group)
+    each = -(-rows // ranks)
+    if len(own) == each:
+        sent = own.contiguous()
+    else:
+        sent = own.new_zeros(each, *own.shape[1:])
+        sent[: len(own)] = own
+    if dist.get_rank() != home:
+        dist.gather(sent, dst=home, group=group)
+        return own.new_empty(0)
+    whole = own.new_empty(ranks * each, *own.shape[1:])
+    parts = [whole[start : start + each] for start in range(0, ranks * each, each)]
+    dist.gather(sent, parts, dst=home, group=group)
+    return whole[:rows]

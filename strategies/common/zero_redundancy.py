@@ -95,11 +95,13 @@ class OwnedEngine(DDPEngine):
             return value
         return Remote(self.rank, value.shape, value.dtype) if value.dim() else value.detach().cpu()
 
-    def _exported(self, parameter: nn.Parameter, name: str, key: str, value: object) -> torch.Tensor | float:
+    def _exported(
+        self, parameter: nn.Parameter, name: str, key: str, value: object, home: int | None
+    ) -> torch.Tensor | float:
         if isinstance(value, Remote):
             mine = self.optimizer.state[parameter][key] if value.rank == self.rank else None
             value = value.send(mine, self.device)
-        return super()._exported(parameter, name, key, value)
+        return super()._exported(parameter, name, key, value, home)
 
     def _owns(self, parameter: nn.Parameter) -> bool:
         return parameter in self._owned

@@ -184,7 +184,7 @@ class DeepSpeedEngine(RanksEngine):
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
-    def gather(self, value: torch.Tensor) -> torch.Tensor:
+    def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:  # noqa: ARG002
         """Return the full `value`; all ranks must call it for a parameter that stage 3 has partitioned."""
         if not hasattr(value, "ds_id"):
             return value
@@ -227,12 +227,14 @@ class DeepSpeedEngine(RanksEngine):
         parameters = (parameter for group in self._groups for parameter in group)
         return {names[p]: self.optimizer.state.get(self._flat(p), {}) for p in parameters}
 
-    def _exported(self, parameter: nn.Parameter, name: str, key: str, value: object) -> torch.Tensor | float:
+    def _exported(
+        self, parameter: nn.Parameter, name: str, key: str, value: object, home: int | None
+    ) -> torch.Tensor | float:
         if _is_per_element(value, self._flat(parameter)):
             value = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
         elif self._deepspeeds:
             value = like_torch(key, value)
-        return super()._exported(parameter, name, key, value)
+        return super()._exported(parameter, name, key, value, home)
 
     def _set_state(self, parameter: nn.Parameter, key: str, whole: torch.Tensor) -> None:
         if self._stage < 3:

@@ -186,3 +186,18 @@ def refusals() -> dict[str, str]:
         "sync batch norm": refusal("fsdp", nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8))),
         "untrainable": refusal("fsdp", nn.Linear(2, 1).requires_grad_(False)),
     }
+
+
+def gather_to_each_rank() -> list[tuple[int, bool]]:
+    """On each rank: of tensors whose rows are not a multiple of the ranks, and each home: the number of values that
+    arrive here, and whether they are those of a gathering on all ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1))
+    engine = strategies.get("fsdp", device="cpu").prepare(model, torch.optim.SGD)
+    found = []
+    for value in model.state_dict().values():
+        whole = engine.gather(value)
+        for home in range(engine.world_size):
+            here = engine.gather(value, home)
+            found.append((here.numel(), torch.equal(here, whole)))
+    return found

@@ -66,6 +66,30 @@ def test_doctor_shows_both(cluster: Cluster, tmp_path: Path, started: Started) -
         assert machine.address in output
 
 
+def test_host_names_that_lead_to_loopback(
+    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started
+) -> None:
+    """As Debian's installer writes them: gloo offers an address that nobody else reaches. Who knows first ends
+    both."""
+    job = Job(tmp_path, started)
+    path = recipe(toy, tmp_path / "toy.json", epochs=2, timeout=40)
+    for number, machine in enumerate(cluster.machines):
+        hosts = tmp_path / f"hosts-{machine.name}"
+        other = cluster.machines[1 - number]
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n{other.address} {other.name}\n")
+        machine.run("mount", "--bind", str(hosts), "/etc/hosts")
+        job.start("train", path, "--out", str(job.out), on=machine)
+    job.wait(lambda: any("cannot exchange tensors" in agent.output for agent in job.agents), "the cause")
+    begin = time.monotonic()
+    assert [agent.end() for agent in job.agents] == [1, 1]
+    assert time.monotonic() - begin < SLACK
+    for agent in job.agents:
+        errors = [line for line in agent.output.splitlines() if "Error: Rank" in line]
+        assert any("cannot exchange tensors" in line and "GLOO_SOCKET_IFNAME" in line for line in errors), (
+            agent.output
+        )
+
+
 @pytest.mark.parametrize("where", ["switch", "node0"])
 def test_a_link_goes_down(cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, where: str) -> None:
     """The ranks on both of its ends stop, and continue when it is up again."""
