@@ -86,7 +86,8 @@ class Drawn(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map (B, 3, H, W) to logits (B, C). In evaluation, the buffer of the last training step is used."""
-        x = self.norm(self.stem(images.to(self.stem.weight.dtype))).relu().mean((2, 3))
+        # GELU, not ReLU: rounding that moves a value over the kink would change the gradient by more than rounding.
+        x = F.gelu(self.norm(self.stem(images.to(self.stem.weight.dtype)))).mean((2, 3))
         for block in self.blocks:
             x = x + block(x)
         if self.phase is not None:
