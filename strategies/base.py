@@ -126,8 +126,8 @@ class Engine(Protocol):
         ...
 
     def sync_buffers(self) -> None:
-        """Set the floating-point buffers to values pooled over all ranks: their means, and for BatchNorm's variances
-        the variance of all ranks' samples; see `statistics.pool_buffers`.
+        """Set the floating-point and complex buffers to values pooled over all ranks: their means, and for BatchNorm's
+        variances the variance of all ranks' samples; see `statistics.pool_buffers`.
 
         Between two calls, BatchNorm's running statistics are each rank's own, of its shard of the batches, just as it
         normalises with those in training. Call it before an evaluation and before reading the weights; `Pipeline.fit`
@@ -143,12 +143,13 @@ class Engine(Protocol):
     def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `values`, by the names of the model's buffers, pooled as by `sync_buffers`; every rank must call it.
 
-        For copies and averages of buffers. Only floating-point ones are returned.
+        For copies and averages of buffers. Only floating-point and complex ones are returned.
         """
         ...
 
     def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
-        """Return the model's state dict with plain parameter names: full, contiguous copies on the CPU.
+        """Return all tensors of the model by plain names: full, contiguous copies on the CPU. Those are its state dict
+        and what that leaves out, non-persistent buffers; `model_state.split_state` separates them.
 
         Every rank must call it: tensors are gathered one at a time, and each rank keeps those whose name its own `keep`
         accepts (None: all).
@@ -156,7 +157,8 @@ class Engine(Protocol):
         ...
 
     def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the model's state with that of any engine, in place.
+        """Overwrite the model's state with that of any engine, in place. Tensors that the model's state dict leaves out
+        may be missing in `state`; they keep their values.
 
         Every rank must call it, with a mapping that has all tensors in full; each takes its shard. Tensors are read one
         at a time, so a mapping that reads a file need not hold them all.

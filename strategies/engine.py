@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import StrategyError
+from ..model_state import has_mean, set_buffer, unlisted_tensors, vacant_buffers
 from .common.memory import Held, tensors_in
 from .common.optimizer_state import (
     Entry,
@@ -143,7 +144,7 @@ class LocalEngine:
         return total / self.world_size if op == "mean" else total
 
     def sync_buffers(self) -> None:
-        """Pool the floating-point buffers (BatchNorm's statistics) over all ranks; see `base.Engine`."""
+        """Pool the buffers of numbers (BatchNorm's statistics) over all ranks; see `base.Engine`."""
         if self.world_size == 1:
             return
         buffers = dict(self.plain_model.named_buffers())
@@ -151,12 +152,12 @@ class LocalEngine:
             buffers[name].detach().copy_(value)
 
     def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `values` of the model's floating-point buffers pooled over all ranks; here, this rank's."""
-        return {name: value for name, value in values.items() if value.is_floating_point()}
+        """Return `values` of the model's buffers that are pooled over all ranks; here, this rank's."""
+        return {name: value for name, value in values.items() if has_mean(value)}
 
     @torch.no_grad()
     def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
-        """Return the model's state dict with plain names: full, contiguous copies on the CPU; see `base.Engine`.
+        """Return all tensors of the model with plain names: full, contiguous copies on the CPU; see `base.Engine`.
 
         Raises:
             StrategyError: if a module has an extra state that is not a tensor.
@@ -176,15 +177,20 @@ class LocalEngine:
             StrategyError: if names or shapes differ from the model's. Nothing has changed if names differ; a shape is
                 checked when its tensor is loaded.
         """
-        own = self._tensors("import_state")
-        if set(own) != set(state):
-            odd = sorted(set(own) ^ set(state))
+        own, unlisted = self._tensors("import_state"), unlisted_tensors(self.plain_model)
+        vacant = vacant_buffers(self.plain_model) & state.keys()
+        odd = sorted((set(own) ^ set(state)) - (set(unlisted) - set(state)) - vacant)
+        if odd:
             where = "the saved state" if odd[0] in state else "the model"
             raise StrategyError(
                 f"import_state: {odd[0]!r} is only in {where} ({len(odd)} such names in all). Build the model with the "
                 f"same factory and the same transforms."
             )
+        for name in vacant | (unlisted.keys() & state.keys()):
+            set_buffer(self.plain_model, name, state[name].to(self.device))
         for name, value in own.items():
+            if name in unlisted:
+                continue
             saved = state[name]
             shape = self._shape(value)
             if saved.shape != shape:
@@ -293,8 +299,8 @@ class LocalEngine:
         return whole
 
     def _tensors(self, caller: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model's state dict, not copied."""
-        state = self.plain_model.state_dict()
+        """Return all tensors of the model, not copied."""
+        state = {**self.plain_model.state_dict(), **unlisted_tensors(self.plain_model)}
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
                 raise StrategyError(
@@ -357,7 +363,7 @@ class RanksEngine(LocalEngine):
         self.world_size = dist.get_world_size()
 
     def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `values` of the model's floating-point buffers pooled over all ranks; see `base.Engine`."""
+        """Return `values` of the model's buffers that are pooled over all ranks; see `base.Engine`."""
         return pool_buffers(values, self.plain_model, self.reduce)
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:

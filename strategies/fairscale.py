@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import StrategyError, require
 from .base import OptimizerFactory
 from .common.sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
-from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part
+from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part, refuse_dtypes
 from .ddp import DDP, ReplicatedStrategy
 from .engine import LocalEngine, RanksEngine
 from .options import Options, PrepareOptions
@@ -147,7 +147,7 @@ def _require(module: str, strategy: str) -> ModuleType:
 
 def _divide(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an OSS around `optimizer`, before the model is wrapped: it moves the parameters into buffers."""
-    _refuse_dtypes(strategy, model)
+    refuse_dtypes(strategy, model)
     if make_contiguous(model):
         give_channels_last_inputs(model)
     divide: Any = _require("fairscale.optim.oss", strategy).OSS
@@ -162,17 +162,6 @@ def _logging_kept() -> Iterator[None]:
     before = list(logging.root.handlers)
     yield
     logging.root.handlers[:] = before
-
-
-def _refuse_dtypes(strategy: str, model: nn.Module) -> None:
-    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
-    first = next(iter(trained.values()))
-    for name, dtype in trained.items():
-        if dtype != first:
-            raise StrategyError(
-                f"strategy {strategy!r}: the parameter {name!r} is {dtype} and others are {first}, but FairScale "
-                f"requires one dtype. Convert them, or use 'zero_redundancy'."
-            )
 
 
 @dataclass(frozen=True)

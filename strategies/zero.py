@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part
+from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part, refuse_dtypes
 from .ddp import DDP
 from .engine import RanksEngine
 from .options import Options
@@ -34,6 +34,7 @@ class ZeroRedundancy(DDP):
     def _wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> RanksEngine:
+        refuse_dtypes(self.name, model)
         wrapper = self._data_parallel(model, device)
         divide: Any = ZeroRedundancyOptimizer  # its signature expects a class, which it only calls
         divided = divide(copy_groups(optimizer), keep_part(optimizer))

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ..errors import DataError, PlanError
+from ..model_state import buffers_kept
 from ..transfer import to_device
 from .base import BatchContext, Kind, Loss, Transform
 from .common.checks import check_count, check_range
 from .common.images import check_batch, resize
-from .common.tensors import buffers_kept
 from .label_smoothing import SmoothedLoss
 
 

@@ -10,15 +10,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import CheckpointError
+from ...model_state import ModelState
 from ...transforms import Transform
 from ..models.factories import model_factory
 from ..models.weights import weights_omitted
 from ..training.build import rebuild_model
 from .directory import CheckpointDir, best_of, find
 from .fingerprint import rebuild_spec
-from .format import Checkpoint, Tensors
+from .format import UNLISTED, Checkpoint
 from .state import restoring, with_averages
-from .weights import plain_state
+from .weights import Tensors, plain_state
 
 ModelArg = str | Callable[..., nn.Module] | nn.Module | None
 
@@ -33,22 +34,27 @@ def chosen(place: Path, *, best: bool) -> Checkpoint:
     return _best(place) if best else find(place)
 
 
-def evaluated_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the weights that the training evaluated at this point, under the names of the model after surgery."""
+def evaluated_state(checkpoint: Checkpoint) -> ModelState:
+    """Return the tensors that the training evaluated at this point, under the names of the model after surgery."""
     with restoring(checkpoint):
-        state = dict(checkpoint.tensors("model"))
+        state = ModelState(dict(checkpoint.tensors("model")), dict(checkpoint.tensors(UNLISTED)))
         for kept in with_averages(checkpoint).values():
             for averages in kept.values():
                 if isinstance(averages, Tensors):  # a custom method may also keep JSON values
-                    # Averages of half-precision weights are kept in float32.
-                    for name in averages:  # one at a time, so that memory holds one copy of the weights
-                        if name in state:
-                            state[name] = averages[name].to(state[name].dtype)
+                    _replace(state.weights, averages)
+                    _replace(state.unlisted, averages)
         return state
 
 
-def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> dict[str, torch.Tensor]:
-    """Return the evaluated weights by the names that they had before surgery.
+def _replace(state: dict[str, torch.Tensor], averages: Tensors) -> None:
+    """Replace the tensors of `state` that have an average by it, in their own dtype: of half precision, averages are
+    float32. One at a time, so that memory holds one copy of the weights."""
+    for name in state.keys() & set(averages):
+        state[name] = averages[name].to(state[name].dtype)
+
+
+def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> ModelState:
+    """Return the evaluated tensors by the names that they had before surgery.
 
     Args:
         checkpoint: where they are from.
@@ -60,7 +66,7 @@ def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> dict[str, tor
     """
     state = evaluated_state(checkpoint)
     otherwise = "use names='trained' (--names trained), or FitResult.plain_state()"
-    built, transforms = rebuild(checkpoint, state, model, otherwise)
+    built, transforms = rebuild(checkpoint, state.weights, model, otherwise)
     with restoring(checkpoint):
         return plain_state(state, built, transforms)
 

@@ -7,6 +7,8 @@
         model.safetensors           by parameter name; sharded, model-00001-of-00002.safetensors and
                                     model.safetensors.index.json, Hugging Face's layout
         optimizer.safetensors       tensors named "<parameter>::<key>" (`key_of`); shards likewise
+        unlisted.safetensors        what the model's state dict leaves out: non-persistent buffers. Only if there are
+                                    any, and not in checkpoints of older versions; shards likewise
         methods.safetensors         averages (EMA, SWA); shards likewise
         rank-00001-of-00002.safetensors    state of one rank: random states, local buffers
 """
@@ -16,26 +18,23 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, DrivetrainError
 from ...files import atomic_file, sync
 from .content import REMEDY, STATE, CheckpointContent, Fault, RankContent
 from .remote import RemoteRun, shown
+from .weights import Tensors, open_tensors, save_weights
 
-SHARED = ("model", "optimizer", "methods")
+UNLISTED, OWN = "unlisted", "rank"
+SHARED = ("model", "optimizer", "methods", UNLISTED)
 """The kinds of tensors that all ranks share. The kind `OWN` holds the state of one rank."""
-OWN = "rank"
 
 
 def key_of(owner: str, name: str) -> str:
@@ -75,13 +74,12 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
     try:
         for kind, tensors in part.tensors.items():
             path = folder / _file_name(kind, rank, ranks if kind == OWN else part.writers)
-            save_file(tensors, path, metadata={"format": "pt"})  # Hugging Face's loader requires the metadata
-            sync(path)
+            save_weights(tensors, path, about={"format": "pt"})  # Hugging Face's loader requires the metadata
             files[path.name] = _measure(path)
             sizes[path.name] = {key: value.numel() * value.element_size() for key, value in tensors.items()}
         with atomic_file(note_path(folder, rank)) as file:
             file.write(json.dumps({"files": files, "sizes": sizes, "own": vars(part.own)}).encode())
-    except (OSError, SafetensorError) as error:
+    except (OSError, DrivetrainError) as error:
         raise CheckpointError(f"The checkpoint {folder} could not be written: {error}.") from error
 
 
@@ -218,6 +216,8 @@ class Checkpoint:
     def _names(self, kind: str) -> list[str]:
         """Return the names of a kind's files: one, or one for each rank."""
         count = len(self.content.ranks)
+        if kind == UNLISTED and not any(name.startswith(f"{UNLISTED}") for name in self.content.files):
+            return []
         if kind != OWN and "model.safetensors" in self.content.files:
             count = 1
         return [_file_name(kind, rank, count) for rank in range(count)]
@@ -231,25 +231,6 @@ class Checkpoint:
             raise Fault(f"{name!r} is not among its files")
 
 
-class Tensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read from its file on access."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
-        self.readers = readers
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.readers[name]()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.readers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.readers)
-
-    def __len__(self) -> int:
-        return len(self.readers)
-
-
 def grouped(*several: Tensors) -> dict[str, Tensors]:
     """Return tensors by the owner and then the name in their keys; for equal keys the last one wins."""
     groups: dict[str, dict[str, Callable[[], torch.Tensor]]] = {}
@@ -258,32 +239,6 @@ def grouped(*several: Tensors) -> dict[str, Tensors]:
             owner, name = split_key(key)
             groups.setdefault(owner, {})[name] = reader
     return {owner: Tensors(readers) for owner, readers in groups.items()}
-
-
-def open_tensors(path: Path) -> Tensors:
-    """Return the tensors of a safetensors file.
-
-    Raises:
-        CheckpointError: if it is not a valid safetensors file.
-    """
-    with _safetensors_errors(path):
-        file: Any = safe_open(path, framework="pt")
-        return Tensors({key: partial(_tensor, path, file, key) for key in file.keys()})  # noqa: SIM118 — no dict
-
-
-def _tensor(path: Path, file: Any, key: str) -> torch.Tensor:
-    with _safetensors_errors(path):
-        value: torch.Tensor = file.get_tensor(key)
-        return value
-
-
-@contextmanager
-def _safetensors_errors(path: Path) -> Iterator[None]:
-    """Convert errors of safetensors inside the block to a CheckpointError."""
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a complete safetensors file: {error}.") from error
 
 
 def _file_name(kind: str, rank: int, ranks: int) -> str:

@@ -21,6 +21,7 @@ from ...loaders.cache_folder import cache_folder
 from ...loaders.remote.folder import RemoteFolder
 from ...loaders.remote.source import is_address
 from .content import STATE
+from .weights import unlisted_path
 
 RUN = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -232,7 +233,7 @@ def opened(place: str | Path, *names: str) -> Path:
     if STEP.fullmatch(tail) and head.endswith(f"/{CHECKPOINTS}"):
         address, checkpoint = head.removesuffix(f"/{CHECKPOINTS}"), tail
     elif tail.endswith(_WEIGHTS):
-        address, names = head, (tail,)
+        address, names = head, (tail, unlisted_path(Path(tail)).name)
     run = RemoteRun.create(cache_folder() / "copies" / _name(address), address)
     run.pull(names)
     if checkpoint:

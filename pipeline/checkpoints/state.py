@@ -13,15 +13,16 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, DrivetrainError
+from ...model_state import buffers_kept, split_state, unlisted_tensors
 from ...strategies import Engine
 from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, home_of
 from ...strategies.engine import copied
-from ...transforms.common.tensors import buffers_kept
 from ..telemetry.state import EpochMeter
 from ..training.build import Built
 from ..training.hooks import TrainingHooks
 from .content import REMEDY, TENSORS, CheckpointContent, OptimizerContent, RankContent
-from .format import OWN, Checkpoint, Part, Tensors, grouped, key_of
+from .format import OWN, UNLISTED, Checkpoint, Part, grouped, key_of
+from .weights import Tensors
 
 
 def capture_state(
@@ -43,7 +44,7 @@ def capture_state(
     own = _own_buffers(engine) | _randomness(engine) | {"loss": position.meter.total.detach().cpu().clone()}
     with buffers_kept(engine.plain_model):
         engine.sync_buffers()
-        model = engine.export_state(keep)
+        model = split_state(engine.plain_model, engine.export_state(keep))
     optimizer = engine.export_optimizer(keep)
     averages, own_averages, values = _methods(engine, hooks, keep)
     moments: dict[str, torch.Tensor] = {}
@@ -54,7 +55,9 @@ def capture_state(
                 moments[key_of(name, key)] = value
             else:
                 numbers.setdefault(name, {})[key] = value
-    shared = {"model": model, "optimizer": moments, "methods": averages}
+    shared = {"model": model.weights, "optimizer": moments, "methods": averages}
+    if unlisted_tensors(engine.plain_model):
+        shared[UNLISTED] = model.unlisted
     part = Part(
         {**(shared if engine.rank < writers else {}), OWN: own | own_averages},
         RankContent(_python_randomness(), numbers, callbacks or {}),
@@ -94,7 +97,7 @@ def _own_buffers(engine: Engine) -> dict[str, torch.Tensor]:
     if engine.world_size == 1:
         return {}
     buffers = engine.plain_model.named_buffers()
-    return {key_of("buffer", name): copied(b) for name, b in buffers if b.is_floating_point()}
+    return {key_of("buffer", name): copied(b) for name, b in buffers}
 
 
 def _randomness(engine: Engine) -> dict[str, torch.Tensor]:
@@ -149,13 +152,19 @@ def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
         CheckpointError: if they belong to another model or optimizer.
     """
     with restoring(checkpoint):
-        engine.import_state(checkpoint.tensors("model"))
+        engine.import_state(checkpoint.tensors("model") | checkpoint.tensors(UNLISTED))
         entries: dict[str, Any] = dict(grouped(checkpoint.tensors("optimizer")))
         for rank in checkpoint.content.ranks:
             for name, numbers in rank.numbers.items():
                 entries[name] = ChainMap(numbers, entries.get(name, {}))
         plain = checkpoint.content.optimizer
         engine.import_optimizer(OptimizerState(plain.groups, entries, plain.loss_scale))
+
+
+def buffers_left(checkpoint: Checkpoint, engine: Engine) -> list[str]:
+    """Return the tensors outside of the model's state dict that the checkpoint does not have, because it was written by
+    an older version: they begin as the model's constructor left them."""
+    return sorted(unlisted_tensors(engine.plain_model).keys() - checkpoint.tensors(UNLISTED).keys())
 
 
 def load_hooks(checkpoint: Checkpoint, built: Built) -> None:

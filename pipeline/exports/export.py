@@ -12,12 +12,13 @@ import torch
 from ...checks import check_number
 from ...errors import CheckpointError, DataError, RecipeError, require_suffix, suggest
 from ...loaders.image_size import height_width
+from ...model_state import load_state
 from ..checkpoints.content import STATE
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.export import ModelArg, chosen, evaluated_state, plain_names, rebuild
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import opened
-from ..checkpoints.weights import save_weights
+from ..checkpoints.weights import save_model
 from ..recipes.files import read_recipe
 from ..runs.folder import RECIPE
 from ..spec.inputs import Inputs, metadata
@@ -131,7 +132,7 @@ def export(
     facts = checkpoint.content.history.facts
     if kind == "safetensors":
         state = plain_names(checkpoint, model) if names == "plain" else evaluated_state(checkpoint)
-        save_weights({name: value.contiguous() for name, value in state.items()}, out, about=metadata(facts))
+        save_model(state, out, about=metadata(facts))
     else:
         source = None if data is None else Path(data)
         difference = _program(checkpoint, out, kind, model, source, recipe, tolerance)
@@ -174,8 +175,9 @@ def _program(
             "safetensors instead."
         )
     state = evaluated_state(checkpoint)
-    built, _ = rebuild(checkpoint, state, model, "export safetensors with names='trained' (--names trained)")
-    built.load_state_dict(state)
+    otherwise = "export safetensors with names='trained' (--names trained)"
+    built, _ = rebuild(checkpoint, state.weights, model, otherwise)
+    load_state(built, state)
     images, about = _images(Inputs.from_dict(facts["inputs"]), recipe, data)
     return write_program(kind, built.eval(), images, about, out, metadata(facts), tolerance)
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-
+from ...model_state import ModelState
 from ...signals import interrupts_held
-from ..checkpoints.weights import load_weights, save_weights
+from ..checkpoints.weights import load_model, save_model
 from ..spec.inputs import metadata
 from ..telemetry.history import Epoch, Evaluation, History
 from ..telemetry.observer import Observer
@@ -21,8 +20,8 @@ from .config import FitConfig
 from .folder import HISTORY, MODEL, clear_results, draw_curves, read_history, with_trained, write
 
 PICTURE = 30.0  # seconds between two plots of the curves
-Weights = Callable[[], dict[str, torch.Tensor]]
-"""Gathers the weights used in evaluation, by plain names; empty on ranks that do not keep them."""
+Weights = Callable[[], ModelState]
+"""Gathers the tensors used in evaluation, by plain names; empty on ranks that do not keep them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class RankResult:
     plain names. Only ranks that return weights to a caller have them: rank 0; with `FitJob.each_rank`, all ranks at the
     end of training. `callbacks` has the states of this rank's callbacks at the end, by class name."""
 
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: ModelState = field(default_factory=ModelState)
     history: History = field(default_factory=History)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -97,11 +96,11 @@ class RunArtifacts(Observer):
         """
         epochs = len(history.epochs)
         with interrupts_held():
-            self._outcome.state = {}  # release the old weights before gathering: one copy at a time
+            self._outcome.state = ModelState()  # release the old weights before gathering: one copy at a time
             state = weights()
             if self._folder is not None and (epochs or within):
                 moment = f"{epochs} and {within} steps" if within else epochs
-                save_weights(state, self._folder / MODEL, epochs=moment, about=metadata(history.facts))
+                save_model(state, self._folder / MODEL, epochs=moment, about=metadata(history.facts))
                 history.save(self._folder / HISTORY)
             self.history = self._outcome.history = history
             self._outcome.state = state
@@ -127,7 +126,7 @@ class RunArtifacts(Observer):
             return
         saved = read_history(self._folder)
         if saved is not None and saved.epochs == history.epochs:
-            self._outcome.state = load_weights(self._folder / MODEL, epochs=len(history.epochs))
+            self._outcome.state = load_model(self._folder / MODEL, epochs=len(history.epochs))
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
         """Draw the curves so far, at most every `PICTURE` seconds: it takes a fifth of a second."""

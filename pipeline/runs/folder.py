@@ -25,7 +25,7 @@ from ..telemetry.history import History
 from ..telemetry.loggers import METRICS
 
 PLAN, RECIPE, HISTORY, CURVES = "plan.txt", "recipe.yaml", "history.json", "curves.png"
-MODEL = "model.safetensors"
+MODEL, UNLISTED = "model.safetensors", "model.unlisted.safetensors"
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def replaced(folder: Path, resume: str | Path | None) -> str:
 
 def clear_results(folder: Path) -> None:
     """Remove an earlier run's results, so that they are never next to another run's recipe."""
-    for name in (MODEL, HISTORY, CURVES, METRICS):
+    for name in (MODEL, UNLISTED, HISTORY, CURVES, METRICS):
         _remove(folder / name)
 
 

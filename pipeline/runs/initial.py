@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, PlanError
+from ...model_state import set_buffer, unlisted_tensors, vacant_buffers
 from ...transforms import Transform
 from ..checkpoints.content import STATE
 from ..checkpoints.directory import find
 from ..checkpoints.export import evaluated_state
-from ..checkpoints.format import Checkpoint, open_tensors
+from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import opened
-from .folder import MODEL
+from ..checkpoints.weights import open_model
+from .folder import MODEL, UNLISTED
 
 State = Mapping[str, torch.Tensor]
 WeightsArg = str | Path | State
@@ -92,25 +94,33 @@ class InitialWeights:
         state = dict(read_weights(self._weights))
         for transform in self._transforms:
             state = transform.from_plain(state, model)
-        own = model.state_dict()
+        unlisted = unlisted_tensors(model)
+        own = {**model.state_dict(), **unlisted}
         if any(value.is_meta for value in own.values()):
             raise PlanError(
                 f"{source} cannot be loaded into a model on the meta device. Build the model on the CPU."
             )
         shared = [name for name in own if name in state]
-        same = tuple(name for name in shared if own[name].shape == state[name].shape)
+        # What is evaluated is all of a trained model; a new run keeps constants that fit its own options.
+        other = unlisted.keys() if self._strict else set()
+        same = tuple(name for name in shared if own[name].shape == state[name].shape or name in other)
+        vacant = vacant_buffers(model) & state.keys()
         matched = Matched(
-            source, same, tuple(name for name in own if name not in state),
-            tuple(name for name in state if name not in own),
-            tuple(name for name in shared if own[name].shape != state[name].shape),
+            source, same, tuple(name for name in own if name not in state and name not in unlisted),
+            tuple(name for name in state if name not in own and name not in vacant),
+            tuple(name for name in shared if name not in same),
         )  # fmt: skip
-        if not same or (self._strict and len(same) < len(own.keys() | state.keys())):
+        required = ((own.keys() - unlisted.keys()) | state.keys()) - vacant
+        if not same or (self._strict and not required <= set(same)):
             raise PlanError(
                 f"{'These are not weights of this model' if self._strict else 'Nothing to begin with'}. {matched} Pass "
                 "weights of the same model, under its names before or after the transforms."
             )
         for name in same:
-            own[name].copy_(state[name])
+            if name not in unlisted:
+                own[name].copy_(state[name])
+        for name in vacant | (unlisted.keys() & set(same)):
+            set_buffer(model, name, state[name])
         self.matched = matched
 
 
@@ -127,7 +137,7 @@ def check_source(weights: WeightsArg) -> None:
             f"{weights!r:.80} is not a source of weights. Pass the folder of a run or of a checkpoint, a .safetensors "
             "file, or a state dict."
         )
-    place = opened(weights, MODEL)
+    place = opened(weights, MODEL, UNLISTED)
     if not place.exists():
         raise PlanError(
             f"{weights} does not exist. Pass the folder of a run or of a checkpoint, or a .safetensors file."
@@ -149,16 +159,16 @@ def read_weights(weights: WeightsArg) -> State:
     check_source(weights)
     if isinstance(weights, Mapping):
         return weights
-    place = opened(weights, MODEL)
+    place = opened(weights, MODEL, UNLISTED)
     if place.is_file():
-        return open_tensors(place)
+        return open_model(place).all()
     if (place / STATE).exists():
         checkpoint = Checkpoint(place)
         checkpoint.verify()
-        return evaluated_state(checkpoint)
+        return evaluated_state(checkpoint).all()
     if (place / MODEL).exists():
-        return open_tensors(place / MODEL)
+        return open_model(place / MODEL).all()
     try:
-        return evaluated_state(find(place))
+        return evaluated_state(find(place)).all()
     except CheckpointError as error:
         raise CheckpointError(f"{weights} has no {MODEL}. {error}") from None

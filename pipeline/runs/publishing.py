@@ -18,7 +18,7 @@ from ..telemetry.history import Epoch, Evaluation
 from ..telemetry.loggers import METRICS
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
-from .folder import HISTORY, MODEL
+from .folder import HISTORY, MODEL, UNLISTED
 
 _PATIENCE = 3.0  # seconds that a failing run waits for an upload
 
@@ -40,7 +40,7 @@ def taken_up(folder: Path | None, resume: str | Path | None) -> str:
     if folder is None or remote is None:
         return ""
     note = "" if resume is None else CheckpointDir(folder / CHECKPOINTS).catch_up()
-    remote.pull([HISTORY] if resume is None else [HISTORY, MODEL, METRICS])
+    remote.pull([HISTORY] if resume is None else [HISTORY, MODEL, UNLISTED, METRICS])
     return note
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...errors import DataError, PlanError
+from ...model_state import ModelState, unlisted_tensors
 from ...transforms import Report, Transform
 from ..checkpoints.weights import plain_state
 from ..spec.inputs import Inputs
@@ -69,7 +70,7 @@ class FitResult:
         """
         if self.spec is None:
             raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
-        return evaluate_weights(self.spec, self.model.state_dict(), data)
+        return evaluate_weights(self.spec, self._state.all(), data)
 
     @property
     def task(self) -> Task:
@@ -128,7 +129,12 @@ class FitResult:
 
             >>> torch.save(result.plain_state(), "plain.pt")
         """
-        return plain_state(self.model.state_dict(), self.model, self.transforms)
+        return plain_state(self._state, self.model, self.transforms).weights
+
+    @property
+    def _state(self) -> ModelState:
+        """All tensors of the model."""
+        return ModelState(dict(self.model.state_dict()), unlisted_tensors(self.model))
 
     @property
     def accuracy(self) -> float | None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CheckpointError, NonFiniteError
-from ...transforms.common.tensors import buffers_kept
+from ...model_state import ModelState, buffers_kept, split_state
 from ..callbacks.view import RunView
 from ..checkpoints import resume as resuming
 from ..checkpoints import state as states
@@ -184,6 +184,11 @@ class Run:
         changing = self._plan.optimization.uses_torch_scheduler
         check_hyperparameters(content.optimizer.groups, self._facts, checkpoint.path, change=changing)
         states.load_engine(checkpoint, self._engine)
+        if left := states.buffers_left(checkpoint, self._engine):
+            self._artifacts.echo(
+                f"{checkpoint.place} was written by Drivetrain {content.drivetrain}, which did not save the "
+                f"non-persistent buffers: {', '.join(left[:8])} begin as the model's constructor sets them."
+            )
         self._hooks.begin(self._engine, self._job.epochs * self._length, self._built.train)
         states.load_hooks(checkpoint, self._built)
         with states.restoring(checkpoint):
@@ -222,7 +227,9 @@ class Run:
             )
             keeps = self._lead or self._job.each_rank
             within = content.step_in_epoch
-            self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else {}, within)
+            self._artifacts.keep(
+                history, lambda: evaluated_state(checkpoint) if keeps else ModelState(), within
+            )
             return
         self._artifacts.echo(
             f"Resumed from {checkpoint.place}: step {content.step_in_epoch} of epoch {content.epoch + 1}."
@@ -231,7 +238,7 @@ class Run:
         )
         if not content.step_in_epoch:
             keeps = self._keeps(content.epoch)
-            self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else {})
+            self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState())
         else:
             self._artifacts.resume(history)
 
@@ -379,16 +386,17 @@ class Run:
             self._engine.sync_buffers()  # averages of buffers (EMA, SWA) differ between ranks, too
             yield
 
-    def _weights(self, *, keeps: bool) -> dict[str, torch.Tensor]:
-        """Return the weights used in evaluation, inside `_evaluating`; empty unless this rank keeps them.
+    def _weights(self, *, keeps: bool) -> ModelState:
+        """Return all tensors used in evaluation, inside `_evaluating`; empty unless this rank keeps them.
 
         Raises:
             NonFiniteError: on every rank, if a value is not finite that was finite before the run.
         """
-        state = self._engine.export_state(lambda _: keeps)
-        bad = [
-            name for name, value in state.items() if not value.isfinite().all() and name not in self._infinite
-        ]
+        state = split_state(self._engine.plain_model, self._engine.export_state(lambda _: keeps))
+        bad = [name for name, value in state.weights.items() if not value.isfinite().all()]
+        # A forward may set what the state dict leaves out, such as a mask with infinities.
+        bad += [name for name, value in state.unlisted.items() if value.isnan().any()]
+        bad = [name for name in bad if name not in self._infinite]
         if self._engine.reduce(torch.tensor(float(len(bad))), "sum").item():
             where = f" ({', '.join(bad[:8])})" if bad else ""
             raise NonFiniteError(

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ..checkpoints.remote import opened
-from ..checkpoints.weights import load_weights
+from ..checkpoints.weights import load_model
 from ..recipes.build import build_pipeline
 from ..spec.kinds import sort_transforms
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
 from ..training.build import rebuild_model
-from .folder import HISTORY, MODEL, RECIPE, read_history
+from .folder import HISTORY, MODEL, RECIPE, UNLISTED, read_history
 from .result import FitResult
 
 
@@ -34,7 +34,7 @@ def load_run(folder: str | Path) -> FitResult:
         >>> sorted(result.metrics)
         ['top1', 'val_loss']
     """
-    place, folder = folder, opened(folder, RECIPE, HISTORY, MODEL)
+    place, folder = folder, opened(folder, RECIPE, HISTORY, MODEL, UNLISTED)
     history = read_history(folder)
     if history is None or not history.epochs:
         raise CheckpointError(
@@ -48,7 +48,7 @@ def load_run(folder: str | Path) -> FitResult:
         )
     spec = build_pipeline(folder / RECIPE, {}, PipelineSpec)
     transforms = sort_transforms(spec.transforms)
-    state = load_weights(folder / MODEL, epochs=len(history.epochs))
+    state = load_model(folder / MODEL, epochs=len(history.epochs))
     if not state:
         raise CheckpointError(
             f"{folder / MODEL} does not have the weights after epoch {len(history.epochs)}, the last in {HISTORY}. "

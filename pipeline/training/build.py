@@ -6,7 +6,7 @@ import copy
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
 from ...loaders.remote.cache import Remote
 from ...loaders.sources import Files, Source, files_of
+from ...model_state import ModelState, load_state
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
@@ -321,24 +322,24 @@ def _reported(transform: Transform, report: object) -> Report:
 
 @plain_torch()
 def rebuild_model(
-    spec: PipelineSpec, transforms: Sequence[Transform], state: Mapping[str, torch.Tensor] | None = None
+    spec: PipelineSpec, transforms: Sequence[Transform], state: ModelState | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
     """Return what `build_model` does for a model that was trained already, without the warnings of its surgery.
 
     Args:
         spec: provides the model and the seed.
         transforms: in order; only those that change the model are applied.
-        state: the weights to load, all of them, so that files of initial weights are not read; None or empty: those of
+        state: the tensors to load, all of them, so that files of initial weights are not read; None or empty: those of
             the initialization.
 
     Raises:
-        RuntimeError: from `load_state_dict`, if the weights do not fit.
+        RuntimeError: from `load_state`, if the weights do not fit.
     """
     with warnings.catch_warnings(), weights_omitted() if state else nullcontext():
         warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
         model, reports = build_model(spec, transforms)
     if state:
-        model.load_state_dict(state)
+        load_state(model, state)
     return model, reports
 
 

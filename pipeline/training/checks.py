@@ -19,6 +19,7 @@ from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width, size_text
 from ...loaders.settings import IMAGENET_MEAN
 from ...loaders.sources import files_of
+from ...model_state import buffers_kept
 from ...strategies import Precision
 from ...strategies.options import HALF
 from ..models.hf_models import loss_mismatch
@@ -85,11 +86,11 @@ def check_output(
     channels = len(data.settings.get("mean", IMAGENET_MEAN))
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=HALF[precision])
     try:
-        with torch.no_grad(), context:
+        with torch.no_grad(), context, buffers_kept(model):
             output = model.eval()(torch.zeros(2, channels, *height_width(size)))  # as in prediction
             views = data.settings.get("views", 1)
             shape = (2, channels) if views == 1 else (2, views, channels)
-            # Lazy modules have their shapes now. BatchNorm's statistics change only in the copies.
+            # Lazy modules have their shapes now, so that their statistics change only in the copies, too.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             two = targets.two(height_width(size))
             inputs = task.model_inputs(two)

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from ...errors import NonFiniteError, PlanError, suggest
+from ...model_state import BufferCopies
 from ...strategies import Engine
 from ...transforms.common.tensors import locals_of, total_norm
 from ..telemetry.host_copy import HostCopy
@@ -67,13 +68,13 @@ class NonFiniteGuard(Observer):
         self._at_once = self._skip or engine.device.type != "cuda"
         self._late: tuple[int, HostCopy] | None = None
         self._late_norm: tuple[int, HostCopy] | None = None
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffers: BufferCopies | None = None
         self._overflows = 0
 
     def on_step_start(self, state: TrainState) -> None:  # noqa: ARG002
         """Copy the buffers if the step may be skipped."""
         if self._skip:
-            self._buffers = [(buffer, buffer.clone()) for buffer in self._engine.plain_model.buffers()]
+            self._buffers = BufferCopies(self._engine.plain_model)
 
     @torch.no_grad()
     def should_step(self, state: TrainState, loss: torch.Tensor) -> bool:
@@ -191,8 +192,8 @@ class NonFiniteGuard(Observer):
         return f"{self._advice()}{skipping}"
 
     def _restore_buffers(self) -> None:
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
+        if self._buffers is not None:
+            self._buffers.restore()
 
     def _finite_gradients(self) -> bool:
         """Return whether the norm of each rank's gradients is finite."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
+from ...model_state import buffers_kept
 from ...strategies import Engine
 from ...transforms import (
     EMA,
@@ -25,7 +26,6 @@ from ...transforms import (
     TestTimeFlip,
     Transform,
 )
-from ...transforms.common.tensors import buffers_kept
 from ...transforms.gyro_dropout import GyroDropoutLayer
 from ..spec.kinds import find
 from ..tasks.nests import to_float

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ...model_state import BufferCopies
 from .module_filter import ModuleFilter, choose
 
 
@@ -61,24 +62,14 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of the first forward and of the second."""
-    return nullcontext(), _buffers_as_in_the_first(module, _values(module))
+    return nullcontext(), _buffers_as_in_the_first(module, BufferCopies(module))
 
 
 @contextmanager
-def _buffers_as_in_the_first(module: nn.Module, first: list[torch.Tensor]) -> Iterator[None]:
-    now = _values(module)
-    _write(module, first)
+def _buffers_as_in_the_first(module: nn.Module, first: BufferCopies) -> Iterator[None]:
+    now = BufferCopies(module)
+    first.restore()
     try:
         yield
     finally:
-        _write(module, now)
-
-
-def _values(module: nn.Module) -> list[torch.Tensor]:
-    return [buffer.data.clone() for buffer in module.buffers()]
-
-
-def _write(module: nn.Module, values: list[torch.Tensor]) -> None:
-    for buffer, value in zip(module.buffers(), values, strict=True):
-        # Through `data`, which autograd does not track: the backward about to run may have saved the buffer.
-        buffer.data.copy_(value)
+        now.restore()

@@ -31,6 +31,8 @@ def refuse_unshardable(strategy: str, model: nn.Module) -> None:
             )
     for name, parameter in model.named_parameters():
         place = f"strategy {strategy!r}: the parameter {name!r}"
+        if parameter.is_complex():
+            raise StrategyError(f"{place} is complex, and only real ones can be sharded. Use 'ddp'.")
         if isinstance(parameter, DTensor):
             raise StrategyError(f"{place} is already sharded (DTensor). Pass the plain model.")
         if is_lazy(parameter):

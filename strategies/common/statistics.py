@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...model_state import has_mean
+
 Mean = Callable[[torch.Tensor], torch.Tensor]
 """Returns the mean of a tensor over the ranks; all of them must call it."""
 
@@ -34,21 +36,32 @@ def pool_buffers(values: Mapping[str, torch.Tensor], model: nn.Module, mean: Mea
     a class variable `averages_variances` (GhostBatchNorm).
 
     Args:
-        values: by the names of the model's buffers; only floating-point ones are returned.
+        values: by the names of the model's buffers; only those that `has_mean` selects are returned.
         model: determines which buffers are BatchNorm's.
         mean: over the ranks. Called once, with float64: mean² - mean² in float32 would lose small variances.
     """
-    chosen = {name: value for name, value in values.items() if value.is_floating_point()}
+    chosen = {name: value for name, value in values.items() if has_mean(value)}
     if not chosen:
         return {}
     partners = {var: m for var, m in _batch_norms(model) if var in chosen and m in chosen}
-    wide = {name: value.detach().flatten().double() for name, value in chosen.items()}
+    wide = {name: _reals(value.detach()).flatten().double() for name, value in chosen.items()}
     parts = [*wide.values(), *(wide[m].square() for m in partners.values())]
     whole = torch.split(mean(torch.cat(parts)), [part.numel() for part in parts])
     pooled = dict(zip(chosen, whole, strict=False))
     for (var, m), squares in zip(partners.items(), whole[len(chosen) :], strict=True):
         pooled[var] = pooled[var] + (squares - pooled[m].square()).clamp_min(0.0)
-    return {name: pooled[name].to(value.dtype).view(value.shape) for name, value in chosen.items()}
+    return {name: _like(pooled[name], value) for name, value in chosen.items()}
+
+
+def _reals(value: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
+def _like(flat: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return numbers as a tensor of the shape and dtype of `value`."""
+    if value.is_complex():
+        return torch.view_as_complex(flat.view(*value.shape, 2)).to(value.dtype)
+    return flat.to(value.dtype).view(value.shape)
 
 
 def _batch_norms(model: nn.Module) -> list[tuple[str, str]]:

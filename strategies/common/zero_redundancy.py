@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...errors import StrategyError
 from ..ddp import DDPEngine
 from ..options import Options
 from .optimizer_state import Entry
@@ -43,6 +44,18 @@ def keep_part(optimizer: torch.optim.Optimizer) -> Callable[..., torch.optim.Opt
         return optimizer
 
     return keep
+
+
+def refuse_dtypes(strategy: str, model: nn.Module) -> None:
+    """Raise `StrategyError`, naming a parameter, unless all that are trained have one dtype."""
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    first = next(iter(trained.values()), None)
+    for name, dtype in trained.items():
+        if dtype != first:
+            raise StrategyError(
+                f"strategy {strategy!r}: the parameter {name!r} is {dtype} and others are {first}, but it requires one "
+                "dtype. Convert them, or use 'ddp'."
+            )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...errors import StrategyError
+from ...model_state import unlisted_tensors
 from ..common.memory import Held, tensors_in
 from ..common.optimizer_state import Entry, Keep, OptimizerState, import_groups
 from ..engine import RanksEngine
@@ -211,7 +212,7 @@ class DeepSpeedEngine(RanksEngine):
             return super()._tensors(caller)
         super()._tensors(caller)
         # The parameters themselves, which know their partitions.
-        return dict(self.plain_model.state_dict(keep_vars=True))
+        return {**self.plain_model.state_dict(keep_vars=True), **unlisted_tensors(self.plain_model)}
 
     def _shape(self, value: torch.Tensor) -> torch.Size:
         return cast(torch.Size, getattr(value, "ds_shape", value.shape))

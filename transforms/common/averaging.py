@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...errors import PlanError
+from ...model_state import has_mean, unlisted_tensors
 from ..base import Session
 from .tensors import is_dtensor, locals_of
 
@@ -17,8 +18,8 @@ from .tensors import is_dtensor, locals_of
 class Averages:
     """An average for each parameter and buffer of a model, stored on the same device.
 
-    Floating-point tensors are averaged; half precision in float32, because an update of 0.001 times a bfloat16
-    weight would be lost to rounding. Counters (`num_batches_tracked`) and buffers with infinities, such as
+    Floating-point and complex tensors are averaged; half precision in float32, because an update of 0.001 times a
+    bfloat16 weight would be lost to rounding. Counters (`num_batches_tracked`) and buffers with infinities, such as
     attention masks, are copied. A DTensor (FSDP2) is averaged shard by shard, without communication.
 
     The model is only written in place, so compiled code, wrappers and optimizers keep their tensors.
@@ -40,6 +41,7 @@ class Averages:
         self._averaged = averaged_names(model) if averaged is None else averaged
         self._sharded = _sharded(model)
         self._owners = dict(_owners(model))
+        self._loose = [name for name in unlisted_tensors(model) if name in self._owners]
         values = self._values()
         self._averages = {name: _copy(value) for name, value in values.items()}
         kept = set(self._averaged)
@@ -51,12 +53,27 @@ class Averages:
     def add(self, share: float) -> None:
         """Update each average to (1 - share) · average + share · value, and copy what is not averaged."""
         values = self._values()
+        self._follow(values)
         for names in self._moved:
             averages = [self._averages[name] for name in names]
             news = [values[name].to(average.dtype) for name, average in zip(names, averages, strict=True)]
             torch._foreach_lerp_(locals_of(averages), locals_of(news), share)
         for names in self._copied:
             _copy_all([self._averages[name] for name in names], [values[name] for name in names])
+
+    def _follow(self, values: dict[str, torch.Tensor]) -> None:
+        """Begin again with the value of a non-persistent buffer that a forward has replaced by one of another shape."""
+        for name in [name for name in self._loose if values[name].shape != self._averages[name].shape]:
+            self._averages[name] = _copy(values[name])
+
+    def _leave_out(self, names: set[str]) -> None:
+        """Leave out buffers that a forward had not set when the averages began."""
+        for name in names:
+            del self._averages[name], self._owners[name]
+            self._loose.remove(name)
+        for groups in (self._moved, self._copied, self._all):
+            groups[:] = [[name for name in group if name not in names] for group in groups]
+            groups[:] = [group for group in groups if group]
 
     def install(self) -> None:
         """Write the averages into the model, in place."""
@@ -83,14 +100,18 @@ class Averages:
         Raises:
             PlanError: if the names or shapes differ from the model's.
         """
-        if set(state) != set(self._averages):
-            odd = sorted(set(state) ^ set(self._averages))
+        odd = sorted((set(state) ^ set(self._averages)) - (set(self._loose) - set(state)))
+        if odd:
             raise PlanError(
                 f"These averages belong to another model: {odd[0]!r} (and {len(odd) - 1} more names) exists in "
                 "only one of the two. Load them into the model they were computed for."
             )
+        self._leave_out(set(self._averages) - set(state))
         for name, average in self._averages.items():
             value = state[name]
+            if name in self._loose and value.shape != average.shape:
+                self._averages[name] = value.to(average.device)
+                continue
             if value.shape != average.shape:
                 raise PlanError(
                     f"The average of {name!r} has shape {tuple(value.shape)}, but the model's tensor has "
@@ -105,8 +126,10 @@ class Averages:
     @torch.no_grad()
     def _write(self, values: dict[str, torch.Tensor]) -> None:
         own = self._values()
+        grown = {name for name in self._loose if own[name].shape != values[name].shape}
         for names in self._all:
-            _copy_all([own[name] for name in names], [values[name] for name in names])
+            fitting = [name for name in names if name not in grown]
+            _copy_all([own[name] for name in fitting], [values[name] for name in fitting])
 
     def _values(self) -> dict[str, torch.Tensor]:
         """Return the model's tensors, looked up on each call because `Module.to` replaces buffers."""
@@ -170,11 +193,11 @@ def averaged_names(model: nn.Module) -> list[str]:
 
     Reads the model's buffers from the device once.
     """
-    numbers = {name: value for name, value in model.named_buffers() if value.is_floating_point()}
+    numbers = {name: value for name, value in model.named_buffers() if has_mean(value)}
     finite = [value.isfinite().all() for value in numbers.values()]
     read = torch.stack([one.to(finite[0].device) for one in finite]).tolist() if finite else []
     kept = {name for name, whole in zip(numbers, read, strict=True) if whole}
-    kept |= {name for name, value in model.named_parameters() if value.is_floating_point()}
+    kept |= {name for name, value in model.named_parameters() if has_mean(value)}
     return [name for name, _ in _owners(model) if name in kept]
 
 
@@ -189,7 +212,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
     """Return an independent copy, in float32 if the value is in half precision."""
-    if value.is_floating_point():
+    if has_mean(value):
         return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
     return value.clone()
 

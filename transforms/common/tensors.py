@@ -1,16 +1,14 @@
-"""Tensors of a model in training: shards (FSDP2's DTensors), norms, and buffers to preserve.
+"""Tensors of a model in training: shards (FSDP2's DTensors), and norms.
 
 DTensors are recognised without importing their class, which requires a distributed build of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
-from torch import nn
 
 from ...errors import PlanError
 
@@ -50,20 +48,4 @@ def with_gradients(owner: object, parameters: Iterable[torch.Tensor]) -> list[to
     return selected
 
 
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Return a context in which forwards may change buffers; exit restores all buffers exactly.
-
-    For forwards that process the images of a step a second time (SelectiveBackprop, SAM), so that BatchNorm's
-    statistics do not count them twice.
-    """
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
-
-
-__all__ = ["buffers_kept", "is_dtensor", "locals_of", "total_norm", "with_gradients"]
+__all__ = ["is_dtensor", "locals_of", "total_norm", "with_gradients"]

@@ -1,0 +1,156 @@
+"""All tensors of a model: what its `state_dict()` has, and what it leaves out, such as non-persistent buffers.
+
+Training changes a buffer that was registered with `persistent=False` like any other. Code that keeps, restores or
+compares a model's state therefore takes its tensors from here, not from `state_dict()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """All tensors of a model by name.
+
+    Attributes:
+        weights: what `nn.Module.load_state_dict` takes.
+        unlisted: what `state_dict()` leaves out: non-persistent buffers.
+    """
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    unlisted: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Return whether there are any weights."""
+        return bool(self.weights)
+
+    def all(self) -> dict[str, torch.Tensor]:
+        """Return both in one dict; no name is in both."""
+        return {**self.weights, **self.unlisted}
+
+
+def has_mean(value: torch.Tensor) -> bool:
+    """Return whether a mean of several such tensors makes sense: whether it is floating-point or complex."""
+    return value.is_floating_point() or value.is_complex()
+
+
+def unlisted_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers that the model's `state_dict()` leaves out, by name, not copied: its
+    non-persistent buffers, and what a `state_dict` of its own omits."""
+    listed = model.state_dict(keep_vars=True)
+    own = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: tensor for name, tensor in own if name not in listed}
+
+
+def vacant_buffers(model: nn.Module) -> set[str]:
+    """Return the names of the buffers that are registered as None. A forward may set them."""
+    return {
+        f"{path}.{leaf}" if path else leaf
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf, buffer in module._buffers.items()
+        if buffer is None
+    }
+
+
+def split_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> ModelState:
+    """Return the tensors of `model` in `state` as a `ModelState`."""
+    unlisted = unlisted_tensors(model).keys()
+    weights = {name: value for name, value in state.items() if name not in unlisted}
+    return ModelState(weights, {name: value for name, value in state.items() if name in unlisted})
+
+
+def load_state(model: nn.Module, state: ModelState) -> None:
+    """Load all tensors into a model on the CPU. Unlisted tensors that `state` lacks keep their values.
+
+    Raises:
+        RuntimeError: if the weights do not fit, as from `load_state_dict`; for an unlisted tensor of an unknown module.
+    """
+    set_later = state.unlisted | {
+        name: state.weights[name] for name in vacant_buffers(model) & state.weights.keys()
+    }
+    for name, value in set_later.items():
+        set_buffer(model, name, value)
+    model.load_state_dict(state.weights)
+
+
+@torch.no_grad()
+def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Set a buffer, or another tensor that the state dict leaves out.
+
+    It is written in place if possible. A buffer that grows in a forward (a cache of positions) may have another shape
+    than in a new model, and one that a forward registers is not there yet: then it is replaced, or registered.
+
+    Raises:
+        RuntimeError: if the model has no such module, or the name is of something else there.
+    """
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+        own = getattr(module, leaf, None)
+        if isinstance(own, torch.Tensor) and own.shape == value.shape:
+            own.copy_(value)
+        elif leaf in module._buffers:
+            setattr(module, leaf, value.to("cpu" if own is None else own.device, copy=True))
+        else:
+            module.register_buffer(leaf, value.clone(), persistent=False)
+    except (AttributeError, KeyError) as error:
+        raise RuntimeError(f"the model cannot take the buffer {name!r}: {error}") from error
+
+
+class BufferCopies:
+    """Copies of all buffers of a model, also of those that a forward replaces by assigning to them.
+
+    Args:
+        model: whose buffers are copied now. Buffers of lazy modules that have no shape yet are left as they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners = [(module, dict(module._buffers)) for module in model.modules()]
+        buffers = (b for _, own in self._owners for b in own.values() if b is not None and not is_lazy(b))
+        self._copies = [(buffer, buffer.detach().clone()) for buffer in dict.fromkeys(buffers)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give every module the buffers that it had, with their values. Those registered since then stay."""
+        for buffer, value in self._copies:
+            # Through `data`, which autograd does not track: a backward about to run may have saved the buffer.
+            buffer.data.copy_(value)
+        for module, own in self._owners:
+            for name, buffer in own.items():
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Return a context in which forwards may change buffers; exit restores all buffers exactly.
+
+    For forwards that process the images of a step a second time (SelectiveBackprop, SAM), so that BatchNorm's
+    statistics do not count them twice.
+    """
+    copies = BufferCopies(model)
+    try:
+        yield
+    finally:
+        copies.restore()
+
+
+__all__ = [
+    "BufferCopies",
+    "ModelState",
+    "buffers_kept",
+    "has_mean",
+    "load_state",
+    "set_buffer",
+    "split_state",
+    "unlisted_tensors",
+    "vacant_buffers",
+]
