@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 
@@ -105,6 +106,16 @@ def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
         raise RuntimeError(f"the model cannot take the buffer {name!r}: {error}") from error
 
 
+def train_mode(model: nn.Module) -> None:
+    """Set training mode, but for frozen BatchNorm layers: those with parameters of which none is trained. Their
+    statistics must not drift away from their weights."""
+    model.train()
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, _BatchNorm) and own and not any(each.requires_grad for each in own):
+            module.eval()
+
+
 class BufferCopies:
     """Copies of all buffers of a model, also of those that a forward replaces by assigning to them.
 
@@ -120,9 +131,9 @@ class BufferCopies:
     @torch.no_grad()
     def restore(self) -> None:
         """Give every module the buffers that it had, with their values. Those registered since then stay."""
-        for buffer, value in self._copies:
+        for copied, value in self._copies:
             # Through `data`, which autograd does not track: a backward about to run may have saved the buffer.
-            buffer.data.copy_(value)
+            copied.data.copy_(value)
         for module, own in self._owners:
             for name, buffer in own.items():
                 if module._buffers.get(name) is not buffer:
@@ -151,6 +162,7 @@ __all__ = [
     "load_state",
     "set_buffer",
     "split_state",
+    "train_mode",
     "unlisted_tensors",
     "vacant_buffers",
 ]

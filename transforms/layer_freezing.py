@@ -22,8 +22,9 @@ class LayerFreezing(Transform):
 
     `freeze` has no state: the frozen layers follow from the progress alone, so a resumed run just calls it
     again. It sets requires_grad to False and the gradient to None, and every PyTorch optimizer skips a parameter
-    without a gradient, momentum and weight decay included, so the optimizer does not change. Running statistics
-    of batch normalisation are still updated, as in Composer.
+    without a gradient, momentum and weight decay included, so the optimizer does not change. The running
+    statistics of a frozen BatchNorm stay, too (Drivetrain's loop keeps it in evaluation mode): in Composer they drift
+    away from the weights.
 
     Frozen parameters get no gradient; DDP waits for them unless find_unused_parameters is set. FSDP2 reads
     requires_grad in every forward, and FairScale's ShardedDDP does not wait for gradients. DeepSpeed would keep

@@ -24,15 +24,19 @@ from ..spec.resolve import ResolvedPlan
 from ..spec.schedules import label
 from ..tasks.task import Task
 from ..training.build import Built
+from ..training.model_identity import difference
 from .content import REMEDY
 from .identity import identity
+
+MODEL = "model"
+"""The entry of the fingerprint with what the model is, from `model_identity`."""
 
 
 def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
     """Return what must be the same for a run to resume as if it had not been interrupted.
 
     It omits what does not change the results, and what may change between runs: strategy, devices, microbatches,
-    workers, paths. Loading compares the names and shapes of the model.
+    workers, paths.
     """
     data, train, distribution = plan.data, built.train, plan.distribution
     optimization = plan.optimization
@@ -58,6 +62,7 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "precision": distribution.precision,
         "clip_norm": distribution.clip_norm,
         "epochs": epochs,
+        MODEL: built.identity,
     }
     return dict(json.loads(json.dumps(facts, default=identity)))
 
@@ -77,6 +82,8 @@ def check_compatible(
         CheckpointError: naming the first difference.
     """
     for key, value in own.items():
+        if key == MODEL:
+            continue  # see `check_model`
         there = saved.get(key)
         if key == "parameter groups":
             there, value = _in_both(there, value)
@@ -91,6 +98,38 @@ def check_compatible(
             f"The checkpoint {where} is of a run with {key} = {there!r}, and this one has {value!r}.{why} Resume "
             f"with the same value, or start from scratch with resume=None in another folder."
         )
+
+
+def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, changed: bool) -> str:
+    """Compare the model of a checkpoint with that of the run that resumes from it: structure, settings and code.
+
+    Args:
+        saved: the fingerprint of the checkpoint.
+        own: the fingerprint of the run.
+        where: the checkpoint, for messages.
+        changed: whether the user has changed the model on purpose.
+
+    Returns:
+        A note for the user; "" if there is none.
+
+    Raises:
+        CheckpointError: naming the first differences, unless `changed`.
+    """
+    if not isinstance(saved.get(MODEL), dict):
+        return (
+            f"{where} was written by an older version, which did not record the model: whether this run has the same "
+            "settings and code is not checked."
+        )
+    differs = difference(saved[MODEL], own[MODEL])
+    if not differs:
+        return ""
+    if changed:
+        return f"The model has changed since {where}: {differs}."
+    raise CheckpointError(
+        f"The checkpoint {where} is of a run with another model: {differs}. Resume with the model and the code that it "
+        "was trained with; or begin a new run with its weights, fit(init_from=…); or, if the model was changed on "
+        "purpose, pass fit(changed_model=True)."
+    )
 
 
 def check_hyperparameters(

@@ -65,6 +65,13 @@ def _model(pipeline: PipelineSpec) -> str:
             "Pass the factory and its arguments to Pipeline()."
         )
     name = name_of_factory(pipeline.model)
+    if name is None and getattr(pipeline.model, "__module__", "") in ("__main__", "__mp_main__"):
+        title = getattr(pipeline.model, "__qualname__", type(pipeline.model).__name__)
+        raise RecipeError(
+            f"The model's factory {title} is defined in the script or notebook that is running, which a recipe cannot "
+            f"import. Move it to a file of its own, such as net.py, and write from net import {title}; its name in a "
+            f"recipe is then net:{title}."
+        )
     if name is None:
         raise RecipeError(
             f"The model's factory {pipeline.model!r:.80} cannot be imported by name. Define it at the top level of a "

@@ -208,6 +208,15 @@ class FitConfig(Config):
             check=lambda name, value: check_flag(name, value, PlanError),
         ),
     )
+    changed_model: bool = field(
+        default=False,
+        metadata=option(
+            "whether a run may resume with a model whose settings or code differ from those of its checkpoint",
+            more="Comments and blank lines in the code make no difference. Names and shapes of the weights must be the "
+            "same in any case.",
+            check=lambda name, value: check_flag(name, value, PlanError),
+        ),
+    )
 
     stop_on: Sequence[str] = field(
         default=(),
@@ -233,6 +242,10 @@ class FitConfig(Config):
         if self.continue_stopped and self.resume is None:
             raise PlanError(
                 "continue_stopped=True continues a stopped run that is resumed. Pass resume='auto' or its path, too."
+            )
+        if self.changed_model and self.resume is None:
+            raise PlanError(
+                "changed_model=True lets a run resume with a changed model. Pass resume='auto' or its path, too."
             )
         if self.init_from is not None and self.resume is not None:
             raise PlanError(

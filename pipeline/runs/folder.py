@@ -86,7 +86,11 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
     try:
         recipe = to_recipe(plan.spec)
     except RecipeError as error:  # e.g. a custom model
-        note = f"There is no {RECIPE}: {error}"
+        note = (
+            f"There is no {RECIPE}: {error} Without it, Pipeline.evaluate, init_from= and resume= still take the "
+            f"folder of this run, and the model's load_state_dict its {MODEL}; only opening the result without the "
+            "pipeline (load_run, drivetrain predict) needs it."
+        )
     else:
         texts[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
     return texts, note

@@ -19,6 +19,8 @@ from ..checkpoints.export import evaluated_state
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import opened
 from ..checkpoints.weights import open_model
+from ..models.weights import SUFFIXES
+from ..models.weights import read_weights as read_file
 from .folder import MODEL, UNLISTED
 
 State = Mapping[str, torch.Tensor]
@@ -142,11 +144,8 @@ def check_source(weights: WeightsArg) -> None:
         raise PlanError(
             f"{weights} does not exist. Pass the folder of a run or of a checkpoint, or a .safetensors file."
         )
-    if place.is_file() and place.suffix != ".safetensors":
-        raise PlanError(
-            f"{place} is not a .safetensors file, and other files of weights are not opened, because unpickling them "
-            "runs code. Convert it with safetensors.torch.save_file(state_dict, path)."
-        )
+    if place.is_file() and place.suffix not in SUFFIXES:
+        raise PlanError(f"{place} is not a file of weights: its name ends in none of {', '.join(SUFFIXES)}.")
 
 
 def read_weights(weights: WeightsArg) -> State:
@@ -160,6 +159,8 @@ def read_weights(weights: WeightsArg) -> State:
     if isinstance(weights, Mapping):
         return weights
     place = opened(weights, MODEL, UNLISTED)
+    if place.is_file() and place.suffix != ".safetensors":
+        return read_file(place, "this pipeline")  # only tensors and plain values are unpickled
     if place.is_file():
         return open_model(place).all()
     if (place / STATE).exists():

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import uuid
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -32,9 +33,11 @@ from ...waiting import Wait
 from ..checkpoints.identity import identity
 from ..recipes.export import to_recipe
 from ..spec.resolve import ResolvedPlan
-from ..training.build import expected_device
+from ..training.build import build_model, expected_device
+from ..training.model_identity import difference, model_identity
 from .artifacts import FitJob
 
+_MODEL = "model"  # the fact with a checksum of what the model is
 _EDGE = 1 << 20  # bytes of a file's beginning and end that are compared
 _LAG = 5.0  # seconds that a network file system may need to show a new file
 _REMOTE_LAG = 60.0  # seconds that rank 0 may need to write one to an address, with retries
@@ -66,6 +69,9 @@ def preflight(plan: ResolvedPlan, job: FitJob) -> None:
         try:
             is_seen = stack.enter_context(_token(job, store, rank, plan.distribution.timeout))
             mine |= {"facts": facts(plan, job), "sees out": is_seen()}
+            model = _model(plan)
+            mine["facts"][_MODEL] = zlib.crc32(json.dumps(model, sort_keys=True).encode())
+            store.set(f"{rank}/model", zlib.compress(json.dumps(model).encode()))
         except Exception as error:  # whatever it is, the others need not wait
             mine["error"] = f"{type(error).__name__}: {error}"
         store.set(str(rank), json.dumps(mine))
@@ -169,7 +175,34 @@ def _verdict(store: Any, ranks: int, job: FitJob, timeout: float) -> str:
         first = first or info
         if said := _difference(rank, info, first, job):
             return said
+        if info["facts"][_MODEL] != first["facts"][_MODEL] and (
+            said := _other_model(store, rank, info, first)
+        ):
+            return said
     return ""
+
+
+def _model(plan: ResolvedPlan) -> dict[str, str]:
+    """Return what the model is, built once more: the strategy is prepared by all ranks together."""
+    found: dict[str, str] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # issued when it is built for training
+        build_model(plan.spec, (), lambda fresh: found.update(model_identity(fresh, plan.spec.model)))
+    return found
+
+
+def _other_model(store: Any, rank: int, info: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Return a sentence on how the model of a rank differs from that of rank 0; "" if only in what need not agree."""
+    there, own = (json.loads(zlib.decompress(store.get(f"{one}/model"))) for one in (0, rank))
+    differs = difference(
+        there, own, libraries=True, names=(f"rank 0 ({first['host']})", f"rank {rank} ({info['host']})")
+    )
+    if not differs:
+        return ""
+    return (
+        f"The ranks do not train the same model: {differs}. Start all of them with the same code and packages, in the "
+        "same files."
+    )
 
 
 def _awaited(store: Any, key: str, wait: Wait, whom: int) -> str:
@@ -199,6 +232,8 @@ def _difference(rank: int, info: Mapping[str, Any], first: Mapping[str, Any], jo
     if info["error"]:
         return f"{who[0].upper()}{who[1:]} cannot train: {info['error']}"
     for key in dict.fromkeys([*first["facts"], *info["facts"]]):
+        if key == _MODEL:
+            continue  # see `_other_model`
         own, there = info["facts"].get(key, "nothing"), first["facts"].get(key, "nothing")
         if own != there:
             return (

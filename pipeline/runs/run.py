@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ...errors import CheckpointError, NonFiniteError
-from ...model_state import ModelState, buffers_kept, split_state
+from ...model_state import ModelState, buffers_kept, split_state, train_mode
 from ..callbacks.view import RunView
 from ..checkpoints import resume as resuming
 from ..checkpoints import state as states
@@ -23,6 +24,7 @@ from ..checkpoints.export import evaluated_state
 from ..checkpoints.fingerprint import (
     check_compatible,
     check_hyperparameters,
+    check_model,
     description,
     fingerprint,
     tied_to_length,
@@ -133,7 +135,7 @@ class Run:
         """Train the remaining epochs of the run."""
         initial = "" if self._initial is None else str(self._initial)
         notes = [self._engine.note, self._built.note, self._built.split_batch_norm, initial]
-        for note in filter(None, notes):
+        for note in filter(None, [*notes, frozen(self._engine.plain_model)]):
             self._artifacts.echo(note)
         options = self._job.checkpoints
         choice = resuming.choose(self._engine, self._job.resume, self._store)
@@ -175,6 +177,8 @@ class Run:
             return
         content = checkpoint.content
         check_compatible(content.facts, self._facts, checkpoint.path, tied_to_length(self._plan))
+        if note := check_model(content.facts, self._facts, checkpoint.place, changed=self._job.changed_model):
+            self._artifacts.echo(note)
         if content.epoch + (content.step_in_epoch > 0) > self._job.epochs:
             raise CheckpointError(
                 f"The checkpoint {checkpoint.place} was saved after {content.epoch} epochs and "
@@ -335,7 +339,7 @@ class Run:
             self._artifacts.add_evaluation(evaluation)
             Observers(self._bar, self._observer).on_evaluation_end(state, evaluation)
         engine.reshard()
-        engine.model.train()
+        train_mode(engine.model)
         state.meter.evaluation_s += perf_counter() - start
 
     def _stop(self, reason: str) -> None:
@@ -465,6 +469,19 @@ class LeaveOnRequest(Observer):
         after `on_step_end`."""
         if self._requests.stop and state.stop is None and state.step < state.total_steps:
             self._leave()
+
+
+def frozen(model: nn.Module) -> str:
+    """Return a note on the layers whose parameters are not trained; "" if there are none."""
+    layers = {
+        name: any(each.requires_grad for each in module.parameters(recurse=False))
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    }
+    names = [name or "the model" for name, trained in layers.items() if not trained]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    what = f"Frozen, with the statistics of their BatchNorm: {', '.join(names[:8])}{more}."
+    return what if names else ""
 
 
 def _latest(history: History) -> str:

@@ -19,6 +19,7 @@ from .cuda_settings import choose_benchmark, uses_gpu
 from .kinds import KIND_ORDER
 from .pipeline_spec import PipelineSpec
 from .rules import family
+from .same_data import caution as same_data_caution
 from .split_batch_norm import caution
 
 KIND_REASON = {
@@ -97,7 +98,7 @@ def lay_out(
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{_pixels(data.image_size)} px{_eval_size(data)}{data.for_plan()}; every rank loads its slice of each "
-             f"batch{_caution(data)}"),
+             f"batch{_caution(data)}{same_data_caution(data.train, data.val)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()", f"with seed {spec.seed}, the same on every rank"),
     ]  # fmt: skip

@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +41,7 @@ from ..telemetry.history import Monitor
 from .checks import check_kind, check_loss, check_metrics, check_output, targets_of
 from .groups import GroupedFactory
 from .hooks import Microbatch, TrainingHooks
+from .model_identity import model_identity
 from .plain_torch import plain_torch
 from .schedule import Schedule
 from .step_loss import StepLoss
@@ -60,6 +61,7 @@ class Built:
         reports: what each transform changed.
         monitor: the metric that decides which epoch is best.
         note: a sentence for the user about the parameter groups; "" without.
+        identity: what the model is; see `model_identity`.
         split_batch_norm: a sentence about BatchNorm layers that see a part of the batch; "" if there are none.
 
     Example::
@@ -80,6 +82,7 @@ class Built:
     monitor: Monitor
     note: str = ""
     split_batch_norm: str = ""
+    identity: dict[str, str] = field(default_factory=dict)
 
     def begin(self, epochs: int) -> Schedule:
         """Start a training of so many epochs in a loop of your own, from the current weights.
@@ -143,7 +146,7 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
     hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision)
     return Built(
         plan, engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor,
-        note, split,
+        note, split, parts.identity,
     )  # fmt: skip
 
 
@@ -158,6 +161,7 @@ class Parts:
         width: values that the model returns per image, such as the number of classes; None if any number.
         example: outputs for two images, as the loss receives them, and the targets of two images.
         monitor: the metric that decides which epoch is best, and its direction.
+        identity: what the model is; see `model_identity`.
     """
 
     plan: ResolvedPlan
@@ -166,6 +170,7 @@ class Parts:
     width: int | None
     example: tuple[Any, torch.Tensor]
     monitor: Monitor
+    identity: dict[str, str]
 
     @property
     def classes(self) -> int | None:
@@ -200,7 +205,10 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
         if each is not None:
             check_kind(task, each)
     width = task.check(targets, judged)
-    model, reports = build_model(plan.spec, plan.transforms)
+    identity: dict[str, str] = {}
+    model, reports = build_model(
+        plan.spec, plan.transforms, lambda fresh: identity.update(model_identity(fresh, plan.spec.model))
+    )
     for transform in plan.transforms:
         transform.begin(model, len(train))  # one epoch, until training sets the actual length
     two = targets.two(height_width(data.eval_size))
@@ -213,7 +221,7 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
     known = {name: scale_of(task, name, meter) for name, meter in meters.items()}
     scale = known.get(task.monitor, Scale(higher_is_better=False))
     monitor = Monitor(task.monitor, scale.higher_is_better is not False, scale.unit)
-    return Parts(plan, model, reports, width, (outputs, two), monitor)
+    return Parts(plan, model, reports, width, (outputs, two), monitor, identity)
 
 
 def expected_device(how: DistributedConfig) -> torch.device:
@@ -297,15 +305,20 @@ def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
 
 
 @plain_torch()
-def build_model(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn.Module, tuple[Report, ...]]:
+def build_model(
+    spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
+) -> tuple[nn.Module, tuple[Report, ...]]:
     """Return the model after surgery, on the CPU, and what each surgery changed. The global RNG is restored.
 
     Args:
         spec: provides the model and the seed.
         transforms: in order; only those that change the model are applied.
+        look: called with the model before them.
     """
     with fork_rng(spec.seed):
         model = _fresh_model(spec)
+        if look is not None:
+            look(model)
         reports = tuple(_reported(t, t.apply(model)) for t in transforms if t.kind in CHANGES_MODEL)
     return model, reports
 

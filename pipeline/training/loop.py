@@ -12,6 +12,7 @@ import torch
 
 from ...errors import DataError
 from ...loaders.epochs import Batch, EpochLoader
+from ...model_state import train_mode
 from ...strategies import Engine
 from ...strategies.common.sync_batch_norm import absent
 from ...strategies.devices import current_device
@@ -80,7 +81,7 @@ def train_epoch(
     """
     hooks, observer = hooks or TrainingHooks(()), observer or Observer()
     state, meter = hooks.state, hooks.state.begin_epoch(engine.device)
-    engine.model.train()
+    train_mode(engine.model)
     waiting, start, before = Stopwatch(), perf_counter(), (meter.seconds, meter.data_wait_s)
     evaluated = meter.evaluation_s
     mean, equal = mean_of(loss), hooks.equal_shares or isinstance(batches, EpochLoader)

@@ -238,8 +238,8 @@ def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
         r"warmup": pipeline.optimize("sgd", lr=0.1, momentum=0.9, schedule="constant", warmup=0.5),
         r"precision": pipeline.distribute("single", precision="bf16"),
         r"clip_norm": pipeline.distribute("single", clip_norm=1.0),
-        r"is of another run: import_state: '0.bias'": toy.pipeline(plain_model),
-        r"is of another run: import_state: '0.weight' has shape": toy.pipeline(wide),
+        r"another model: model.0 is Conv2d.*bias=False.* in the checkpoint": toy.pipeline(plain_model),
+        r"another model: model.0 is Conv2d\(3, 8": toy.pipeline(wide),
         r"training samples": pipeline.load(other.val, batch_size=BATCH, image_size=SIDE, flip=False),
         r"training data": pipeline.load(shuffled(tmp_path), batch_size=BATCH, image_size=SIDE, flip=False),
     }

@@ -49,7 +49,7 @@ def test_a_method_may_keep_any_json_values_beside_averages(tmp_path: Path) -> No
     kept = {"best": 0.5, "since": None, "seen": [[1, 2]], "note": "weight", "mean": TENSORS}
     content = SimpleNamespace(methods={"counts": {}, "Own": kept})
     checkpoint: Any = SimpleNamespace(path=tmp_path, content=content, tensors=saved.__getitem__)
-    assert evaluated_state(checkpoint)["weight"].tolist() == [1.0, 1.0]
+    assert evaluated_state(checkpoint).weights["weight"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.process

@@ -1,0 +1,264 @@
+"""What a model is, as text: its structure and settings, and a digest of the user's code that it runs.
+
+Two models with equal names and shapes can be different functions: another dropout, another activation, another forward.
+By this text a run that resumes, and the ranks of a run, know that they have the same one. It is that of the model
+before surgery, on the CPU, before a strategy wraps or compiles it.
+
+What differs between two builds of one model, or between machines, is not in it: addresses, absolute paths, the values
+of tensors, the device, the last digits of floats, the order of dicts and sets; and of the code comments, blank lines
+and where the file is.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import io
+import re
+import sys
+import textwrap
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+CODE = "code of "
+"""The beginning of the keys whose values are digests of source code."""
+LIBRARY = "version of "
+_ADDRESS = re.compile(r"0x[0-9a-f]{4,}", re.IGNORECASE)
+_DEEPEST = 4  # levels of containers and objects in a setting
+_LONGEST = 200  # characters of a setting; a longer one is replaced by its digest
+_INSTALLED = {"site-packages", "dist-packages"}
+_CODE = (type, FunctionType, MethodType, functools.partial)
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+
+
+def model_identity(model: nn.Module, factory: object = None) -> dict[str, str]:
+    """Return what a model is, by the path of each module, the name of each piece of the user's code, and the package of
+    each other.
+
+    Args:
+        model: as its factory returns it.
+        factory: that built it, whose code counts, too; None or the model itself for an instance.
+    """
+    modules = {f"model.{path}" if path else "model": _of_module(one) for path, one in model.named_modules()}
+    owners: list[Any] = []
+    for one in model.modules():
+        owners += [type(one), *(each for each in vars(one).values() if isinstance(each, _CODE))]
+    if factory is not None and not isinstance(factory, nn.Module):
+        owners.append(factory)
+    return modules | _of_code(owners)
+
+
+def difference(
+    saved: Mapping[str, str],
+    own: Mapping[str, str],
+    *,
+    libraries: bool = False,
+    names: tuple[str, str] = ("the checkpoint", "this run"),
+) -> str:
+    """Return a sentence part on the first differences, at most three; "" if there are none.
+
+    Code that could not be read in one of the two (in a notebook, say) is not compared.
+
+    Args:
+        saved: the identity of a model.
+        own: that of the other.
+        libraries: whether to compare the versions of packages, too.
+        names: of the two, for the text.
+    """
+    keys = dict.fromkeys([*own, *saved])
+    if not libraries:
+        keys = {key: None for key in keys if not key.startswith(LIBRARY)}
+    changed = [
+        f"{key} {_differing(saved.get(key), own.get(key), key, names)}"
+        for key in keys
+        if saved.get(key) != own.get(key) and not (key.startswith(CODE) and not (key in saved and key in own))
+    ]
+    more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
+    return "; ".join(changed[:3]) + more
+
+
+def _differing(saved: str | None, own: str | None, key: str, names: tuple[str, str]) -> str:
+    if key.startswith(CODE):
+        return f"is not the same in {names[0]} and {names[1]}"
+    return f"is {saved or 'not there'} in {names[0]} and {own or 'not there'} in {names[1]}"
+
+
+def _of_module(module: nn.Module) -> str:
+    """Return the class of a module, its `extra_repr`, and its other attributes."""
+    try:
+        shown = _ADDRESS.sub("", module.extra_repr())
+    except Exception:
+        shown = ""
+    settings = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    texts = [f"{name}={_short(_setting(value, 0))}" for name, value in sorted(settings.items())]
+    texts = [text for text in texts if text not in shown]
+    return f"{type(module).__qualname__}({_short(shown)}){' ' * bool(texts)}{', '.join(texts)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:40]}… {_digest(text)}"
+
+
+def _setting(value: Any, depth: int) -> str:
+    if isinstance(value, bool | int | bytes) or value is None:
+        return repr(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str):
+        return "<path>" if PurePath(value).is_absolute() else repr(value)
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{type(value).__name__}{tuple(value.shape)} {value.dtype}"
+    if depth >= _DEEPEST:
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        items = sorted((str(key), _setting(each, depth + 1)) for key, each in value.items())
+        return "{" + ", ".join(f"{key}: {each}" for key, each in items) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(_setting(each, depth + 1) for each in value)) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(_setting(each, depth + 1) for each in value) + "]"
+    return _of_object(value, depth)
+
+
+def _of_object(value: Any, depth: int) -> str:
+    if isinstance(value, functools.partial):
+        return f"partial({_setting([value.func, *value.args, value.keywords], depth + 1)})"
+    if isinstance(value, MethodType):
+        return value.__func__.__qualname__
+    if isinstance(value, nn.Module):
+        return _of_module(value) if depth < 2 else type(value).__qualname__
+    if isinstance(value, type) or inspect.isroutine(value):
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    if isinstance(value, torch.device | torch.Generator):
+        return type(value).__name__
+    if isinstance(value, torch.dtype):
+        return str(value)
+    public = {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+    return f"{type(value).__qualname__}({_setting(public, depth + 1) if public else ''})"
+
+
+def _of_code(owners: Sequence[Any]) -> dict[str, str]:
+    """Return a digest for each class and function of the user's that these use, and the versions of other packages."""
+    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    seen: set[int] = set()
+    waiting = list(owners)
+    while waiting:
+        one = waiting.pop()
+        one = inspect.unwrap(one) if callable(one) else one
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, functools.partial):
+            waiting += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, MethodType):
+            waiting.append(one.__func__)
+        elif isinstance(one, type | FunctionType):
+            package = _library(one)
+            if package is not None:
+                versions |= {f"{LIBRARY}{package}": _version(package)} if package else {}
+                continue
+            text = _source(one)
+            if text is not None:
+                constants = dict(_constants(one))
+                found[f"{CODE}{_module(one)}.{one.__qualname__}"] = _digest(text + _setting(constants, 0))
+            waiting += _used(one)
+    return dict(sorted(found.items())) | dict(sorted(versions.items()))
+
+
+def _library(one: Any) -> str | None:
+    """Return the package of installed code, "" for Python's and ours; None for the user's own."""
+    name = str(getattr(one, "__module__", None) or "")
+    top = name.partition(".")[0]
+    if top in ("", __name__.partition(".")[0]) or (top in sys.stdlib_module_names and top != "__main__"):
+        return ""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:  # __main__ of a notebook, or a class that was sent to another process by value
+        return None
+    return top if _INSTALLED & set(Path(file).parts) else None
+
+
+def _version(package: str) -> str:
+    return str(getattr(sys.modules.get(package), "__version__", ""))
+
+
+def _module(one: Any) -> str:
+    """Return the name of the module of a class or function; that of a script is the same in every process."""
+    name = str(one.__module__)
+    return "__main__" if name == "__mp_main__" else name
+
+
+def _source(one: Any) -> str | None:
+    """Return the source of a class or function without comments and blank lines; None if it cannot be read."""
+    try:
+        text = textwrap.dedent(inspect.getsource(one))
+        lines = text.splitlines()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column]
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError, IndentationError):
+        return None
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _functions(one: Any) -> Iterator[FunctionType]:
+    """Yield a function, or those that a class defines."""
+    if isinstance(one, FunctionType):
+        yield one
+        return
+    for value in vars(one).values():
+        inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+        if isinstance(inner, FunctionType):
+            yield inner
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that code may look up among the globals, with the code inside it."""
+    inside = (const for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*(_names(each) for each in inside))
+
+
+def _used(one: Any) -> list[Any]:
+    """Return the classes and functions that a class or function uses, with the classes that it derives from."""
+    used: list[Any] = list(one.__bases__) if isinstance(one, type) else []
+    for function in _functions(one):
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        scope, names = function.__globals__, sorted(_names(function.__code__))
+        looked_up = [scope[name] for name in names if name in scope]
+        for module in [each for each in looked_up if isinstance(each, ModuleType)]:
+            looked_up += [vars(module)[name] for name in names if name in vars(module)]
+        used += [each for each in (*cells, *looked_up) if isinstance(each, _CODE)]
+    return used
+
+
+def _constants(one: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the plain global values that a class or function uses, and those in its closure."""
+    for function in _functions(one):
+        scope = function.__globals__
+        values = {name: scope[name] for name in _names(function.__code__) if name in scope}
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+        values |= {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        for name, value in values.items():
+            if isinstance(value, bool | int | float | str | tuple) and not name.startswith("__"):
+                yield name, value
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

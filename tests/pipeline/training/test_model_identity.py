@@ -1,0 +1,140 @@
+"""What a model is, as text: what makes a difference, and what does not."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import CheckpointError, PlanError
+from drivetrain.model_state import train_mode
+from drivetrain.pipeline.runs.preflight import _model
+from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.training.model_identity import difference, model_identity
+from pipeline_data import CLASSES, Toy, batch_norm_model
+from torch import nn
+
+NET = """
+from torch import nn
+SCALE = 1.0
+
+def act(x):
+    return x.relu() * SCALE
+
+class Net(nn.Module):
+    def __init__(self, p=0.1):
+        super().__init__()
+        self.conv, self.drop, self.head = nn.Conv2d(3, 8, 4, 4), nn.Dropout(p), nn.Linear(8, 4)
+        self.norm = nn.GroupNorm(4, 8)
+        self.options = {"a": 1, "b": 2}
+        self.call = lambda x: x
+
+    def forward(self, x):
+        return self.head(self.drop(act(self.norm(self.conv(x)))).mean((2, 3)))
+"""
+SAME = {
+    "a comment": NET.replace("    return x.relu()", "    # why\n\n    return x.relu()"),
+    "the order of a dict": NET.replace('{"a": 1, "b": 2}', '{"a": 1, "b": 2}'),
+}
+OTHER = {
+    "dropout": (NET.replace("p=0.1", "p=0.2"), r"model\.drop is Dropout\(p=0\.1"),
+    "a setting": (NET.replace('"b": 2', '"b": 3'), "options="),
+    "groups": (NET.replace("GroupNorm(4", "GroupNorm(8"), r"model\.norm is GroupNorm\(4"),
+    "a helper": (NET.replace("x.relu()", "x.sigmoid()"), r"code of net_\w+\.act is not the same"),
+    "a constant": (NET.replace("SCALE = 1.0", "SCALE = 2.0"), r"code of net_\w+\.act is not the same"),
+    "forward": (NET.replace(".mean((2, 3))", ".amax((2, 3))"), r"code of net_\w+\.Net is not the same"),
+}
+
+
+def net(folder: Path, text: str, name: str = "net_of_test") -> Any:
+    """The class in a file of this text, imported from it once more."""
+    (folder / f"{name}.py").write_text(text)
+    sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+    importlib.import_module("linecache").clearcache()
+    return importlib.import_module(name).Net
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return tmp_path
+
+
+def test_what_makes_a_difference(folder: Path) -> None:
+    kind = net(folder, NET)
+    first = model_identity(kind(), kind)
+    assert not difference(first, model_identity(kind(), kind))
+    for name, text in SAME.items():
+        kind = net(folder, text)
+        assert not difference(first, model_identity(kind(), kind)), name
+    for name, (text, words) in OTHER.items():
+        kind = net(folder, text)
+        said = difference(first, model_identity(kind(), kind))
+        assert said, name
+        assert __import__("re").search(words, said), (name, said)
+    torch_only = model_identity(batch_norm_model(), partial(batch_norm_model, 4))
+    assert "version of torch" in torch_only
+
+
+def test_a_run_resumes_only_with_its_own_model(
+    folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder / "run"
+    toy.pipeline(net(folder, NET)).fit(epochs=1, out=out, progress=False)
+    for text, words in OTHER.values():
+        other = toy.pipeline(net(folder, text))
+        with pytest.raises(CheckpointError, match=f"another model: .*{words}") as caught:
+            other.fit(epochs=2, out=out, resume="auto", progress=False)
+        assert "changed_model=True" in str(caught.value)
+    other.fit(epochs=2, out=out, resume="auto", changed_model=True)
+    assert "The model has changed since" in capsys.readouterr().out
+    with pytest.raises(PlanError, match="changed_model=True lets a run resume"):
+        other.fit(epochs=2, changed_model=True)
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    result = toy.pipeline(frozen_norm).fit(epochs=1)
+    assert result.model[1].num_batches_tracked == 0
+    torch.testing.assert_close(result.model[1].running_mean, torch.zeros(8))
+    assert "Frozen, with the statistics of their BatchNorm: 1." in capsys.readouterr().out
+    model = batch_norm_model()
+    model[1].weight.requires_grad_(False)  # and its bias is trained
+    train_mode(model)
+    assert model[1].training
+
+
+def frozen_norm() -> nn.Module:
+    model = batch_norm_model(CLASSES)
+    model[1].requires_grad_(False)
+    return model
+
+
+def test_the_plan_warns_of_validation_data_that_is_trained_on(toy: Toy, tmp_path: Path) -> None:
+    link, copy = tmp_path / "link.beton", tmp_path / "copy.beton"
+    link.symlink_to(toy.train)
+    copy.write_bytes(Path(toy.train).read_bytes())
+    for train, val in ((toy.train, toy.train), (toy.train, str(link)), (toy.train, str(copy)),
+                       ({toy.train: 0.5, toy.val: 0.5}, str(link))):  # fmt: skip
+        plan = toy.pipeline().load(train, val, batch_size=32, image_size=16).plan()
+        assert "CAUTION: the validation data has" in " ".join(plan.steps[0].why.split())
+    assert "also trained on" not in toy.pipeline().plan().steps[0].why
+
+
+def test_ranks_compare_the_model_that_they_build(folder: Path, toy: Toy) -> None:
+    one = _model(resolve(toy.pipeline(net(folder, NET))))
+    other = _model(resolve(toy.pipeline(net(folder, OTHER["groups"][0]))))
+    said = difference(one, other, libraries=True, names=("rank 0 (a)", "rank 1 (b)"))
+    assert said.startswith("model.norm is GroupNorm(4, 8")
+    assert "in rank 1 (b)" in said
+
+
+def test_weights_of_torch_save_are_read_alike(toy: Toy, tmp_path: Path) -> None:
+    result = toy.pipeline().fit(epochs=1, progress=False)
+    torch.save(result.model.state_dict(), tmp_path / "w.pth")
+    assert toy.pipeline().evaluate(tmp_path / "w.pth") == result.metrics
