@@ -77,7 +77,7 @@ def suggest(name: str, options: Iterable[str]) -> str:
     return f"{hint}{similar} {len(known):,} names are known."
 
 
-_LISTED = 60  # names that a message lists
+_LISTED = 100  # names that a message lists
 
 
 def require_suffix(out: Path, suffix: str, error: type[DrivetrainError]) -> None:

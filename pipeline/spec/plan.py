@@ -222,5 +222,5 @@ def _transform_step(transform: Transform, strategy: str = "", mixing: Sequence[s
     if transform.kind == "memory_format" and family(strategy) in ("fsdp", "deepspeed"):
         why = "shards are contiguous: the images and thus the activations get the format, the weights do not"
     if len(mixing) > 1 and type(transform).__name__ in mixing:
-        why += f"; {' and '.join(mixing)} all mix every batch, one after the other"
+        why += f"; {' and '.join(mixing)} both mix every batch, one after the other"
     return Step(f"{transform}", ".transform()", " ".join(filter(None, [why, transform.caution])))

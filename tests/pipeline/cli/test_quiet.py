@@ -12,7 +12,7 @@ from drivetrain.loaders import convert, verify
 from drivetrain.pipeline import Pipeline
 from drivetrain.pipeline.recipes.table import recipe_table
 from drivetrain.terminal import SHOWN
-from drivetrain.transforms import ColOut, CutMix, Report
+from drivetrain.transforms import ColOut, CutMix, MixUp, Report
 from loader_pictures import jpeg_bytes, picture
 from pipeline_data import Toy
 
@@ -47,13 +47,15 @@ def test_a_report_shows_the_first_names_of_many() -> None:
     )  # five take no more room than "and 1 more"
 
 
-def test_a_plan_gives_each_long_reason_once(toy: Toy) -> None:
+def test_a_plan_gives_each_reason(toy: Toy) -> None:
     plan = toy.pipeline("cifar_resnet").transform(ColOut(), CutMix()).plan()
     rows = [number for number, step in enumerate(plan.steps, 1) if "on each training batch" in step.why]
     assert len(rows) == 2
     text = " ".join(f"{plan!r}".replace("│", " ").split())
-    assert text.count("on each training batch") == 1
-    assert f"as step {rows[0]}" in text
+    assert text.count("on each training batch") == 2
+    assert "as step" not in text
+    both = str(toy.pipeline().transform(MixUp(0.2), CutMix()).plan())
+    assert " ".join(both.replace("│", " ").split()).count("MixUp and CutMix both mix every batch") == 2
 
 
 def test_classes_that_are_named_like_splits_are_reported(folder: Path, tmp_path: Path) -> None:
