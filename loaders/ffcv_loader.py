@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -248,6 +249,12 @@ class FFCVLoader(EpochLoader):
         """Start loading a batch, in chunks."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
+            self._process = os.getpid()
+        elif self._process != os.getpid():
+            raise DataError(
+                "This process was forked from the one whose threads load, and has none of them. Start processes with "
+                "spawn, or create the loader in them."
+            )
         self.beton.prefetch(indices % len(self.beton))
         decoder = self._decoder
         images = [self._empty(shape, self._image_dtype) for shape in decoder.shapes(len(indices))]

@@ -356,12 +356,7 @@ def _target_fault(beton: Beton, number: int, name: str, kind: str) -> str | None
 
 
 def _decodes(beton: Beton, number: int) -> bool:
-    stored, size = beton.stored(number), (int(beton.widths[number]), int(beton.heights[number]))
-    try:
-        with Image.open(io.BytesIO(stored)) as image:  # reads only the header
-            return image.size == size and jpeg.decodes(stored, *size)
-    except Exception:  # damaged files make Pillow's readers raise many types
-        return False
+    return jpeg.decodes(beton.stored(number), int(beton.widths[number]), int(beton.heights[number]))
 
 
 def _label_text(beton: Beton, number: int) -> str:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...errors import BetonError
 from .layout import Field, metadata_dtype, tables_start
+from .open_file import FileBytes
 from .targets import check_targets
 
 SEAL_BYTES = 32
@@ -33,7 +34,9 @@ def manifest_path(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def tables_checksum(data: NDArray[np.uint8], samples: int, fields: Sequence[Field], table_ptr: int) -> int:
+def tables_checksum(
+    data: FileBytes | NDArray[np.uint8], samples: int, fields: Sequence[Field], table_ptr: int
+) -> int:
     """Return the CRC-32 of everything but the samples' data: header, fields, metadata, allocation table."""
     end = tables_start(len(fields)) + samples * metadata_dtype(fields).itemsize
     return zlib.crc32(data[table_ptr:].data, zlib.crc32(data[:end].data))
@@ -58,7 +61,7 @@ def write_manifest(file: BinaryIO, about: dict[str, Any], checksums: NDArray[np.
 
 
 def read_manifest(
-    path: Path, data: NDArray[np.uint8], header: Any, fields: Sequence[Field]
+    path: Path, data: FileBytes | NDArray[np.uint8], header: Any, fields: Sequence[Field]
 ) -> tuple[dict[str, Any], NDArray[np.uint32] | None]:
     """Return the manifest of the file `path` and its checksums `(N,)`; empty and None if there is no manifest.
 
@@ -78,7 +81,7 @@ def read_manifest(
         sealed = bytes.fromhex(manifest.get("seal", ""))
         expected = seal(tables, checksums)
         check_targets(manifest.get("targets", {}), kinds)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BetonError(f"{file} is not a manifest ({error!r}). Delete it, or convert again.") from None
     if not sealed:
         raise BetonError(
@@ -104,7 +107,7 @@ def read_manifest(
     return manifest, checksums
 
 
-def _stored_seal(data: NDArray[np.uint8], samples: int, fields: Sequence[Field]) -> bytes:
+def _stored_seal(data: FileBytes | NDArray[np.uint8], samples: int, fields: Sequence[Field]) -> bytes:
     """Return the bytes at the seal's position, whether or not the file has a seal."""
     end = tables_start(len(fields)) + samples * metadata_dtype(fields).itemsize
     return data[end : end + SEAL_BYTES].tobytes()

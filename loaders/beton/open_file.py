@@ -140,6 +140,25 @@ class OpenFile:
         return found
 
 
+class FileBytes:
+    """The bytes of an open file: a slice is read when it is taken, so nothing is read through a memory map.
+
+    Raises:
+        BetonError: when a slice is taken, if the file has become too short, or cannot be read.
+    """
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+
+    def __len__(self) -> int:
+        return self._file.size
+
+    def __getitem__(self, part: slice) -> NDArray[np.uint8]:
+        start, stop, _ = part.indices(len(self))
+        found: NDArray[np.uint8] = self._file.read_many(np.array([start]), max(stop - start, 0))[0]
+        return found
+
+
 def _opened_again(path: Path, identity: Identity, patience: float | None) -> OpenFile:
     file = OpenFile(path, patience)
     file.require_identity(identity)

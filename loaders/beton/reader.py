@@ -25,7 +25,7 @@ from ..remote.mirror import Mirror
 from ..remote.source import is_address
 from .layout import HEADER, MODE_RAW, Field, metadata_dtype, tables_start
 from .manifest import SEAL_BYTES, manifest_path, read_manifest
-from .open_file import OpenFile
+from .open_file import FileBytes, OpenFile
 from .tables import (
     Column,
     check_numbers,
@@ -418,12 +418,12 @@ def _fetched_tables(path: Path, patience: float) -> tuple[Any, list[Field]]:
 def _validated(path: Path, patience: float) -> Beton:
     header, fields = _fetched_tables(path, patience)
     file = OpenFile(path, patience)
-    data = file.mapped()
-    rows = read_metadata(path, data, header, fields)
+    tables = FileBytes(file)
+    rows = read_metadata(path, tables, header, fields)
     first = tables_start(len(fields)) + rows.nbytes
-    table = read_allocations(path, data, header, first, len(rows))
+    table = read_allocations(path, tables, header, first, len(rows))
     columns = {column.field.name: column for column in match_allocations(path, fields, rows, table)}
-    manifest, checksums = read_manifest(path, data, header, fields)
+    manifest, checksums = read_manifest(path, tables, header, fields)
     label = label_field(fields)
     assert label is not None  # read_fields rejects a file without a label
     if not label.allocated:

@@ -29,6 +29,7 @@ from .layout import (
     metadata_dtype,
     tables_start,
 )
+from .open_file import FileBytes
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def label_field(fields: list[Field]) -> Field | None:
     return next(iter(named or numeric or masks), None)
 
 
-def read_metadata(path: Path, data: NDArray[np.uint8], header: Any, fields: list[Field]) -> Any:
+def read_metadata(path: Path, data: FileBytes | NDArray[np.uint8], header: Any, fields: list[Field]) -> Any:
     """Return the metadata, `(N,)` of `metadata_dtype(fields)`."""
     start = tables_start(len(fields))
     dtype = metadata_dtype(fields)
@@ -146,7 +147,9 @@ def read_metadata(path: Path, data: NDArray[np.uint8], header: Any, fields: list
     return data[start:end].view(dtype)
 
 
-def read_allocations(path: Path, data: NDArray[np.uint8], header: Any, first: int, samples: int) -> Any:
+def read_allocations(
+    path: Path, data: FileBytes | NDArray[np.uint8], header: Any, first: int, samples: int
+) -> Any:
     """Return the allocation table sorted by position; data may be anywhere from byte `first` to the table.
 
     Raises:

@@ -11,6 +11,7 @@
 #include <sys/types.h>
 
 #define DT_API __attribute__((visibility("default")))
+#define DT_HIDDEN __attribute__((visibility("hidden"))) /* of functions with variants, for which the compiler forgets it */
 
 /* The compiler makes a variant of the function for each instruction set, and the system chooses one when the library is
  * loaded. All have the same results: integers, or floats without contraction to fused multiply-adds. */
@@ -164,7 +165,7 @@ typedef struct {
 /* Weigh the lines for `count` outputs, in memory that is reserved. */
 dt_fine_filter dt_weigh_finely(int bicubic, int64_t size, int64_t count, dt_resizing *memory);
 /* Set each of `count` lines of `target` to the weighted sum of lines of `source`, over `lanes` bytes, in whole blocks. */
-void dt_blend_finely(const uint8_t *source, size_t stride, size_t lanes, const dt_fine_filter *filter, int64_t count,
+DT_HIDDEN void dt_blend_finely(const uint8_t *source, size_t stride, size_t lanes, const dt_fine_filter *filter, int64_t count,
                      const dt_limits *limits, uint8_t *target, size_t target_stride);
 
 /* ---- area.c: the resize of OpenCV's INTER_AREA, bit for bit (version 4.6) ---- */
@@ -193,7 +194,7 @@ void dt_saturate(uint8_t *image, int64_t pixels, float factor);
 void dt_jitter_color(uint8_t *image, int64_t pixels, const double *factors);
 void dt_cut_out(uint8_t *image, int64_t width, int64_t top, int64_t left, int64_t side, const uint8_t *fill);
 /* `values` = byte · `factors` + `summands`, each (3 · width), line by line. */
-void dt_normalise(const uint8_t *image, int64_t height, int64_t width, const float *factors, const float *summands,
+DT_HIDDEN void dt_normalise(const uint8_t *image, int64_t height, int64_t width, const float *factors, const float *summands,
                   float *values);
 /* `values` = each level's entry in its channel's row of `table` (3, 256): bfloat16. */
 void dt_look_up(const uint8_t *image, int64_t pixels, const uint16_t *table, uint16_t *values);

@@ -21,6 +21,10 @@ _ALONE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a segment
 _ANY_SIZE = (1 << 8 * ctypes.sizeof(ctypes.c_size_t)) - 1
 
 
+_MOST_SCANS, _MOST_WORK, _FEW_SCANS = 500, 1 << 32, 24
+"""As in libjpeg.c: scans, and pixels times scans; and as many as the most pixels that Pillow opens may have."""
+
+
 def frame_type(jpeg: bytes) -> int | None:
     """Return the second byte of the frame marker, 0xC0 to 0xCF, which identifies the coding; None without a frame."""
     at = 2
@@ -69,18 +73,52 @@ def recoded(jpeg: bytes, most: int = _ANY_SIZE, memory: int = MOST_MEMORY) -> by
         native.dt_free(result)
 
 
+def check_scans(jpeg: bytes) -> None:
+    """Raise ValueError for more scans than the loader's decoder takes: Pillow has no limit.
+
+    A progressive file of some kilobytes may have any number of them, and each takes a pass over all pixels.
+    """
+    if jpeg.count(b"\xff\xda") <= _FEW_SCANS:  # also those in other segments, but that is quick
+        return
+    with Image.open(io.BytesIO(jpeg)) as image:
+        pixels = image.width * image.height
+    most = min(_MOST_SCANS, _MOST_WORK // max(pixels, 1))
+    if _scans(jpeg) > most:
+        raise ValueError(f"it has more than {most} scans, the most for its size")
+
+
+def _scans(jpeg: bytes) -> int:
+    at, count = 2, 0
+    while 0 <= at < len(jpeg) - 3:
+        marker = jpeg[at + 1]
+        if jpeg[at] != 0xFF or marker == 0:  # codes
+            at = jpeg.find(b"\xff", at + 1)
+        elif marker == 0xFF:  # fill
+            at += 1
+        elif marker in _ALONE:
+            at += 2
+        else:
+            count += marker == 0xDA
+            at += 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+    return count
+
+
 def huffman_coded(jpeg: bytes) -> bytes:
-    """Return a JPEG with arithmetic codes as a baseline JPEG; any other file unchanged. Pixels are identical.
+    """Return a JPEG as Pillow may read it: one with arithmetic codes as a baseline JPEG, any other file unchanged.
+    Pixels are identical.
 
     Pillow decodes arithmetic codes only in files of up to 64 KiB, because it reads in chunks, and libjpeg's arithmetic
     decoder cannot wait for the next one.
 
     Raises:
-        ValueError: with libjpeg's message, if it does not decode without a warning.
+        ValueError: with libjpeg's message, if it does not decode without a warning; or for too many scans.
         Image.DecompressionBombError: as Pillow, for more pixels than any real picture has.
         MemoryError: if the system refuses memory.
     """
-    if not jpeg.startswith(b"\xff\xd8") or frame_type(jpeg) not in ARITHMETIC_FRAMES:
+    if not jpeg.startswith(b"\xff\xd8"):
+        return jpeg
+    check_scans(jpeg)
+    if frame_type(jpeg) not in ARITHMETIC_FRAMES:
         return jpeg
     with Image.open(io.BytesIO(jpeg)):  # rejects what would take gigabytes
         pass

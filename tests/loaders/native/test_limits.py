@@ -1,0 +1,123 @@
+"""Limits of time and memory: stopped loads end, coefficients are counted, repeated scans are refused everywhere."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+import pytest
+from drivetrain.errors import BetonError, DataError
+from drivetrain.loaders import FFCVLoader, convert, open_beton, verify
+from drivetrain.loaders.conversion.encode import Encoding, encode_image
+from drivetrain.loaders.native import jpeg, transcode
+from drivetrain.loaders.native.stop import Stop
+from PIL import Image
+
+
+def progressive(side: int, scans: int) -> bytes:
+    """A flat progressive picture with the scan of its DC values so many times."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), "teal").save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    begin = data.index(b"\xff\xda")
+    head = begin + 2 + int.from_bytes(data[begin + 2 : begin + 4], "big")
+    end = next(at for at in range(head, len(data)) if data[at] == 0xFF and data[at + 1] != 0)
+    scan = data[begin : head - 1] + b"\0" + data[head:end]  # all bits of the values, which may be repeated
+    return data[:begin] + scan * scans + b"\xff\xd9"
+
+
+def test_a_stopped_decoding_ends_at_once() -> None:
+    """Of 110 scans of 36 megapixels, which take some seconds."""
+    bomb, stop = progressive(6000, 110), Stop()
+    threading.Timer(0.3, stop.set).start()
+    begin = monotonic()
+    assert jpeg.complaint(bomb, 6000, 6000, stop.limits(1 << 31)) == "it was stopped"
+    assert monotonic() - begin < 3  # beside a busy process
+
+
+def test_pixels_times_scans_are_bounded() -> None:
+    assert jpeg.complaint(progressive(64, 500), 64, 64) == ""
+    assert jpeg.complaint(progressive(64, 501), 64, 64) == "it has more than 500 scans, the most for its size"
+    transcode.check_scans(progressive(64, 500))
+    for side, scans, most in ((64, 501, 500), (6000, 120, 119)):
+        with pytest.raises(ValueError, match=f"more than {most} scans"):
+            transcode.check_scans(progressive(side, scans))
+
+
+def test_conversion_does_not_go_round_the_limit_through_pillow() -> None:
+    with pytest.raises(DataError, match="more than 500 scans, the most for its size"):
+        encode_image(progressive(64, 501), Encoding(max_resolution=32))
+
+
+def test_coefficients_beyond_the_memory_are_refused_before_they_are_allocated(tmp_path: Path) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "0.jpg").write_bytes(progressive(2000, 1))
+    convert(tmp_path / "train", tmp_path / "p.beton", keep_bytes=True, progress=False)
+    with FFCVLoader(tmp_path / "p.beton", batch_size=1, image_size=32, workers=1, train=False) as loader:
+        assert next(iter(loader))[0].shape == (1, 3, 32, 32)
+        loader._decoder.coefficient_bytes = 1_000_000
+        with pytest.raises(DataError, match=r"sample 0 .* 12\.0 MB of 1\.0 MB.*fewer workers, or convert"):
+            next(iter(loader))
+
+
+@pytest.mark.process
+def test_a_file_that_shrinks_while_it_is_opened_is_an_error(tmp_path: Path) -> None:
+    """Its tables were read through a memory map, which ended the process."""
+    pictures = [(np.full((8, 8, 3), i, np.uint8), i) for i in range(4)]
+    convert(pictures, tmp_path / "a.beton", progress=False)
+    program = """
+import os, sys
+from drivetrain.errors import BetonError
+from drivetrain.loaders import open_beton
+from drivetrain.loaders.beton import reader
+path, inner = sys.argv[1], reader.read_metadata
+def shrink(*arguments):
+    os.truncate(path, 16)
+    return inner(*arguments)
+reader.read_metadata = shrink
+try:
+    open_beton(path)
+except BetonError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "a.beton"],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert "bytes" in done.stdout
+
+
+def test_a_forked_process_is_told_that_it_has_no_threads(tmp_path: Path) -> None:
+    pictures = [(np.full((8, 8, 3), i, np.uint8), i) for i in range(4)]
+    convert(pictures, tmp_path / "a.beton", progress=False)
+    with FFCVLoader(tmp_path / "a.beton", batch_size=2, image_size=8, workers=1, train=False) as loader:
+        list(loader)
+        loader._process -= 1  # as it is in a child
+        with pytest.raises(DataError, match=r"forked .* spawn"):
+            next(iter(loader))
+        loader._process = os.getpid()
+
+
+def test_a_manifest_of_brackets_is_no_manifest(tmp_path: Path) -> None:
+    convert([(np.zeros((8, 8, 3), np.uint8), 0)], tmp_path / "a.beton", progress=False)
+    (tmp_path / "a.beton.json").write_text("[" * 200_000)
+    with pytest.raises(BetonError, match="is not a manifest"):
+        open_beton(tmp_path / "a.beton")
+
+
+def test_verify_and_the_loader_agree_on_large_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow's limit of pixels is for pictures to convert."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    Image.new("RGB", (500, 500), "teal").save(tmp_path / "train" / "a" / "0.jpg")
+    convert(tmp_path / "train", tmp_path / "a.beton", progress=False)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert verify(tmp_path / "a.beton", progress=False).sound
