@@ -226,7 +226,7 @@ static int load_anything(dt_workspace *workspace, int descriptor, int64_t height
         sizes[0] = exact < LARGEST - 100 ? exact : LARGEST - 100;
     }
     dt_samples samples = {descriptors, modes, widths, heights, pointers, sizes, channels, bytes};
-    int32_t method = (int32_t)next(5), dtype = (int32_t)next(3);
+    int32_t method = (int32_t)next(DT_PILLOW + 1), dtype = (int32_t)next(3);
     int64_t others = next(64) ? channels : (int64_t)next(5);
     dt_settings settings[] = {
         {24, 20, method, dtype, channels, bytes, factors, summands, table, 5, {1, 2, 3}},
