@@ -11,6 +11,7 @@
 # make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
 # make fuzz         a million damaged files through the native library, under the sanitizers; ten million images for leaks
+# make libfuzzer    the same library under clang's fuzzer, guided by coverage, for SECONDS=3600 (CC=clang-19)
 # make notebooks    run the notebooks, and keep their outputs in them (NOTEBOOKS=… selects some)
 # make docs         the documentation as a site in .build/docs/
 # make clean        remove what the other targets have created, except runs/
@@ -23,7 +24,7 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
-.PHONY: quickstart install test test-all quick check bytecode lock wheel wheels release-check bench bench-peers fuzz gpu gpu-kit notebooks docs clean
+.PHONY: quickstart install test test-all quick check bytecode lock wheel wheels release-check bench bench-peers fuzz libfuzzer gpu gpu-kit notebooks docs clean
 
 # With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
@@ -116,6 +117,10 @@ fuzz: install
 	$(BIN)/python tests/support/native_fuzz.py --kind plain
 	$(BIN)/python tests/support/native_fuzz.py --kind thread
 	$(BIN)/python tests/support/native_fuzz.py --kind leaks
+
+SECONDS ?= 3600
+libfuzzer: install
+	$(BIN)/python tests/support/native_fuzz.py --kind libfuzzer --seconds $(SECONDS)
 
 gpu: install
 	$(BIN)/python .ci/gpu/run.py $(if $(PHOTOS),--photos "$(PHOTOS)")

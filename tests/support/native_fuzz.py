@@ -1,10 +1,14 @@
 """Builds native_fuzz.c and runs it on small JPEGs: `make fuzz`, and shorter in the tests.
 
     native_fuzz.py [--kind address|plain|thread|leaks] [--executions N] [--seed 0] [--threads 2]
+    native_fuzz.py --kind libfuzzer [--seconds 600] [--keep FOLDER]
 
 `address` and `thread` are sanitizers; `plain` is `address` without the variants of functions for this processor,
 which the thread sanitizer lacks, too. `leaks` is without one, for as many calls as ten million loaded images take:
 what the process has allocated after a hundredth of them must be what it has in the end, byte for byte.
+
+`libfuzzer` is clang's, guided by coverage (Debian: clang and libclang-rt-dev, or CC=clang-19), from the same files and
+those of FOLDER, which keeps what it finds.
 """
 
 from __future__ import annotations
@@ -112,15 +116,46 @@ def run(kind: str, executions: int, seed: int, threads: int, folder: Path, round
     return Result(*counts[:3], *([line[column] for line in memory] for column in (1, 2)))
 
 
+def run_libfuzzer(folder: Path, seconds: int, keep: Path) -> int:
+    """Build and run clang's fuzzer; return its status.
+
+    Raises:
+        SystemExit: if clang or its fuzzer is missing.
+    """
+    corpus, program = folder / "corpus", folder / "libfuzzer"
+    for made in (corpus, keep):
+        made.mkdir(parents=True, exist_ok=True)
+    write_corpus(corpus)
+    sources = [Path(__file__).with_name("libfuzzer_target.c"), *sorted(NATIVE.glob("*.c"))]
+    flags = ["-fsanitize=fuzzer,address,undefined", "-DDT_NO_CLONES"]
+    command = [os.environ.get("CC", "clang"), *_COMPILE[1:], *flags, "-o", program, *sources, "-ljpeg", "-lm"]
+    try:
+        built = subprocess.run(command, check=False, timeout=300).returncode == 0
+    except FileNotFoundError:
+        built = False
+    if not built:
+        raise SystemExit(
+            "clang's fuzzer cannot be built: apt-get install clang libclang-rt-dev, or set CC to a clang."
+        )
+    options = [f"-max_total_time={seconds}", "-max_len=16384", "-print_final_stats=1", "-timeout=20"]
+    fuzzed = [program, *options, f"-artifact_prefix={keep}/failed-", keep, corpus]
+    return subprocess.run(fuzzed, check=False, timeout=seconds + 600).returncode
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kind", choices=FLAGS, default="address")
+    parser.add_argument("--kind", choices=[*FLAGS, "libfuzzer"], default="address")
     parser.add_argument("--executions", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=int, default=600)
+    parser.add_argument("--keep", type=Path, default=Path(".build/libfuzzer"))
     options = parser.parse_args()
+    if options.kind == "libfuzzer":
+        with tempfile.TemporaryDirectory() as folder:
+            raise SystemExit(run_libfuzzer(Path(folder), options.seconds, options.keep.resolve()))
     executions = options.executions or EXECUTIONS[options.kind]
     rounds = 100 if options.kind == "leaks" else 1
     with tempfile.TemporaryDirectory() as folder:
