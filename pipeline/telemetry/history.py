@@ -219,22 +219,20 @@ class History:
         return cls([Epoch(**epoch, units=units) for epoch in saved["epochs"]], facts, within)
 
     def save(self, path: str | Path) -> None:
-        """Write the history as JSON (`.json`), or draw its curves (`.png`, as `curves.png` of a run), atomically.
+        """Write the history as JSON, atomically.
 
         Raises:
-            DrivetrainError: for another suffix.
-            MissingExtra: for curves without the extra `plot`.
+            DrivetrainError: if `path` does not end in `.json`.
         """
         path = Path(path)
-        if path.suffix == ".png":
-            from .curves import draw
-
-            content = draw(self)
-        else:
-            require_suffix(path, ".json", DrivetrainError)
-            content = json.dumps(self.to_dict(), indent=1).encode()
+        if path.suffix in (".png", ".svg", ".pdf"):
+            raise DrivetrainError(
+                f"{path}: a history is saved as JSON, so pass a name that ends in .json. Its curves are curves.png in the "
+                "folder of the run, fit(out=…)."
+            )
+        require_suffix(path, ".json", DrivetrainError)
         with atomic_file(path) as file:
-            file.write(content)
+            file.write(json.dumps(self.to_dict(), indent=1).encode())
 
     @property
     def last(self) -> Epoch | Evaluation | None:

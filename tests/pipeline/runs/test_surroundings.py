@@ -78,11 +78,13 @@ def test_a_relative_folder_and_another_working_directory(
     assert not list((tmp_path / "at8").iterdir())
 
 
-def test_a_history_is_saved_as_its_suffix_says(toy: Toy, tmp_path: Path) -> None:
+def test_a_history_is_saved_as_json_only(toy: Toy, tmp_path: Path) -> None:
     history = toy.pipeline().fit(epochs=1, progress=False).history
-    history.save(tmp_path / "h.png")
-    assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
     history.save(tmp_path / "h.json")
-    with pytest.raises(DrivetrainError, match=r"does not end in \.json"):
-        history.save(tmp_path / "h.jpg")
-    assert not (tmp_path / "h.jpg").exists()
+    for name, remedy in (
+        ("h.png", r"ends in \.json. Its curves are curves\.png"),
+        ("h.txt", r"does not end in \.json"),
+    ):
+        with pytest.raises(DrivetrainError, match=remedy):
+            history.save(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["h.json"]
