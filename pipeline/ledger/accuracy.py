@@ -13,7 +13,7 @@ from ...terminal import is_interactive
 from ..runs.config import FitConfig
 from ..runs.fit import fit
 from ..spec.resolve import ResolvedPlan
-from ..tasks.metrics import check_comparable
+from ..tasks.scales import check_comparable
 from ..telemetry.history import Epoch, Monitor
 from .data import Trained, VariantId
 from .runner import described

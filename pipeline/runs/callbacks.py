@@ -17,7 +17,7 @@ from ...strategies import Engine
 from ..callbacks.callback import Callback, RunOptions
 from ..callbacks.view import RunView
 from ..spec.resolve import ResolvedPlan
-from ..tasks.metrics import scales
+from ..tasks.scales import scales
 from ..telemetry.history import Epoch, Evaluation
 from ..telemetry.observer import Observer, Phase
 from ..telemetry.state import TrainState

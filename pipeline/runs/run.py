@@ -34,7 +34,7 @@ from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.writer import CheckpointWriter
 from ..spec.inputs import Inputs
 from ..spec.resolve import ResolvedPlan
-from ..tasks.metrics import scales
+from ..tasks.scales import scales
 from ..telemetry.history import Epoch, Evaluation, History, format_metric
 from ..telemetry.metrics import Metrics
 from ..telemetry.observer import Observer, Observers

@@ -15,7 +15,7 @@ from ...transforms import (
     SeqLengthWarmup,
     Transform,
 )
-from ..tasks.metrics import check_monitor
+from ..tasks.scales import check_monitor
 from .kinds import find
 from .optimizers import gathers, label, needs_whole_matrices
 from .pipeline_spec import PipelineSpec

@@ -9,9 +9,8 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,6 @@ from .nests import map_tensors
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-    from .task import Task
 
 NAMES_OF_RUN = {
     "epoch", "loss", "val_loss", "images_per_s", "data_wait_fraction", "seconds", "lr", "skipped", "replaced", "step",
@@ -103,75 +100,6 @@ def top(k: int) -> Callable[[int], Any]:
 
 Unit = Literal["fraction", "percent"]
 """What the values of a metric are shares in: `"fraction"`, 0 to 1; `"percent"`, 0 to 100."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How to compare and print the values of a metric.
-
-    Attributes:
-        higher_is_better: the direction; None if nobody declares it.
-        unit: None for numbers that are no shares.
-    """
-
-    higher_is_better: bool | None
-    unit: Unit | None = None
-
-
-def scale_of(task: Task, name: str, metric: Metric) -> Scale:
-    """Return the scale of a metric, as the task declares it, else the metric's class, else, for the unit, torchmetrics:
-    a metric of its own for classification or segmentation is a fraction if it is better when higher and drawn from 0 to
-    1. This is the only place that decides.
-
-    Raises:
-        PlanError: if a declaration is invalid.
-    """
-    higher = task.higher_is_better.get(name, getattr(metric, "higher_is_better", None))
-    unit = task.units.get(name, getattr(metric, "unit", None))
-    if higher not in (True, False, None) or unit not in (*get_args(Unit), None):
-        raise PlanError(
-            f"{task}: the metric {name!r} declares higher_is_better={higher!r:.40} and unit={unit!r:.40}. Declare True "
-            f"or False, and {' or '.join(map(repr, get_args(Unit)))}."
-        )
-    if unit is None and higher and _ranges_to_one(metric):
-        unit = "fraction"
-    return Scale(higher, unit)
-
-
-def _ranges_to_one(metric: Metric) -> bool:
-    """Whether torchmetrics declares that its own computation of this metric gives values from 0 to 1."""
-    own = type(metric).compute.__module__.startswith(
-        ("torchmetrics.classification", "torchmetrics.segmentation")
-    )
-    return own and (metric.plot_lower_bound, metric.plot_upper_bound) == (0.0, 1.0)
-
-
-def scales(task: Task, width: int | None = 10) -> dict[str, Scale]:
-    """Return the scales of a task's metrics and of the losses; they do not depend on the width."""
-    losses = dict.fromkeys(("loss", "val_loss"), Scale(higher_is_better=False))
-    return losses | {name: scale_of(task, name, metric) for name, metric in task.meters(width).items()}
-
-
-def check_monitor(task: Task) -> None:
-    """Raise PlanError if it is not declared which values of the monitored metric are better."""
-    if task.monitor == "val_loss" or task.declares_monitor:
-        return
-    if scales(task)[task.monitor].higher_is_better is None:
-        raise PlanError(
-            f"{task} monitors {task.monitor!r}, and nothing declares whether higher is better, so the best epoch is "
-            f"unknown. Set higher_is_better = True or False in the metric's class, or higher_is_better = "
-            f"{{{task.monitor!r}: …}} in the task's, or pass another monitor, such as 'val_loss'."
-        )
-
-
-def check_comparable(task: Task, option: str) -> None:
-    """Raise PlanError unless the monitored metric is a share, whose differences are percentage points."""
-    if scales(task)[task.monitor].unit is None:
-        raise PlanError(
-            f"{option} compares a share such as top1, and {task} monitors {task.monitor!r}, which declares no unit. "
-            "Set unit = 'fraction' or 'percent' in the metric's class, or units = {…} in the task's, or choose another "
-            "monitor of the task."
-        )
 
 
 def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:

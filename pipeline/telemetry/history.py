@@ -227,8 +227,8 @@ class History:
         path = Path(path)
         if path.suffix in (".png", ".svg", ".pdf"):
             raise DrivetrainError(
-                f"{path}: a history is saved as JSON, so pass a name that ends in .json. Its curves are curves.png in the "
-                "folder of the run, fit(out=…)."
+                f"{path}: a history is saved as JSON, so pass a name that ends in .json. Its curves are curves.png in "
+                "the folder of the run, fit(out=…)."
             )
         require_suffix(path, ".json", DrivetrainError)
         with atomic_file(path) as file:

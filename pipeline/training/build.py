@@ -34,8 +34,8 @@ from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan
 from ..tasks.classification import Classification
 from ..tasks.means import LossFunction, mean_of
-from ..tasks.metrics import Scale, scale_of
 from ..tasks.nests import map_tensors
+from ..tasks.scales import Scale, scale_of
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .checks import check_kind, check_loss, check_metrics, check_output, targets_of

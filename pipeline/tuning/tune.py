@@ -26,7 +26,7 @@ from ..runs.fit import make_folder
 from ..spec.options import Config
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.resolve import ResolvedPlan, resolve
-from ..tasks.metrics import check_comparable
+from ..tasks.scales import check_comparable
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
 from ..training.plain_torch import plain_torch

@@ -12,7 +12,7 @@ from drivetrain.pipeline.checkpoints.directory import CheckpointDir, best_of
 from drivetrain.pipeline.ledger.accuracy import train_each
 from drivetrain.pipeline.ledger.variants import Variant
 from drivetrain.pipeline.runs.folder import read_history
-from drivetrain.pipeline.tasks.metrics import Scale, scales
+from drivetrain.pipeline.tasks.scales import Scale, scales
 from drivetrain.pipeline.tuning.arena import Trials
 from pipeline_data import Toy
 from torchmetrics import MeanMetric
