@@ -95,7 +95,7 @@ def decoded(picture: bytes) -> Iterator[tuple[Image.Image, bool]]:
     """
     with reading():
         with Image.open(io.BytesIO(picture)) as opened:
-            wide = is_wide(opened)
+            wide, exif = is_wide(opened), opened.info.get("exif")
             data = transcode.huffman_coded(picture) if opened.format in JPEG_FORMATS else picture
             if data is picture:
                 opened.load()
@@ -103,6 +103,8 @@ def decoded(picture: bytes) -> Iterator[tuple[Image.Image, bool]]:
                 return
         with Image.open(io.BytesIO(data)) as opened:
             opened.load()
+            if exif is not None:  # which the recoded file lacks: it may turn the picture
+                opened.info["exif"] = exif
             yield opened, wide
 
 
