@@ -195,7 +195,8 @@ _LOADER = _record(
 _METER = _record(
     {
         "total": _number("(-3e38, 3e38)"), "counted": _COUNT, "skipped": _COUNT, "overflowed": _COUNT,
-        "images": _COUNT, "seconds": _SPAN, "data_wait_s": _SPAN, "evaluation_s": _SPAN, "weight": _SPAN,
+        "images": _COUNT, "seconds": _SPAN, "data_wait_s": _SPAN, "evaluation_s": _SPAN,
+        "weight": _optional(_SPAN),
     }
 )  # fmt: skip
 _FILE = _record({"bytes": _COUNT, "sha256": _anything})  # `verify` compares the digest, whatever its type
@@ -270,6 +271,8 @@ class CheckpointContent:
         state = json.loads(text)
         if not isinstance(state, dict) or state.pop("sha256", None) != _digest(state):
             raise Fault(f"{STATE} was modified after it was written")
+        if isinstance(state.get("meter"), dict):
+            state["meter"].setdefault("weight", None)  # older versions counted each step once
         _record_of(cls)("", state)
         state["optimizer"] = OptimizerContent(**state["optimizer"])
         state["history"] = History.from_dict(state["history"])

@@ -184,7 +184,11 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
                     buffer.copy_(buffers[name])
         total = torch.tensor(float(content.meter["total"])) if own is None else own["loss"]
         state.epoch, state.step = content.epoch, content.step
-        state.meter = EpochMeter(**{**content.meter, "total": total.to(engine.device)})
+        meter = {**content.meter, "total": total.to(engine.device)}
+        if meter["weight"] is None:  # of an older version: a sum of the steps' losses
+            batch = content.facts["batch_size"]
+            meter |= {"total": meter["total"] * batch, "weight": float(meter["counted"] * batch)}
+        state.meter = EpochMeter(**meter)
 
 
 def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
