@@ -198,6 +198,10 @@ def _module(one: Any) -> str:
 
 def _source(one: Any) -> str | None:
     """Return the source of a class or function without comments and blank lines; None if it cannot be read."""
+    if getattr(one, "__name__", "") == "<lambda>":  # its source would be the whole statement around it
+        code = one.__code__
+        constants = [each for each in code.co_consts if not isinstance(each, CodeType)]
+        return repr((code.co_names, constants, code.co_varnames))
     try:
         text = textwrap.dedent(inspect.getsource(one))
         lines = text.splitlines()

@@ -113,6 +113,7 @@ def test_an_older_one_of_the_same_folder_loses_no_newer_one(toy: Toy, tmp_path: 
             out=run,
             resume=folder / "step-00000008",
             checkpoints=how,
+            changed_model=True,
         )
     assert steps_in(run) == [4, 8]  # a crash before the first save, after which `auto` knows its run
     again = fit(pipeline, out=run, resume="auto", checkpoints=how)
@@ -146,6 +147,7 @@ def test_a_crash_before_the_first_checkpoint_of_a_branch(toy: Toy, tmp_path: Pat
             toy.pipeline(lambda: FailsAt(1, ZeroDivisionError)),
             out=out,
             resume=trunk / "checkpoints" / "step-00000008",
+            changed_model=True,
         )
     assert steps_in(out) == []
     resumed = fit(pipeline, out=out, resume="auto")
@@ -217,7 +219,8 @@ def test_training_goes_on_while_it_is_written(toy: Toy, tmp_path: Path, monkeypa
         toy.pipeline(lambda: Counting(0)), 1, out=tmp_path, checkpoints=Checkpoints(every_steps=3, keep=5)
     )
     monkeypatch.undo()
-    resumed = fit(toy.pipeline(lambda: Sleepy(0)), 1, resume=tmp_path / "checkpoints" / "step-00000003")
+    place = tmp_path / "checkpoints" / "step-00000003"
+    resumed = fit(toy.pipeline(lambda: Sleepy(0)), 1, resume=place, changed_model=True)
     assert numbers(resumed) == numbers(whole)
 
 
@@ -268,7 +271,9 @@ def test_after_ctrl_c_the_run_goes_on(toy: Toy, tmp_path: Path) -> None:
         fit(toy.pipeline(lambda: Stops(0)), out=tmp_path, checkpoints=how)
     assert caught.value.result is not None
     assert len(caught.value.result.history.epochs) == 1
-    resumed = fit(toy.pipeline(lambda: Sleepy(0)), out=tmp_path, checkpoints=how, resume="auto")
+    resumed = fit(
+        toy.pipeline(lambda: Sleepy(0)), out=tmp_path, checkpoints=how, resume="auto", changed_model=True
+    )
     assert resumed.history.facts["resumed"][0]["step"] in (4, 6)
     assert numbers(resumed) == numbers(fit(toy.pipeline(lambda: Sleepy(0))))
     assert not list((tmp_path / "checkpoints").glob(".*"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from command_line import call
-from drivetrain import CheckpointError, Pipeline, PlanError
+from drivetrain import CheckpointError, DataError, Pipeline, PlanError
 from drivetrain.pipeline import FitResult
 from drivetrain.transforms import EMA, Factorize
 from pipeline_data import BATCH, SIDE, Toy, batch_norm_model, evaluated, plain_model
@@ -141,7 +141,7 @@ def factorized_like(source: torch.nn.Module, result: FitResult) -> torch.nn.Modu
     [
         ({"init_from": "RUN", "resume": "auto", "out": "OUT"}, PlanError, "begins a new run, and resume='auto' contin"),
         ({"init_from": "nowhere"}, PlanError, "nowhere does not exist"),
-        ({"init_from": "FILE.pt"}, PlanError, "unpickling them runs code.*save_file"),
+        ({"init_from": "FILE.pt"}, DataError, "it has more than tensors.*save_file"),
         ({"init_from": "RUN/model.safetensors", "out": "RUN"}, PlanError, "which the new run would overwrite"),
         ({"init_from": "OUT"}, CheckpointError, "has no model.safetensors"),
         ({"init_from": "DAMAGED.safetensors"}, CheckpointError, "safetensors"),

@@ -84,8 +84,9 @@ def test_ctrl_c_in_the_epoch_that_was_resumed_counts_those_before(toy: Toy, tmp_
     arguments: dict[str, Any] = {"epochs": 4, "progress": False, "checkpoints": how}
 
     def interrupted(step: int, **more: Any) -> TrainingInterrupted:
+        pipeline = toy.pipeline(lambda: FailsAt(step, KeyboardInterrupt))
         with pytest.raises(TrainingInterrupted) as caught:
-            toy.pipeline(lambda: FailsAt(step, KeyboardInterrupt)).fit(**arguments, **more)
+            pipeline.fit(**arguments, **more, changed_model="resume" in more)
         return caught.value
 
     first = interrupted(2 * STEPS + 2, out=run)

@@ -78,6 +78,9 @@ def test_what_makes_a_difference(folder: Path) -> None:
         said = difference(first, model_identity(kind(), kind))
         assert said, name
         assert __import__("re").search(words, said), (name, said)
+    # Of a lambda, not the statement around it, which may have other arguments.
+    given = [(lambda: kind(0.1), 1), (lambda: kind(0.1), 2)]
+    assert not difference(*(model_identity(made(), made) for made, _ in given))
     torch_only = model_identity(batch_norm_model(), partial(batch_norm_model, 4))
     assert "version of torch" in torch_only
 
