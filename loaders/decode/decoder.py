@@ -224,8 +224,12 @@ class Decoder:
     def workspace_bytes(self) -> int:
         """Return the memory that each thread needs besides the batches, in bytes; without coefficients."""
         views = [
-            library.Views(ctypes.pointer(group.made[torch.uint8]), None, 0, None) for group in self._groups
-        ]
+            library.Views(
+                ctypes.pointer(group.made[torch.uint8]),
+                None if group.settings.policy is None else ctypes.pointer(library.Choices()), 0, None,
+            )
+            for group in self._groups
+        ]  # fmt: skip
         native = self._core.dt_workspace_bytes(
             self._samples, len(self._beton), (library.Views * len(views))(*views), len(views)
         )

@@ -311,8 +311,9 @@ DT_API dt_workspace *dt_workspace_new(void);
 DT_API void dt_workspace_free(dt_workspace *workspace);
 
 /* The bytes that a workspace has after the loading of any of n samples, with any crops, into the images of `count` groups,
- * of whose views it reads the settings only; without what places their parts (`dt_choices.places`). A JPEG's coefficients, which libjpeg keeps only while it reads one with several
- * scans, are not among them. */
+ * of whose views it reads the settings only, and that there is a policy if there are `choices`; without what places their
+ * parts (`dt_choices.places`). A JPEG's coefficients, which libjpeg keeps only while it reads one with several scans, are
+ * not among them. */
 DT_API uint64_t dt_workspace_bytes(const dt_samples *samples, int64_t n, const dt_views *groups, int64_t count);
 
 /* Load n samples into the images of `count` groups of views; `status` (n) receives each sample's, and `crcs` (n), unless

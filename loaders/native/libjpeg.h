@@ -27,7 +27,10 @@ typedef struct {
     struct jpeg_error_mgr manager; /* first: libjpeg passes its address */
     struct jpeg_progress_mgr progress;
     struct jpeg_source_mgr source;
-    const uint8_t *end; /* of the file */
+    const uint8_t *next, *end; /* of the file: what libjpeg gets next, and its end */
+    int is_arithmetic;
+    const uint8_t *marker; /* of an arithmetic file: the first from `next` on; before `next` if it was not looked for */
+    int scan, zeros;       /* how many were added to the codes of this scan */
     jmp_buf escape;
     const dt_limits *limits;
     int most_scans;

@@ -374,7 +374,8 @@ DT_API uint64_t dt_workspace_bytes(const dt_samples *samples, int64_t n, const d
     for (const dt_views *group = groups; group < groups + count; group++) {
         const dt_settings *settings = group->settings;
         image = most(image, pixel_of(settings) * (size_t)settings->height * (size_t)settings->width);
-        policy = most(policy, dt_augment_bytes(settings->height, settings->width));
+        if (group->choices != NULL)
+            policy = most(policy, dt_augment_bytes(settings->height, settings->width));
     }
     return (uint64_t)file + pixels + area + image + policy + resizing.first + resizing.weights + resizing.exact +
            resizing.rows + resizing.columns + resizing.turned;

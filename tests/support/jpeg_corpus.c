@@ -1,8 +1,10 @@
 /* Writes small JPEGs of every kind that libjpeg reads: the corpus of the fuzzers, and of the tests of cropping.
  *
  *     jpeg_corpus FOLDER
+ *     jpeg_corpus FOLDER HEIGHT WIDTH SAMPLING WAY DETAIL
  *
- * Each of the samplings below in each of the ways, in several sizes, as FOLDER/SIZE-SAMPLING-WAY.jpg.
+ * Each of the samplings below in each of the ways, in several sizes, as FOLDER/SIZE-SAMPLING-WAY.jpg. Or one of them, with
+ * DETAIL lines that are not plain.
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -62,22 +64,23 @@ static void set_way(struct jpeg_compress_struct *jpeg, enum way way, int blocks,
     }
 }
 
-/* A smooth picture with some noise. */
-static void write_lines(struct jpeg_compress_struct *jpeg)
+/* A smooth picture with some noise, and plain from line `detail` on. */
+static void write_lines(struct jpeg_compress_struct *jpeg, int detail)
 {
-    JSAMPLE line[INKS * 256];
+    JSAMPLE *line = malloc((size_t)INKS * jpeg->image_width);
     while (jpeg->next_scanline < jpeg->image_height) {
         int y = (int)jpeg->next_scanline;
         for (int x = 0; x < (int)jpeg->image_width; x++)
             for (int c = 0; c < jpeg->input_components; c++)
                 line[x * jpeg->input_components + c] =
-                    (JSAMPLE)((x * (3 + c) + y * (5 - c) + (x * y >> (4 + c))) / 2 % 224 + (int)(next() % 32));
+                    y >= detail ? 90 : (JSAMPLE)((x * (3 + c) + y * (5 - c) + (x * y >> (4 + c))) / 2 % 224 + (int)(next() % 32));
         JSAMPROW rows[] = {line};
         jpeg_write_scanlines(jpeg, rows, 1);
     }
+    free(line);
 }
 
-static int write_jpeg(FILE *file, const int *size, const int *sampling, enum way way)
+static int write_jpeg(FILE *file, const int *size, const int *sampling, enum way way, int detail)
 {
     struct jpeg_error_mgr errors;
     struct jpeg_compress_struct jpeg;
@@ -102,26 +105,34 @@ static int write_jpeg(FILE *file, const int *size, const int *sampling, enum way
     }
     set_way(&jpeg, way, jpeg.num_components == 1 ? 1 : blocks, scans);
     jpeg_start_compress(&jpeg, TRUE);
-    write_lines(&jpeg);
+    write_lines(&jpeg, detail);
     jpeg_finish_compress(&jpeg);
     jpeg_destroy_compress(&jpeg);
     return ferror(file);
 }
 
+static int write_file(const char *folder, const int *size, const int *of, enum way way, int detail)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%dx%d-%d%d%d%d-%d.jpg", folder, size[0], size[1], of[0], of[1], of[2], of[3], (int)way);
+    FILE *file = fopen(path, "wb");
+    return file == NULL || write_jpeg(file, size, of, way, detail) || fclose(file);
+}
+
 int main(int count, char **arguments)
 {
+    if (count == 7) {
+        int size[] = {atoi(arguments[2]), atoi(arguments[3])}, of[4];
+        for (int i = 0; i < 4; i++)
+            of[i] = arguments[4][i] - '0';
+        return write_file(arguments[1], size, of, (enum way)atoi(arguments[5]), atoi(arguments[6]));
+    }
     if (count != 2)
         return 2;
     for (size_t size = 0; size < sizeof sizes / sizeof *sizes; size++)
         for (size_t sampling = 0; sampling < sizeof samplings / sizeof *samplings; sampling++)
-            for (enum way way = 0; way < WAYS; way++) {
-                const int *of = samplings[sampling];
-                char path[4096];
-                snprintf(path, sizeof path, "%s/%dx%d-%d%d%d%d-%d.jpg", arguments[1], sizes[size][0], sizes[size][1], of[0],
-                         of[1], of[2], of[3], (int)way);
-                FILE *file = fopen(path, "wb");
-                if (file == NULL || write_jpeg(file, sizes[size], of, way) || fclose(file))
+            for (enum way way = 0; way < WAYS; way++)
+                if (write_file(arguments[1], sizes[size], samplings[sampling], way, sizes[size][0]))
                     return 1;
-            }
     return 0;
 }

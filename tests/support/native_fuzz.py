@@ -86,9 +86,23 @@ def build_library(out: Path, flags: Sequence[str]) -> None:
 
 def write_corpus(folder: Path) -> None:
     """Write pictures of a few sizes in each sampling and coding that libjpeg reads; see jpeg_corpus.c."""
+    subprocess.run([_corpus_program(folder), folder], check=True, timeout=300)
+
+
+def write_jpeg(
+    folder: Path, size: tuple[int, int], sampling: str, way: int, detail: int | None = None
+) -> Path:
+    """Write one of them, of `size` (height, width), and plain from line `detail` on; see jpeg_corpus.c."""
+    arguments = (*size, sampling, way, size[0] if detail is None else detail)
+    subprocess.run([_corpus_program(folder), folder, *map(str, arguments)], check=True, timeout=300)
+    return folder / f"{size[0]}x{size[1]}-{sampling}-{way}.jpg"
+
+
+def _corpus_program(folder: Path) -> Path:
     program = folder.parent / "jpeg_corpus"
-    subprocess.run([*_COMPILE, "-o", program, CORPUS, "-ljpeg"], check=True, timeout=300)
-    subprocess.run([program, folder], check=True, timeout=300)
+    if not program.exists():
+        subprocess.run([*_COMPILE, "-o", program, CORPUS, "-ljpeg"], check=True, timeout=300)
+    return program
 
 
 def run(kind: str, executions: int, seed: int, threads: int, folder: Path, rounds: int = 1) -> Result:

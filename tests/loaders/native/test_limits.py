@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -64,6 +65,23 @@ def test_coefficients_beyond_the_memory_are_refused_before_they_are_allocated(tm
         loader._decoder.coefficient_bytes = 1_000_000
         with pytest.raises(DataError, match=r"sample 0 .* 12\.0 MB of 1\.0 MB.*fewer workers, or convert"):
             next(iter(loader))
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's peak of memory")
+def test_memory_is_reckoned_as_it_is_taken(tmp_path: Path) -> None:
+    """Of pictures of 3 MB, of 36 kinds: never less than is taken, and at most twice as much where all is decoded."""
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parents[2] / "support" / "loader_memory.py", tmp_path],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    kinds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kinds) == 36
+    libjpeg = 1 << 20  # its tables, and rounding up to pages
+    wrong = [one for one in kinds if not one[2] <= one[1] + libjpeg or (one[3] and one[1] > 2 * one[2])]
+    assert not wrong
 
 
 @pytest.mark.process
