@@ -53,7 +53,12 @@ def end(pool: ThreadPoolExecutor) -> None:
 
 
 def in_order(
-    function: Callable[[T], R], items: Iterable[T], threads: int, name: str, ahead: int = 8
+    function: Callable[[T], R],
+    items: Iterable[T],
+    threads: int,
+    name: str,
+    ahead: int = 8,
+    stop: Callable[[], object] = lambda: None,
 ) -> Generator[R, None, None]:
     """Yield `function(item)` of each item, in their order, computed in threads.
 
@@ -63,6 +68,7 @@ def in_order(
         threads: their number.
         name: what the names of the threads begin with.
         ahead: how many items for each thread are in preparation: enough that none waits for a slow neighbour.
+        stop: called at the end, before it waits for the threads, also if they have not finished: ends their work.
     """
     waiting: deque[Future[R]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -75,4 +81,5 @@ def in_order(
         while waiting:
             yield from results([waiting.popleft()])
     finally:
+        stop()
         end(pool)

@@ -24,6 +24,7 @@ from .beton.reader import Beton, open_beton
 from .beton.targets import NOT_COUNTED, check_classes, coordinates, decode_mask, palette
 from .exhaustion import exhaustion, is_exhaustion
 from .native import jpeg
+from .native.stop import Stop, stopped_by
 from .settings import check_workers
 
 _MASKS = 200
@@ -303,12 +304,16 @@ _CHUNK = 64
 def _bad_samples(beton: Beton, threads: int, progress: bool) -> list[tuple[int, str]]:
     def faults(start: int) -> list[tuple[int, str]]:
         numbers = range(start, min(start + _CHUNK, len(beton)))
-        return [(number, reason) for number in numbers if (reason := _fault(beton, number)) is not None]
+        with stopped_by(stop):
+            return [(number, reason) for number in numbers if (reason := _fault(beton, number)) is not None]
 
+    stop = Stop()
     hidden = not (progress and is_interactive())
     bad: list[tuple[int, str]] = []
     with (
-        closing(in_order(faults, range(0, len(beton), _CHUNK), threads, "drivetrain-verify")) as found,
+        closing(
+            in_order(faults, range(0, len(beton), _CHUNK), threads, "drivetrain-verify", stop=stop.set)
+        ) as found,
         tqdm(total=len(beton), desc="Verifying", unit="img", disable=hidden, leave=False) as bar,
     ):
         for some in found:

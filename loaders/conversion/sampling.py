@@ -14,6 +14,7 @@ from ...terminal import is_interactive
 from ...threads import in_order
 from ..beton.layout import Field
 from ..exhaustion import exhaustion, is_exhaustion
+from ..native.stop import Stop, Stopped, stopped_by
 from .columns import Sample
 from .encode import Encoded, Encoding, encode_image, image_field
 from .moving import store_target
@@ -83,7 +84,10 @@ def encoded_samples(job: Job, workers: int, progress: bool) -> Generator[Sample 
     count = len(job.source)
     hidden = not (progress and is_interactive())
     bar = tqdm(total=count, desc="Converting", unit="img", disable=hidden, leave=False)
-    encoded = in_order(partial(_encode, job), range(count), workers, "drivetrain-convert")
+    stop = Stop()
+    encoded = in_order(
+        partial(_encode, job, stop), range(count), workers, "drivetrain-convert", stop=stop.set
+    )
     try:
         for sample in encoded:
             yield sample
@@ -97,7 +101,7 @@ def encoded_samples(job: Job, workers: int, progress: bool) -> Generator[Sample 
         bar.close()
 
 
-def _encode(job: Job, index: int) -> Sample | Skipped:
+def _encode(job: Job, stop: Stop, index: int) -> Sample | Skipped:
     def encode(number: int) -> Sample:
         image, *values = job.source.get(number)
         encoded = encode_image(image, job.encoding, number)
@@ -106,7 +110,10 @@ def _encode(job: Job, index: int) -> Sample | Skipped:
         return Sample(encoded, tuple(stored))
 
     try:
-        return encode(index)
+        with stopped_by(stop):
+            return encode(index)
+    except Stopped:
+        raise
     except Exception as error:  # a data set's own code may raise anything; blame the sample
         if refusal := _refusal(error):
             raise refusal from None  # not the sample's fault

@@ -20,7 +20,7 @@ from ..beton.data_set import BetonFiles
 from ..beton.layout import MODE_JPEG
 from ..image_modes import RGB, channels_text
 from ..native import jpeg, library
-from ..native.stop import Stop
+from ..native.stop import Stop, Stopped
 from ..settings import Settings, fill_color
 from . import augmentation, draws
 from .augmentation import REPLACEMENT
@@ -165,10 +165,6 @@ class _Part:
         return library.Views(
             ctypes.pointer(made), ctypes.pointer(self.choices), self.group.views, self.images.data_ptr()
         )
-
-
-class Stopped(DataError):
-    """Loading was stopped, because nobody waits for it any more."""
 
 
 class Decoder:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from .library import Limits
+from ...errors import DataError
+from .library import MOST_MEMORY, STOPPED, Limits
 
 _ALL: weakref.WeakSet[Stop] = weakref.WeakSet()
 
@@ -35,6 +37,35 @@ class Stop:
         """Return the limits of a call that this ends, with bytes for the coefficients of a JPEG. Keep this object until
         the call returns."""
         return Limits(ctypes.addressof(self._flag), memory)
+
+
+class Stopped(DataError):
+    """The work was stopped, because nobody waits for it any more."""
+
+
+_LOCAL = threading.local()
+
+
+@contextmanager
+def stopped_by(stop: Stop) -> Iterator[None]:
+    """Inside the block, this thread's calls of the native core that have no limits of their own end when it is set."""
+    before, _LOCAL.stop = getattr(_LOCAL, "stop", None), stop
+    try:
+        yield
+    finally:
+        _LOCAL.stop = before
+
+
+def usual_limits(memory: int = MOST_MEMORY) -> Limits:
+    """Return the limits of a call: the thread's `stopped_by`, and bytes for the coefficients of a JPEG."""
+    stop: Stop | None = getattr(_LOCAL, "stop", None)
+    return Limits(None, memory) if stop is None else stop.limits(memory)
+
+
+def require_running(status: int) -> None:
+    """Raise Stopped if that is the status of a call."""
+    if status == STOPPED:
+        raise Stopped("The work was stopped.")
 
 
 def _set_all() -> None:

@@ -7,7 +7,8 @@ import io
 
 from PIL import Image
 
-from .library import MESSAGE, MOST_MEMORY, NO_MEMORY, OK, Limits, library
+from .library import MESSAGE, MOST_MEMORY, NO_MEMORY, OK, library
+from .stop import require_running, usual_limits
 
 SEQUENTIAL_FRAMES = frozenset((0xC0, 0xC1))
 """Baseline and extended, with Huffman codes."""
@@ -54,15 +55,17 @@ def recoded(jpeg: bytes, most: int = _ANY_SIZE, memory: int = MOST_MEMORY) -> by
     Raises:
         ValueError: with the reason, if it does not decode without a warning, or takes more memory.
         MemoryError: if the system refuses memory.
+        Stopped: by `stopped_by`.
     """
     native = library()
     result, size = ctypes.c_void_p(), ctypes.c_size_t()
     message = ctypes.create_string_buffer(MESSAGE)
     status = native.dt_recode(
-        jpeg, len(jpeg), most, Limits(None, memory), ctypes.byref(result), ctypes.byref(size), message
+        jpeg, len(jpeg), most, usual_limits(memory), ctypes.byref(result), ctypes.byref(size), message
     )
     if status == NO_MEMORY:
         raise MemoryError("The system has no memory for a JPEG's coefficients.")
+    require_running(status)
     if status != OK:
         raise ValueError(message.value.decode(errors="replace"))
     if result.value is None:

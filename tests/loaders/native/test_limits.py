@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
@@ -65,6 +66,40 @@ def test_coefficients_beyond_the_memory_are_refused_before_they_are_allocated(tm
         loader._decoder.coefficient_bytes = 1_000_000
         with pytest.raises(DataError, match=r"sample 0 .* 12\.0 MB of 1\.0 MB.*fewer workers, or convert"):
             next(iter(loader))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("work", ["convert", "verify"])
+def test_ctrl_c_ends_the_reading_of_repeated_scans(tmp_path: Path, work: str) -> None:
+    """Of 110 scans of 36 megapixels, which take some seconds in each of four pictures."""
+    bomb = progressive(6000, 110)
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for number in range(4):
+        (tmp_path / "train" / "a" / f"{number}.jpg").write_bytes(bomb)
+    stored = tmp_path / "a.beton"
+    convert(tmp_path / "train", stored, keep_bytes=True, check="structure", progress=False)
+    program = """
+import sys
+from drivetrain.loaders import convert, verify
+print("ready", flush=True)
+if sys.argv[1] == "convert":
+    convert(sys.argv[2], sys.argv[3], workers=1, progress=False)
+else:
+    verify(sys.argv[3], workers=1, progress=False)
+"""
+    out = stored if work == "verify" else tmp_path / "b.beton"
+    command = [sys.executable, "-c", program, work, tmp_path / "train", out]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        begin = monotonic()
+        _, complaints = process.communicate(timeout=60)
+        assert monotonic() - begin < 3  # beside a busy process
+    assert "KeyboardInterrupt" in complaints
+    assert not (tmp_path / "b.beton").exists()
 
 
 @pytest.mark.process
