@@ -111,7 +111,7 @@ def _for_the_model(ledger: LedgerData) -> str:
     advice = "make the training step faster"
     if split and split["step"] > split["forward"] + split["backward"]:
         return f"{advice}: the optimizer's step takes {split['step']:.0%} of the time"
-    if asked.get("precision") == "fp32":
+    if asked.get("precision") == "fp32" and asked.get("bf16", True):  # older ledgers do not know
         return f"{advice}: it computes in fp32; try precision='bf16'"
     if costly := _costly(ledger):
         return f"{advice}{costly}"

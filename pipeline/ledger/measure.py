@@ -32,6 +32,7 @@ from ..spec.config import LOADERS
 from ..spec.cuda_settings import uses_gpu
 from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan import Plan
+from ..spec.precision import choose
 from ..spec.resolve import ResolvedPlan, resolve
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
@@ -101,6 +102,7 @@ def measure(
             "loader": plan.data.loader,
             "precision": plan.distribution.precision,
             "compile": bool(plan.distribution.compile),
+            "bf16": choose(plan.distribution)[0] == "bf16",  # whether the device computes it natively
         },
         "batch_size": plan.data.batch_size,
     }

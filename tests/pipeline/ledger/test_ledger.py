@@ -298,6 +298,7 @@ def test_the_sentence_says_what_to_change_next() -> None:
         return Ledger(rounds, made.facts).bound
 
     assert told({"precision": "fp32"}).endswith("in fp32; try precision='bf16'.")
+    assert "bf16" not in told({"precision": "fp32", "bf16": False})
     assert told({}).endswith("make the training step faster: without slow it is 2.00 × as fast.")
     speeds |= {in_turn("slow"): 60.0, only("b"): 60.0}
     assert told({}).endswith("try compile=True.")
