@@ -1,21 +1,24 @@
-"""The tasks by name, for recipes."""
+"""The tasks by name, for recipes. Each is imported on use, because that imports torch."""
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ...errors import PlanError, suggest
 from ...names import imported, name_of
-from .classification import Classification
-from .contrastive import Contrastive
-from .multi_label import MultiLabel
-from .regression import Regression
-from .segmentation import Segmentation
-from .task import Task
 
-TASKS: dict[str, type[Task]] = {
-    task.__name__: task for task in (Classification, Contrastive, MultiLabel, Regression, Segmentation)
+if TYPE_CHECKING:
+    from .task import Task
+
+TASKS = {
+    "Classification": "classification",
+    "Contrastive": "contrastive",
+    "MultiLabel": "multi_label",
+    "Regression": "regression",
+    "Segmentation": "segmentation",
 }
+"""The file of each task."""
 
 
 def get(name: str, **options: Any) -> Task:
@@ -24,7 +27,7 @@ def get(name: str, **options: Any) -> Task:
     Raises:
         PlanError: for an unknown name, with the closest one, or arguments that the task does not have.
     """
-    kind = _imported(name) if ":" in name else TASKS.get(name)
+    kind = _imported(name) if ":" in name else _known(name)
     if kind is None:
         raise PlanError(f"No task is named {name!r}.{suggest(name, TASKS)}")
     try:
@@ -40,7 +43,7 @@ def to_dict(task: Task) -> dict[str, Any]:
         PlanError: if there is no such name.
     """
     kind = type(task)
-    name = kind.__name__ if TASKS.get(kind.__name__) is kind else name_of(kind)
+    name = kind.__name__ if _known(kind.__name__) is kind else name_of(kind)
     options = {key: _by_name(value) for key, value in task.options.items()}
     try:
         known = name is not None and get(name, **options) == task
@@ -61,7 +64,16 @@ def _by_name(value: Any) -> Any:
     return value if isinstance(value, str) else name_of(value) or value
 
 
+def _known(name: str) -> type[Task] | None:
+    kind: type[Task] | None = None
+    if name in TASKS:
+        kind = getattr(import_module(f".{TASKS[name]}", __package__), name)
+    return kind
+
+
 def _imported(name: str) -> type[Task]:
+    from .task import Task
+
     target = imported("task", name)
     if not (isinstance(target, type) and issubclass(target, Task)):
         raise PlanError(f"The task {name!r} is {target!r:.80}, not a class derived from drivetrain.Task.")

@@ -54,7 +54,6 @@ NOT_OF_RESULTS: dict[str, dict[str, str]] = {
         "2.7 ms for 64 float32 images of 224 pixels on a CPU, about 4 % of FFCV's time": BY_HAND,
         "for 4 to 9 s": BY_HAND,
         "a virtual disk of about 1 GB/s": CONDITION,
-        "given up after 30 seconds": SETTING,
         "begin after 20 ms and share 125 MB/s": CONDITION,
         "a virtual disk of 0.57 GB/s": CONDITION,
         "1,213 ± 0 % | 2,413 ± 1 % | 7,723 ± 11 %": ADVISE,

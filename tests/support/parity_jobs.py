@@ -121,8 +121,7 @@ def train(
         clip_norm=case.clip_norm,
         accumulate=case.accumulate * parts,
         sync_batchnorm=case.sync,
-        activation_checkpointing=case.recompute,
-        **(given or {}),
+        **{"activation_checkpointing": case.recompute, **(given or {})},
     )
     run = Run()
     for step in range(case.steps):

@@ -58,7 +58,7 @@ def test_ctrl_c_as_the_writing_begins_is_an_interrupt_like_any_other(
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(TrainingInterrupted):
         fit(toy.pipeline(batch_norm_model), out=tmp_path)
-    assert steps_in(tmp_path) == [STEPS]
+    assert steps_in(tmp_path) == [STEPS, STEPS + 1]  # that of the epoch, and that of the interrupt
 
 
 def test_a_run_that_starts_anew_keeps_the_earlier_one_until_it_has_its_own(toy: Toy, tmp_path: Path) -> None:

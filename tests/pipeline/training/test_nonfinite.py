@@ -64,7 +64,7 @@ def test_raises_at_the_step_and_names_the_checkpoint(toy: Toy, tmp_path: Path) -
     ):
         fit(toy.pipeline(Bad((2,))))
     # The checkpoint saved before is complete, and training continues from it once the cause is fixed.
-    resumed = fit(toy.pipeline(Bad(())), out=tmp_path, resume="auto")
+    resumed = fit(toy.pipeline(Bad(())), out=tmp_path, resume="auto", changed_model=True)
     assert resumed.history.facts["resumed"][0]["step"] == 6
     assert len(resumed.history.epochs) == 3
 
