@@ -132,7 +132,7 @@ class FFCVLoader(EpochLoader):
         on_error: what to do with a training sample that cannot be decoded, or does not match its checksum: `"raise"`
             (default), or `"skip"`: another one of `indices` takes its place, drawn as a function of (seed, epoch,
             sample), so that batches are the same for any number of workers and ranks; `replaced` lists those of this
-            rank. Evaluation always raises: its figures would be of other data.
+            rank. Evaluation always raises: its figures would be of other data. So does a file that has become shorter.
         verify: compare each sample with its CRC-32 in the manifest before it is used. Default False, because it takes
             time; `drivetrain verify` checks the full file once.
         rank, world_size: this process's shard of each batch (a contiguous slice). Default None: those of

@@ -21,6 +21,10 @@ Identity = tuple[int, int, int]
 """A file's device, inode and size in bytes."""
 
 
+class ChangedError(BetonError):
+    """The file has another length than when it was opened: it is damaged as a whole, not one of its samples."""
+
+
 class OpenFile:
     """A file that is open as long as this object is referenced. It stays readable if it is replaced by renaming.
 
@@ -74,10 +78,10 @@ class OpenFile:
                 ) from None
 
     def require_size(self) -> None:
-        """Raise `BetonError` if the file's length has changed."""
+        """Raise `ChangedError`, a `BetonError`, if the file's length has changed."""
         now = os.fstat(self.descriptor).st_size
         if now != self.size:
-            raise BetonError(
+            raise ChangedError(
                 f"{self.path} had {self.size} bytes when it was opened and now has {now}: another program changed it "
                 "while it was in use. Convert the data again, under another name, and create a new loader."
             )

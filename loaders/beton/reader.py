@@ -25,7 +25,7 @@ from ..remote.mirror import Mirror
 from ..remote.source import is_address
 from .layout import HEADER, MODE_RAW, Field, metadata_dtype, tables_start
 from .manifest import SEAL_BYTES, manifest_path, read_manifest
-from .open_file import FileBytes, OpenFile
+from .open_file import ChangedError, FileBytes, OpenFile
 from .tables import (
     Column,
     check_numbers,
@@ -154,7 +154,14 @@ class Beton:
         """Return a value's bytes in the file."""
         if not column.field.allocated:
             return bytes(column.values[index].tobytes())
-        return self.file.read(int(column.pointers[index]), int(column.sizes[index]))
+        return self._read(index, int(column.pointers[index]), int(column.sizes[index]))
+
+    def _read(self, index: int, start: int, size: int) -> bytes:
+        """Return bytes of the file that belong to a sample."""
+        try:
+            return self.file.read(start, size)
+        except ChangedError as error:
+            raise ChangedError(f"Sample {index} cannot be read: {error}") from None
 
     def _json(self, name: str, index: int, value: bytes) -> Any:
         try:
@@ -240,7 +247,7 @@ class Beton:
 
     def stored(self, index: int) -> bytes:
         """Return a sample's image as stored: a JPEG file's bytes, or its pixels row by row."""
-        return self.file.read(int(self.pointers[index]), int(self.sizes[index]))
+        return self._read(index, int(self.pointers[index]), int(self.sizes[index]))
 
     def image(self, index: int) -> Image.Image:
         """Return a sample's image, decoded by Pillow: of mode RGB, L, RGBA or I;16.

@@ -18,6 +18,7 @@ from ... import machine
 from ...errors import BetonError, DataError, require
 from ..beton.data_set import BetonFiles
 from ..beton.layout import MODE_JPEG
+from ..beton.open_file import ChangedError
 from ..image_modes import RGB, channels_text
 from ..native import jpeg, library
 from ..native.stop import Stop, Stopped
@@ -293,6 +294,8 @@ class Decoder:
         """
         try:
             self._load(workspace, job, part)
+        except ChangedError:
+            raise
         except BetonError:  # at least one of them
             for place in range(part.start, min(part.stop, len(job.indices))):
                 self._load_one(workspace, job, place)
@@ -301,6 +304,8 @@ class Decoder:
         try:
             self._load(workspace, job, slice(place, place + 1))
             return
+        except ChangedError:
+            raise
         except BetonError as error:
             first = error
         draw = draws.uniforms(job.keys[place : place + 1], REPLACEMENT, _REPLACEMENTS)[0]
@@ -310,6 +315,8 @@ class Decoder:
             other = self.choose(np.array([number]), job.epoch, images, job.among, targets, job.stop)
             try:
                 self._load(workspace, other, slice(0, 1))
+            except ChangedError:
+                raise
             except BetonError:
                 continue
             for name, values in targets.items():  # of a tensor in the same memory, of a list in a copy

@@ -88,6 +88,27 @@ def test_truncated_between_epochs_and_within_one(photos: Path, raws: Path, tmp_p
     assert all("bytes when it was opened and now has" in line for line in lines), lines
 
 
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("verified", [False, True])
+def test_a_sample_behind_the_end_is_named_and_not_replaced(
+    photos: Path, tmp_path: Path, on_error: str, verified: bool
+) -> None:
+    """A file that another program truncates is damaged as a whole: to replace many samples would hide it."""
+    path = Path(shutil.copy(photos, tmp_path / "copy.beton"))
+    shutil.copy(f"{photos}.json", f"{path}.json")
+    options: dict[str, Any] = {"image_size": 12, "workers": 1, "batches_ahead": 1, "order": "sequential"}
+    with FFCVLoader(path, batch_size=3, on_error=on_error, verify=verified, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        last = len(loader.beton) - 1
+        os.truncate(path, int(loader.beton.pointers[last]) + 10)
+        with pytest.raises(
+            BetonError, match=f"Sample {last} cannot be read: .*copy.beton had .* and now has"
+        ):
+            list(batches)
+        assert loader.replaced == []
+
+
 @pytest.mark.parametrize("grown", [True, False])
 def test_a_file_of_another_length_is_refused_when_an_epoch_begins(
     photos: Path, tmp_path: Path, grown: bool
