@@ -95,5 +95,8 @@ def _reason(report: pytest.TestReport) -> str:
 
 def register(config: pytest.Config, ranks: Callable[[], int]) -> None:
     """Note outcomes if the environment asks for it."""
-    if VARIABLE in os.environ:
-        config.pluginmanager.register(Outcomes(config, json.loads(os.environ[VARIABLE]), ranks))
+    if VARIABLE not in os.environ:
+        return
+    config.pluginmanager.register(Outcomes(config, json.loads(os.environ[VARIABLE]), ranks))
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        del os.environ[VARIABLE]  # a pytest that a test starts has tests of its own
