@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -192,15 +194,23 @@ def check_loss(loss: Mean, outputs: Any, targets: torch.Tensor, classes: int | N
             f"The loss does not accept {shape} and {what}: {type(error).__name__}: {error}. Targets are those of the "
             "data; with LabelSmoothing, MixUp or CutMix, probabilities (B, C)."
         ) from error
-    if isinstance(count, torch.Tensor) and count.dim():
-        raise PlanError(
-            f"The loss's denominator returns {tuple(count.shape)} for 2 targets, but must return a scalar: the sum of "
-            "what their means divide by."
-        )
+    _check_denominator(count)
     if not isinstance(value, torch.Tensor) or value.dim():
         returned = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise PlanError(
             f"The loss returns {returned} for 2 images, but must return their mean: a tensor of shape ()."
+        )
+
+
+def _check_denominator(count: object) -> None:
+    """Raise PlanError unless `count` is a number or a scalar tensor, finite and not negative."""
+    is_scalar = isinstance(count, torch.Tensor) and not count.dim()
+    number = count.item() if isinstance(count, torch.Tensor) and is_scalar else count
+    if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < math.inf:
+        returned = f"{tuple(number.shape)}" if isinstance(number, torch.Tensor) else repr(number)
+        raise PlanError(
+            f"The loss's denominator returns {returned:.80} for 2 targets, but must return a finite scalar, not "
+            "negative: the sum of what their means divide by."
         )
 
 

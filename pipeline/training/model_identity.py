@@ -20,6 +20,7 @@ import sys
 import textwrap
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path, PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -50,7 +51,8 @@ def model_identity(model: nn.Module, factory: object = None) -> dict[str, str]:
     modules = {f"model.{path}" if path else "model": _of_module(one) for path, one in model.named_modules()}
     owners: list[Any] = []
     for one in model.modules():
-        owners += [type(one), *(each for each in vars(one).values() if isinstance(each, _CODE))]
+        hooks = [*one._forward_pre_hooks.values(), *one._forward_hooks.values()]
+        owners += [type(one), *(each for each in [*vars(one).values(), *hooks] if isinstance(each, _CODE))]
     if factory is not None and not isinstance(factory, nn.Module):
         owners.append(factory)
     return modules | _of_code(owners)
@@ -97,10 +99,15 @@ def _of_module(module: nn.Module) -> str:
         shown = _ADDRESS.sub("", module.extra_repr())
     except Exception:
         shown = ""
-    settings = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    settings = {name: value for name, value in vars(module).items() if not _is_of_torch(name)}
     texts = [f"{name}={_short(_setting(value, 0))}" for name, value in sorted(settings.items())]
     texts = [text for text in texts if text not in shown]
     return f"{type(module).__qualname__}({_short(shown)}){' ' * bool(texts)}{', '.join(texts)}"
+
+
+def _is_of_torch(name: str) -> bool:
+    """Return whether an attribute of a module is of every module, or of `torch.compile`, which numbers its wrappers."""
+    return name in _OF_EVERY_MODULE or name == "dynamo_ctx" or name.startswith("_torchdynamo")
 
 
 def _short(text: str) -> str:
@@ -141,8 +148,19 @@ def _of_object(value: Any, depth: int) -> str:
         return type(value).__name__
     if isinstance(value, torch.dtype):
         return str(value)
-    public = {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+    public = {name: each for name, each in _attributes(value).items() if not name.startswith("_")}
     return f"{type(value).__qualname__}({_setting(public, depth + 1) if public else ''})"
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, also those in slots; of a member of an enumeration its name."""
+    if isinstance(value, Enum):
+        return {"name": value.name}
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(
+        value, "__dict__", {}
+    )
 
 
 def _of_code(owners: Sequence[Any]) -> dict[str, str]:
@@ -252,8 +270,18 @@ def _constants(one: Any) -> Iterator[tuple[str, Any]]:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
         values |= {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
         for name, value in values.items():
-            if isinstance(value, bool | int | float | str | tuple) and not name.startswith("__"):
+            if (isinstance(value, tuple) or _is_plain(value)) and not name.startswith("__"):
                 yield name, value
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text, a member of an enumeration, or a container of nothing but these. A
+    registry of functions or a cache of tensors is not: what it contains may depend on what the process did before."""
+    if isinstance(value, dict):
+        return bool(value) and all(_is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return bool(value) and all(_is_plain(each) for each in value)
+    return isinstance(value, bool | int | float | str | Enum)
 
 
 def _is_filled(cell: Any) -> bool:

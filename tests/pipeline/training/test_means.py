@@ -196,6 +196,16 @@ def test_a_loss_that_returns_a_sum_is_rejected() -> None:
         Classification(loss=nn.CrossEntropyLoss(reduction="sum"))
 
 
+@pytest.mark.parametrize("count", [None, "3", -1.0, float("nan"), True, torch.ones(2)])
+def test_a_denominator_is_a_number(toy: Toy, count: Any) -> None:
+    class Wrong(Classification):
+        def denominator(self, targets: torch.Tensor) -> Any:  # noqa: ARG002
+            return count
+
+    with pytest.raises(PlanError, match=r"The loss's denominator returns .* but must return a finite scalar"):
+        toy.pipeline(plain_model).task(Wrong()).fit(epochs=1, progress=False)
+
+
 def mine(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(outputs, targets, weight=WEIGHTS)
 

@@ -85,6 +85,70 @@ def test_what_makes_a_difference(folder: Path) -> None:
     assert "version of torch" in torch_only
 
 
+CONFIGURED = """
+import enum
+from dataclasses import dataclass
+
+from torch import nn
+
+CONFIG, KINDS = {"p": 0.1}, ["relu"]
+CACHE = {}
+
+class Mode(enum.Enum):
+    FAST = 1
+    EXACT = 2
+
+@dataclass(slots=True)
+class Options:
+    width: int = 8
+
+def hook(factor):
+    return lambda module, inputs, output: output * factor
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mode, self.options, self.head = Mode.FAST, Options(), nn.Linear(8, 4)
+        self.head.register_forward_hook(hook(2.0))
+
+    def forward(self, x):
+        CACHE.setdefault(x.shape, x)
+        return nn.functional.dropout(self.head(x), CONFIG["p"], self.training) if KINDS else x
+"""
+
+
+def test_configuration_makes_a_difference(folder: Path) -> None:
+    kind = net(folder, CONFIGURED)
+    first = model_identity(kind(), kind)
+    kind()(torch.zeros(2, 8))  # fills the cache
+    assert not difference(first, model_identity(kind(), kind))
+    for old, new in (('"p": 0.1', '"p": 0.3'), ('["relu"]', '["gelu"]'), ("= Mode.FAST", "= Mode['EXACT']"),
+                     ("hook(2.0)", "hook(3.0)"), ("Options()", "Options(16)")):  # fmt: skip
+        assert old in CONFIGURED
+        kind = net(folder, CONFIGURED.replace(old, new))
+        assert difference(first, model_identity(kind(), kind)), new
+
+
+def test_the_same_settings_in_a_member_or_slots_are_the_same(folder: Path) -> None:
+    kind = net(folder, CONFIGURED)
+    model, other = kind(), kind()
+    first = model_identity(model)
+    assert not difference(first, model_identity(other))
+    other.mode = type(other.mode).EXACT
+    assert "mode=" in difference(first, model_identity(other))
+    model.options.width = 9
+    assert "options=" in difference(first, model_identity(model))
+
+
+def test_compiled_layers_have_no_numbers_of_their_wrappers() -> None:
+    first, other = (nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.Dropout(0.1)) for _ in range(2))
+    assert not difference(model_identity(first), model_identity(other))
+    assert "_orig_mod is Linear(in_features=4" in difference(
+        model_identity(first),
+        model_identity(nn.Sequential(torch.compile(nn.Linear(4, 4, bias=False)), nn.Dropout(0.1))),
+    )
+
+
 def test_a_run_resumes_only_with_its_own_model(
     folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
