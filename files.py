@@ -1,8 +1,9 @@
-"""Write files atomically: temporary file, fsync, rename."""
+"""Write files atomically: temporary file, fsync, rename. Digests and locks of files."""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -24,6 +25,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def appears(path: Path, seconds: float) -> bool:

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from urllib.parse import quote, unquote
 import torch
 
 from ...errors import CheckpointError, DrivetrainError
-from ...files import atomic_file, sync
+from ...files import atomic_file, sha256, sync
 from .content import REMEDY, STATE, CheckpointContent, Fault, RankContent
 from .remote import RemoteRun, shown
 from .weights import Tensors, open_tensors, save_weights
@@ -266,6 +265,4 @@ def _write_index(folder: Path, kind: str, files: dict[str, Any], sizes: dict[str
 
 
 def _measure(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}

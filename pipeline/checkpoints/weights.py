@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ...errors import CheckpointError, DrivetrainError
-from ...files import atomic_file
+from ...files import atomic_file, sha256
 from ...model_state import ModelState
 from ...transforms import Transform
 
@@ -45,7 +44,7 @@ def save_model(
     other, linked = unlisted_path(path), dict(about or {})
     if state.unlisted:
         save_weights(state.unlisted, other)
-        linked["unlisted"] = _sha256(other)
+        linked["unlisted"] = sha256(other)
     save_weights(state.weights, path, epochs=epochs, about=linked)
     if not state.unlisted:
         other.unlink(missing_ok=True)  # of an earlier file of this name
@@ -62,7 +61,7 @@ def open_model(path: Path) -> ModelState:
     expected = weights.metadata.get("unlisted")
     if expected is None:
         return ModelState(dict(weights))
-    if not other.is_file() or _sha256(other) != expected:
+    if not other.is_file() or sha256(other) != expected:
         wrong = "is of another moment of the run" if other.is_file() else "is missing"
         raise CheckpointError(
             f"{path} belongs together with {other.name}, which has the tensors that the model's state dict leaves out "
@@ -85,11 +84,6 @@ def load_model(path: Path, *, epochs: int) -> ModelState:
 def unlisted_path(path: Path) -> Path:
     """Return the file next to `path` with the tensors that the state dict leaves out."""
     return path.with_name(f"{path.stem}.unlisted{path.suffix}")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Tensors(Mapping[str, torch.Tensor]):
