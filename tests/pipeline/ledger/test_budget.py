@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -213,6 +214,27 @@ def test_the_alarm_is_over_with_its_block() -> None:
     thread.start()
     thread.join()
     assert found
+
+
+def test_an_import_ends_before_the_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is broken off would leave half a package in sys.modules, and files of the import system open."""
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.4)\nDONE = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    deadline = time.perf_counter() - ledger_budget.GRACE + 0.1
+
+    def imports_and_sleeps() -> None:
+        with alarm(deadline):
+            import_module("slow_to_import")
+            time.sleep(20)
+
+    with pytest.raises(OutOfTime):
+        imports_and_sleeps()
+    assert time.perf_counter() < deadline + ledger_budget.GRACE + 5
+    assert sys.modules.pop("slow_to_import").DONE
+    # A block that ends meanwhile is not ended by it, and nothing arrives later.
+    with alarm(time.perf_counter() - ledger_budget.GRACE + 0.1):
+        import_module("slow_to_import")
+    time.sleep(3 * ledger_budget.AGAIN)
 
 
 def test_ctrl_c_as_an_alarm_is_set_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
