@@ -31,9 +31,12 @@ class Agent:
         number: names its log.
         arguments: of `drivetrain`.
         machine: where it runs; None for loopback.
+        code: a folder of modules that only this machine has.
     """
 
-    def __init__(self, job: Job, number: int, arguments: Sequence[str], machine: Machine | None) -> None:
+    def __init__(
+        self, job: Job, number: int, arguments: Sequence[str], machine: Machine | None, code: Path | None
+    ) -> None:
         self.log, self.machine = job.folder / f"agent {number}.log", machine
         host, conf, where = ("127.0.0.1" if machine is None else "node0"), RDZV, []
         if machine is None:  # several on one host cannot find out which of them is the one that is named
@@ -44,7 +47,8 @@ class Agent:
             "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{job.port}", "--rdzv-id=test", f"--rdzv-conf={conf}",
             *where, f"--max-restarts={job.restarts}", "--shutdown-timeout=20", "-m", "drivetrain", *arguments,
         ]  # fmt: skip
-        path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
+        folders = [None if code is None else str(code), str(SUPPORT), os.environ.get("PYTHONPATH")]
+        path = os.pathsep.join(filter(None, folders))
         environment = {
             **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SEEN_SAMPLES": str(job.seen),
             "SLOW": str(job.slow), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if job.grows else "0",
@@ -105,10 +109,10 @@ class Job:
         self.agents: list[Agent] = []
         self._started = started
 
-    def start(self, *arguments: str, on: Machine | None = None) -> Agent:
-        """Start another machine, with these arguments of `drivetrain`; `on` one with namespaces of its own, which ends
-        what runs there."""
-        agent = Agent(self, len(self.agents), arguments, on)
+    def start(self, *arguments: str, on: Machine | None = None, code: Path | None = None) -> Agent:
+        """Start another machine, with these arguments of `drivetrain`, and the modules in `code`; `on` one with
+        namespaces of its own, which ends what runs there."""
+        agent = Agent(self, len(self.agents), arguments, on, code)
         self.agents.append(agent)
         self._started.append(agent.process)
         return agent

@@ -16,6 +16,20 @@ pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(200)]
 Started = list[subprocess.Popen[str]]
 HOST = socket.gethostname()
 STEPS = 4  # in an epoch
+NET = """
+from pipeline_data import plain_model
+from torch import nn
+from torch.nn import functional
+
+
+class Net(nn.Module):
+    def __init__(self, classes: int = 4) -> None:
+        super().__init__()
+        self.layers, self.drop = plain_model(classes), nn.Dropout(0.1)
+
+    def forward(self, images):
+        return self.drop(functional.relu(self.layers(images)))
+"""
 
 
 def test_machines_with_different_recipes_fail_together(toy: Toy, tmp_path: Path, started: Started) -> None:
@@ -32,6 +46,27 @@ def test_machines_with_different_recipes_fail_together(toy: Toy, tmp_path: Path,
         assert line.count(f"({HOST})") == 2
         assert "optimizer.lr = " in line
     assert job.steps() == 0
+
+
+@pytest.mark.slow
+def test_machines_with_different_models_fail_together(toy: Toy, tmp_path: Path, started: Started) -> None:
+    """Each has its own `net.py`, with equal names and shapes."""
+    job = Job(tmp_path, started)
+    path = recipe(toy, tmp_path / "net.json", epochs=1, model="net:Net", model_options={})
+    for number, text in enumerate((NET, NET.replace("relu", "gelu").replace("0.1", "0.2"))):
+        code = tmp_path / f"code {number}"
+        code.mkdir()
+        (code / "net.py").write_text(f"# on machine {number}\n{text}")
+        job.start("train", path, "--out", str(job.out), code=code)
+    assert [agent.end() for agent in job.agents] == [1, 1]
+    first, second = f"rank 0 ({HOST})", f"rank 1 ({HOST})"
+    for agent in job.agents:
+        (line,) = [line for line in agent.output.splitlines() if line.startswith("StrategyError")]
+        assert "The ranks do not train the same model: " in line
+        assert f"code of net.Net is not the same in {first} and {second}" in line
+        settings = [f"model.drop is Dropout(p=0.{part}, inplace=False) in " for part in (1, 2)]
+        assert sum(each in line for each in settings) == 1, line
+    assert not (job.out / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(("lacks", "what"), [(0, "recipe"), (1, "data")])
