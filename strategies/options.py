@@ -16,6 +16,13 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of computation for each precision below fp32."""
 
 
+def check_precision(value: object, *also: str) -> None:
+    """Raise StrategyError unless `value` is a `Precision`, or one of the names in `also`."""
+    known = (*get_args(Precision), *also)
+    if value not in known:
+        raise StrategyError(f"precision={value!r:.80} is unknown.{suggest(str(value), known)}")
+
+
 class PrepareOptions(TypedDict, total=False):
     """Keyword arguments of `Strategy.prepare`; `Options` documents and checks them."""
 
@@ -71,9 +78,7 @@ class Options:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        if self.precision not in get_args(Precision):
-            known = suggest(str(self.precision), get_args(Precision))
-            raise StrategyError(f"precision={self.precision!r} is unknown.{known}")
+        check_precision(self.precision)
         norm: Any = self.clip_norm
         if norm is not None:
             check_number("clip_norm", norm, StrategyError, "(0, inf)", also=", or None for no clipping")

@@ -595,6 +595,12 @@ def _check_devices(name: str, value: Any) -> None:
         raise PlanError(f'{name}={value!r} must be a positive integer, or "auto".')
 
 
+def _check_precision(_: str, value: Any) -> None:
+    from ...strategies.options import check_precision
+
+    check_precision(value, "auto")
+
+
 def _check_matmul_precision(name: str, value: Any) -> None:
     if value is not None and value not in tuple(PRECISIONS):
         raise PlanError(f"{name}={value!r} is not known.{suggest(str(value), PRECISIONS)}")
@@ -641,6 +647,7 @@ class DistributedConfig(Config):
             "capability 8.0), on CPUs by their instructions, `avx512_bf16` or `amx_bf16` on x86, unless "
             "`ONEDNN_MAX_CPU_ISA` excludes them. The plan shows what was taken and why. A resumed run keeps the "
             "checkpoint's. If the machines of a job differ, the run stops: set it then.",
+            check=_check_precision,
             in_plan=False,
         ),
     )

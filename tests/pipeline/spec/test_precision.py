@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drivetrain import CheckpointError, Pipeline, StrategyError, machine
+from drivetrain import CheckpointError, Pipeline, StrategyError, machine, strategies
 from drivetrain.pipeline.checkpoints.directory import find
 from drivetrain.pipeline.spec.resolve import resolve
 from pipeline_data import Toy
@@ -60,8 +60,13 @@ def test_on_gpus(
 def test_a_recipe_keeps_auto_and_a_typo_is_an_error(toy: Toy) -> None:
     assert auto(toy).to_recipe()["precision"] == "auto"
     assert Pipeline.from_recipe("cifar10-quickstart").distributed.precision == "auto"
-    with pytest.raises(StrategyError, match="precision='atuo' is unknown"):
-        toy.pipeline().distribute("single", precision="atuo")  # type: ignore[arg-type]
+    hint = r"is unknown\. Did you mean 'auto'\? Known: auto, bf16, fp16, fp32\."
+    for typo in ("atuo", "Auto"):
+        with pytest.raises(StrategyError, match=f"precision='{typo}' {hint}"):
+            toy.pipeline().distribute("single", precision=typo)  # type: ignore[arg-type]
+    # A strategy is given one that was decided.
+    with pytest.raises(StrategyError, match=r"precision='auto' is unknown\. Known: bf16, fp16, fp32\."):
+        strategies.Options(precision="auto")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("first", "then", "taken"), [("", "amx_bf16", "fp32"), ("amx_bf16", "", "bf16")])
