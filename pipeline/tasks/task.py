@@ -221,9 +221,10 @@ class StandardTask(Task):
     Args:
         loss: a function of outputs and targets that returns the mean loss; an `nn.Module`; a name in `LOSSES`; or
             `"package.module:function"`. Unless it is one of torch's, a loss that weights or ignores targets has an
-            attribute or method `denominator`, like `Task.denominator`. None: the first of `LOSSES`. `"model"`: the loss
-            that the model computes. Its forward takes `(images, labels=None)`, and with labels returns a dict or an
-            object with `loss`, the mean over the batch, and `logits`; Hugging Face's image models do.
+            attribute or method `denominator`, like `Task.denominator`. Its own parameters are not trained: if they
+            require gradients, building the pipeline raises a PlanError. None: the first of `LOSSES`. `"model"`: the
+            loss that the model computes. Its forward takes `(images, labels=None)`, and with labels returns a dict or
+            an object with `loss`, the mean over the batch, and `logits`; Hugging Face's image models do.
         metrics: names in `METRICS`, or torchmetrics objects, which are copied; or a dict of either by name. None: the
             default of the task.
         monitor: the name of the metric that decides which epoch is best, or `"val_loss"`. None: the first metric.

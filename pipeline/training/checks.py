@@ -176,7 +176,8 @@ def check_loss(loss: Mean, outputs: Any, targets: torch.Tensor, classes: int | N
         soft: whether batch transforms turn class indices into probabilities.
 
     Raises:
-        PlanError: if it does not accept outputs and targets, or does not return a scalar.
+        PlanError: if it does not accept outputs and targets, does not return a scalar, or has trainable parameters of
+            its own.
     """
     if soft and classes is not None and not targets.is_floating_point():
         targets = F.one_hot(targets.long(), classes).float()
@@ -185,7 +186,7 @@ def check_loss(loss: Mean, outputs: Any, targets: torch.Tensor, classes: int | N
     what = f"probabilities {tuple(targets.shape)}" if soft else what
     shape = f"logits {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else "the model's outputs"
     try:
-        with torch.no_grad():
+        with torch.enable_grad():  # the outputs have none: a gradient is of the loss's own parameters
             value, count = loss.loss(outputs, targets), loss.denominator(targets)
     except DrivetrainError:
         raise
@@ -200,6 +201,27 @@ def check_loss(loss: Mean, outputs: Any, targets: torch.Tensor, classes: int | N
         raise PlanError(
             f"The loss returns {returned} for 2 images, but must return their mean: a tensor of shape ()."
         )
+    if value.requires_grad:
+        raise PlanError(
+            f"The loss has trainable parameters of its own: {_parameters(loss.loss, value)}. The optimizer has those "
+            "of the model only, so they would stay as they are. Put them into the model, which then computes the loss "
+            "(loss='model'), or freeze them with requires_grad_(False)."
+        )
+
+
+def _parameters(loss: object, value: torch.Tensor) -> str:
+    """Return the names of the parameters of a loss that have a gradient, where it is a module; otherwise shapes."""
+    while not isinstance(loss, nn.Module) and hasattr(loss, "base"):  # what wraps a loss has it there
+        loss = loss.base
+    names = {id(each): name for name, each in loss.named_parameters()} if isinstance(loss, nn.Module) else {}
+    leaves, waiting, seen = list[torch.Tensor](), [value.grad_fn], set[object]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves += [node.variable] if hasattr(node, "variable") else []
+            waiting += [before for before, _ in node.next_functions]
+    return ", ".join(sorted(names.get(id(each), f"a tensor {tuple(each.shape)}") for each in leaves))
 
 
 def _check_denominator(count: object) -> None:
