@@ -14,6 +14,9 @@ import own_schedules
 import pytest
 import torch
 from drivetrain import Classification, DrivetrainError, EarlyStopping, Pipeline, PlanError, Profile
+from drivetrain.loaders import convert
+from drivetrain.loaders.preprocess import Evaluation
+from drivetrain.loaders.settings import Settings
 from drivetrain.pipeline.spec.config import DistributedConfig
 from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.transforms import (
@@ -26,6 +29,7 @@ from drivetrain.transforms import (
     MixUp,
     NoWeightDecay,
 )
+from loader_pictures import jpeg_bytes, picture
 from own_loss import Own, by_image, hard
 from pipeline_data import Toy, batch_norm_model, plain_model, write_toy
 from torch import nn
@@ -80,6 +84,49 @@ def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
         own = [epoch.values()[name] for epoch in result.history.epochs]
         assert [values[name] for values in found] == pytest.approx(own, abs=1e-5), name
     torch.testing.assert_close(module.model.state_dict(), result.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("loader", ["ffcv", "torch"])
+def test_validation_takes_the_runs_pixels(tmp_path: Path, loader: str) -> None:
+    """Bit for bit what `Evaluation` makes of the original files, which training decodes at a part of their size."""
+    import lightning.pytorch as pl
+
+    for name in "ab":
+        (tmp_path / "images" / name).mkdir(parents=True)
+    for number, (height, width) in enumerate(
+        [(261, 335), (500, 375), (90, 160), (64, 64), (33, 20), (300, 301)]
+    ):
+        way = {"subsampling": number % 3, "progressive": number == 2}
+        (tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg").write_bytes(
+            jpeg_bytes(picture(number, height, width), **way)
+        )
+    convert(tmp_path / "images", tmp_path / "own.beton", progress=False)
+    own = str(tmp_path / "own.beton")
+    options: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3), "eval_ratio": 0.81}
+    workers = 1 if loader == "ffcv" else 0
+    pipeline = Pipeline(plain_model, classes=2).load(
+        own,
+        own,
+        loader=loader,
+        batch_size=4,
+        image_size=16,
+        eval_image_size=(40, 24),
+        workers=workers,
+        **options,
+    )
+    module, data, arguments, _ = pipeline.optimize("sgd", lr=0.01).to_lightning(epochs=2, **QUIET)
+    seen: list[torch.Tensor] = []
+
+    def keep(model: nn.Module, given: tuple[torch.Tensor]) -> None:
+        if not model.training:
+            seen.append(given[0].clone())
+
+    module.model.register_forward_pre_hook(keep)
+    pl.Trainer(**arguments).fit(module, data)
+    make = Evaluation(Settings(batch_size=1, image_size=(40, 24), **options))
+    expected = torch.stack([make(file) for file in sorted(tmp_path.glob("images/*/*"))])
+    assert [len(batch) for batch in seen] == [4, 2, 4, 2]
+    assert torch.equal(torch.cat(seen), torch.cat([expected, expected]))
 
 
 def test_class_weights(toy: Toy) -> None:

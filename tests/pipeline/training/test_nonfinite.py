@@ -186,6 +186,36 @@ def test_all_ranks_agree(toy: Toy) -> None:
         assert found["after it"][0] == [0, 0, 0]
 
 
+def skipping_on_ranks(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
+    found = {}
+    for name, pipeline in pipelines.items():
+        result = fit(pipeline, on_nonfinite="skip")
+        found[name] = [epoch.skipped for epoch in result.history.epochs], result.model.state_dict()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(400)
+def test_deepspeed_skips_as_ddp_does(toy: Toy) -> None:
+    """A gradient of one rank is infinite: the weights and statistics are ddp's, and so is what momentum adds later."""
+    made = toy.pipeline(Bad((3, 6), rank=1, gradient=True))
+    jobs = {
+        f"{name} {clip}": made.distribute(name, devices=2, clip_norm=clip)
+        for name in ("ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+        for clip in (None, 1.0)
+    }
+    first, second = launch(skipping_on_ranks, jobs, devices=2, timeout=300)
+    for name, (skipped, state) in first.items():
+        assert skipped == second[name][0] == [1, 1, 0], name
+        assert all(value.isfinite().all() for value in state.values()), name
+        assert all(torch.equal(value, state[key]) for key, value in second[name][1].items()), name
+        expected = first[f"ddp {name.split()[1]}"][1]
+        torch.testing.assert_close(
+            state, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 @pytest.mark.gpu
 def test_on_cuda_one_step_late(toy: Toy) -> None:
     """Named by its own step, although it is looked at when the next is queued; also if it is the last."""
