@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_jobs import Dropping
-from drivetrain import CheckpointError, DrivetrainError, Pipeline, PlanError
+from drivetrain import CheckpointError, Classification, DrivetrainError, Pipeline, PlanError
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, FitResult, export
 from drivetrain.pipeline.checkpoints.format import Checkpoint
 from drivetrain.pipeline.runs.folder import lock_run_dir
@@ -91,6 +91,7 @@ def assert_same(resumed: FitResult, whole: FitResult) -> None:
 def cases(toy: Toy) -> dict[str, Pipeline]:
     sgd, model = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, batch_norm_model
     plain = toy.pipeline(model, flip=True).optimize("sgd", **sgd, schedule="cosine", warmup=0.2)
+    weighted = Classification(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5, 8.0])))
     folder = toy.pipeline(model, loader="torch", workers=0, flip=True)
     return {
         "random numbers": toy.pipeline(Dropping),
@@ -106,6 +107,10 @@ def cases(toy: Toy) -> dict[str, Pipeline]:
         "selecting": plain.transform(SelectiveBackprop(0.2, 0.9)),
         "mixing": plain.transform(MixUp(), CutMix(), SAM(interval=2)),
         "in parts": plain.distribute("single", accumulate=4, clip_norm=0.1, precision="bf16"),
+        "weighted": toy.pipeline(Dropping)
+        .task(weighted)
+        .transform(MixUp(), EMA(half_life=3))
+        .distribute("single", accumulate=2),
         "fp16": plain.distribute("single", precision="fp16"),  # its loss scale has moved
         "torch loader": folder,
     }
@@ -113,7 +118,7 @@ def cases(toy: Toy) -> dict[str, Pipeline]:
 
 NAMES = [
     "random numbers", "adamw", "no momentum", "a factory", "ema", "swa", "gyro", "resizing", "freezing", "selecting",
-    "mixing", "in parts", "fp16", "torch loader",
+    "mixing", "in parts", "weighted", "fp16", "torch loader",
 ]  # fmt: skip
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_jobs import Dropping, train_and_resume
-from drivetrain import Pipeline
+from drivetrain import Classification, Pipeline
 from drivetrain.strategies import launch
-from drivetrain.transforms import EMA
+from drivetrain.transforms import EMA, SAM
 from pipeline_data import Toy, plain_model
 from safetensors import safe_open
+from torch import nn
 
 pytestmark = pytest.mark.process
 
@@ -30,7 +31,14 @@ def pipelines(toy: Toy, ranks: int) -> dict[str, Pipeline]:
     made = {f"plain {name}": plain.distribute(name, devices=ranks) for name in strategies}
     if ranks != 2:
         return made
-    return made | {f"drawing {name}": drawing.distribute(name, devices=ranks) for name in strategies}
+    # A rank's share of a microbatch has 8 labels: how many of them count differs.
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5, 8.0]), ignore_index=1)
+    weighted = toy.pipeline(Dropping).task(Classification(loss=loss)).transform(SAM(), EMA(half_life=3))
+    return {
+        **made,
+        **{f"drawing {name}": drawing.distribute(name, devices=ranks) for name in strategies},
+        "weighted ddp": weighted.distribute("ddp", devices=ranks, accumulate=2),
+    }
 
 
 def run(toy: Toy, ranks: int, folder: Path, sources: dict[str, Path]) -> list[dict[str, Any]]:
@@ -91,10 +99,11 @@ def test_from_two_ranks_to_one(one: dict[str, Any], back: dict[str, Any]) -> Non
     assert_all_plain_are(one["plain single"]["whole"], back, sources=len(ON_RANKS))
 
 
-@pytest.mark.parametrize("model", ["plain", "drawing"])
-@pytest.mark.parametrize("strategy", ON_RANKS)
-def test_the_same_ranks_go_on_bit_for_bit(model: str, strategy: str, two: list[dict[str, Any]]) -> None:
-    name = f"{model} {strategy}"
+@pytest.mark.parametrize(
+    "name",
+    [*(f"{model} {strategy}" for model in ("plain", "drawing") for strategy in ON_RANKS), "weighted ddp"],
+)
+def test_the_same_ranks_go_on_bit_for_bit(name: str, two: list[dict[str, Any]]) -> None:
     whole = two[0][name]["whole"]
     assert not isinstance(whole, str), whole
     for label in (name, f"{name}, next epoch"):
