@@ -6,7 +6,11 @@ unchanged in every epoch, and a network that has learnt them by heart at the end
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +45,8 @@ from drivetrain.transforms import (
 )
 from torch import nn
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+# One thread: two workers of pytest-xdist, each with two, take a third longer on two cores.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
 
 IMAGES, EPOCHS, BATCH = 2500, 24, 100
 POINTS = 0.02
@@ -135,14 +140,30 @@ def train(files: tuple[str, str], *transforms: Transform, seed: int = 0) -> Trai
 
 
 @pytest.fixture(scope="module")
-def plain(files: tuple[str, str]) -> list[Trained]:
-    """Trainings without any method, which learn the images by heart."""
-    trainings = [train(files, seed=seed) for seed in range(SEEDS)]
+def plain(files: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[Trained]:
+    """Trainings without any method, which learn the images by heart. Each is done by one worker, for all."""
+    folder, first = tmp_path_factory.getbasetemp(), 0
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # each begins with another one
+        folder, first = folder.parent, int(worker.removeprefix("gw"))
+    seeds = sorted(range(SEEDS), key=lambda seed: (seed - first) % SEEDS)
+    found = {seed: trained_once(folder / f"plain-{seed}.json", files, seed) for seed in seeds}
+    trainings = [found[seed] for seed in range(SEEDS)]
     print("plain:", ", ".join(f"{training.accuracy:.2%}" for training in trainings))
     for training in trainings:
         assert training.accuracy > 0.45
         assert training.losses[-1] < 0.1
     return trainings
+
+
+def trained_once(path: Path, files: tuple[str, str], seed: int) -> Trained:
+    """Return the plain training of a seed, from the file if another worker has done it, or is about to."""
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if not (text := file.read()):
+            text = json.dumps(asdict(train(files, seed=seed)))  # digits enough for the same floats again
+            file.write(text)
+    return Trained(**json.loads(text))
 
 
 def test_every_method_is_here() -> None:
