@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,3 +155,33 @@ def test_what_no_recipe_can_hold(name: str) -> None:
     pipeline = make()
     with pytest.raises(RecipeError, match=f"(?s){message}"):
         pipeline.to_recipe()
+
+
+OWN_NET = "from torch import nn\n\n\nclass Net(nn.Identity):\n    pass\n"
+SCRIPT = """
+import net
+from drivetrain import Pipeline, RecipeError
+
+for factory in (Net, net.Net):
+    try:
+        print(Pipeline(factory).load("train.beton", batch_size=8, image_size=16).to_recipe()["model"])
+    except RecipeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_a_factory_of_the_running_script(tmp_path: Path) -> None:
+    """The error names the remedy, and the remedy is one."""
+    (tmp_path / "net.py").write_text(OWN_NET)
+    (tmp_path / "train.py").write_text(OWN_NET + SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    error, name = done.stdout.splitlines()
+    assert error.startswith("The model's factory Net is defined in the script or notebook that is running")
+    assert error.endswith(
+        "such as net.py, and write from net import Net; its name in a recipe is then net:Net."
+    )
+    assert name == "net:Net"
