@@ -4,6 +4,9 @@ Two models with equal names and shapes can be different functions: another dropo
 By this text a run that resumes, and the ranks of a run, know that they have the same one. It is that of the model
 before surgery, on the CPU, before a strategy wraps or compiles it.
 
+It cannot see everything: not the values of tensors, literals in code made by `exec` or `eval`, what packages keep in
+private attributes, what C extensions keep, or what a forward looks up by a computed name or reads from a file.
+
 What differs between two builds of one model, or between machines, is not in it: addresses, absolute paths, the values
 of tensors, the device, the last digits of floats, the order of dicts and sets; and of the code comments, blank lines
 and where the file is.
@@ -11,10 +14,12 @@ and where the file is.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import inspect
 import io
+import linecache
 import re
 import sys
 import textwrap
@@ -33,7 +38,8 @@ CODE = "code of "
 """The beginning of the keys whose values are digests of source code."""
 LIBRARY = "version of "
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}", re.IGNORECASE)
-_DEEPEST = 4  # levels of containers and objects in a setting
+_MANGLED = re.compile(r"___torch_mangle_\d+\.")  # TorchScript numbers classes of equal names
+_DEEPEST = 4  # levels of a setting at which objects are looked into; containers, at four times as many
 _LONGEST = 200  # characters of a setting; a longer one is replaced by its digest
 _INSTALLED = {"site-packages", "dist-packages"}
 _CODE = (type, FunctionType, MethodType, functools.partial)
@@ -48,7 +54,12 @@ def model_identity(model: nn.Module, factory: object = None) -> dict[str, str]:
         model: as its factory returns it.
         factory: that built it, whose code counts, too; None or the model itself for an instance.
     """
-    modules = {f"model.{path}" if path else "model": _of_module(one) for path, one in model.named_modules()}
+    modules = dict[str, str]()
+    for path, one in model.named_modules():
+        name = f"model.{path}" if path else "model"
+        modules[name] = _of_module(one)
+        if isinstance(one, torch.jit.ScriptModule):
+            modules[f"{CODE}{name}"] = _digest(_MANGLED.sub("", str(getattr(one, "code", ""))))
     owners: list[Any] = []
     for one in model.modules():
         hooks = [*one._forward_pre_hooks.values(), *one._forward_hooks.values()]
@@ -100,7 +111,7 @@ def _of_module(module: nn.Module) -> str:
     except Exception:
         shown = ""
     settings = {name: value for name, value in vars(module).items() if not _is_of_torch(name)}
-    texts = [f"{name}={_short(_setting(value, 0))}" for name, value in sorted(settings.items())]
+    texts = [f"{name}={_short(_setting(value))}" for name, value in sorted(settings.items())]
     texts = [text for text in texts if text not in shown]
     return f"{type(module).__qualname__}({_short(shown)}){' ' * bool(texts)}{', '.join(texts)}"
 
@@ -114,7 +125,8 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:40]}… {_digest(text)}"
 
 
-def _setting(value: Any, depth: int) -> str:
+def _setting(value: Any, within: tuple[int, ...] = ()) -> str:
+    """Return a value as text. `within` are the ids of the containers and objects around it, which are not repeated."""
     if isinstance(value, bool | int | bytes) or value is None:
         return repr(value)
     if isinstance(value, float):
@@ -123,33 +135,39 @@ def _setting(value: Any, depth: int) -> str:
         return "<path>" if PurePath(value).is_absolute() else repr(value)
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{type(value).__name__}{tuple(value.shape)} {value.dtype}"
-    if depth >= _DEEPEST:
+    is_container = isinstance(value, Mapping | set | frozenset | Sequence)
+    if id(value) in within or len(within) >= _DEEPEST * (4 if is_container else 1):
         return type(value).__name__
+    return (_of_container if is_container else _of_object)(value, (*within, id(value)))
+
+
+def _of_container(value: Any, within: tuple[int, ...]) -> str:
     if isinstance(value, Mapping):
-        items = sorted((str(key), _setting(each, depth + 1)) for key, each in value.items())
+        items = sorted((str(key), _setting(each, within)) for key, each in value.items())
         return "{" + ", ".join(f"{key}: {each}" for key, each in items) + "}"
     if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(_setting(each, depth + 1) for each in value)) + "}"
-    if isinstance(value, Sequence):
-        return "[" + ", ".join(_setting(each, depth + 1) for each in value) + "]"
-    return _of_object(value, depth)
+        return "{" + ", ".join(sorted(_setting(each, within) for each in value)) + "}"
+    return "[" + ", ".join(_setting(each, within) for each in value) + "]"
 
 
-def _of_object(value: Any, depth: int) -> str:
+def _of_object(value: Any, within: tuple[int, ...]) -> str:
     if isinstance(value, functools.partial):
-        return f"partial({_setting([value.func, *value.args, value.keywords], depth + 1)})"
+        return f"partial({_setting([value.func, *value.args, value.keywords], within)})"
     if isinstance(value, MethodType):
         return value.__func__.__qualname__
     if isinstance(value, nn.Module):
-        return _of_module(value) if depth < 2 else type(value).__qualname__
+        return _of_module(value) if len(within) < 3 else type(value).__qualname__
     if isinstance(value, type) or inspect.isroutine(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
     if isinstance(value, torch.device | torch.Generator):
         return type(value).__name__
     if isinstance(value, torch.dtype):
         return str(value)
-    public = {name: each for name, each in _attributes(value).items() if not name.startswith("_")}
-    return f"{type(value).__qualname__}({_setting(public, depth + 1) if public else ''})"
+    is_own = (
+        _library(type(value)) is None
+    )  # a package's private ones may be caches, and change with its version
+    shown = {name: each for name, each in _attributes(value).items() if is_own or not name.startswith("_")}
+    return f"{type(value).__qualname__}({_setting(shown, within) if shown else ''})"
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -165,7 +183,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def _of_code(owners: Sequence[Any]) -> dict[str, str]:
     """Return a digest for each class and function of the user's that these use, and the versions of other packages."""
-    found: dict[str, str] = {}
+    found: dict[str, set[str]] = {}  # several lambdas of a function have one name
     versions: dict[str, str] = {}
     seen: set[int] = set()
     waiting = list(owners)
@@ -187,9 +205,10 @@ def _of_code(owners: Sequence[Any]) -> dict[str, str]:
             text = _source(one)
             if text is not None:
                 constants = dict(_constants(one))
-                found[f"{CODE}{_module(one)}.{one.__qualname__}"] = _digest(text + _setting(constants, 0))
+                key = f"{CODE}{_module(one)}.{one.__qualname__}"
+                found.setdefault(key, set()).add(_digest(text + _setting(constants)))
             waiting += _used(one)
-    return dict(sorted(found.items())) | dict(sorted(versions.items()))
+    return {key: " ".join(sorted(found[key])) for key in sorted(found)} | dict(sorted(versions.items()))
 
 
 def _library(one: Any) -> str | None:
@@ -217,9 +236,7 @@ def _module(one: Any) -> str:
 def _source(one: Any) -> str | None:
     """Return the source of a class or function without comments and blank lines; None if it cannot be read."""
     if getattr(one, "__name__", "") == "<lambda>":  # its source would be the whole statement around it
-        code = one.__code__
-        constants = [each for each in code.co_consts if not isinstance(each, CodeType)]
-        return repr((code.co_names, constants, code.co_varnames))
+        return _source_of_lambda(one)
     try:
         text = textwrap.dedent(inspect.getsource(one))
         lines = text.splitlines()
@@ -230,6 +247,29 @@ def _source(one: Any) -> str | None:
     except (OSError, TypeError, SyntaxError, tokenize.TokenError, IndentationError):
         return None
     return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _source_of_lambda(one: FunctionType) -> str:
+    """Return the source of a lambda alone, found by its place; without it, the names and constants of its code."""
+    code = one.__code__
+    text = "".join(linecache.getlines(code.co_filename, one.__globals__))
+    places = [(line, column) for line, _, column, _ in code.co_positions() if line and column is not None]
+    try:
+        lambdas = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Lambda)]
+    except (SyntaxError, ValueError):
+        lambdas = []
+    last = max(places, default=(0, 0))
+    around = [
+        node for node in lambdas if _place(node) <= last < (node.end_lineno or 0, node.end_col_offset or 0)
+    ]
+    if around:
+        return " ".join((ast.get_source_segment(text, max(around, key=_place)) or "").split())
+    constants = [each for each in code.co_consts if not isinstance(each, CodeType)]
+    return repr((code.co_names, constants, code.co_varnames))
+
+
+def _place(node: ast.Lambda) -> tuple[int, int]:
+    return node.lineno, node.col_offset
 
 
 def _functions(one: Any) -> Iterator[FunctionType]:

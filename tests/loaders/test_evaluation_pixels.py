@@ -154,6 +154,8 @@ def odd_files(root: Path) -> list[Path]:
         "turned.jpg": (base, {"exif": exif}), "turned.png": (base, {"exif": exif}),
         "grey.jpg": (base.convert("L"), {}), "grey.png": (base.convert("L"), {}),
         "opacity.png": (base.convert("RGBA"), {}), "palette.png": (base.quantize(16), {}),
+        "turned.webp": (base, {"exif": exif, "lossless": True}), "lossy.webp": (base, {}),
+        "progressive.jpg": (base, {"exif": exif, "progressive": True}), "pixel.jpg": (base.resize((1, 1)), {}),
         "cmyk.jpg": (base.convert("CMYK"), {}), "bits.png": (Image.fromarray(wide), {}),
     }  # fmt: skip
     for name, (image, how) in images.items():

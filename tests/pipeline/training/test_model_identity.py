@@ -20,7 +20,7 @@ from torch import nn
 
 NET = """
 from torch import nn
-SCALE = 1.0
+SCALE, OPTIONS = 1.0, {"a": 1, "b": 2}
 
 def act(x):
     return x.relu() * SCALE
@@ -30,7 +30,7 @@ class Net(nn.Module):
         super().__init__()
         self.conv, self.drop, self.head = nn.Conv2d(3, 8, 4, 4), nn.Dropout(p), nn.Linear(8, 4)
         self.norm = nn.GroupNorm(4, 8)
-        self.options = {"a": 1, "b": 2}
+        self.options = OPTIONS
         self.call = lambda x: x
 
     def forward(self, x):
@@ -38,14 +38,14 @@ class Net(nn.Module):
 """
 SAME = {
     "a comment": NET.replace("    return x.relu()", "    # why\n\n    return x.relu()"),
-    "the order of a dict": NET.replace('{"a": 1, "b": 2}', '{"a": 1, "b": 2}'),
+    "the order of a dict": NET.replace('{"a": 1, "b": 2}', '{"b": 2, "a": 1}'),
 }
 OTHER = {
     "dropout": (NET.replace("p=0.1", "p=0.2"), r"model\.drop is Dropout\(p=0\.1"),
     "a setting": (NET.replace('"b": 2', '"b": 3'), "options="),
     "groups": (NET.replace("GroupNorm(4", "GroupNorm(8"), r"model\.norm is GroupNorm\(4"),
     "a helper": (NET.replace("x.relu()", "x.sigmoid()"), r"code of net_\w+\.act is not the same"),
-    "a constant": (NET.replace("SCALE = 1.0", "SCALE = 2.0"), r"code of net_\w+\.act is not the same"),
+    "a constant": (NET.replace("OPTIONS = 1.0", "OPTIONS = 2.0"), r"code of net_\w+\.act is not the same"),
     "forward": (NET.replace(".mean((2, 3))", ".amax((2, 3))"), r"code of net_\w+\.Net is not the same"),
 }
 
@@ -71,6 +71,7 @@ def test_what_makes_a_difference(folder: Path) -> None:
     first = model_identity(kind(), kind)
     assert not difference(first, model_identity(kind(), kind))
     for name, text in SAME.items():
+        assert text != NET, name
         kind = net(folder, text)
         assert not difference(first, model_identity(kind(), kind)), name
     for name, (text, words) in OTHER.items():
@@ -102,6 +103,10 @@ class Mode(enum.Enum):
 class Options:
     width: int = 8
 
+class Scale:
+    def __init__(self, factor):
+        self._factor, self._self = factor, self
+
 def hook(factor):
     return lambda module, inputs, output: output * factor
 
@@ -110,6 +115,8 @@ class Net(nn.Module):
         super().__init__()
         self.mode, self.options, self.head = Mode.FAST, Options(), nn.Linear(8, 4)
         self.head.register_forward_hook(hook(2.0))
+        self.scale, self.deep = Scale(2.0), [{"a": [{"b": [{"c": [[0.5]]}]}]}]
+        self.deep.append(self.deep)
 
     def forward(self, x):
         CACHE.setdefault(x.shape, x)
@@ -138,6 +145,11 @@ def test_the_same_settings_in_a_member_or_slots_are_the_same(folder: Path) -> No
     assert "mode=" in difference(first, model_identity(other))
     model.options.width = 9
     assert "options=" in difference(first, model_identity(model))
+    model, other = kind(), kind()
+    model.scale._factor = 3.0
+    assert "scale=" in difference(first, model_identity(model))
+    other.deep[0]["a"][0]["b"][0]["c"][0][0] = 0.6
+    assert "deep=" in difference(first, model_identity(other))
 
 
 def test_compiled_layers_have_no_numbers_of_their_wrappers() -> None:
@@ -147,6 +159,34 @@ def test_compiled_layers_have_no_numbers_of_their_wrappers() -> None:
         model_identity(first),
         model_identity(nn.Sequential(torch.compile(nn.Linear(4, 4, bias=False)), nn.Dropout(0.1))),
     )
+
+
+def test_each_of_several_lambdas_in_a_line_counts() -> None:
+    class Calls(nn.Module):
+        def __init__(self, *calls: Any) -> None:
+            super().__init__()
+            self.calls = nn.ModuleList()
+            for number, call in enumerate(calls):
+                setattr(self, f"call{number}", call)
+
+    plus, minus, times = (lambda x: x + 2), (lambda x: x - 2), (lambda x: 1 + (lambda z: z * 2)(x))
+    (other,) = [lambda x: 1 + (lambda z: z - 2)(x)]
+    first = model_identity(Calls(plus, minus))
+    assert not difference(first, model_identity(Calls(plus, minus)))
+    for calls in ((plus, times), (times, minus), (plus, plus)):
+        assert difference(first, model_identity(Calls(*calls)))
+    assert difference(model_identity(Calls(times)), model_identity(Calls(other)))
+
+
+def test_a_scripted_model_is_the_code_of_it() -> None:
+    def scripted(p: float) -> nn.Module:
+        made: nn.Module = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(p)))  # type: ignore[no-untyped-call]
+        return made
+
+    with pytest.warns(FutureWarning, match="torch.jit.script"):
+        first, again, other = scripted(0.1), scripted(0.1), scripted(0.2)
+    assert not difference(model_identity(first), model_identity(again))
+    assert "code of model" in difference(model_identity(first), model_identity(other))
 
 
 def test_a_run_resumes_only_with_its_own_model(
