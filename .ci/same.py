@@ -71,7 +71,8 @@ def run(package: Path, names: list[str], out: Path) -> dict[str, Any]:
         subprocess.Popen([sys.executable, str(ROOT / CASES), str(path), *part], env=environment, cwd=out)
         for path, part in parts
     ]
-    if any([process.wait() for process in running]):
+    codes = [process.wait() for process in running]
+    if any(codes):
         sys.exit(2)
     return {name: numbers for path, _ in parts for name, numbers in json.loads(path.read_text()).items()}
 

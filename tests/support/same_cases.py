@@ -186,8 +186,14 @@ CASES: dict[str, Case] = {
     "quasi-random order, crop": Case(load={"order": "quasi_random", "crop": "resized", "scale": (0.3, 1.0)}),
     "color jitter": Case(load={"color_jitter": (0.4, 0.4, 0.2), "crop": "padded"}),
     "mix of sources": Case(files=lambda data: ({data.train: 3.0, data.val: 1.0}, data.val)),  # type: ignore[dict-item,return-value]
-    "weighted loss, accumulate": Case(
+    "weighted loss, MixUp, accumulate": Case(
         (t.EMA(half_life=2), t.MixUp(0.2)),
+        no_batch_norm,
+        Classification(loss=nn.CrossEntropyLoss(weight=WEIGHTS)),
+        distribute={"accumulate": 2},
+    ),
+    "ignored labels, accumulate": Case(
+        (t.SAM(0.05),),
         no_batch_norm,
         Classification(loss=nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1)),
         distribute={"accumulate": 2},
