@@ -10,6 +10,7 @@
 # make bench-peers PHOTOS=FOLDER   the same against DALI, TorchCodec, torchvision and SPDL
 # make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
+# make same         forty small trainings, compared bit for bit with the revision BASE=HEAD: before and after a rebuilding
 # make fuzz         a million damaged files through the native library, under the sanitizers; ten million images for leaks
 # make libfuzzer    the same library under clang's fuzzer, guided by coverage, for SECONDS=3600 (CC=clang-19)
 # make notebooks    run the notebooks, and keep their outputs in them (NOTEBOOKS=… selects some)
@@ -24,7 +25,7 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
-.PHONY: quickstart install test test-all quick check bytecode lock wheel wheels release-check bench bench-peers fuzz libfuzzer gpu gpu-kit notebooks docs clean
+.PHONY: quickstart install test test-all quick same check bytecode lock wheel wheels release-check bench bench-peers fuzz libfuzzer gpu gpu-kit notebooks docs clean
 
 # With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
 quickstart: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
@@ -73,6 +74,12 @@ test-all: install check bytecode
 quick: install check bytecode
 	DRIVETRAIN_QUICK=1 DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist worksteal \
 		-m "not process and not long and not slow and not gpu and not alone"
+
+# The numbers of the base are recorded in .build/same, once for each kind of processor.
+BASE ?= HEAD
+same: install
+	mkdir -p .build && ln -sfn .. .build/drivetrain
+	$(BIN)/python .ci/same.py --base "$(BASE)"
 
 # mypy needs the package under its own name, whatever the name of the clone's folder.
 check: install

@@ -25,7 +25,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".build/same"
 CASES = "tests/support/same_cases.py"
-BASE = "HEAD"
 PROCESSES = 2
 
 
@@ -95,7 +94,7 @@ def different(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Record what is missing, compare, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", default=BASE, help="the revision to compare with")
+    parser.add_argument("--base", default="HEAD", help="the revision to compare with")
     revision = git("rev-parse", parser.parse_args().base + "^{commit}")
     names = json.loads(
         subprocess.run(

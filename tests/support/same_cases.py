@@ -146,6 +146,7 @@ CASES: dict[str, Case] = {
             t.WeightStandardization(),
         )
     ),
+    "surgery of a transformer": Case((t.ALiBi(), t.GatedLinearUnits(), t.LowPrecisionLayerNorm()), vit),
     "Factorize, GyroDropout": Case(
         (
             t.Factorize(min_channels=16, latent_channels=0.25, min_features=16, latent_features=0.5),

@@ -1,0 +1,50 @@
+"""`make same`: its trainings have every part of the house, and a number that changes is named."""
+
+from __future__ import annotations
+
+from ci_scripts import load
+from drivetrain.loaders.order import ORDERS
+from drivetrain.pipeline.spec.optimizers import OPTIMIZERS
+from drivetrain.pipeline.tasks.registry import TASKS
+from drivetrain.strategies.registry import STRATEGIES
+from drivetrain.transforms import TRANSFORMS
+from same_cases import CASES
+
+ELSEWHERE = {"auto", "dp"}
+"""Strategies that choose another one, or need GPUs."""
+SAME_CLASS = {"fsdp_grad_op", "fsdp_cpu_offload", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp"}
+"""Those whose code another one also runs; the parity tests compare their numbers with plain PyTorch's."""
+
+
+def test_every_part_has_a_training() -> None:
+    cases = CASES.values()
+    transforms = {type(transform).__name__ for case in cases for transform in case.transforms}
+    assert TRANSFORMS.keys() - transforms == {"SeqLengthWarmup"}  # for text
+    strategies = {case.distribute.get("strategy", "single") for case in cases}
+    left = STRATEGIES.keys() - strategies - ELSEWHERE - SAME_CLASS
+    assert all(name.startswith("deepspeed") for name in left), left
+    tasks = {type(case.task).__name__ for case in cases if case.task is not None}
+    assert tasks == TASKS.keys()
+    assert {case.optimize.get("optimizer", "sgd") for case in cases} == OPTIMIZERS.keys() - {
+        "adam"
+    }  # adamw's
+    assert {case.load.get("order", "random") for case in cases} == set(ORDERS) - {"sequential"}
+    assert {case.distribute.get("precision", "fp32") for case in cases} == {"fp32", "bf16"}
+    assert any(case.resumed for case in cases)
+
+
+def test_a_difference_is_named() -> None:
+    different = load("same").different
+    epochs = [{"loss": (1.0).hex(), "val_loss": None, "metrics": {"top1": (0.5).hex()}}]
+    other = [{**epochs[0], "metrics": {"top1": (0.25).hex()}}]
+    before = {name: {"epochs": epochs, "weights": "a"} for name in ("equal", "metric", "weights", "gone")}
+    now = before | {
+        "metric": {"epochs": other, "weights": "a"},
+        "weights": {"epochs": epochs, "weights": "b"},
+    }
+    now.pop("gone")
+    metric, weights, gone = different(before, now)
+    assert metric.startswith("metric: epoch 0: {")
+    assert (0.25).hex() in metric
+    assert weights == "weights: the weights differ"
+    assert gone == "gone: is missing now"
