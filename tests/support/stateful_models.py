@@ -69,8 +69,11 @@ class Complex(nn.Module):
 
 
 def kept(pipelines: dict[str, Pipeline], folder: Path) -> dict[str, Any]:
-    """Train each pipeline, saving into `folder / name`. By name: its metrics; those of its result, of its folder, and
-    of a resume from its middle; and the largest difference of a tensor after the resume; or the error as text."""
+    """Train each pipeline, saving into `folder / name`.
+
+    By name: its metrics; those of its result, of its folder, of its last checkpoint, and of a resume from its middle;
+    and the largest difference of a tensor after the resume; or the error as text.
+    """
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name, pipeline in pipelines.items():
@@ -81,7 +84,8 @@ def kept(pipelines: dict[str, Pipeline], folder: Path) -> dict[str, Any]:
             )
             again = pipeline.fit(epochs=2, progress=False, resume=out / "checkpoints/step-00000003")
             found[name] = (
-                result.metrics, result.evaluate(), pipeline.evaluate(out), again.metrics, again.evaluate(),
+                result.metrics, result.evaluate(), pipeline.evaluate(out),
+                pipeline.evaluate(out / "checkpoints/step-00000008"), again.metrics, again.evaluate(),
                 difference(result.model, again.model),
             )  # fmt: skip
         except DrivetrainError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drivetrain import CheckpointError
+from drivetrain import CheckpointError, PlanError
 from drivetrain.model_state import BufferCopies, unlisted_tensors
 from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.checkpoints.content import CheckpointContent
@@ -116,6 +116,24 @@ def test_complex_numbers_are_averaged() -> None:
     averages.install()
     torch.testing.assert_close(model.turn.data, first["turn"].data + 0.5j)
     torch.testing.assert_close(model.wide, first["wide"] + 1)
+
+
+def test_the_average_of_a_buffer_that_grows_begins_again() -> None:
+    model = Growing()
+    model(torch.randn(2, 3, 16, 16))  # one value is there
+    averages = Averages(model)
+    for length in (2, 3):
+        model(torch.randn(2, 3, 16, 16))
+        averages.add(0.25)
+        assert averages.state_dict()["late"].shape == (length,)
+        torch.testing.assert_close(averages.state_dict()["late"], model.late, rtol=0, atol=0)
+    late = model.late.clone()
+    model(torch.randn(2, 3, 16, 16))
+    averages.add(0.25)
+    torch.testing.assert_close(averages.state_dict()["late"], late + 0.25 * (model.late - late))
+    other = Averages(Growing())
+    with pytest.raises(PlanError, match="'late'"):
+        other.load_state_dict(averages.state_dict())
 
 
 def test_buffers_that_a_forward_replaces_are_restored() -> None:
