@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BetonError
+from ..exhaustion import is_exhaustion
 from .layout import Field, metadata_dtype, tables_start
 from .open_file import FileBytes
 from .targets import check_targets
@@ -73,7 +74,13 @@ def read_manifest(
         return {}, None
     kinds = {field.name: field.kind for field in fields}
     try:
-        manifest = dict(json.loads(file.read_text()))
+        text = file.read_bytes()
+    except OSError as error:
+        if is_exhaustion(error):  # which says nothing about the file
+            raise
+        raise BetonError(f"{file} cannot be read: {error.strerror or error}.") from error
+    try:
+        manifest = dict(json.loads(text))
         own = manifest["samples"] == header["num_samples"] and dict(manifest["fields"]) == kinds
         classes, tables = list(manifest["classes"]), int(manifest["tables_crc32"])
         checksums = np.array(manifest["crc32"], dtype=np.uint32)
@@ -81,7 +88,7 @@ def read_manifest(
         sealed = bytes.fromhex(manifest.get("seal", ""))
         expected = seal(tables, checksums)
         check_targets(manifest.get("targets", {}), kinds)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BetonError(f"{file} is not a manifest ({error!r}). Delete it, or convert again.") from None
     if not sealed:
         raise BetonError(

@@ -246,7 +246,7 @@ def test_data_sets_of_pillows_images(tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": torch.uint8}
     assert torch.equal(evaluated(TorchLoader, data, **options), made_by(files, **options))
     with TorchLoader(
-        data, batch_size=8, image_size=48, workers=0, crop="whole", flip=False, order="sequential"
+        data, batch_size=len(files), image_size=48, workers=0, crop="whole", flip=False, order="sequential"
     ) as loader:
         ((trained, _),) = loader  # upright, too
     upright = made_by(files, eval_crop="whole", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
