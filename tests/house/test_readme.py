@@ -134,7 +134,7 @@ def test_the_example_runs_on_small_data(tmp_path: Path) -> None:
     assert re.search(r"^1 0\.\d+$", told, re.MULTILINE)
 
 
-# Alone: oneDNN's threads wait for each other by spinning in bf16, up to ten times longer where a core is shared.
+# Alone: a step in bf16 on two threads took ten times as long where other tests shared the cores.
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(2700)
