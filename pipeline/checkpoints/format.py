@@ -79,7 +79,9 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
         with atomic_file(note_path(folder, rank)) as file:
             file.write(json.dumps({"files": files, "sizes": sizes, "own": vars(part.own)}).encode())
     except (OSError, DrivetrainError) as error:
-        raise CheckpointError(f"The checkpoint {folder} could not be written: {error}.") from error
+        raise CheckpointError(
+            f"The checkpoint {folder} could not be written: {str(error).rstrip('.')}."
+        ) from error
 
 
 def note_path(folder: Path, rank: int) -> Path:
