@@ -55,6 +55,7 @@ def checkout(revision: str) -> Path:
     if not folder.exists():
         git("worktree", "prune")
         git("worktree", "add", "--detach", "--force", str(folder), revision)
+    if not (folder / "loaders/native/libdrivetrain.so").exists():
         subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=folder, check=True)
     return folder
 

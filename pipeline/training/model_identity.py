@@ -163,9 +163,8 @@ def _of_object(value: Any, within: tuple[int, ...]) -> str:
         return type(value).__name__
     if isinstance(value, torch.dtype):
         return str(value)
-    is_own = (
-        _library(type(value)) is None
-    )  # a package's private ones may be caches, and change with its version
+    # a package's private ones may be caches, and change with its version
+    is_own = _library(type(value)) is None
     shown = {name: each for name, each in _attributes(value).items() if is_own or not name.startswith("_")}
     return f"{type(value).__qualname__}({_setting(shown, within) if shown else ''})"
 

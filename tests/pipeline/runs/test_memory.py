@@ -74,7 +74,7 @@ def test_whose_callers_get_the_result(toy: Toy, monkeypatch: pytest.MonkeyPatch)
 def test_the_rank_that_keeps_none_does_not_grow_by_a_copy(ranks: list[dict[str, Any]]) -> None:
     """As the system counts its memory, in which buffers of the communication are, too."""
     first, second = (rank["plain"]["growth"] for rank in ranks)
-    assert max(first) > BYTES, first  # what is measured here shows it, unless the allocator reuses what it kept
+    assert max(first) > BYTES, first  # a copy is visible here, where the allocator kept no memory for it
     assert max(second[:2]) < 0.85 * BYTES, second
 
 
