@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,6 +78,12 @@ def suggest(name: str, options: Iterable[str]) -> str:
 
 
 _LISTED = 100  # names that a message lists
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Return at most so many names as text, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def require_suffix(out: Path, suffix: str, error: type[DrivetrainError]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import nn
 
-from ..errors import PlanError, suggest
+from ..errors import PlanError, first_of, suggest
 from ..table import Table
 from .common.moments import LoopView, Moment
 
@@ -89,9 +89,7 @@ class Report:
 def _names(modules: Sequence[str], verbose: bool) -> str:
     """Return a list of module names, shortened unless `verbose`."""
     names = [name or "(the model)" for name in modules]
-    if verbose or len(names) <= SHOWN + 1:
-        return ", ".join(names)
-    return f"{', '.join(names[:SHOWN])} and {len(names) - SHOWN} more"
+    return first_of(names, len(names) if verbose or len(names) == SHOWN + 1 else SHOWN)
 
 
 @dataclass(frozen=True)

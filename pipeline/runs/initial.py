@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import CheckpointError, PlanError
+from ...errors import CheckpointError, PlanError, first_of
 from ...model_state import set_buffer, unlisted_tensors, vacant_buffers
 from ...transforms import Transform
 from ..checkpoints.content import STATE
@@ -56,8 +56,7 @@ class Matched:
             (self.unexpected, "there, but not in the model"),
         ):
             if names:
-                more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-                parts.append(f"{', '.join(names[:SHOWN])}{more} {what}")
+                parts.append(f"{first_of(names, SHOWN)} {what}")
         return f"Weights from {self.source}: {'; '.join(parts)}."
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import CheckpointError, NonFiniteError
+from ...errors import CheckpointError, NonFiniteError, first_of
 from ...model_state import ModelState, buffers_kept, split_state, train_mode
 from ..callbacks.view import RunView
 from ..checkpoints import resume as resuming
@@ -479,9 +479,7 @@ def frozen(model: nn.Module) -> str:
         if any(True for _ in module.parameters(recurse=False))
     }
     names = [name or "the model" for name, trained in layers.items() if not trained]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    what = f"Frozen, with the statistics of their BatchNorm: {', '.join(names[:8])}{more}."
-    return what if names else ""
+    return f"Frozen, with the statistics of their BatchNorm: {first_of(names, 8)}." if names else ""
 
 
 def _latest(history: History) -> str:

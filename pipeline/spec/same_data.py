@@ -5,11 +5,11 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
+from ...errors import first_of
 from ...loaders.sources import Source, files_of
 
-_EDGE = (
-    1 << 16
-)  # bytes of a file's beginning and end that are compared; a `.beton` file ends with a digest of all
+_EDGE = 1 << 16
+"""Bytes of a file's beginning and end that are compared. A `.beton` file ends with a digest of all."""
 
 
 def trained_on(train: Source, val: Source | None) -> list[str]:
@@ -34,10 +34,9 @@ def caution(train: Source, val: Source | None) -> str:
     shared = trained_on(train, val)
     if not shared:
         return ""
-    more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
     return (
-        f"; CAUTION: the validation data has {shared[0]}{more}, which is also trained on: its metrics do not show how "
-        "the model does on new images"
+        f"; CAUTION: the validation data has {first_of(shared, 1)}, which is also trained on: its metrics do not "
+        "show how the model does on new images"
     )
 
 

@@ -8,6 +8,7 @@ import socket
 import socketserver
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from unittest import mock
@@ -36,6 +37,10 @@ class Store:
         self.held = threading.Event()
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         self._server.start()
+        # Servers of one process share what they keep: without this, a run is resumed from another test's checkpoint.
+        host, port = self._server.get_host_and_port()
+        reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+        urllib.request.urlopen(reset).close()
         self._proxy = socketserver.ThreadingTCPServer(("127.0.0.1", 0), self._handler())
         self._proxy.daemon_threads = True
         self._proxy.block_on_close = False

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -337,11 +338,17 @@ def test_killed_within_an_upload(strategy: str, held: str, toy: Toy, store: Stor
     )
     store.hold = rf"PUT .*/step-00000006/{held}"
     first = start(OUT, "one")
-    assert store.held.wait(200)
-    family = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+    try:
+        deadline = monotonic() + 200
+        while not store.held.wait(0.1) and first.poll() is None and monotonic() < deadline:
+            pass
+        family = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+    finally:
+        first.kill()
     for process in family:
         process.kill()
-    first.communicate()
+    printed = first.communicate()
+    assert store.held.is_set(), printed
     assert wait_until_ended(family, 10) == []
     store.hold = None
     assert "step-00000006/state.json" not in store.names("team/run/checkpoints/")
