@@ -219,7 +219,24 @@ def _library(one: Any) -> str | None:
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:  # __main__ of a notebook, or a class that was sent to another process by value
         return None
-    return top if _INSTALLED & set(Path(file).parts) else None
+    return top if top == "torch" or _INSTALLED & set(Path(file).parts) or _is_recorded(top) else None
+
+
+@functools.cache
+def _is_recorded(package: str) -> bool:
+    """Return whether an installer put a package into its folder, as `pip install --target` does.
+
+    That of an editable installation is the user's own: its record is elsewhere.
+    """
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if file is None:
+        return False
+    path = Path(file)
+    folder = path.parent.parent if path.name == "__init__.py" else path.parent
+    listed = re.compile(rf"^{re.escape(package)}[/.]", re.MULTILINE)
+    return any(
+        listed.search(record.read_text(errors="replace")) for record in folder.glob("*.dist-info/RECORD")
+    )
 
 
 def _version(package: str) -> str:

@@ -156,11 +156,7 @@ def test_the_quickstart_needs_no_reference(fresh: tuple[Path, Path], tmp_path: P
     references = "ffcv", "numba", "cv2", "composer", "deepspeed", "fairscale", "lightning"
     _run(environment / "bin" / "python", "-c", lacking, *references, cwd=tmp_path, env=BARE)
     program = SUPPORT / "wheel_program.py"
-    # Two threads of a step in bf16 wait for each other for minutes beside another test.
-    one_thread = {**BARE, "OMP_NUM_THREADS": "1"}
-    printed = _run(
-        environment / "bin" / "python", program, tmp_path, "quickstart", cwd=tmp_path, env=one_thread
-    )
+    printed = _run(environment / "bin" / "python", program, tmp_path, "quickstart", cwd=tmp_path, env=BARE)
     found = json.loads(printed.splitlines()[-1])
     assert {"model.safetensors", "ledger.json", "ledger.png", "curves.png"} <= set(found["files"])
     assert found["losses"][0] == pytest.approx(found["losses"][1], abs=1e-4)

@@ -14,6 +14,7 @@ from drivetrain import CheckpointError, PlanError
 from drivetrain.model_state import train_mode
 from drivetrain.pipeline.runs.preflight import _model
 from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.training import model_identity as model_identity_module
 from drivetrain.pipeline.training.model_identity import difference, model_identity
 from pipeline_data import CLASSES, Toy, batch_norm_model
 from torch import nn
@@ -176,6 +177,34 @@ def test_each_of_several_lambdas_in_a_line_counts() -> None:
     for calls in ((plus, times), (times, minus), (plus, plus)):
         assert difference(first, model_identity(Calls(*calls)))
     assert difference(model_identity(Calls(times)), model_identity(Calls(other)))
+
+
+def test_what_an_installer_put_into_a_folder_is_a_package_and_what_is_edited_there_is_not(
+    folder: Path,
+) -> None:
+    """As `pip install --target` does, and as a folder that is lent to an environment has it: with a record of files."""
+    model = net(folder, NET)()
+    assert "code of net_of_test.Net" in model_identity(model)
+    record = folder / "net_of_test-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    identities = []
+    for listed in ("net_of_test_too.py,sha256=x,1\n", "a.py,,\nnet_of_test.py,sha256=x,1\n"):
+        record.write_text(listed)
+        model_identity_module._is_recorded.cache_clear()
+        identities.append(model_identity(model))
+    model_identity_module._is_recorded.cache_clear()
+    assert "code of net_of_test.Net" in identities[0]
+    assert [key for key in identities[1] if key.startswith("code of")] == []
+    assert "version of net_of_test" in identities[1]
+
+
+def test_torch_is_a_package_wherever_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise all of its source code would be read, in minutes."""
+    model = net(folder, NET)()
+    expected = model_identity(model)
+    for name in [name for name in sys.modules if name.startswith("torch.nn.modules.")]:
+        monkeypatch.setattr(sys.modules[name], "__file__", f"/src/{name}.py")
+    assert model_identity(model) == expected
 
 
 def test_a_scripted_model_is_the_code_of_it() -> None:
