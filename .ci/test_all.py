@@ -8,7 +8,7 @@ and those that failed. If a file changes, everything is run again; with `--keep`
 are taken over, and counted.
 
 The tests of `make test` run as they do there. The slow ones start each rank in an interpreter of its own, as users do,
-instead of forking it. So does one test of each file that forked ranks, the shortest, when it runs once more.
+instead of forking it. So does one test of each other file that forked ranks, the shortest, when it runs once more.
 
 The exit status is 0 if every test has passed or was skipped with a reason, 130 after Ctrl-C, and 1 otherwise.
 """
@@ -125,9 +125,15 @@ class Journal:
         if phase.chooses is not None:
             return [test for test, marks in self.marks.items() if "gpu" not in marks and phase.chooses(marks)]
         shortest: dict[str, dict[str, Any]] = {}
+        slow = {file_of(test) for test, marks in self.marks.items() if "slow" in marks}
         for entry in self.outcomes.values():
             name = file_of(entry["test"])
-            if entry["outcome"] == "passed" and entry["ranks"] and entry["test"] in self.marks:
+            if (
+                entry["outcome"] == "passed"
+                and entry["ranks"]
+                and entry["test"] in self.marks
+                and name not in slow
+            ):
                 shortest[name] = min(shortest.get(name, entry), entry, key=lambda one: float(one["seconds"]))
         return [entry["test"] for entry in shortest.values()]
 

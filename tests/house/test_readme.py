@@ -150,8 +150,12 @@ def test_the_example_runs_as_printed(tmp_path: Path) -> None:
 @pytest.mark.timeout(2700)
 @pytest.mark.usefixtures("cifar")
 def test_the_quickstart_trains_evaluates_and_measures(tmp_path: Path) -> None:
+    """With half of its epochs, which are minutes."""
     done = subprocess.run(
-        [BIN / "drivetrain", "train", "cifar10-quickstart", "--out", "out", "--ledger"],
+        [
+            BIN / "drivetrain", "train", "cifar10-quickstart", "epochs=4", "--out", "out", "--ledger",
+            "--ledger-seconds", "60",
+        ],
         cwd=tmp_path, capture_output=True, text=True, timeout=2600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -159,7 +163,7 @@ def test_the_quickstart_trains_evaluates_and_measures(tmp_path: Path) -> None:
         "history.json", "model.safetensors", "ledger.json", "ledger.png"
     }  # fmt: skip
     last = json.loads((tmp_path / "out" / "history.json").read_text())["epochs"][-1]
-    assert last["metrics"]["top1"] >= 0.75
+    assert last["metrics"]["top1"] >= 0.65
     assert f"{last['metrics']['top1']:.2%}" in done.stdout
     ledger = json.loads((tmp_path / "out" / "ledger.json").read_text())
     assert ledger["bound"] in done.stdout.replace("\n", " ")

@@ -32,6 +32,15 @@ forked = []
 def pytest_configure(config):
     outcomes.register(config, lambda: len(forked))
 """
+RANKS = """
+import os
+import conftest
+from test_it import note
+
+def test_ranks():
+    conftest.forked.append(1)
+    note("ranks " + os.environ["DRIVETRAIN_RANKS"])
+"""
 TESTS = """
 import os, pathlib, time
 import conftest
@@ -44,16 +53,13 @@ def note(text):
 def test_quick():
     note("quick")
 
-def test_ranks():
-    conftest.forked.append(1)
-    note("ranks " + os.environ["DRIVETRAIN_RANKS"])
-
 @pytest.mark.parametrize("a", ["x y", "é::"])
 def test_odd_names(a):
     note(a)
 
 @pytest.mark.slow
 def test_slow():
+    conftest.forked.append(1)  # its file has no sample: this one starts ranks
     note("slow " + os.environ["DRIVETRAIN_RANKS"])
 
 @pytest.mark.alone
@@ -97,6 +103,7 @@ class Repository:
         (self.root / "pyproject.toml").write_text(SETTINGS)
         (self.root / "tests/conftest.py").write_text(CONFTEST)
         (self.root / "tests/test_it.py").write_text(TESTS)
+        (self.root / "tests/test_of_ranks.py").write_text(RANKS)
         (self.root / ".gitignore").write_text(".build/\n__pycache__/\n.pytest_cache/\n")
         subprocess.run(["git", "init", "-q", self.root], check=True)
 

@@ -156,11 +156,12 @@ def test_state_of_another_model_is_refused(alone: dict[tuple[str, str], Exported
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_strategy_to_every_other_on_1_2_and_4_ranks(alone: dict[tuple[str, str], Exported]) -> None:
-    given: dict[tuple[object, str], Exported] = dict(alone)
-    for devices in (1, 2, 4):
-        for (name, kind), state in launch(export_all, NAMES, devices=devices, timeout=300)[0].items():
-            given[(name, devices), kind] = state
-    for devices in (1, 2, 4):
+    """To fewer and to more ranks. The tests above have one and two, and `test_matrix.py` whole runs."""
+    for before, devices in ((4, 1), (4, 2), (2, 4)):
+        exports = launch(export_all, NAMES, devices=before, timeout=300)[0]
+        given: dict[tuple[object, str], Exported] = {
+            ((name, before), kind): state for (name, kind), state in exports.items()
+        }
         for rank in launch(import_all, NAMES, given, devices=devices, timeout=900):
             assert len(rank) == len(NAMES) * len(given)
             for (_, source, kind), found in rank.items():

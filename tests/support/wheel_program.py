@@ -60,7 +60,7 @@ def quickstart(folder: Path) -> dict[str, object]:
     drivetrain("convert", folder / "small", file, "--quiet")
     drivetrain(
         "train", "cifar10-quickstart", f"train={file}", f"val={file}", "batch_size=16", "epochs=1", "precision=fp32",
-        "--out", out, "--ledger", "--ledger-seconds", "90",
+        "--out", out, "--ledger", "--ledger-seconds", "45",
     )  # fmt: skip
     return {
         "version": drivetrain("--version"),

@@ -99,6 +99,11 @@ def test_every_strategy_on_1_2_and_4_ranks_to_every_other(
     for ranks in RANKS:
         check(train(toy, names[ranks], ranks, root / f"from {ranks}"), whole, len(names[ranks]))
         sources |= {f"{name} {ranks}": root / f"from {ranks}" / name / MIDDLE for name in names[ranks]}
-    for ranks in RANKS:
-        moves = [(name, label, place) for name in names[ranks] for label, place in sources.items()]
-        check(resume(toy, moves, ranks, timeout=1200), whole, len(names[ranks]) * len(sources))
+    for ranks, before in ((1, "4"), (2, "4"), (4, "2")):  # the test above has one and two
+        moves = [
+            (name, label, place)
+            for name in names[ranks]
+            for label, place in sources.items()
+            if label.endswith(before)
+        ]
+        check(resume(toy, moves, ranks, timeout=1200), whole, len(moves))
