@@ -49,7 +49,7 @@ from torch import nn
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
 
 IMAGES, TEST_IMAGES, EPOCHS, BATCH = 2500, 5000, 16, 100
-POINTS = 0.03
+POINTS = 0.06
 """How far below plain training a method may end."""
 SEEDS = 3
 """Number of plain runs; methods are compared with their mean accuracy, because runs differ by a point."""
@@ -152,7 +152,7 @@ def plain(files: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> l
     print("plain:", ", ".join(f"{training.accuracy:.2%}" for training in trainings))
     for training in trainings:
         assert training.accuracy > 0.45
-        assert training.losses[-1] < 0.1
+        assert training.losses[-1] < 0.4
     return trainings
 
 
