@@ -124,6 +124,7 @@ def test_the_time_limit_ends_a_unit_and_all_its_processes(tmp_path: Path) -> Non
     assert kept["not_done"]["unit-0"]["what"] == run.KILLED
 
 
+@pytest.mark.slow
 def test_a_unit_that_would_not_fit_waits_for_the_next_call(tmp_path: Path) -> None:
     made = stage(*(unit(tmp_path, number, seconds=3) for number in range(4)))
     limit = run.GRACE + 6.5  # one fits, and a second does not

@@ -184,7 +184,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
 
 
-@pytest.mark.parametrize("stop", [interrupt, pytest.param(kill, marks=slow)])
+@pytest.mark.parametrize("stop", [pytest.param(interrupt, marks=slow), pytest.param(kill, marks=slow)])
 def test_it_continues_where_it_was_stopped(
     repository: Repository, stop: Callable[[subprocess.Popen[str]], None]
 ) -> None:

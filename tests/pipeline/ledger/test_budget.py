@@ -107,7 +107,7 @@ def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[
     assert ledger.measured(ledger.whole)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_slow_batches_make_shorter_turns_and_fewer_variants(toy: Toy) -> None:
     """Of 0.3 s a batch, 15 variants of three rounds of four batches would take four minutes."""
     ledger = staged(toy, 0.3).ledger(seconds=16, progress=False)

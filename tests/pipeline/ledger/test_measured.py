@@ -235,7 +235,7 @@ class NothingElse(Nothing):
     pass
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_variant_against_itself_is_one(toy: Toy) -> None:
     pipeline = toy.pipeline(Sleepy(0.02), loader="torch", workers=0).transform(Nothing(), NothingElse())
     ledger = pipeline.ledger(seconds=15, within=1e-4, progress=False)

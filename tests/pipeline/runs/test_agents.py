@@ -69,7 +69,7 @@ def test_machines_with_different_models_fail_together(toy: Toy, tmp_path: Path, 
     assert not (job.out / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("lacks", "what"), [(0, "recipe"), (1, "data")])
+@pytest.mark.parametrize(("lacks", "what"), [pytest.param(0, "recipe", marks=pytest.mark.slow), (1, "data")])
 def test_a_machine_that_lacks_something_ends_all_at_once(
     toy: Toy, tmp_path: Path, started: Started, lacks: int, what: str
 ) -> None:

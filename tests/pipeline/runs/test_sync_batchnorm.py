@@ -52,8 +52,8 @@ def test_two_ranks_train_like_one_device_and_leave_a_plain_model(toy: Toy, tmp_p
     same(pipeline.fit(epochs=2, progress=False, resume=first), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.long
 def test_methods_that_run_a_batch_twice_work_with_it(toy: Toy) -> None:
     """SelectiveBackprop's and SAM's further forwards exchange statistics, too, and leave the buffers as they were."""
     pipeline = toy.pipeline(batch_norm_model).transform(SAM(interval=2), EMA(half_life=3))

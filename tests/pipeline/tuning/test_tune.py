@@ -66,7 +66,7 @@ def test_a_training_is_tuned_within_its_budget_and_stays_the_same(toy: Toy, tmp_
         tuned.save(tmp_path / "tuned.txt")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_file_of_something_else_is_refused_and_a_second_call_goes_on(toy: Toy, tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     first = pipeline_of(toy).tune(seconds=6, out=file, progress=False)
@@ -123,7 +123,7 @@ def test_the_command_writes_a_recipe_that_trains(toy: Toy, tmp_path: Path) -> No
     assert call("train", str(out / "tuned.yaml"), "epochs=1").code == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_lack_of_memory_on_one_rank_is_answered_on_all_by_smaller_microbatches(toy: Toy) -> None:
     """The allocator of rank 1 refuses; rank 0 waits for it in a collective."""
     pipeline = pipeline_of(toy).replace(model=Hungry, model_options={"most": 2, "rank": 1})
@@ -176,7 +176,7 @@ def test_a_process_of_its_own_keeps_to_the_deadline(toy: Toy) -> None:
     assert not running_children("separate")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_change_of_numbers_is_weighed_by_real_trainings(toy: Toy, tmp_path: Path) -> None:
     """Its speed is given here: only the accuracy is measured, in three trainings each, from the same seeds."""
     arena = Trials(perf_counter() + 120, 0.1, epochs=2)
