@@ -19,7 +19,7 @@
 
 PYTHON ?= $(shell .ci/find-python)
 BIN := .venv/bin
-PACKAGES := loaders pipeline strategies transforms
+PACKAGES := common loaders pipeline strategies transforms
 GPU_PYTHON ?= python3.12
 NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .lazy import exports
-from .version import __version__ as __version__
+from .common.lazy import exports
+from .common.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .errors import BetonError as BetonError
-    from .errors import CheckpointError as CheckpointError
-    from .errors import DataError as DataError
-    from .errors import DrivetrainError as DrivetrainError
-    from .errors import ExportError as ExportError
-    from .errors import LedgerError as LedgerError
-    from .errors import MissingExtra as MissingExtra
-    from .errors import NonFiniteError as NonFiniteError
-    from .errors import PlanError as PlanError
-    from .errors import RecipeError as RecipeError
-    from .errors import StrategyError as StrategyError
+    from .common.errors import BetonError as BetonError
+    from .common.errors import CheckpointError as CheckpointError
+    from .common.errors import DataError as DataError
+    from .common.errors import DrivetrainError as DrivetrainError
+    from .common.errors import ExportError as ExportError
+    from .common.errors import LedgerError as LedgerError
+    from .common.errors import MissingExtra as MissingExtra
+    from .common.errors import NonFiniteError as NonFiniteError
+    from .common.errors import PlanError as PlanError
+    from .common.errors import RecipeError as RecipeError
+    from .common.errors import StrategyError as StrategyError
     from .pipeline import RECIPES as RECIPES
     from .pipeline import Callback as Callback
     from .pipeline import Checkpoints as Checkpoints

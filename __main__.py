@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from drivetrain.pipeline.cli import main
+from drivetrain.pipeline.apps.cli import main
 
 if __name__ == "__main__":
     sys.argv[0] = "drivetrain"  # its name in help and in provenance

@@ -91,7 +91,7 @@ def check_versions(root: Path) -> list[str]:
     newest = releases((root / "CHANGELOG.md").read_text())[:1] or [("none", "none")]
     versions = {
         "pyproject.toml": project(root)["version"],
-        "version.py": runpy.run_path(str(root / "version.py"))["__version__"],
+        "common/version.py": runpy.run_path(str(root / "common/version.py"))["__version__"],
         "CHANGELOG.md": newest[0][0],
         "CITATION.cff": str(citation.get("version", "none")),
     }

@@ -17,7 +17,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from drivetrain.machine import KEEPS_MEMORY
+from drivetrain.common.machine import KEEPS_MEMORY
 from measuring import compare, measure, save
 
 KEPT, PLAIN = "memory kept", "glibc's default"

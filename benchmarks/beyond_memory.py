@@ -23,7 +23,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from drivetrain import machine
+from drivetrain.common import machine
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.loaders.conversion.sources import FolderSource
 from measuring import Contender, compare, measure, save

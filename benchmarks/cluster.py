@@ -34,15 +34,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from drivetrain import machine, strategies
+from drivetrain import strategies
+from drivetrain.common import machine
+from drivetrain.common.storage.cache import Remote, local_copy
+from drivetrain.common.table import Table
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.loaders.remote.cache import Remote, local_copy
 from drivetrain.pipeline.tasks.classification import Classification
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
-from drivetrain.table import Table
 from measuring import Contender, compare, measure, save, summarise
 from PIL import Image
 from torch import nn

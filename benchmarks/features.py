@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from drivetrain import Pipeline
+from drivetrain.common.table import Table
 from drivetrain.loaders import FFCVLoader
 from drivetrain.loaders.datasets.names import resolve
-from drivetrain.table import Table
 from measuring import save, summarise
 from torch import nn
 

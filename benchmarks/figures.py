@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.transforms import TRANSFORMS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from drivetrain.common.table import Table
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton.layout import ALLOCATION, HEADER, MODE_RAW, Field, metadata_dtype, tables_start
 from drivetrain.loaders.beton.manifest import manifest_path, seal, tables_checksum, write_manifest
 from drivetrain.loaders.native.library import MESSAGE, library
-from drivetrain.table import Table
 from measuring import Contender, compare, measure, save
 from one_shot import BATCH, SIDE, our_loader, stock_loader
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drivetrain.pipeline.ledger.statistics import Ratio, ratio
+from drivetrain.common.table import Table
+from drivetrain.pipeline.measuring.statistics import Ratio, ratio
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.telemetry.provenance import version
-from drivetrain.table import Table
 from loop_contenders import DEVICE, HAND, MAKERS, OTHERS, SIDE, UNGUARDED, Batches
 from measuring import Contender, measure, save, summarise
 

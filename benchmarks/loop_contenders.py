@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from drivetrain import Pipeline, strategies
+from drivetrain.common.signals import handlers_kept
 from drivetrain.loaders.epochs import Batch, EpochLoader
-from drivetrain.loaders.settings import Settings
+from drivetrain.loaders.options import Settings
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.run import Run
-from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.tasks.classification import Classification
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.telemetry.history import Monitor
@@ -27,7 +28,6 @@ from drivetrain.pipeline.training.build import Built
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
-from drivetrain.signals import handlers_kept
 from drivetrain.strategies import Engine
 from measuring import Contender
 from numpy.typing import NDArray

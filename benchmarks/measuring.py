@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from drivetrain.common.table import Table
 from drivetrain.pipeline.telemetry.provenance import provenance
-from drivetrain.table import Table
 
 Contender = Callable[[], float]
 """Does its work once, and returns the result: images/s, or seconds."""

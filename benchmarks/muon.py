@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain import Pipeline
-from drivetrain.table import Table
+from drivetrain.common.table import Table
 from measuring import save, summarise
 
 TUNING_SEED = 1000

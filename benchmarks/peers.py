@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drivetrain.common.table import Table
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, convert
-from drivetrain.table import Table
 from measuring import Contender, compare, measure, save
 from one_shot import BATCH, SIDE
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from drivetrain.common.table import Table
 from drivetrain.loaders import FFCVLoader, convert, open_beton
-from drivetrain.table import Table
 from measuring import Contender, measure, save, summarise
 from numpy.typing import NDArray
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from drivetrain import strategies
+from drivetrain.common.table import Table
 from drivetrain.strategies.common.memory import adamw_bytes, held_bytes
 from drivetrain.strategies.deepspeed.backend import working
-from drivetrain.table import Table
 from measuring import Contender, compare, measure, save
 from torch import nn
 from torch.distributed.fsdp import fully_shard

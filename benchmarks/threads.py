@@ -23,8 +23,8 @@ from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
+from drivetrain.common.table import Table
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.table import Table
 from measuring import Contender, measure, save, summarise
 from numpy.typing import NDArray
 from PIL import Image

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torchvision
-from drivetrain.signals import handlers_kept
-from drivetrain.table import Table
+from drivetrain.common.signals import handlers_kept
+from drivetrain.common.table import Table
 from drivetrain.transforms import (
     ALiBi,
     BlurPool,

@@ -18,10 +18,10 @@ from time import perf_counter
 from typing import Any
 
 from drivetrain import Pipeline
+from drivetrain.common.table import Table
 from drivetrain.loaders import convert
 from drivetrain.pipeline import Tuned
 from drivetrain.pipeline.tuning.separate import Separate
-from drivetrain.table import Table
 from measuring import compare, measure, save
 
 TUNED, GIVEN = "tuned", "as given"

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError
-from ..transfer import to_device
+from ..common.errors import DataError
+from ..common.transfer import to_device
 from .epochs import Batch
-from .settings import Settings
+from .options import Settings
 
 
 class CudaStreams:

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..checks import check_whole, plain
-from ..errors import DataError, suggest
+from ..common.checks import check_whole, plain
+from ..common.errors import DataError, suggest
+from ..common.exhaustion import exhaustion, is_exhaustion
 from .beton.data_set import BetonFiles
 from .beton.reader import count_classes
-from .exhaustion import exhaustion, is_exhaustion
 from .image_size import ImageSize, size_text
+from .options import Settings, check_images, check_indices, odd_size, too_small
 from .order import (
     LastBatch,
     check_batch_size,
@@ -27,7 +28,6 @@ from .order import (
     require_pages,
     shares,
 )
-from .settings import Settings, check_images, check_indices, odd_size, too_small
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,

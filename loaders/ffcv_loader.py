@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..signals import interrupts_held
-from ..threads import end, results
+from ..common.errors import DataError
+from ..common.exhaustion import exhaustion, is_exhaustion
+from ..common.signals import interrupts_held
+from ..common.storage.addresses import PATIENCE
+from ..common.storage.cache import Remote
+from ..common.threads import end, results
 from .beton.data_set import BetonFiles, open_files
-from .buffers import Buffers
+from .decode.buffers import Buffers
 from .decode.decoder import Decoder, Job, check_memory
 from .device import feed_of
 from .epochs import Batch, EpochLoader
-from .exhaustion import exhaustion, is_exhaustion
 from .image_size import ImageSize
 from .native.stop import Stop
-from .remote.cache import Remote
-from .remote.source import PATIENCE
-from .settings import Settings, check_ahead, check_device, check_workers, make_settings
+from .options import Settings, check_ahead, check_device, check_workers, make_settings
 from .sources import Source
 
 _FEWEST = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checks import is_whole
+from ..common.checks import is_whole
 
 ImageSize = int | tuple[int, int]
 """Side of square images, or height and width; in pixels."""

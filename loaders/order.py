@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, suggest
+from ..common.errors import DataError, suggest
 
 ORDERS = ("random", "quasi_random", "sequential")
 

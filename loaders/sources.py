@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from ..checks import is_number, plain
-from ..errors import DataError
-from ..threads import in_order
+from ..common.checks import is_number, plain
+from ..common.errors import DataError
+from ..common.threads import in_order
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import machine
-from ..errors import DataError, require
+from ..common import machine
+from ..common.errors import DataError, require
+from ..common.exhaustion import exhaustion, is_exhaustion
+from ..common.storage.addresses import is_address
 from .beton.data_set import BetonFiles, open_files
-from .buffers import Buffers
+from .decode.buffers import Buffers
+from .decode.ffcv_modules import ffcv_module, thread_counts_restored
 from .decode.moving import moving_fields
 from .device import feed_of
 from .epochs import Batch, EpochLoader
-from .exhaustion import exhaustion, is_exhaustion
-from .ffcv_modules import ffcv_module, thread_counts_restored
 from .image_size import ImageSize
-from .remote.source import is_address
-from .settings import Settings, check_ahead, check_device, check_workers, make_settings
+from .options import Settings, check_ahead, check_device, check_workers, make_settings
 from .sources import Source, files_of
 
 PATIENCE = 600.0  # seconds without a batch after which FFCV counts as hung

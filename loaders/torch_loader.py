@@ -23,17 +23,17 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from torchvision.datasets.vision import StandardTransform
 
-from ..errors import BetonError, DataError, DrivetrainError
-from ..signals import interrupts_held
+from ..common.errors import BetonError, DataError, DrivetrainError
+from ..common.exhaustion import exhaustion, is_exhaustion
+from ..common.signals import interrupts_held
+from ..common.storage.addresses import PATIENCE
+from ..common.storage.cache import Remote
+from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
-from .exhaustion import exhaustion, is_exhaustion
 from .image_size import ImageSize
-from .remote.cache import Remote
-from .remote.source import PATIENCE
-from .settings import Settings, check_ahead, check_device, check_images, check_workers, make_settings
-from .torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset
+from .options import Settings, check_ahead, check_device, check_images, check_workers, make_settings
 
 _END_PATIENCE = 0.2  # seconds for the workers to exit by themselves; they hold nothing that could be lost
 

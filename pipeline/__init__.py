@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy import exports
+from ..common.lazy import exports
 
 if TYPE_CHECKING:
+    from .apps.exports.export import Exported as Exported
+    from .apps.exports.export import export as export
     from .callbacks.callback import Callback as Callback
     from .callbacks.callback import RunOptions as RunOptions
     from .callbacks.early_stopping import EarlyStopping as EarlyStopping
@@ -18,20 +20,18 @@ if TYPE_CHECKING:
     from .callbacks.view import RunView as RunView
     from .checkpoints.directory import Checkpoints as Checkpoints
     from .checkpoints.directory import CheckpointWarning as CheckpointWarning
-    from .exports.export import Exported as Exported
-    from .exports.export import export as export
+    from .describe.plan import Plan as Plan
+    from .describe.plan import Step as Step
     from .ledger.comparison import compare as compare
     from .ledger.ledger import Ledger as Ledger
     from .ledger.ledger import LedgerInterrupted as LedgerInterrupted
+    from .optim.layerwise import layerwise_decay as layerwise_decay
     from .pipeline import Pipeline as Pipeline
     from .recipes.presets import RECIPES as RECIPES
     from .runs.result import FitResult as FitResult
     from .runs.result import TrainingInterrupted as TrainingInterrupted
     from .runs.result import TrainingPreempted as TrainingPreempted
     from .runs.saved import load_run as load_run
-    from .spec.layerwise import layerwise_decay as layerwise_decay
-    from .spec.plan import Plan as Plan
-    from .spec.plan import Step as Step
     from .tasks.classification import Classification as Classification
     from .tasks.contrastive import Contrastive as Contrastive
     from .tasks.multi_label import MultiLabel as MultiLabel

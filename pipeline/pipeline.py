@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import require
+from ..common.errors import require
+from ..common.options.option import built_from
+from .describe.pipeline_spec import PipelineSpec
+from .describe.plan import Plan
+from .describe.resolve import resolve
 from .recipes.build import build_pipeline
 from .recipes.export import to_recipe
 from .runs.config import FitConfig
-from .spec.options import built_from
-from .spec.pipeline_spec import PipelineSpec
-from .spec.plan import Plan
-from .spec.resolve import resolve
 
 if TYPE_CHECKING:
     from .ledger.ledger import Ledger

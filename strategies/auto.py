@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import machine
+from ..common import machine
 from .base import Engine, OptimizerFactory, Strategy
 from .common.memory import ADAMW_BYTES
 from .common.placement import check_ranks, enter

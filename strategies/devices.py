@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import machine
-from ..errors import StrategyError
+from ..common import machine
+from ..common.errors import StrategyError
 
 _LAUNCHERS = (
     ("SLURM_LOCALID", "SLURM_NTASKS"),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import StrategyError
+from ..common.errors import StrategyError
 from .base import OptimizerFactory
 from .common.placement import build_optimizer, put_on
 from .devices import pick_device

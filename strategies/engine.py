@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import StrategyError
-from ..model_state import has_mean, set_buffer, unlisted_tensors, vacant_buffers
+from ..common.errors import StrategyError
+from ..common.model_state import has_mean, set_buffer, unlisted_tensors, vacant_buffers
 from .common.memory import Held, tensors_in
 from .common.optimizer_state import (
     Entry,

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from ..errors import StrategyError, require
+from ..common.errors import StrategyError, require
 from .base import OptimizerFactory
 from .common.sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
 from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part, refuse_dtypes

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from .. import machine
-from ..errors import StrategyError
+from ..common import machine
+from ..common.errors import StrategyError
 from .base import OptimizerFactory
 from .common.materialise import materialise, refuse_without_reset
 from .common.module_filter import ModuleFilter, check_filter

@@ -7,8 +7,8 @@ from typing import Any, Literal, Self, TypedDict, get_args
 
 import torch
 
-from ..checks import check_number, check_whole, make_plain
-from ..errors import StrategyError, suggest
+from ..common.checks import check_number, check_whole, make_plain
+from ..common.errors import StrategyError, suggest
 from .common.module_filter import ModuleFilter, check_filter
 
 Precision = Literal["fp32", "bf16", "fp16"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from ..errors import StrategyError
+from ..common.errors import StrategyError
 
 GROUP = "drivetrain.strategies"
 """The entry-point group. In a package's pyproject.toml:

@@ -7,8 +7,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ..errors import DrivetrainError, StrategyError, suggest
-from ..table import Table
+from ..common.errors import DrivetrainError, StrategyError, suggest
+from ..common.table import Table
 from . import plugins
 from .base import Strategy
 

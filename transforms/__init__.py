@@ -15,9 +15,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..checks import check_fields
-from ..errors import PlanError, suggest
-from ..names import name_of
+from ..common.checks import check_fields
+from ..common.errors import PlanError, suggest
+from ..common.names import name_of
 from .base import CHANGES_MODEL as CHANGES_MODEL
 from .base import BatchContext as BatchContext
 from .base import Kind as Kind
@@ -32,10 +32,10 @@ from .base import declares_length as declares_length
 from .base import follows_length as follows_length
 from .common.table import Catalogue as Catalogue
 from .common.table import make_catalogue
-from .composer_algorithms.transform import ComposerTransform as _ComposerTransform
-from .composer_algorithms.transform import algorithm_of as _algorithm_of
-from .composer_algorithms.transform import from_composer as from_composer
-from .composer_algorithms.transform import imported_class as _imported_class
+from .composer.transform import ComposerTransform as _ComposerTransform
+from .composer.transform import algorithm_of as _algorithm_of
+from .composer.transform import from_composer as from_composer
+from .composer.transform import imported_class as _imported_class
 
 # isort: split
 # The table of transforms, one line each: whatever subclass of Transform is imported here has a name.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..errors import DataError
+from ..common.errors import DataError
 from .base import Kind, Report, State, Transform
 from .common.surgery import Verdict, full_name, operate, patched
 

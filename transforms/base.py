@@ -1,6 +1,6 @@
 """The base of all transforms: a frozen dataclass that declares facts about itself and does one thing.
 
-Only the plan (`pipeline/spec/plan.py`) knows the ordering rules; a transform declares the facts those rules
+Only the plan (`pipeline/describe/plan.py`) knows the ordering rules; a transform declares the facts those rules
 need. Every transform also works on its own, in any training loop.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import nn
 
-from ..errors import PlanError, first_of, suggest
-from ..table import Table
+from ..common.errors import PlanError, first_of, suggest
+from ..common.table import Table
 from .common.moments import LoopView, Moment
 
 Kind = Literal[

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from ..errors import PlanError
+from ..common.errors import PlanError
 from .base import Kind, Loss, Transform
 from .label_smoothing import IGNORED, misfit
 

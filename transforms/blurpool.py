@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..errors import PlanError
+from ..common.errors import PlanError
 from .base import Kind, Report, Transform, warn_nothing_changed
 from .common.checks import check_bool, check_count
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import PlanError
+from ..common.errors import PlanError
 from .base import Kind, Report, Transform, warn_nothing_changed
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ..transfer import to_device
+from ..common.transfer import to_device
 from .base import BatchContext, Kind, Transform
 from .common.checks import check_fraction
 from .common.images import check_batch, keep_format

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from ..errors import PlanError
+from ..common.errors import PlanError
 from .base import Kind, Session, Transform
 from .common.averaging import AveragedSession
 from .common.checks import check_count, check_range

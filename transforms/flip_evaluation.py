@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from ..errors import DataError
+from ..common.errors import DataError
 from .base import Kind, Transform
 from .common.checks import check_count
 from .common.images import keep_format

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import nn
 
-from ..errors import PlanError
+from ..common.errors import PlanError
 from .base import Kind, Transform
 from .common.checks import check_choice, check_range
 from .common.tensors import is_dtensor, with_gradients

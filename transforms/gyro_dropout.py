@@ -13,8 +13,8 @@ from typing import ClassVar, ParamSpec
 import torch
 from torch import nn
 
-from ..errors import PlanError
-from ..transfer import to_device
+from ..common.errors import PlanError
+from ..common.transfer import to_device
 from .base import Kind, Report, Transform
 from .common.checks import check_count, check_fraction
 from .common.surgery import Verdict, obstacle, operate

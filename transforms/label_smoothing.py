@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..errors import DataError, PlanError
+from ..common.errors import DataError, PlanError
 from .base import Kind, Loss, Transform
 from .common.checks import check_fraction
 from .common.images import spread_indices

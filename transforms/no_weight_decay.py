@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import PlanError
+from ..common.errors import PlanError
 from .base import Kind, OptimizerFactory, Transform
 
 

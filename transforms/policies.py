@@ -9,14 +9,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..checks import is_number, is_whole
-from ..errors import PlanError
+from ..common.checks import is_number, is_whole
+from ..common.errors import PlanError
 from .base import Kind, Transform
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# As torchvision requires, and as the loaders (loaders/policies.py) accept.
+# As torchvision requires, and as the loaders (loaders/decode/policies.py) accept.
 _BINS, _LONGEST, _MOST_SEVERE = 1000, 32, 10
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import PlanError
+from ..common.errors import PlanError
 from .base import BatchContext, Kind, Transform
 from .common.checks import check_count, check_range
 from .common.images import check_batch, resize

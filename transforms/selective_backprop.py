@@ -14,9 +14,9 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from ..errors import DataError, PlanError
-from ..model_state import buffers_kept
-from ..transfer import to_device
+from ..common.errors import DataError, PlanError
+from ..common.model_state import buffers_kept
+from ..common.transfer import to_device
 from .base import BatchContext, Kind, Loss, Transform
 from .common.checks import check_count, check_range
 from .common.images import check_batch, resize

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import DataError, PlanError
+from ..common.errors import DataError, PlanError
 from .base import BatchContext, Kind, Transform
 from .common.checks import check_bool, check_count, check_range
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..errors import PlanError
+from ..common.errors import PlanError
 from .base import Kind, Session, Transform
 from .common.averaging import Averages, averaged_names, refuse_partitioned
 from .common.checks import check_count, check_range

@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders.datasets.cifar10 import CLASSES, META, ROW
 from drivetrain.loaders.datasets.names import cifar10
 from PIL import Image

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ... import machine
-from ...checks import check_number, check_whole, plain
-from ...errors import DataError
-from ...signals import handled
-from ...terminal import time_bar
+from ...common import machine
+from ...common.checks import check_number, check_whole, plain
+from ...common.errors import DataError
+from ...common.signals import handled
+from ...common.terminal import time_bar
 from ..image_size import ImageSize
-from ..settings import check_workers, make_settings
+from ..options import check_workers, make_settings
 from .report import Advice, Rate, Row, bound, by_loss, bytes_text
 from .sample import Converted, Sample, converted, distinct, formats, open_data_set
 from .trials import disk_rate, loading_rate

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...table import Table
+from ...common.table import Table
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import DataError
+from ...common.errors import DataError
 from ..beton.data_set import open_files
 from ..beton.layout import MODE_JPEG
 from ..beton.reader import open_beton

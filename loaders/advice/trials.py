@@ -9,7 +9,7 @@ from time import perf_counter
 
 import numpy as np
 
-from ...threads import in_order
+from ...common.threads import in_order
 from ..ffcv_loader import FFCVLoader
 from ..image_size import ImageSize
 from .sample import Converted

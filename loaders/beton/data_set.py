@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ... import machine
-from ...errors import BetonError
-from ..descriptors import more_descriptors
-from ..remote.cache import Remote
+from ...common import machine
+from ...common.descriptors import more_descriptors
+from ...common.errors import BetonError
+from ...common.storage.cache import Remote
 from ..sources import Files, Source, files_of, in_threads
 from .open_file import Identity
 from .reader import Beton, count_classes, open_beton

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import BetonError
-from ..exhaustion import is_exhaustion
+from ...common.errors import BetonError
+from ...common.exhaustion import is_exhaustion
 from .layout import Field, metadata_dtype, tables_start
 from .open_file import FileBytes
 from .targets import check_targets

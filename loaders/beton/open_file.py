@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import BetonError
-from ..remote.mirror import Mirror
+from ...common.errors import BetonError
+from ...common.storage.mirror import Mirror
 
 Identity = tuple[int, int, int]
 """A file's device, inode and size in bytes."""

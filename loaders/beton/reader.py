@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ...errors import BetonError, suggest
-from ...files import renames_held, wait_for_renames
-from ..exhaustion import exhaustion, is_exhaustion
-from ..image_modes import mode_of
+from ...common.errors import BetonError, suggest
+from ...common.exhaustion import exhaustion, is_exhaustion
+from ...common.storage.addresses import is_address
+from ...common.storage.cache import Remote, local_copy
+from ...common.storage.files import renames_held, wait_for_renames
+from ...common.storage.mirror import Mirror
 from ..native import transcode
-from ..remote.cache import Remote, local_copy
-from ..remote.mirror import Mirror
-from ..remote.source import is_address
+from .image_modes import mode_of
 from .layout import HEADER, MODE_RAW, Field, metadata_dtype, tables_start
 from .manifest import SEAL_BYTES, manifest_path, read_manifest
 from .open_file import ChangedError, FileBytes, OpenFile

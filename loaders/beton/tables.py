@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import BetonError
-from ..image_modes import CHANNELS
+from ...common.errors import BetonError
+from .image_modes import CHANNELS
 from .layout import (
     ALLOCATION,
     FIELD,

@@ -10,10 +10,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
-from ...errors import DataError, require_suffix
-from ...terminal import shortened
+from ...common.errors import DataError, require_suffix
+from ...common.terminal import shortened
 from ..beton.targets import MOVING, STORED_AS
-from ..settings import check_workers
+from ..options import check_workers
 from ..sources import expand
 from .encode import Encoding
 from .sampling import Job, encoded_samples, first_fields

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import DataError
+from ...common.errors import DataError
 
 
 class ArraySource:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ...checks import check_flag, check_whole, is_number, is_whole, make_plain
-from ...errors import DataError, suggest
+from ...common.checks import check_flag, check_whole, is_number, is_whole, make_plain
+from ...common.errors import DataError, suggest
+from ..beton.image_modes import MODES
 from ..beton.layout import MODE_JPEG, MODE_RAW, Field
-from ..image_modes import MODES
+from ..decode.pictures import JPEG_FORMATS, LONGEST, decoded, pixels_of, reading, to_rgb, turn_of
 from ..native import jpeg as jpegs
 from ..native import transcode
-from ..pictures import JPEG_FORMATS, LONGEST, decoded, pixels_of, reading, to_rgb, turn_of
 
 RAW_LIMIT = 64 * 64 * 3
 """In mode auto, images with at most this many bytes of pixels are stored raw: lossless, and faster to read."""

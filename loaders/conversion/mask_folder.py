@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ...errors import DataError
+from ...common.errors import DataError
 from .folders import EXTENSIONS, files_below
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from ...errors import DataError
+from ...common.errors import DataError
 from ..beton.targets import check_classes, check_size, coordinates, decode_mask, encode_mask, nearest_places
 from .encode import Encoded
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ...errors import DataError
-from ...terminal import is_interactive
-from ...threads import in_order
+from ...common.errors import DataError
+from ...common.exhaustion import exhaustion, is_exhaustion
+from ...common.terminal import is_interactive
+from ...common.threads import in_order
 from ..beton.layout import Field
-from ..exhaustion import exhaustion, is_exhaustion
 from ..native.stop import Stop, Stopped, stopped_by
 from .columns import Sample
 from .encode import Encoded, Encoding, encode_image, image_field

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...errors import DataError
+from ...common.errors import DataError
 from .folders import EXTENSIONS, files_below, is_hidden
 
 

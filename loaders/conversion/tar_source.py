@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DataError
+from ...common.errors import DataError
 from ..sources import expand
 
 IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import DataError
+from ...common.errors import DataError
 from ..beton.layout import KINDS, Field
 from ..beton.targets import MOVING, STORED_AS
 from .moving import is_mask

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ...errors import DataError
-from ...files import atomic_files
+from ...common.errors import DataError
+from ...common.storage.files import atomic_files
 from ..beton.layout import HEADER, MAX_PAGE, MODE_JPEG, VERSION, Field, metadata_dtype, tables_start
 from ..beton.manifest import SEAL_BYTES, manifest_path, seal, write_manifest
 from .columns import Columns, Sample

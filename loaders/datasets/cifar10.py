@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ...errors import DataError
-from ..cache_folder import cache_folder
+from ...common.errors import DataError
+from ...common.storage.cache_folder import cache_folder
 
 Pixels = NDArray[np.uint8]
 Batches = Iterator[tuple[str, bytes]]  # name and content of each `.bin` file

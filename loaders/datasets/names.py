@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, cast
 
-from ...errors import BetonError, DataError, suggest
+from ...common.errors import BetonError, DataError, suggest
+from ...common.storage.addresses import is_address
+from ...common.storage.cache import Remote, local_copy
 from ..beton.reader import open_beton
 from ..conversion.convert import convert
-from ..remote.cache import Remote, local_copy
-from ..remote.source import is_address
 from . import cifar10
 
 NAMES = ("cifar10:train", "cifar10:test")

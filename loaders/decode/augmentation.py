@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..settings import Settings
+from ..options import Settings
 from . import draws
 from .centers import central_crops, fitted
 from .policy_draws import Drawn, draw

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ... import machine
-from ...errors import BetonError, DataError, require
+from ...common import machine
+from ...common.errors import BetonError, DataError, require
 from ..beton.data_set import BetonFiles
+from ..beton.image_modes import RGB, channels_text
 from ..beton.layout import MODE_JPEG
 from ..beton.open_file import ChangedError
-from ..image_modes import RGB, channels_text
 from ..native import jpeg, library
 from ..native.stop import Stop, Stopped
-from ..settings import Settings, fill_color
+from ..options import Settings, fill_color
 from . import augmentation, draws
 from .augmentation import REPLACEMENT
 from .moving import MovingTargets

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...errors import BetonError, DataError
+from ...common.errors import BetonError, DataError
 from ..beton.data_set import BetonFiles
 from ..beton.targets import NOT_COUNTED, STORED_AS, coordinates, nearest_places
-from ..settings import Settings
+from ..options import Settings
 from .augmentation import Choices
 
 _NARROW = 255  # the largest class index of a uint8 mask

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...errors import DataError
-from ..ffcv_modules import ffcv_module
+from ...common.errors import DataError
+from .ffcv_modules import ffcv_module
 
 _OURS = {
     "ToTensor", "ToDevice", "ToTorchImage", "NormalizeImage", "Convert", "Squeeze", "View",

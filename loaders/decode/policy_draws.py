@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..policies import LONGEST, complete
 from . import draws
+from .policies import LONGEST, complete
 
 # torchvision's names of the operations, in the order of their numbers in policies.c.
 NAMES = (

@@ -22,7 +22,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ...errors import DrivetrainError
+from ...common.errors import DrivetrainError
 
 OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY, STOPPED, TOO_LARGE = range(7)
 """A sample's status; as in core.h."""

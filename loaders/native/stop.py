@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ...errors import DataError
+from ...common.errors import DataError
 from .library import MOST_MEMORY, STOPPED, Limits
 
 _ALL: weakref.WeakSet[Stop] = weakref.WeakSet()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from ...checks import check_number, check_whole
-from ...errors import PlanError, suggest
+from ...common.checks import check_number, check_whole
+from ...common.errors import PlanError, suggest
 from .callback import Callback, RunOptions
 from .view import RunView
 

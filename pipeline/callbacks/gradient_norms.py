@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 import torch
 
-from ...checks import check_whole
-from ...errors import PlanError, suggest
+from ...common.checks import check_whole
+from ...common.errors import PlanError, suggest
 from .callback import Callback, RunOptions
 from .view import RunView
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ...checks import check_flag, check_whole
-from ...errors import PlanError, require_suffix
-from ...files import atomic_file
+from ...common.checks import check_flag, check_whole
+from ...common.errors import PlanError, require_suffix
+from ...common.storage.files import atomic_file
 from .callback import Callback
 from .view import RunView
 

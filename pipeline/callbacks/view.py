@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import torch
 
-from ...checks import is_number
-from ...errors import DrivetrainError, PlanError
+from ...common.checks import is_number
+from ...common.errors import DrivetrainError, PlanError
 from ...strategies import Engine
 from ..telemetry.history import Epoch
 from ..telemetry.state import TrainState

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
-from ...checks import ANY, is_flag, is_number, is_whole
-from ...version import __version__
+from ...common.checks import ANY, is_flag, is_number, is_whole
+from ...common.version import __version__
 from ..tasks.metrics import Unit
 from ..telemetry.history import History
 

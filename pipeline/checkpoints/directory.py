@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checks import check_flag, check_number, check_whole, make_plain
-from ...errors import CheckpointError, PlanError
-from ...files import atomic_file
-from ...loaders.remote.source import is_address
+from ...common.checks import check_flag, check_number, check_whole, make_plain
+from ...common.errors import CheckpointError, PlanError
+from ...common.storage.addresses import is_address
+from ...common.storage.files import atomic_file
 from .content import STATE
 from .format import Checkpoint, remove
 from .remote import CHECKPOINTS, RUN, STEP, RemoteRun, opened, shown

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...errors import CheckpointError
-from ...model_state import ModelState
+from ...common.errors import CheckpointError
+from ...common.model_state import ModelState
 from ...transforms import Transform
 from ..models.factories import model_factory
 from ..models.weights import weights_omitted

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from ... import transforms
-from ...errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...loaders.epochs import EpochLoader
 from ...loaders.sources import files_of
 from ...strategies.common.optimizer_state import IMPLEMENTATION
 from ...transforms import Transform, declares_length, follows_length
+from ..describe.kinds import sort_transforms
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import ResolvedPlan
 from ..models.factories import LIBRARIES, name_of_factory
-from ..spec.kinds import sort_transforms
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.resolve import ResolvedPlan
-from ..spec.schedules import label
+from ..optim.schedules import label
 from ..tasks.task import Task
 from ..training.build import Built
 from ..training.model_identity import difference

@@ -25,8 +25,8 @@ from urllib.parse import quote, unquote
 
 import torch
 
-from ...errors import CheckpointError, DrivetrainError
-from ...files import atomic_file, sha256, sync
+from ...common.errors import CheckpointError, DrivetrainError
+from ...common.storage.files import atomic_file, sha256, sync
 from .content import REMEDY, STATE, CheckpointContent, Fault, RankContent
 from .remote import RemoteRun, shown
 from .weights import Tensors, open_tensors, save_weights

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ...files import atomic_file, locked
-from ...loaders.cache_folder import cache_folder
-from ...loaders.remote.folder import RemoteFolder
-from ...loaders.remote.source import is_address
+from ...common.storage.addresses import is_address
+from ...common.storage.cache_folder import cache_folder
+from ...common.storage.files import atomic_file, locked
+from ...common.storage.folder import RemoteFolder
 from .content import STATE
 from .weights import unlisted_path
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ...errors import CheckpointError, DrivetrainError
-from ...loaders.remote.source import is_address
+from ...common.errors import CheckpointError, DrivetrainError
+from ...common.storage.addresses import is_address
 from ...strategies import Engine, Precision
 from ..training.agreement import broadcast_text
 from .directory import CheckpointDir, find

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...errors import CheckpointError, DrivetrainError
-from ...model_state import buffers_kept, split_state, unlisted_tensors
+from ...common.errors import CheckpointError, DrivetrainError
+from ...common.model_state import buffers_kept, split_state, unlisted_tensors
 from ...strategies import Engine
 from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, home_of
 from ...strategies.engine import copied

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ...errors import CheckpointError, DrivetrainError
-from ...files import atomic_file, sha256
-from ...model_state import ModelState
+from ...common.errors import CheckpointError, DrivetrainError
+from ...common.model_state import ModelState
+from ...common.storage.files import atomic_file, sha256
 from ...transforms import Transform
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError
-from ...files import appears
-from ...signals import interrupts_held
+from ...common.errors import CheckpointError
+from ...common.signals import interrupts_held
+from ...common.storage.files import appears
+from ...common.threads import wait
 from ...strategies import Engine
-from ...threads import wait
 from ..training.agreement import broadcast_text
 from .content import STATE, CheckpointContent
 from .directory import CheckpointDir, Checkpoints

@@ -7,12 +7,12 @@ from itertools import accumulate
 
 from tqdm.auto import tqdm
 
-from ...checks import is_number
-from ...errors import PlanError
-from ...terminal import is_interactive
+from ...common.checks import is_number
+from ...common.errors import PlanError
+from ...common.terminal import is_interactive
+from ..describe.resolve import ResolvedPlan
 from ..runs.config import FitConfig
 from ..runs.fit import fit
-from ..spec.resolve import ResolvedPlan
 from ..tasks.scales import check_comparable
 from ..telemetry.history import Epoch, Monitor
 from .data import Trained, VariantId

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...table import Table
+from ...common.table import Table
+from ..measuring.statistics import Ratio, ratio_of_means
 from .data import EXTRAS, SPLIT, VariantId
 from .ledger import Ledger
-from .statistics import Ratio, ratio_of_means
 from .table import UNRESOLVED, WIDTH
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .statistics import LEVEL, Figure, Levels, Ratio
+from ..measuring.statistics import LEVEL, Figure, Levels, Ratio
 
 Kind = Literal[
     "plain", "in_turn", "only", "without", "loader", "model", "copy", "split", "extras", "other", "other_alone"

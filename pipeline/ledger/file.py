@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...checks import is_number, is_whole
-from ...errors import DrivetrainError
+from ...common.checks import is_number, is_whole
+from ...common.errors import DrivetrainError
+from ..measuring.statistics import LEVEL
 from .data import NAMES, PLAIN, Accuracies, Costs, LedgerData, Row, Trained, Trial, VariantId
 from .findings import bound, caveats, compound
 from .picture import caption
-from .statistics import LEVEL
 from .table import text
 
 L = TypeVar("L", bound=LedgerData)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..measuring.statistics import Ratio, speed_text
 from .data import ADDED, COPY, LOADER, MODEL, PARTS, PLAIN, Gains, LedgerData, VariantId
-from .statistics import Ratio, speed_text
 
 ALIKE = 0.9  # ceilings with a ratio above this are both the bottleneck
 UNSURE = 0.1  # with a larger spread, whether the speedups compound is uncertain

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from ...errors import DrivetrainError, MissingExtra, require
-from ...files import atomic_file
+from ...common.errors import DrivetrainError, MissingExtra, require
+from ...common.storage.files import atomic_file
 from . import findings as findings
 from .data import LedgerData
 from .file import read, to_dict

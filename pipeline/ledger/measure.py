@@ -25,20 +25,20 @@ from typing import Any
 
 import torch
 
-from ...checks import is_number
-from ...errors import DrivetrainError, LedgerError, PlanError
+from ...common.checks import is_number
+from ...common.errors import DrivetrainError, LedgerError, PlanError
 from ...strategies.launching.group import is_rank
-from ..spec.config import LOADERS
-from ..spec.cuda_settings import uses_gpu
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.plan import Plan
-from ..spec.precision import choose
-from ..spec.resolve import ResolvedPlan, resolve
+from ..describe.config import LOADERS
+from ..describe.cuda_settings import uses_gpu
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.plan import Plan
+from ..describe.precision import choose
+from ..describe.resolve import ResolvedPlan, resolve
+from ..measuring.budget import Budget, OutOfTime, alarm, rounded_up
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
 from ..training.plain_torch import plain_torch
 from .accuracy import check_accuracy, train_each
-from .budget import Budget, OutOfTime, alarm, rounded_up
 from .data import PLAIN, Accuracies, LedgerData, Trained, Trial, VariantId
 from .ledger import Ledger, LedgerInterrupted
 from .record import NO_TIME, Record, same_samples

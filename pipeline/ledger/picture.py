@@ -6,10 +6,10 @@ import io
 import textwrap
 from typing import Any
 
-from ...errors import require
+from ...common.errors import require
+from ..measuring.statistics import Figure, speed_text
 from .data import COPY, LOADER, MODEL, PLAIN, LedgerData, Row, VariantId
 from .findings import bound, caveats, compound
-from .statistics import Figure, speed_text
 from .table import ratio_text
 
 INK, BAR, PALE = "#222222", "#2f6f9f", "#b8c4cc"

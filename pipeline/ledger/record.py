@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import DrivetrainError
+from ...common.errors import DrivetrainError
 from .data import COPY, MODEL, PLAIN, Costs, Trial, VariantId
 from .ledger import Ledger
 

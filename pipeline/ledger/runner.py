@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from ...errors import DrivetrainError, StrategyError
+from ...common.errors import DrivetrainError, StrategyError
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import launch
 from ...transforms import LayerFreezing
-from ..spec.cuda_settings import cuda_settings
-from ..spec.kinds import find
-from ..spec.resolve import ResolvedPlan
+from ..describe.cuda_settings import cuda_settings
+from ..describe.kinds import find
+from ..describe.resolve import ResolvedPlan
+from ..measuring.budget import OutOfTime
 from ..training.build import build, fork_rng, make_loader
-from .budget import OutOfTime
 from .data import Costs, Trial, VariantId
 from .schedule import phases
 from .trials import BuiltVariant, Labels, MemoryScale, digest, run_trial

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from ...loaders.image_size import ImageSize
 from ...transforms import LayerFreezing, ProgressiveResizing, Transform
-from ..spec.kinds import find
+from ..describe.kinds import find
 
 
 @dataclass(frozen=True)

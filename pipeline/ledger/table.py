@@ -6,10 +6,10 @@ import html
 from collections.abc import Mapping
 from itertools import pairwise
 
-from ...table import Table
+from ...common.table import Table
+from ..measuring.statistics import Figure, Ratio, speed_text
 from .data import EXTRAS, PLAIN, Accuracies, Costs, LedgerData, Trained, VariantId
 from .findings import bound, caveats, compound
-from .statistics import Figure, Ratio, speed_text
 
 WIDTH = 110
 """Width of a table in a terminal."""

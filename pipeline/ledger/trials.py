@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...errors import NonFiniteError
+from ...common.errors import NonFiniteError
 from ...loaders import FFCVLoader, StockFFCVLoader
 from ...loaders.epochs import Batch, EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
 from ...transforms import LayerFreezing
+from ..measuring.budget import until
 from ..telemetry.loggers import LOG_EVERY
 from ..telemetry.metrics import Metrics
 from ..telemetry.observer import Observer, Observers, Phase
@@ -32,7 +33,6 @@ from ..telemetry.state import TrainState
 from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import train_epoch
-from .budget import until
 from .data import PARTS, Trial, Workload
 from .schedule import Phase as SchedulePhase
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from ...errors import DrivetrainError
+from ...common.errors import DrivetrainError
+from ...common.options.option import OptionalGroups
 from ...transforms import Transform
-from ..spec.config import DistributedConfig
-from ..spec.options import OptionalGroups
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.resolve import ResolvedPlan, resolve
+from ..describe.config import DistributedConfig
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import ResolvedPlan, resolve
 from . import data as identity
 from .data import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, VariantId, only, without
 

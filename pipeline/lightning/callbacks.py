@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from ...errors import PlanError
+from ...common.errors import PlanError
 from ..callbacks.callback import Callback, RunOptions
 from ..callbacks.early_stopping import EarlyStopping
 

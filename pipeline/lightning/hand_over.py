@@ -17,16 +17,16 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ...errors import PlanError
+from ...common.errors import PlanError
 from ...loaders.epochs import EpochLoader
 from ...loaders.sources import Source
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
 from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
-from ...transforms.composer_algorithms.transform import ComposerTransform
+from ...transforms.composer.transform import ComposerTransform
 from ...transforms.no_weight_decay import note_shape
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import ResolvedPlan, resolve
 from ..runs.callbacks import run_options
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.resolve import ResolvedPlan, resolve
 from ..tasks.means import Mean, mean_of
 from ..tasks.metrics import compute
 from ..tasks.nests import to_float

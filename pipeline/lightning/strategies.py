@@ -16,11 +16,11 @@ from lightning.pytorch.strategies import (
 )
 
 from ... import strategies
-from ...errors import PlanError, suggest
-from ..spec.config import DistributedConfig
-from ..spec.optimizers import label, needs_whole_matrices
-from ..spec.resolve import ResolvedPlan
-from ..spec.rules import check_rules
+from ...common.errors import PlanError, suggest
+from ..describe.config import DistributedConfig
+from ..describe.resolve import ResolvedPlan
+from ..describe.rules import check_rules
+from ..optim.optimizers import label, needs_whole_matrices
 
 STARTS = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 """Lightning's names of DDP by launcher; each can end in `_find_unused_parameters_true` or `_false`."""

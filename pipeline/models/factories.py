@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import DataError, RecipeError, suggest
-from ...names import imported, name_of
+from ...common.errors import DataError, RecipeError, suggest
+from ...common.names import imported, name_of
 from .cifar import airbench_net, cifar_resnet
 from .hf_models import HfModel, hf_model
 from .timm_models import TimmModel, timm_model

@@ -16,7 +16,7 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
-from ...errors import DataError, PlanError, RecipeError, require
+from ...common.errors import DataError, PlanError, RecipeError, require
 from .weights import is_file_name, omitted, read_weights, unusable
 
 _PROBE_SECONDS = 5.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import DataError, PlanError, RecipeError, require, suggest
+from ...common.errors import DataError, PlanError, RecipeError, require, suggest
 from .weights import load_weights, omitted
 
 

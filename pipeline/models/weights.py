@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from ...errors import DataError
+from ...common.errors import DataError
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 """What files of weights are called; any but the first are torch's own format."""

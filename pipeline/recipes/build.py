@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ... import transforms
-from ...errors import DataError, PlanError, RecipeError, StrategyError
-from ..spec.config import DataConfig, DistributedConfig, OptimizerConfig
-from ..spec.options import Config, options_of
-from ..spec.pipeline_spec import PipelineSpec
+from ...common.errors import DataError, PlanError, RecipeError, StrategyError
+from ...common.options.option import Config, options_of
+from ..describe.config import DataConfig, DistributedConfig, OptimizerConfig
+from ..describe.pipeline_spec import PipelineSpec
 from ..tasks import registry as tasks
 from .presets import completed
 from .schema import keys_of

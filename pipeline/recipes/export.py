@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 
 from ... import strategies
-from ...errors import PlanError, RecipeError, StrategyError
+from ...common.errors import PlanError, RecipeError, StrategyError
+from ...common.names import name_of
+from ...common.options.option import Config
 from ...loaders.sources import Files
-from ...names import name_of
 from ...transforms import to_dict
+from ..describe.config import DistributedConfig, OptimizerConfig
+from ..describe.pipeline_spec import PipelineSpec
 from ..models.factories import name_of_factory
-from ..spec.config import DistributedConfig, OptimizerConfig
-from ..spec.options import Config
-from ..spec.pipeline_spec import PipelineSpec
 from ..tasks import registry as tasks
 from ..tasks.task import Task
 from .schema import keys_of

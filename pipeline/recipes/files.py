@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ...errors import RecipeError
+from ...common.errors import RecipeError
 from .schema import Origin
 
 SUFFIXES = (".yaml", ".yml", ".json")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import RecipeError, suggest
+from ...common.errors import RecipeError, suggest
 from .cifar import CIFAR
 from .files import is_file_name, json_or_text, read_recipe
 from .resnet import RESNETS

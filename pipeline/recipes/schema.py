@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any
 
-from ...errors import RecipeError, suggest
-from ..spec.config import DataConfig, DistributedConfig, OptimizerConfig
-from ..spec.options import (
+from ...common.errors import RecipeError, suggest
+from ...common.options.option import (
     LIST,
     MAPPING,
     NATURAL,
@@ -25,6 +24,7 @@ from ..spec.options import (
     Option,
     options_of,
 )
+from ..describe.config import DataConfig, DistributedConfig, OptimizerConfig
 from ..tasks.registry import TASKS
 
 _BEFORE = {

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...table import Table
+from ...common.table import Table
 from .files import is_file_name, read_recipe
 from .presets import RECIPES, complete
 from .schema import DEFAULTS, KEYS

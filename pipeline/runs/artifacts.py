@@ -8,10 +8,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ...model_state import ModelState
-from ...signals import interrupts_held
+from ...common.model_state import ModelState
+from ...common.signals import interrupts_held
 from ..checkpoints.weights import load_model, save_model
-from ..spec.inputs import metadata
+from ..describe.inputs import metadata
 from ..telemetry.history import Epoch, Evaluation, History
 from ..telemetry.observer import Observer
 from ..telemetry.progress import echo

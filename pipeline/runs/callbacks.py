@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...checks import check_picklable
-from ...errors import CheckpointError, DrivetrainError, PlanError
+from ...common.checks import check_picklable
+from ...common.errors import CheckpointError, DrivetrainError, PlanError
 from ...strategies import Engine
 from ..callbacks.callback import Callback, RunOptions
 from ..callbacks.view import RunView
-from ..spec.resolve import ResolvedPlan
+from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
 from ..telemetry.history import Epoch, Evaluation
 from ..telemetry.observer import Observer, Phase

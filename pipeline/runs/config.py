@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...checks import check_flag
-from ...errors import PlanError, suggest
-from ...loaders.remote.source import is_address
+from ...common.checks import check_flag
+from ...common.errors import PlanError, suggest
+from ...common.options.option import Config, option, whole
+from ...common.storage.addresses import is_address
 from ..callbacks.callback import Callback
 from ..checkpoints.directory import Checkpoints
 from ..checkpoints.remote import working_folder
-from ..spec.options import Config, option, whole
 from ..telemetry.loggers import LOG_EVERY, LoggerArg
 from ..training.guard import OnNonFinite, check_choice
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from ...errors import PlanError
-from ..spec.config import source_name
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.resolve import ResolvedPlan, resolve
+from ...common.errors import PlanError
+from ..describe.config import source_name
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import ResolvedPlan, resolve
 from ..training.build import resolve_data
 from ..training.loop import evaluate
 from ..training.plain_torch import plain_torch

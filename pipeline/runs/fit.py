@@ -7,8 +7,8 @@ import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from ...errors import DrivetrainError, PlanError, StrategyError
-from ...loaders.remote.source import is_address
+from ...common.errors import DrivetrainError, PlanError, StrategyError
+from ...common.storage.addresses import is_address
 from ...strategies.launching.failures import failures_posted
 from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.peers import LostRankError
@@ -16,9 +16,9 @@ from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.resume import kept_precision
 from ..checkpoints.writer import UPLOAD_PATIENCE
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.plan import Plan
-from ..spec.resolve import ResolvedPlan, resolve
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.plan import Plan
+from ..describe.resolve import ResolvedPlan, resolve
 from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo, in_cell
 from ..training.build import rebuild_model, resolve_data

@@ -13,14 +13,14 @@ from typing import Any
 
 import yaml
 
-from ...errors import DrivetrainError, RecipeError
-from ...files import atomic_file
+from ...common.errors import DrivetrainError, RecipeError
+from ...common.storage.files import atomic_file
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import RemoteRun, shown
+from ..describe.plan import Plan
+from ..describe.resolve import ResolvedPlan
 from ..recipes.export import to_recipe
-from ..spec.plan import Plan
-from ..spec.resolve import ResolvedPlan
 from ..telemetry.history import History
 from ..telemetry.loggers import METRICS
 

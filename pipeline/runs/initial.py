@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import CheckpointError, PlanError, first_of
-from ...model_state import set_buffer, unlisted_tensors, vacant_buffers
+from ...common.errors import CheckpointError, PlanError, first_of
+from ...common.model_state import set_buffer, unlisted_tensors, vacant_buffers
 from ...transforms import Transform
 from ..checkpoints.content import STATE
 from ..checkpoints.directory import find

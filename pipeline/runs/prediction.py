@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ...errors import DataError
-from ..spec.inputs import Inputs
+from ...common.errors import DataError
+from ..describe.inputs import Inputs
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task
 from ..training.plain_torch import plain_torch

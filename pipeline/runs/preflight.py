@@ -20,19 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import RecipeError, StrategyError
-from ...files import appears
-from ...loaders.remote.folder import RemoteFolder
-from ...loaders.remote.mirror import Mirror
-from ...loaders.remote.source import is_address
+from ...common.errors import RecipeError, StrategyError
+from ...common.storage.addresses import is_address
+from ...common.storage.files import appears
+from ...common.storage.folder import RemoteFolder
+from ...common.storage.mirror import Mirror
+from ...common.version import __version__
+from ...common.waiting import Wait
 from ...loaders.sources import Source, files_of
 from ...strategies.launching.group import group_store, in_group
 from ...strategies.launching.store import arrives
-from ...version import __version__
-from ...waiting import Wait
 from ..checkpoints.identity import identity
+from ..describe.resolve import ResolvedPlan
 from ..recipes.export import to_recipe
-from ..spec.resolve import ResolvedPlan
 from ..training.build import build_model, expected_device
 from ..training.model_identity import difference, model_identity
 from .artifacts import FitJob

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...errors import CheckpointError
-from ...signals import interrupts_held
+from ...common.errors import CheckpointError
+from ...common.signals import interrupts_held
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import CHECKPOINTS, RemoteRun

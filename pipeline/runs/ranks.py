@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ... import strategies
-from ...errors import DrivetrainError, StrategyError
+from ...common.errors import DrivetrainError, StrategyError
 from ...strategies.launching.group import is_rank, refuse_lone_task
 from ...strategies.launching.store import under_torchrun
 from ..checkpoints.state import global_randomness_kept
-from ..spec.cuda_settings import cuda_settings
-from ..spec.resolve import ResolvedPlan
+from ..describe.cuda_settings import cuda_settings
+from ..describe.resolve import ResolvedPlan
 from ..training.build import Built, build, fork_rng
 
 Result = TypeVar("Result")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...errors import DataError, PlanError
-from ...model_state import ModelState, unlisted_tensors
+from ...common.errors import DataError, PlanError
+from ...common.model_state import ModelState, unlisted_tensors
 from ...transforms import Report, Transform
 from ..checkpoints.weights import plain_state
-from ..spec.inputs import Inputs
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.plan import Plan
+from ..describe.inputs import Inputs
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.plan import Plan
 from ..tasks.classification import Classification
 from ..tasks.task import Task
 from ..telemetry.history import History
@@ -23,7 +23,7 @@ from .evaluation import evaluate_weights
 from .prediction import BATCH, predict
 
 if TYPE_CHECKING:
-    from ...loaders.preprocess import Evaluation
+    from ...loaders.decode.preprocess import Evaluation
 
 
 @dataclass

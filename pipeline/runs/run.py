@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import CheckpointError, NonFiniteError, first_of
-from ...model_state import ModelState, buffers_kept, split_state, train_mode
+from ...common.errors import CheckpointError, NonFiniteError, first_of
+from ...common.model_state import ModelState, buffers_kept, split_state, train_mode
 from ..callbacks.view import RunView
 from ..checkpoints import resume as resuming
 from ..checkpoints import state as states
@@ -32,8 +32,8 @@ from ..checkpoints.fingerprint import (
 from ..checkpoints.format import Checkpoint, Part
 from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.writer import CheckpointWriter
-from ..spec.inputs import Inputs
-from ..spec.resolve import ResolvedPlan
+from ..describe.inputs import Inputs
+from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
 from ..telemetry.history import Epoch, Evaluation, History, format_metric
 from ..telemetry.metrics import Metrics

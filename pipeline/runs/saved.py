@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...errors import CheckpointError
+from ...common.errors import CheckpointError
 from ..checkpoints.remote import opened
 from ..checkpoints.weights import load_model
+from ..describe.kinds import sort_transforms
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.plan import Plan
 from ..recipes.build import build_pipeline
-from ..spec.kinds import sort_transforms
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.plan import Plan
 from ..training.build import rebuild_model
 from .folder import HISTORY, MODEL, RECIPE, UNLISTED, read_history
 from .result import FitResult

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
-from ...errors import NonFiniteError
+from ...common.errors import NonFiniteError
 from ..checkpoints.content import CheckpointContent
 from ..checkpoints.format import Part
 from ..checkpoints.state import all_finite

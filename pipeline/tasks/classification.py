@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...errors import PlanError
+from ...common.errors import PlanError
 from .means import LossFunction
 from .metrics import maker, top
 from .task import Kind, StandardTask, Targets, check_names, names_of

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...checks import check_number
-from ...errors import PlanError
+from ...common.checks import check_number
+from ...common.errors import PlanError
 from .task import Kind, Targets, Task
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from ...errors import PlanError, suggest
+from ...common.errors import PlanError, suggest
 from .nests import map_tensors
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...errors import PlanError
+from ...common.errors import PlanError
 from .classification import logits_error
 from .means import LossFunction
 from .metrics import maker

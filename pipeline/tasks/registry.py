@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ...errors import PlanError, suggest
-from ...names import imported, name_of
+from ...common.errors import PlanError, suggest
+from ...common.names import imported, name_of
 
 if TYPE_CHECKING:
     from .task import Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from ...errors import PlanError
+from ...common.errors import PlanError
 from .metrics import Unit
 from .task import Task
 

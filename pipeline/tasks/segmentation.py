@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from ...checks import is_whole
-from ...errors import PlanError
+from ...common.checks import is_whole
+from ...common.errors import PlanError
 from .means import CLASS_LOSSES, LossFunction
 from .metrics import maker
 from .task import Kind, StandardTask, Targets, check_names

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ...errors import PlanError, suggest
-from ...names import imported
+from ...common.errors import PlanError, suggest
+from ...common.names import imported
 from .means import Adapted, Count, LossFunction, Mean, mean_of, reduction_of, samples
 from .metrics import NAMES_OF_RUN, Unit, by_name, named
 from .nests import map_tensors, to_float

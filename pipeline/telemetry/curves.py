@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from ...errors import require
+from ...common.errors import require
 from .history import Epoch, History, format_metric
 
 INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import DrivetrainError, require_suffix
-from ...files import atomic_file
-from ...table import Table
+from ...common.errors import DrivetrainError, require_suffix
+from ...common.storage.files import atomic_file
+from ...common.table import Table
 from ..tasks.metrics import Unit
 
 Units = Mapping[str, Unit]

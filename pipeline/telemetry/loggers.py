@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...checks import check_picklable, check_whole
-from ...errors import PlanError, require, suggest
-from ...files import atomic_file
+from ...common.checks import check_picklable, check_whole
+from ...common.errors import PlanError, require, suggest
+from ...common.storage.files import atomic_file
 from .history import COLUMNS
 
 Values = dict[str, float]

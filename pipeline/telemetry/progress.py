@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm as text_bar
 from tqdm.auto import tqdm
 
-from ...terminal import is_interactive
+from ...common.terminal import is_interactive
 from .history import Epoch, Evaluation, shown
 from .host_copy import HostCopy
 from .observer import Observer

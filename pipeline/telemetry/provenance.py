@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ... import errors, machine
-from ..spec.cuda_settings import matmul_precision
+from ...common import errors, machine
+from ..describe.cuda_settings import matmul_precision
 from .progress import in_cell
 
 PACKAGES = ("drivetrain", "torch", "torchvision", "numpy", "pillow", "ffcv", "numba")

@@ -17,21 +17,22 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import loaders
-from ...errors import PlanError, StrategyError
+from ...common.errors import PlanError, StrategyError
+from ...common.model_state import ModelState, load_state
+from ...common.storage.cache import Remote
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
-from ...loaders.remote.cache import Remote
 from ...loaders.sources import Files, Source, files_of
-from ...model_state import ModelState, load_state
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
 from ...transforms import CHANGES_MODEL, NothingChanged, Report, Transform
+from ..describe import split_batch_norm
+from ..describe.config import LOADERS, DataConfig, DistributedConfig
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import ResolvedPlan
 from ..models.weights import weights_omitted
-from ..spec import split_batch_norm
-from ..spec.config import LOADERS, DataConfig, DistributedConfig
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.resolve import ResolvedPlan
+from ..optim.groups import GroupedFactory
 from ..tasks.classification import Classification
 from ..tasks.means import LossFunction, mean_of
 from ..tasks.nests import map_tensors
@@ -39,7 +40,6 @@ from ..tasks.scales import Scale, scale_of
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .checks import check_kind, check_loss, check_metrics, check_output, targets_of
-from .groups import GroupedFactory
 from .hooks import Microbatch, TrainingHooks
 from .model_identity import model_identity
 from .plain_torch import plain_torch

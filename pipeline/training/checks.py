@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...errors import DrivetrainError, PlanError
+from ...common.errors import DrivetrainError, PlanError
+from ...common.model_state import buffers_kept
 from ...loaders.beton.data_set import BetonFiles
 from ...loaders.beton.targets import NOT_COUNTED
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width, size_text
-from ...loaders.settings import IMAGENET_MEAN
+from ...loaders.options import IMAGENET_MEAN
 from ...loaders.sources import files_of
-from ...model_state import buffers_kept
 from ...strategies import Precision
 from ...strategies.options import HALF
+from ..describe.config import DataConfig
 from ..models.hf_models import loss_mismatch
-from ..spec.config import DataConfig
 from ..tasks.means import Mean
 from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model
 from .views import forward

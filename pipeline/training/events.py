@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...errors import PlanError
+from ...common.errors import PlanError
 from ...loaders.epochs import EpochLoader
 from ...strategies import Engine
 from ...transforms import Session

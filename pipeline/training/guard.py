@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 import torch
 
-from ...errors import NonFiniteError, PlanError, suggest
-from ...model_state import BufferCopies
+from ...common.errors import NonFiniteError, PlanError, suggest
+from ...common.model_state import BufferCopies
 from ...strategies import Engine
 from ...transforms.common.tensors import locals_of, total_norm
 from ..telemetry.host_copy import HostCopy

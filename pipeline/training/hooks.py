@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...common.model_state import buffers_kept
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
-from ...model_state import buffers_kept
 from ...strategies import Engine
 from ...transforms import (
     EMA,
@@ -27,7 +27,7 @@ from ...transforms import (
     Transform,
 )
 from ...transforms.gyro_dropout import GyroDropoutLayer
-from ..spec.kinds import find
+from ..describe.kinds import find
 from ..tasks.nests import to_float
 from ..tasks.task import Task, TaskLoss, loss_and_metric_inputs
 from ..telemetry.state import TrainState

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ...errors import DataError
+from ...common.errors import DataError
+from ...common.model_state import train_mode
 from ...loaders.epochs import Batch, EpochLoader
-from ...model_state import train_mode
 from ...strategies import Engine
 from ...strategies.common.sync_batch_norm import absent
 from ...strategies.devices import current_device

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-from ...signals import handled
+from ...common.signals import handled
 
 STOP, SAVE, INTERRUPT = 1, 2, 4
 _AGAIN = b"\nCtrl-C: the run saves a checkpoint after this step, and stops. Press it again to stop at once.\n"

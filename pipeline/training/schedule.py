@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from ...checks import is_number
-from ...errors import PlanError
-from ..spec.config import OptimizerConfig
-from ..spec.schedules import ScheduleFunction, label, refuse_plateau
+from ...common.checks import is_number
+from ...common.errors import PlanError
+from ..describe.config import OptimizerConfig
+from ..optim.schedules import ScheduleFunction, label, refuse_plateau
 
 
 class Schedule:

@@ -10,18 +10,18 @@ from statistics import median
 from time import perf_counter
 from typing import Protocol, TypeVar
 
-from ...errors import DrivetrainError
+from ...common.errors import DrivetrainError
+from ..describe.cuda_settings import uses_gpu
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import ResolvedPlan, resolve
 from ..ledger import data as identity
-from ..ledger.budget import OutOfTime
 from ..ledger.data import LOADER, MODEL, VariantId
 from ..ledger.record import same_samples
 from ..ledger.runner import Loaders, VariantRunner, described
 from ..ledger.variants import Variant
+from ..measuring.budget import OutOfTime
 from ..runs.config import FitConfig
 from ..runs.fit import fit
-from ..spec.cuda_settings import uses_gpu
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.resolve import ResolvedPlan, resolve
 from .communication import collective_seconds
 from .separate import Failed, Separate
 

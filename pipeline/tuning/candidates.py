@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from ... import machine
-from ...errors import PlanError, suggest
+from ...common import machine
+from ...common.errors import PlanError, suggest
 from ...loaders.image_size import ImageSize, height_width
 from ...transforms import (
     ChannelsLast,
@@ -22,12 +22,12 @@ from ...transforms import (
     StochasticDepth,
     Transform,
 )
-from ..spec.config import OptimizerConfig
-from ..spec.cuda_settings import uses_gpu
-from ..spec.kinds import find
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.resolve import ResolvedPlan
-from ..spec.rules import family
+from ..describe.config import OptimizerConfig
+from ..describe.cuda_settings import uses_gpu
+from ..describe.kinds import find
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import ResolvedPlan
+from ..describe.rules import family
 
 Bottleneck = Literal["data", "step", "communication"]
 """The bottlenecks of a training."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from ...errors import StrategyError
+from ...common.errors import StrategyError
 from ...strategies import launch
 from ...strategies.devices import rank_device
 from ...strategies.launching.speed import all_reduce_speed
-from ..ledger.budget import OutOfTime
-from ..spec.resolve import ResolvedPlan
+from ..describe.resolve import ResolvedPlan
+from ..measuring.budget import OutOfTime
 from ..training.build import build_model
 
 

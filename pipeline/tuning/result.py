@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import yaml
 
-from ... import machine
-from ...errors import LedgerError, PlanError, require
-from ...files import atomic_file
-from ...table import Table
-from ..ledger.statistics import speed_text
+from ...common import machine
+from ...common.errors import LedgerError, PlanError, require
+from ...common.storage.files import atomic_file
+from ...common.table import Table
+from ..describe.pipeline_spec import PipelineSpec
+from ..measuring.statistics import speed_text
 from ..recipes.export import to_recipe
-from ..spec.pipeline_spec import PipelineSpec
 
 Outcome = Literal["accepted", "dropped", "trade", "undecided", "failed", "not tried"]
 FORMAT = 2

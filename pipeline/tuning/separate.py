@@ -17,13 +17,13 @@ from typing import Any
 
 import cloudpickle
 
-from ...errors import DrivetrainError
+from ...common.errors import DrivetrainError
 from ...strategies import plugins
+from ..describe.pipeline_spec import PipelineSpec
 from ..ledger import data as identity
-from ..ledger.budget import OutOfTime
 from ..ledger.runner import Loaders, VariantRunner, described
 from ..ledger.variants import Variant
-from ..spec.pipeline_spec import PipelineSpec
+from ..measuring.budget import OutOfTime
 from ..training.build import fork_rng
 
 BOOT = """

@@ -17,15 +17,15 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Generic
 
-from ...checks import check_whole
-from ...errors import DrivetrainError, PlanError
+from ...common.checks import check_whole
+from ...common.errors import DrivetrainError, PlanError
+from ...common.options.option import Config
 from ..checkpoints.identity import identity
-from ..ledger.budget import Budget, OutOfTime, alarm, rounded_up
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import ResolvedPlan, resolve
 from ..ledger.measure import check_asked
+from ..measuring.budget import Budget, OutOfTime, alarm, rounded_up
 from ..runs.fit import make_folder
-from ..spec.options import Config
-from ..spec.pipeline_spec import PipelineSpec
-from ..spec.resolve import ResolvedPlan, resolve
 from ..tasks.scales import check_comparable
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data

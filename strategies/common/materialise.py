@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import nn
 
-from ...errors import StrategyError
+from ...common.errors import StrategyError
 
 
 def refuse_without_reset(strategy: str, model: nn.Module) -> None:

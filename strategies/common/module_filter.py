@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from torch import nn
 
-from ...errors import StrategyError, suggest
+from ...common.errors import StrategyError, suggest
 from .blocks import find_blocks
 
 ModuleFilter = bool | Collection[str] | Callable[[str, nn.Module], bool]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import StrategyError
+from ...common.errors import StrategyError
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that select torch's implementation, not its result; set where the optimizer is built."""

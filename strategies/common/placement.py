@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ... import machine
-from ...errors import StrategyError
+from ...common import machine
+from ...common.errors import StrategyError
 from ..base import OptimizerFactory
 from ..devices import pick_device, rank_device, refuse_shared_gpu
 from ..launching.group import is_rank, join_group

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...model_state import BufferCopies
+from ...common.model_state import BufferCopies
 from .module_filter import ModuleFilter, choose
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ...errors import StrategyError
+from ...common.errors import StrategyError
 from ..options import HALF, Precision
 from .blocks import find_blocks, without_cut_ties
 from .module_filter import ModuleFilter, choose

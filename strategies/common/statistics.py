@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...model_state import has_mean
+from ...common.model_state import has_mean
 
 Mean = Callable[[torch.Tensor], torch.Tensor]
 """Returns the mean of a tensor over the ranks; all of them must call it."""

@@ -19,7 +19,7 @@ from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ...errors import StrategyError
+from ...common.errors import StrategyError
 
 
 def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import StrategyError
+from ...common.errors import StrategyError
 from ..ddp import DDPEngine
 from ..options import Options
 from .optimizer_state import Entry

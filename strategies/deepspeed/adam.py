@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ...errors import DrivetrainError, StrategyError
+from ...common.errors import DrivetrainError, StrategyError
 from . import build as deepspeed_build
 
 OFF = ("amsgrad", "maximize", "capturable", "differentiable", "fused")

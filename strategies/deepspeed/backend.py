@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...errors import require
+from ...common.errors import require
 from ..devices import local_rank, pick_device
 
 

@@ -21,8 +21,8 @@ from typing import IO
 
 import torch
 
-from ...errors import StrategyError
-from ...files import atomic_file
+from ...common.errors import StrategyError
+from ...common.storage.files import atomic_file
 
 NAME = "cpu_adam"
 """DeepSpeed's names of the operation and of the compiled module."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import StrategyError
+from ...common.errors import StrategyError
 from ..options import Options
 
 Config = Mapping[str, Any]

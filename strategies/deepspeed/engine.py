@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...errors import StrategyError
-from ...model_state import unlisted_tensors
+from ...common.errors import StrategyError
+from ...common.model_state import unlisted_tensors
 from ..common.memory import Held, tensors_in
 from ..common.optimizer_state import Entry, Keep, OptimizerState, import_groups
 from ..engine import RanksEngine

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import StrategyError, require
+from ...common.errors import StrategyError, require
 from ..base import OptimizerFactory
 from ..common.blocks import find_blocks
 from ..common.materialise import materialise, refuse_without_reset

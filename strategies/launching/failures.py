@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ...errors import StrategyError
-from ...waiting import Wait
+from ...common.errors import StrategyError
+from ...common.waiting import Wait
 from .store import connect_to_job, own_name, under_torchrun
 
 _HOLD = 9.0  # seconds that a rank which has failed stays, so that the others hear of it: its end may end the store

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import StrategyError
-from ...waiting import Wait
+from ...common.errors import StrategyError
+from ...common.waiting import Wait
 from ..devices import local_rank
 from .failures import FailedRankError, post, raise_posted
 from .meeting import Meeting, meet

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from ...errors import StrategyError
-from ...signals import handled
+from ...common.errors import StrategyError
+from ...common.signals import handled
 from .. import plugins
 from .agent import killed_with_agent, warn_of_blocked_growth
 from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group

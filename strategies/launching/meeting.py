@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import StrategyError
-from ...waiting import Wait
+from ...common.errors import StrategyError
+from ...common.waiting import Wait
 from .failures import before_meeting, count_meeting, raise_posted
 from .store import arrives, connect_to_job, listed, own_name, place
 

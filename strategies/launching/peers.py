@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from ...errors import StrategyError
+from ...common.errors import StrategyError
 from .store import connect, place
 
 BEAT = 1.0  # seconds between two heartbeats

@@ -21,7 +21,7 @@ from typing import Any
 
 import cloudpickle
 
-from ...signals import handlers_kept
+from ...common.signals import handlers_kept
 from .peers import is_echo
 
 # The interpreter's `-c` program. Unbuffered, so that no byte of the job is lost to a buffer; a parent
@@ -116,7 +116,7 @@ def _run(orders: int, order: dict[str, Any]) -> Answer:
 def _join(directory: str, device: str | None, timeout: float) -> None:
     import torch
 
-    from ... import machine
+    from ...common import machine
     from .group import join_group
 
     # Ranks that each use every core would only slow each other down.

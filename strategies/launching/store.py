@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from ...waiting import Wait
+from ...common.waiting import Wait
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ATTEMPT = 5.0  # seconds that one attempt to connect may take

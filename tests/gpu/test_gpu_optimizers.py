@@ -8,7 +8,7 @@ from typing import Any
 import gpu_device
 import pytest
 import torch
-from drivetrain.pipeline.spec.muon import Muon
+from drivetrain.pipeline.optim.muon import Muon
 from gpu_device import Device
 from pipeline_data import Toy, batch_norm_model, numbers
 

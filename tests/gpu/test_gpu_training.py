@@ -18,9 +18,9 @@ import pytest
 import torch
 from drivetrain import RECIPES, Pipeline
 from drivetrain.loaders import convert
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.run import Run
-from drivetrain.pipeline.spec.resolve import resolve
 from gpu_device import Device
 from pipeline_data import CLASSES, Toy, batch_norm_model, evaluated, numbers, toy_arrays
 from places import SUPPORT

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.pipeline.cli.app import COMMANDS
-from drivetrain.pipeline.cli.parser import Parser
+from drivetrain.pipeline.apps.cli.app import COMMANDS
+from drivetrain.pipeline.apps.cli.parser import Parser
 from drivetrain.pipeline.recipes.presets import KEYS, parse_overrides
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
@@ -38,7 +38,7 @@ PAGES = {
 }
 ELSEWHERE = {
     "README.md": "tests/house/test_readme.py",
-    "docs/guide/after-the-run.md": "tests/pipeline/exports/test_after_the_run_guide.py",
+    "docs/guide/after-the-run.md": "tests/pipeline/apps/exports/test_after_the_run_guide.py",
     "docs/guide/callbacks.md": "tests/pipeline/callbacks/test_callbacks_guide.py",
     "docs/guide/composer.md": "tests/transforms/test_from_composer.py",
     "docs/guide/how-to.md": "tests/house/test_how_to.py",

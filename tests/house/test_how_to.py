@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from drivetrain import Pipeline, RecipeError
-from drivetrain.pipeline.cli import main
+from drivetrain.pipeline.apps.cli import main
 from pipeline_data import Toy, toy_arrays
 from places import ROOT
 

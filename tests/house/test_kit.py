@@ -229,7 +229,7 @@ def test_the_versions_are_those_of_the_lock_file() -> None:
 
 
 def test_cifar10_is_packed_without_loss(cached_cifar10: Path, tmp_path: Path) -> None:
-    from drivetrain.errors import DataError
+    from drivetrain.common.errors import DataError
     from drivetrain.loaders.datasets.names import cifar10
 
     pack = gpu_stages.load("cifar10_pack")

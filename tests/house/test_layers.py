@@ -47,7 +47,7 @@ def test_imports_go_down() -> None:
 
 def test_the_package_itself_is_imported_relatively() -> None:
     """Absolute imports would find another installation of Drivetrain than the file's own."""
-    for stage in ("loaders", "pipeline", "strategies", "transforms"):
+    for stage in ("common", "loaders", "pipeline", "strategies", "transforms"):
         for path in (ROOT / stage).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and node.level == 0:

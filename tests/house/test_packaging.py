@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
 
 release = ci_scripts.load("release")
 
-STAGES = ("loaders", "pipeline", "strategies", "transforms")
+STAGES = ("common", "loaders", "pipeline", "strategies", "transforms")
 
 
 BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
@@ -60,7 +60,7 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_tests_run_in_a_folder_of_any_name(clone: Path) -> None:
-    told = _run(sys.executable, "-m", "pytest", "-q", "tests/root/test_checks.py", cwd=clone)
+    told = _run(sys.executable, "-m", "pytest", "-q", "tests/common/test_checks.py", cwd=clone)
     assert " passed" in told
 
 

@@ -16,7 +16,7 @@ release = ci_scripts.load("release")
 NEW = "## [0.2.0] - 2027-01-31\n\n### Added\n- A.\n\n### Fixed\n- B.\n\n"
 OLD = "## [0.1.0] - 2026-11-23\n\n### Added\n#### Data\n- C.\n"
 GOOD = f"# Changelog\n\nOf what changes.\n\n## [Unreleased]\n\n{NEW}{OLD}"
-PLACES = ("pyproject.toml", "version.py", "CHANGELOG.md", "CITATION.cff")
+PLACES = ("pyproject.toml", "common/version.py", "CHANGELOG.md", "CITATION.cff")
 
 
 def test_the_version_and_the_date_are_the_same_everywhere() -> None:
@@ -84,13 +84,13 @@ def test_the_source_distribution_has_the_files_of_the_tree(tmp_path: Path) -> No
     tree = release.copy_tree(tmp_path / "tree")
     sdist = build_wheel.package("sdist", tree, tmp_path / "sdist")
     assert "loaders/native/load.c" in checks.sources(tree)
-    assert "pipeline/cli/__init__.py" in checks.sources(tree)
+    assert "pipeline/apps/cli/__init__.py" in checks.sources(tree)
     assert checks.check_sdist(sdist, tree) == []
     (tree / "loaders" / "native" / "new.h").touch()
-    (tree / "errors.py").write_text("")
-    (tree / "names.py").unlink()
+    (tree / "common/errors.py").write_text("")
+    (tree / "common/names.py").unlink()
     assert set(checks.check_sdist(sdist, tree)) == {
         "The source distribution lacks loaders/native/new.h.",
-        "errors.py of the source distribution differs from the repository's.",
-        "The source distribution has names.py, which is not in the repository.",
+        "common/errors.py of the source distribution differs from the repository's.",
+        "The source distribution has common/names.py, which is not in the repository.",
     }

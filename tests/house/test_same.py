@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ci_scripts import load
 from drivetrain.loaders.order import ORDERS
-from drivetrain.pipeline.spec.optimizers import OPTIMIZERS
+from drivetrain.pipeline.optim.optimizers import OPTIMIZERS
 from drivetrain.pipeline.tasks.registry import TASKS
 from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.transforms import TRANSFORMS

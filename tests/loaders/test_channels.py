@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, device, open_beton
-from drivetrain.loaders.preprocess import Evaluation
-from drivetrain.loaders.settings import Settings
+from drivetrain.loaders.decode.preprocess import Evaluation
+from drivetrain.loaders.options import Settings
 from late_streams import LateStreams
 from loader_stock_arrays import COUNT as COUNT_OF_FFCV
 from loader_stock_arrays import KINDS, pixels

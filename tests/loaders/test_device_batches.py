@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain import machine
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common import machine
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, device, open_beton
 from drivetrain.loaders.device import CudaStreams, DeviceFeed
-from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.training import build as building
 from late_streams import WRONG, LateStreams
 from loader_pictures import raw_pictures

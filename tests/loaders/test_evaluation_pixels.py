@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import Pipeline
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.decode.centers import central_crops, fitted
-from drivetrain.loaders.preprocess import Evaluation
-from drivetrain.loaders.settings import Settings
+from drivetrain.loaders.decode.preprocess import Evaluation
+from drivetrain.loaders.options import Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_pictures import jpeg_bytes, picture

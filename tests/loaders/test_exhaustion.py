@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
+from drivetrain.common.exhaustion import exhaustion, is_exhaustion
 from drivetrain.loaders import convert
-from drivetrain.loaders.exhaustion import exhaustion, is_exhaustion
 from loader_pictures import jpeg_beton, run_python
 from torch.utils.data import Dataset
 
 STARVED = r"""
 import multiprocessing.popen_spawn_posix, multiprocessing.queues, os, resource, sys
 import torch
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, verify
 
 path, MB = sys.argv[1], 1 << 20

@@ -12,7 +12,7 @@ from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.decode.augmentation import choose
 from drivetrain.loaders.decode.draws import random_resized_crops, sample_keys, uniforms
 from drivetrain.loaders.native.library import BICUBIC, NEAREST, SHIFT
-from drivetrain.loaders.settings import Settings
+from drivetrain.loaders.options import Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_pictures import jpeg_beton, jpeg_bytes, picture, raw_beton, raw_pictures

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.decode.augmentation import choose
@@ -18,7 +18,7 @@ from drivetrain.loaders.decode.centers import fitted
 from drivetrain.loaders.decode.decoder import Decoder
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.native import library
-from drivetrain.loaders.settings import Settings, fill_color
+from drivetrain.loaders.options import Settings, fill_color
 from hypothesis import given
 from hypothesis import strategies as st
 from loader_pictures import jpeg_bytes, picture

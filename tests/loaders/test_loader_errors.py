@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, resolve
 from loader_pictures import jpeg_folder, raw_beton
 

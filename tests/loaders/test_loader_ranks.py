@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader
 from drivetrain.strategies import launch
 from loader_pictures import jpeg_beton

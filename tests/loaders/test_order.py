@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader
 from drivetrain.loaders.order import ORDERS, WINDOW, epoch_batches, rank_slice
 from hypothesis import HealthCheck, given, settings

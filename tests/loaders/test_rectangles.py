@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import Pipeline
-from drivetrain.errors import DataError, PlanError
+from drivetrain.common.errors import DataError, PlanError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.decode.augmentation import choose
 from drivetrain.loaders.decode.centers import central_crops
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.decode.policy_draws import NAMES, magnitudes
-from drivetrain.loaders.preprocess import Evaluation
-from drivetrain.loaders.settings import Settings
+from drivetrain.loaders.decode.preprocess import Evaluation
+from drivetrain.loaders.options import Settings
 from drivetrain.transforms import ProgressiveResizing
 from loader_pictures import jpeg_beton, picture, raw_beton, raw_pictures
 from PIL import Image

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
 from drivetrain.loaders.decode import decoder
 from drivetrain.loaders.native.library import library

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import DataError
-from drivetrain.errors import BetonError
+from drivetrain.common.errors import BetonError
+from drivetrain.common.storage.cache import Remote, local_copy
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.order import epoch_batches, mixed
-from drivetrain.loaders.remote.cache import Remote, local_copy
 from drivetrain.loaders.sources import expand, files_of
 from hypothesis import given, settings
 from hypothesis import strategies as st

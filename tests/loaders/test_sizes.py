@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError, DataError
+from drivetrain.common.machine import rank_free_memory
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
-from drivetrain.machine import rank_free_memory
 from loader_pictures import jpeg_beton, raw_beton, raw_pictures
 
 LOADERS = [FFCVLoader, TorchLoader]
@@ -104,7 +104,7 @@ def test_what_cannot_fit_is_refused_at_once(photos: Path) -> None:
 
 
 def test_an_image_that_cannot_be_decoded_for_its_size(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.machine.rank_free_memory", lambda: 72 * 96 * 3)
+    monkeypatch.setattr("drivetrain.common.machine.rank_free_memory", lambda: 72 * 96 * 3)
     with pytest.raises(BetonError, match=r"largest image of the file needs .* max_resolution"):
         make(FFCVLoader, photos, image_size=4)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import Pipeline
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
 from loader_pictures import jpeg_beton
 from torch import nn

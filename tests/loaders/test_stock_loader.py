@@ -17,8 +17,8 @@ import numba
 import numpy as np
 import pytest
 import torch
-from drivetrain import machine
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common import machine
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, convert, device, stock_loader
 from held import grown, settled
 from late_streams import LateStreams

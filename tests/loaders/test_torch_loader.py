@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from loader_pictures import jpeg_beton, raw_beton, raw_pictures
 from PIL import Image

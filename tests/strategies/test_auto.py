@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 from drivetrain import PlanError, strategies
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import Auto
 from drivetrain.strategies.auto import COMFORTABLE, free_bytes
 from drivetrain.transforms import GradientClipping, LayerFreezing

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import strategies
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import OptimizerState, launch
 from parity_jobs import NAMES
 from state_jobs import (

@@ -8,7 +8,7 @@ import fsdp_models as models
 import pytest
 import torch
 from drivetrain import strategies
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import FSDP, HSDP, FSDPCPUOffload, launch
 from fsdp_jobs import FAMILY, WRAPS, everything, gather_to_each_rank, on_meta, surgeries
 from parity_jobs import CASES, Case, same_run, train

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from drivetrain import Pipeline, strategies
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DDP, DP, Single
 from drivetrain.strategies.dp import DPEngine
 from drivetrain.strategies.options import Options

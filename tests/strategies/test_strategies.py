@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from drivetrain import strategies
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DDP, Single
 from strategy_jobs import BATCH_NORM, CASES, make_optimizer, train
 from torch import nn

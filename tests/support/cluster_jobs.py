@@ -16,10 +16,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from drivetrain import Callback, DrivetrainError, Pipeline, RunView
-from drivetrain.pipeline.cli import doctor_ranks
+from drivetrain.pipeline.apps.cli import doctor_ranks
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.preflight import preflight
-from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.strategies.launching.meeting import meet
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from drivetrain.pipeline.cli.app import main
+from drivetrain.pipeline.apps.cli.app import main
 from pipeline_data import CLASSES, Toy
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
@@ -23,7 +23,7 @@ SEVERAL = """
 import contextlib, io, json, sys
 commands, blocked = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(blocked))
-from drivetrain.pipeline.cli.app import main
+from drivetrain.pipeline.apps.cli.app import main
 ends = []
 for command in commands:
     sys.argv[:] = ["drivetrain", *command]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_methods import OFFLOAD, STAGES, attempt, methods, options_of, prepare
 from drivetrain import Pipeline, strategies
-from drivetrain.errors import DrivetrainError, StrategyError
+from drivetrain.common.errors import DrivetrainError, StrategyError
 from drivetrain.strategies import OptimizerState
 from drivetrain.strategies.common.memory import held_bytes
 from fsdp_jobs import on_meta, surgeries

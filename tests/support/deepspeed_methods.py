@@ -8,7 +8,7 @@ from typing import Any
 import fsdp_models as models
 import torch
 from drivetrain import strategies
-from drivetrain.errors import DrivetrainError
+from drivetrain.common.errors import DrivetrainError
 from drivetrain.transforms import EMA, SAM, SWA, GradientClipping, LayerFreezing
 from parity_jobs import Run, batch, evaluate, one_step
 from strategy_jobs import make_optimizer

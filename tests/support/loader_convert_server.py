@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from drivetrain.errors import DrivetrainError
+from drivetrain.common.errors import DrivetrainError
 from drivetrain.loaders import convert
 
 

@@ -21,7 +21,7 @@ import torch
 from drivetrain.loaders import convert
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.decode.decoder import Decoder
-from drivetrain.loaders.settings import Settings
+from drivetrain.loaders.options import Settings
 
 SIZE = 900, 1200
 BASELINE, RESTARTS, ARITHMETIC, PROGRESSIVE, ARITHMETIC_PROGRESSIVE, SEPARATE, MISSING = range(7)

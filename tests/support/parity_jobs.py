@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drivetrain import strategies
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import auto, plugins
 from drivetrain.strategies.common.memory import held_bytes
 from strategy_jobs import make_optimizer, norm_of, refusal

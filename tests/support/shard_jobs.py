@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from drivetrain.errors import PlanError
+from drivetrain.common.errors import PlanError
 from drivetrain.transforms import (
     EMA,
     SAM,

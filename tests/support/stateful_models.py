@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from drivetrain import DrivetrainError, Pipeline
-from drivetrain.model_state import unlisted_tensors
+from drivetrain.common.model_state import unlisted_tensors
 from drivetrain.pipeline import Checkpoints
 from pipeline_data import CLASSES
 from torch import nn

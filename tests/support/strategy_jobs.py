@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from drivetrain import strategies
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies.launching.group import join_group
 from drivetrain.transforms import NoWeightDecay
 from torch import nn

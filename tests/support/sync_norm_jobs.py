@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies import get
 from drivetrain.strategies.common.sync_batch_norm import sync_batch_norms

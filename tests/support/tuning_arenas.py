@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from drivetrain.pipeline.ledger.budget import OutOfTime
-from drivetrain.pipeline.spec.pipeline_spec import PipelineSpec
+from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
+from drivetrain.pipeline.measuring.budget import OutOfTime
 from drivetrain.pipeline.tuning.separate import Failed
 from drivetrain.transforms import ChannelsLast
 

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from drivetrain.errors import PlanError
+from drivetrain.common.errors import PlanError
 from drivetrain.transforms import EMA, SWA, Lookahead, Session
 from torch import nn
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drivetrain import Pipeline
-from drivetrain.errors import DataError, PlanError
-from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.common.errors import DataError, PlanError
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.training.build import training_loss
 from drivetrain.transforms import BatchContext, BinaryCrossEntropy, LabelSmoothing, MixUp, SelectiveBackprop
 from drivetrain.transforms.binary_cross_entropy import binary_cross_entropy

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchvision
 from blurpool_models import images, models, small_resnet, strided
-from drivetrain.errors import PlanError
+from drivetrain.common.errors import PlanError
 from drivetrain.transforms import BlurPool, NothingChanged
 from drivetrain.transforms.blurpool import BlurConv2d, BlurMaxPool2d
 from torch import nn

@@ -11,7 +11,7 @@ from typing import ClassVar, get_args
 import pytest
 import torch.nn.functional as F
 from drivetrain import transforms
-from drivetrain.errors import PlanError
+from drivetrain.common.errors import PlanError
 from drivetrain.transforms import (
     TRANSFORMS,
     AugMix,

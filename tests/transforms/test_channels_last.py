@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from drivetrain.errors import PlanError
+from drivetrain.common.errors import PlanError
 from drivetrain.transforms import BlurPool, ChannelsLast, NothingChanged
 from torch import nn
 

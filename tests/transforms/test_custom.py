@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from drivetrain import Pipeline, PlanError
-from drivetrain.errors import CheckpointError
+from drivetrain.common.errors import CheckpointError
 from drivetrain.pipeline import load_run
 from drivetrain.pipeline.checkpoints.fingerprint import rebuild_spec
 from drivetrain.transforms import LabelSmoothing, Transform, get, to_dict

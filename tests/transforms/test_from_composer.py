@@ -30,8 +30,8 @@ from drivetrain.pipeline import FitResult
 from drivetrain.pipeline.checkpoints.export import chosen, plain_names
 from drivetrain.strategies import launch
 from drivetrain.transforms import Transform, from_composer
-from drivetrain.transforms.composer_algorithms.known import KNOWN
-from drivetrain.transforms.composer_algorithms.session import PLACES
+from drivetrain.transforms.composer.known import KNOWN
+from drivetrain.transforms.composer.session import PLACES
 from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, numbers, plain_model, surroundings
 from places import ROOT
 from torch import nn

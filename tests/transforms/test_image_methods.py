@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drivetrain.errors import DataError, PlanError
+from drivetrain.common.errors import DataError, PlanError
 from drivetrain.transforms import BatchContext, ColOut, CutOut, ProgressiveResizing, Transform
 from drivetrain.transforms.cutout import inside
 

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from drivetrain.errors import DataError, PlanError
+from drivetrain.common.errors import DataError, PlanError
 from drivetrain.transforms import LabelSmoothing
 from drivetrain.transforms.label_smoothing import SmoothedLoss, smooth_targets
 from torch import nn

@@ -7,7 +7,7 @@ import copy
 import pytest
 import surgery_models as models
 import torch
-from drivetrain.errors import PlanError
+from drivetrain.common.errors import PlanError
 from drivetrain.transforms import LayerFreezing, SqueezeExcite
 from torch import nn
 

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from drivetrain.errors import PlanError
+from drivetrain.common.errors import PlanError
 from drivetrain.transforms import (
     EMA,
     SAM,

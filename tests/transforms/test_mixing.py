@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.transforms import BatchContext, CutMix, LabelSmoothing, MixUp, Transform
 from drivetrain.transforms.common.draws import draw_beta
 from drivetrain.transforms.cutmix import area, box_around

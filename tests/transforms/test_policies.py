@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import PlanError
-from drivetrain.loaders.policies import complete
+from drivetrain.loaders.decode.policies import complete
 from drivetrain.transforms import (
     AugMix,
     BlurPool,

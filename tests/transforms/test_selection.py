@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from drivetrain.errors import DataError, PlanError
+from drivetrain.common.errors import DataError, PlanError
 from drivetrain.transforms import BatchContext, LabelSmoothing, SelectiveBackprop, SeqLengthWarmup
 from drivetrain.transforms.selective_backprop import choose, unreduced
 from torch import nn

@@ -7,8 +7,8 @@ import copy
 import composer_reference
 import pytest
 import torch
-from drivetrain.pipeline.spec.config import OptimizerConfig
-from drivetrain.pipeline.spec.sgdw import SGDW
+from drivetrain.pipeline.describe.config import OptimizerConfig
+from drivetrain.pipeline.optim.sgdw import SGDW
 from drivetrain.pipeline.training.schedule import Schedule
 from drivetrain.transforms import NoWeightDecay
 from pipeline_data import Toy

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from drivetrain.errors import DataError, PlanError
-from drivetrain.model_state import buffers_kept
+from drivetrain.common.errors import DataError, PlanError
+from drivetrain.common.model_state import buffers_kept
 from drivetrain.transforms import SAM, GradientClipping, NoWeightDecay, TestTimeFlip
 from drivetrain.transforms.no_weight_decay import note_shape
 from torch import nn

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import surgery_models as models
 import torch
-from drivetrain.errors import PlanError
+from drivetrain.common.errors import PlanError
 from drivetrain.transforms import (
     TRANSFORMS,
     Factorize,

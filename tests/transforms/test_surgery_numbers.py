@@ -10,7 +10,7 @@ import surgery_models as models
 import timm
 import torch
 import torch.nn.functional as F
-from drivetrain.errors import DataError, PlanError
+from drivetrain.common.errors import DataError, PlanError
 from drivetrain.transforms import (
     ALiBi,
     BlurPool,

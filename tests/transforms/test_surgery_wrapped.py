@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import surgery_models as models
 import torch
-from drivetrain.errors import PlanError
+from drivetrain.common.errors import PlanError
 from drivetrain.transforms import Transform
 from surgery_cases import CASES, cases, made
 from torch import nn

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import PlanError
-from ...model_state import has_mean, unlisted_tensors
+from ...common.errors import PlanError
+from ...common.model_state import has_mean, unlisted_tensors
 from ..base import Session
 from .tensors import is_dtensor, locals_of
 

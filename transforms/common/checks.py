@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...checks import is_flag, is_number, is_whole
-from ...errors import PlanError
+from ...common.checks import is_flag, is_number, is_whole
+from ...common.errors import PlanError
 
 
 def check_bool(owner: object, field: str) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ...errors import DataError
-from ...transfer import to_device
+from ...common.errors import DataError
+from ...common.transfer import to_device
 
 
 def check_batch(owner: object, images: torch.Tensor, targets: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from torch import nn
 
-from ...errors import PlanError
+from ...common.errors import PlanError
 from ..base import Report, State, warn_nothing_changed
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ...table import Table
+from ...common.table import Table
 from ..base import CHANGES_MODEL, Transform
 
 HEADS = ("transform", "kind", "defaults", "renames", "compiles", "ddp", "fsdp", "deepspeed", "source")

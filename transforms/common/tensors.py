@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ...errors import PlanError
+from ...common.errors import PlanError
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[Any]:

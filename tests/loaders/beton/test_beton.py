@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drivetrain.errors import BetonError
+from drivetrain.common.errors import BetonError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.beton.layout import ALLOCATION, FIELD, HEADER, MIN_PAGE, Field, metadata_dtype
 from drivetrain.loaders.beton.manifest import SEAL_BYTES, manifest_path

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drivetrain.errors import BetonError
+from drivetrain.common.errors import BetonError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton, verify
 from drivetrain.loaders.beton import reader
 from drivetrain.loaders.beton.open_file import OpenFile
-from drivetrain.loaders.torch_dataset import BetonDataset
+from drivetrain.loaders.datasets.torch_dataset import BetonDataset
 from loader_pictures import jpeg_beton, raw_pictures, run_python
 
 TRUNCATE = """
 import os, sys
-from drivetrain.errors import BetonError
+from drivetrain.common.errors import BetonError
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
 
 def refused(function):

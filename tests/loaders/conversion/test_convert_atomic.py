@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drivetrain.errors import BetonError, DataError, DrivetrainError
+from drivetrain.common.errors import BetonError, DataError, DrivetrainError
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.encode import Encoding

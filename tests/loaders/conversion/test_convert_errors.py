@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import convert, open_beton, verify
 from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
 from PIL import Image

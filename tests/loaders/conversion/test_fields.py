@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import Beton, convert, inspect, open_beton, verify
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.writer import PAGE_SIZE

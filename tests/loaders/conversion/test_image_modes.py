@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
 from drivetrain.loaders.beton.layout import Field
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.beton.tables import image_field, label_field
-from drivetrain.pipeline.cli import main
+from drivetrain.pipeline.apps.cli import main
 from loader_pictures import jpeg_bytes, picture
 from loader_stock_arrays import COUNT, KINDS, pixels
 from numpy.typing import NDArray

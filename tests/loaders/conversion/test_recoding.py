@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import call
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.encode import Encoding, encode_image

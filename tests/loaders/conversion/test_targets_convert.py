@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import call
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.manifest import manifest_path

@@ -35,7 +35,7 @@ from cifar10_files import (
     package_files,
     snapshot,
 )
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders.datasets.cifar10 import CLASSES, META, fetch_cifar10, load_cifar10
 from drivetrain.loaders.datasets.names import cifar10
 from torchvision.datasets import CIFAR10

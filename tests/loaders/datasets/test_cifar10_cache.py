@@ -23,7 +23,7 @@ from cifar10_files import (
     FakeNpm,
     snapshot,
 )
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders.datasets.cifar10 import FILES, META, fetch_cifar10, load_cifar10
 from drivetrain.loaders.datasets.names import cifar10
 

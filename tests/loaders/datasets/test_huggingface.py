@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import convert, open_beton
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image

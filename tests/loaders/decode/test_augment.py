@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.decode.augmentation import choose
 from drivetrain.loaders.decode.draws import sample_keys
-from drivetrain.loaders.settings import Settings
+from drivetrain.loaders.options import Settings
 from loader_pictures import jpeg_beton, load, picture
 from native_pixels import load_pictures
 from PIL import Image, ImageEnhance

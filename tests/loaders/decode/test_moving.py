@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, convert, open_beton
 from drivetrain.loaders.decode import augmentation
 from drivetrain.loaders.decode.draws import sample_keys
-from drivetrain.loaders.settings import Settings
+from drivetrain.loaders.options import Settings
 from loader_pictures import jpeg_bytes, picture
 from numpy.typing import NDArray
 from PIL import Image

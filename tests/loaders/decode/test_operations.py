@@ -11,9 +11,9 @@ import numba as nb
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.loaders.ffcv_modules import ffcv_module
+from drivetrain.loaders.decode.ffcv_modules import ffcv_module
 from loader_pictures import raw_beton, raw_pictures, run_python
 
 ffcv_module("ffcv.transforms")  # importing it in any other way changes thread counts

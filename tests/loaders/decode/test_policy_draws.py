@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.loaders.decode.draws import sample_keys
+from drivetrain.loaders.decode.policies import POLICIES, torchvision_policy
 from drivetrain.loaders.decode.policy_draws import NAMES, draw
-from drivetrain.loaders.policies import POLICIES, torchvision_policy
 from numpy.typing import NDArray
 from PIL import Image
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.decode.draws import sample_keys
+from drivetrain.loaders.decode.policies import POLICIES
 from drivetrain.loaders.decode.policy_draws import NAMES, draw, magnitudes
-from drivetrain.loaders.policies import POLICIES
 from loader_pictures import jpeg_beton, load, picture
 from native_pixels import load_pictures
 from numpy.typing import NDArray

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import native_fuzz
 import pytest
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.loaders.conversion.encode import Encoding, encode_image
 from drivetrain.loaders.native import jpeg, transcode

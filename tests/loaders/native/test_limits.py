@@ -14,7 +14,7 @@ from time import monotonic, sleep
 
 import numpy as np
 import pytest
-from drivetrain.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, convert, open_beton, verify
 from drivetrain.loaders.conversion.encode import Encoding, encode_image
 from drivetrain.loaders.native import jpeg, transcode
@@ -126,7 +126,7 @@ def test_a_file_that_shrinks_while_it_is_opened_is_an_error(tmp_path: Path) -> N
     convert(pictures, tmp_path / "a.beton", progress=False)
     program = """
 import os, sys
-from drivetrain.errors import BetonError
+from drivetrain.common.errors import BetonError
 from drivetrain.loaders import open_beton
 from drivetrain.loaders.beton import reader
 path, inner = sys.argv[1], reader.read_metadata

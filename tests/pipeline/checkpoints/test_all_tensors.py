@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from drivetrain import CheckpointError, PlanError
-from drivetrain.model_state import BufferCopies, unlisted_tensors
+from drivetrain.common.model_state import BufferCopies, unlisted_tensors
 from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.checkpoints.content import CheckpointContent
 from drivetrain.pipeline.checkpoints.weights import load_model, open_tensors, save_weights

@@ -19,9 +19,9 @@ from drivetrain.pipeline.checkpoints.content import _digest
 from drivetrain.pipeline.checkpoints.format import Checkpoint
 from drivetrain.pipeline.checkpoints.resume import ResumePoint
 from drivetrain.pipeline.checkpoints.state import global_randomness_kept
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.run import Run
-from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry.state import EpochMeter
 from drivetrain.pipeline.training.build import build, fork_rng
 from drivetrain.transforms import EMA, SWA, GyroDropout

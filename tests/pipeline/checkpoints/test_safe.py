@@ -124,7 +124,7 @@ def test_the_package_never_unpickles_a_file() -> None:
         *ROOT.glob("*.py"),
         *(
             p
-            for stage in ("loaders", "pipeline", "strategies", "transforms")
+            for stage in ("common", "loaders", "pipeline", "strategies", "transforms")
             for p in (ROOT / stage).rglob("*.py")
         ),
     ]:

@@ -23,12 +23,12 @@ from command_line import call
 from drivetrain import LedgerError, PlanError
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline import Ledger, LedgerInterrupted
-from drivetrain.pipeline.cli.training import measure
-from drivetrain.pipeline.ledger import budget as ledger_budget
+from drivetrain.pipeline.apps.cli.training import measure
 from drivetrain.pipeline.ledger import measure as ledger_module
 from drivetrain.pipeline.ledger import runner as ledger_runner
-from drivetrain.pipeline.ledger.budget import Budget, OutOfTime, alarm, rounded_up, until
 from drivetrain.pipeline.ledger.data import MODEL, PLAIN
+from drivetrain.pipeline.measuring import budget as ledger_budget
+from drivetrain.pipeline.measuring.budget import Budget, OutOfTime, alarm, rounded_up, until
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from places import SUPPORT
@@ -275,7 +275,7 @@ def test_the_bar_has_the_share_of_the_time_that_is_used(
 ) -> None:
     Budget(10.0, time.perf_counter(), progress=True).close()
     assert capsys.readouterr().err == ""  # a log file, where each redrawing would be another line
-    monkeypatch.setattr("drivetrain.terminal.is_interactive", lambda: True)
+    monkeypatch.setattr("drivetrain.common.terminal.is_interactive", lambda: True)
     budget = Budget(10.0, time.perf_counter() - 4.0, progress=True)
     budget.show("round 3, + bf16")
     budget.close()

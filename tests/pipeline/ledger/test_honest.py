@@ -20,6 +20,9 @@ import pytest
 import torch
 from command_line import call
 from drivetrain import Classification, Pipeline, PlanError
+from drivetrain.pipeline.describe.config import DistributedConfig
+from drivetrain.pipeline.describe.cuda_settings import uses_gpu
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger import runner as ledger_runner
 from drivetrain.pipeline.ledger import trials as ledger_trials
 from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
@@ -44,9 +47,6 @@ from drivetrain.pipeline.ledger.record import Record
 from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_variant, largest, resident_peak
 from drivetrain.pipeline.ledger.trials import mean_trial, run_trial
 from drivetrain.pipeline.ledger.variants import Variant, possible, variants
-from drivetrain.pipeline.spec.config import DistributedConfig
-from drivetrain.pipeline.spec.cuda_settings import uses_gpu
-from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single

@@ -33,7 +33,7 @@ from drivetrain.pipeline.ledger.data import (
     without,
 )
 from drivetrain.pipeline.ledger.record import same_samples
-from drivetrain.pipeline.ledger.statistics import ratio, ratio_of_means, t_quantile
+from drivetrain.pipeline.measuring.statistics import ratio, ratio_of_means, t_quantile
 
 WHOLE = in_turn("FFCV loader")
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
 from drivetrain.loaders import TorchLoader
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.data import (
     EXTRAS,
     LOADER,
@@ -34,7 +35,6 @@ from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_vari
 from drivetrain.pipeline.ledger.schedule import phases
 from drivetrain.pipeline.ledger.trials import run_trial
 from drivetrain.pipeline.ledger.variants import Variant, alone_and_without, stages, variants
-from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.telemetry import progress
 from drivetrain.pipeline.telemetry.loggers import CSVLogger
 from drivetrain.pipeline.telemetry.progress import Progress

@@ -15,10 +15,10 @@ import pytest
 import torch
 from drivetrain import Classification, DrivetrainError, EarlyStopping, Pipeline, PlanError, Profile
 from drivetrain.loaders import convert
-from drivetrain.loaders.preprocess import Evaluation
-from drivetrain.loaders.settings import Settings
-from drivetrain.pipeline.spec.config import DistributedConfig
-from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.loaders.decode.preprocess import Evaluation
+from drivetrain.loaders.options import Settings
+from drivetrain.pipeline.describe.config import DistributedConfig
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.transforms import (
     EMA,
     SAM,

@@ -15,8 +15,8 @@ import recipe_factories
 import torch
 import torchvision
 from drivetrain import RECIPES, Pipeline, RecipeError, strategies
-from drivetrain.pipeline.spec.plan import Plan
-from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.describe.plan import Plan
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.transforms import EMA, BlurPool, LabelSmoothing, RandAugment
 from pipeline_data import plain_model

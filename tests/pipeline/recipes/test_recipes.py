@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import RECIPES, Pipeline, PlanError, RecipeError
+from drivetrain.pipeline.describe.plan import Plan
+from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.describe.rules import check_epochs
 from drivetrain.pipeline.recipes.presets import DEFAULTS, KEYS, complete, parse_overrides
 from drivetrain.pipeline.recipes.table import PROSE, recipe_table, recipes_table
-from drivetrain.pipeline.spec.plan import Plan
-from drivetrain.pipeline.spec.resolve import resolve
-from drivetrain.pipeline.spec.rules import check_epochs
 from drivetrain.pipeline.training.build import build_model
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing, ProgressiveResizing
 from pipeline_data import CLASSES, SIDE, Toy

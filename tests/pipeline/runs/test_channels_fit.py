@@ -13,8 +13,8 @@ from command_line import call
 from drivetrain import DataError, Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.pipeline import FitResult, export, load_run
-from drivetrain.pipeline.exports.card import CARD
-from drivetrain.pipeline.spec.inputs import Inputs
+from drivetrain.pipeline.apps.exports.card import CARD
+from drivetrain.pipeline.describe.inputs import Inputs
 from numpy.typing import NDArray
 from PIL import Image
 from pipeline_data import toy_arrays

@@ -12,9 +12,9 @@ import torch
 from drivetrain import Pipeline
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.pipeline import FitResult, export, load_run
-from drivetrain.pipeline.exports.card import CARD
+from drivetrain.pipeline.apps.exports.card import CARD
+from drivetrain.pipeline.describe.inputs import Inputs
 from drivetrain.pipeline.recipes.files import read_recipe
-from drivetrain.pipeline.spec.inputs import Inputs
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 from safetensors import safe_open

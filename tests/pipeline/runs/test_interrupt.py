@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+from drivetrain.common.signals import interrupts_held
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline import Ledger, LedgerInterrupted, TrainingInterrupted
-from drivetrain.signals import interrupts_held
 from PIL import Image
 from pipeline_data import BATCH, CLASSES, RUN_FILES, SIDE, TRAIN, Sleepy, Toy, evaluated, left_in, plain_model
 from places import SUPPORT

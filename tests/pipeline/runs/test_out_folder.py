@@ -10,8 +10,8 @@ import pytest
 import torch
 from drivetrain import CheckpointError, DataError, DrivetrainError
 from drivetrain.pipeline import Checkpoints, TrainingInterrupted
+from drivetrain.pipeline.apps.cli.training import what_is_left
 from drivetrain.pipeline.checkpoints.weights import save_weights
-from drivetrain.pipeline.cli.training import what_is_left
 from drivetrain.pipeline.runs.folder import draw_curves, read_history
 from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, numbers, plain_model
 from safetensors.torch import load_file
@@ -72,7 +72,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(toy: Toy, tmp_path: Path, name
         inside.write_text("mine")
     with pytest.raises(DrivetrainError, match=name.replace(".", r"\.")) as caught:
         toy.pipeline(lambda: Sleepy(0)).fit(epochs=1, out=tmp_path, progress=False, logger="csv")
-    assert type(caught.value).__module__ == "drivetrain.errors"
+    assert type(caught.value).__module__ == "drivetrain.common.errors"
     assert (tmp_path / name if name == "checkpoints" else inside).read_text() == "mine"
     assert not (tmp_path / "history.json").is_file()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from command_line import call
 from drivetrain import DataError, DrivetrainError, MultiLabel, Pipeline, Regression
-from drivetrain.errors import CheckpointError
+from drivetrain.common.errors import CheckpointError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.pipeline import FitResult, load_run
 from drivetrain.pipeline.recipes.files import read_recipe

@@ -23,7 +23,7 @@ import torch
 from cluster_jobs import Signals
 from command_line import call
 from drivetrain import Callback, CheckpointError, Checkpoints, Pipeline, PlanError, RunView, strategies
-from drivetrain.loaders.remote import source as sources
+from drivetrain.common.storage import addresses as sources
 from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
 from object_store import SECRET, Store, object_store
 from PIL import Image

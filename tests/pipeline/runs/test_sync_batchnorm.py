@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError, StrategyError
-from drivetrain.pipeline.spec.pipeline_spec import PipelineSpec
+from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
 from drivetrain.transforms import EMA, SAM, GhostBatchNorm, SelectiveBackprop
 from pipeline_data import BATCH, SIDE, Toy, batch_norm_model, numbers, plain_model
 from torch import nn

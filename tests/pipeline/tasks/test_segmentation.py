@@ -171,7 +171,7 @@ def test_what_cannot_work_is_refused(name: str, files: Files) -> None:
     make, message = REFUSED[name]
     with pytest.raises(Exception, match=message) as raised:
         make(files).fit(epochs=1, progress=False)
-    assert type(raised.value).__module__ == "drivetrain.errors"
+    assert type(raised.value).__module__ == "drivetrain.common.errors"
 
 
 def test_class_indices_without_names_are_looked_at(tmp_path: Path) -> None:

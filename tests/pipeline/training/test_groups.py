@@ -9,10 +9,10 @@ import pytest
 import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.pipeline import layerwise_decay
-from drivetrain.pipeline.spec.config import OptimizerConfig
-from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.describe.config import OptimizerConfig
+from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.optim.groups import GroupedFactory
 from drivetrain.pipeline.training.build import build, build_model
-from drivetrain.pipeline.training.groups import GroupedFactory
 from drivetrain.strategies import launch
 from drivetrain.transforms import NoWeightDecay, SqueezeExcite
 from pipeline_data import Toy, batch_norm_model, numbers, plain_model

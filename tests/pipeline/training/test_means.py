@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import Classification, Task, strategies
-from drivetrain.errors import DataError, PlanError
+from drivetrain.common.errors import DataError, PlanError
 from drivetrain.pipeline.tasks.means import mean_of
 from drivetrain.pipeline.training.loop import evaluate, train_epoch
 from drivetrain.pipeline.training.step_loss import StepLoss

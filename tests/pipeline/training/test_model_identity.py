@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import CheckpointError, PlanError
-from drivetrain.model_state import train_mode
+from drivetrain.common.model_state import train_mode
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.preflight import _model
-from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.pipeline.training import model_identity as model_identity_module
 from drivetrain.pipeline.training.model_identity import difference, model_identity
 from pipeline_data import CLASSES, Toy, batch_norm_model

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError, RecipeError, StrategyError
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.variants import variants
-from drivetrain.pipeline.spec.resolve import resolve
 from drivetrain.transforms import GyroDropout
 from pipeline_data import CLASSES, Toy
 from torch import nn

@@ -15,10 +15,10 @@ import torch
 import yaml
 from command_line import call, toy_values
 from drivetrain import Pipeline, PlanError
-from drivetrain.errors import DrivetrainError, LedgerError
+from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
-from drivetrain.pipeline.ledger.budget import OutOfTime
-from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.measuring.budget import OutOfTime
 from drivetrain.pipeline.tuning.arena import Trials
 from drivetrain.pipeline.tuning.candidates import fitting
 from drivetrain.pipeline.tuning.communication import collective_seconds

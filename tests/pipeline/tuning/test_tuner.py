@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from drivetrain import Pipeline, PlanError
-from drivetrain.machine import KEEPS_MEMORY
-from drivetrain.pipeline.ledger.budget import OutOfTime
-from drivetrain.pipeline.spec.pipeline_spec import PipelineSpec
-from drivetrain.pipeline.spec.resolve import resolve
+from drivetrain.common.machine import KEEPS_MEMORY
+from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
+from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.measuring.budget import OutOfTime
 from drivetrain.pipeline.tuning.candidates import ALLOW, allowed, candidates, fitting
 from drivetrain.pipeline.tuning.result import Tuned, read_trials
 from drivetrain.pipeline.tuning.sequential import LOOKS, MARGIN, judge, judge_accuracy

@@ -11,7 +11,7 @@ import torch
 from deepspeed_jobs import FEW, MOVED, MOVES, every_case, everything, moved
 from deepspeed_methods import OFFLOAD, STAGES, averaged
 from drivetrain import Pipeline
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DeepSpeed, launch
 from drivetrain.strategies.deepspeed.backend import _deferred
 from drivetrain.transforms import (

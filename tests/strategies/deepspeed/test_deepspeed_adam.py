@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed_adam_jobs import ADAMS, trained
 from deepspeed_jobs import FEW, MOVED, moved
 from deepspeed_methods import OFFLOAD
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import launch
 from drivetrain.strategies.deepspeed import adam as deepspeed_adam
 from drivetrain.strategies.deepspeed import build as deepspeed_build

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from deepspeed_methods import OFFLOAD, STAGES
 from drivetrain import strategies
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DeepSpeed
 from drivetrain.strategies.deepspeed.config import choose_zero, make_config, read_config
 from drivetrain.strategies.options import Options

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import launch
 from drivetrain.strategies.launching.group import is_main_process, is_rank
 from strategy_jobs import fail_on_rank_1, join_with_a_slow_rank, surroundings, wait_for_ever

@@ -20,7 +20,7 @@ HEAD = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 import torch, torch.distributed as dist
-from drivetrain.errors import StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import launch
 
 def say(text):

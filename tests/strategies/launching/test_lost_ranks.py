@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from drivetrain.errors import DataError
+from drivetrain.common.errors import DataError
 from drivetrain.strategies import launch
 
 def train(how):

@@ -1,0 +1,1 @@
+"""How an option is declared, checked, printed, and written into recipes."""

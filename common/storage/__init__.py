@@ -1,0 +1,1 @@
+"""Files, locks, addresses, mirrors and caches."""

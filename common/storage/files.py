@@ -1,0 +1,211 @@
+"""Write files atomically: temporary file, fsync, rename. Digests and locks of files."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, BinaryIO, cast
+
+from ..errors import DrivetrainError
+
+_ROUND = 0.05  # seconds between two looks for a file
+
+
+def sync(path: Path) -> None:
+    """Flush the file, or the entries of the folder, to disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def appears(path: Path, seconds: float) -> bool:
+    """Return whether `path` exists, or another machine's process creates it within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (there := path.exists()) and time.monotonic() < deadline:
+        with suppress(OSError):
+            os.listdir(path.parent)  # noqa: PTH208  makes NFS look again
+        time.sleep(_ROUND)
+    return there
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a binary file that appears at `path` when the block ends, and not at all if the block fails.
+
+    Threads and processes may write the same path concurrently: the last one to finish wins.
+
+    Raises:
+        DrivetrainError: if the folder does not exist or is not writable, or the disk is full.
+    """
+    with atomic_files(path) as (file,):
+        yield file
+
+
+@contextmanager
+def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
+    """Open binary files that appear at `paths`, in that order, when the block ends, and not at all if the block fails.
+
+    All files are complete and on disk before the first rename. A lock serializes the renames of concurrent writers, so
+    their files are never mixed. Only a process killed between two renames leaves new files next to old ones: readers
+    must verify that the files belong together.
+
+    Args:
+        paths: in one folder. The last one names the set, in errors and for the lock.
+
+    Raises:
+        DrivetrainError: if the folder does not exist or is not writable, or the disk is full.
+    """
+    with ExitStack() as stack:
+        partials = []
+        for path in paths:
+            with _failure_names(path):
+                partials.append(stack.enter_context(_partial_file(path)))
+        with _failure_names(paths[-1]):
+            yield tuple(file for _, file in partials)
+        for path, (_, file) in zip(paths, partials, strict=True):
+            with _failure_names(path):
+                file.flush()
+                os.fsync(file.fileno())
+        if len(paths) > 1:
+            with _failure_names(paths[-1]):
+                stack.enter_context(_turn(paths[-1]))
+        for path, (temporary, _) in zip(paths, partials, strict=True):
+            with _failure_names(path):
+                temporary.replace(path)
+        with _failure_names(paths[-1]):
+            sync(paths[-1].parent)
+
+
+@contextmanager
+def _failure_names(path: Path) -> Iterator[None]:
+    """Convert an `OSError` in the block to a `DrivetrainError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DrivetrainError(f"{path} could not be written: {error.strerror or error}.") from error
+
+
+@contextmanager
+def _partial_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """Open a temporary file next to `path`, under a unique name; remove it at the end.
+
+    Its writer holds a lock on it, which the system releases when the process ends. An unlocked temporary file was
+    therefore left by a killed writer, and is removed here.
+    """
+    _remove_leftovers(path)
+    while True:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+        file = cast(BinaryIO, temporary.open("x+b"))
+        _lock(file)
+        if _is_at(file, temporary):
+            break
+        file.close()  # another writer removed it before it was locked
+    try:
+        yield temporary, file
+    finally:
+        with suppress(OSError):  # it was renamed
+            temporary.unlink()
+        with suppress(OSError):  # on success it is already flushed and synced; otherwise the disk may be full
+            file.close()
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of dead writers of `path`."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.\d+-[0-9a-f]{{8}}\.partial")
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        leftovers = [Path(entry.path) for entry in entries if name.fullmatch(entry.name) and entry.is_file()]
+        for leftover in leftovers:
+            with (
+                suppress(OSError),
+                leftover.open("r+b") as file,
+            ):  # it was renamed, or belongs to another user
+                if _lock(file, wait=False):
+                    leftover.unlink()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process, or thread, at a time into the block; `path` is a lock file, which stays.
+
+    Raises:
+        OSError: if it cannot be created, or the file system has no locks.
+    """
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Serialize the writers of `path` by a lock file, which exists only inside the block."""
+    place = _lock_file(path)
+    while True:
+        file = place.open("ab")
+        _lock(file)
+        if _is_at(file, place):
+            break
+        file.close()  # the previous writer has removed it
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # on file systems without locks, another writer may have removed it
+            place.unlink()
+        with suppress(OSError):  # explicitly: a process forked in the meantime would keep the lock
+            fcntl.flock(file, fcntl.LOCK_UN)
+        file.close()
+
+
+def wait_for_renames(path: Path) -> None:
+    """Wait until no writer of the set named by `path` (see `atomic_files`) is between two renames."""
+    with suppress(OSError), _lock_file(path).open("rb") as file:  # no file: no writer
+        _lock(file)
+
+
+@contextmanager
+def renames_held(path: Path) -> Iterator[None]:
+    """Inside the block, no writer of the set named by `path` (see `atomic_files`) renames.
+
+    Where no lock file can be created, as in a folder of somebody else, only the writer of this moment is waited for.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_turn(path))
+        except OSError:
+            wait_for_renames(path)
+        yield
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def _lock(file: IO[bytes], wait: bool = True) -> bool:
+    """Lock an open file. Return False if another process holds the lock, or the file system has none."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Return whether `path` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,323 @@
+"""The data sets of `TorchLoader`, and torchvision's transforms that match `FFCVLoader`'s in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.datasets import ImageFolder, VisionDataset
+from torchvision.transforms import v2
+
+from ...common.errors import DataError
+from ...common.storage.cache import Remote
+from ..beton.data_set import BetonFiles, open_files
+from ..beton.image_modes import RGB, mode_of
+from ..beton.open_file import Identity
+from ..beton.targets import NOT_COUNTED
+from ..conversion.sources import FolderSource
+from ..decode.centers import fitted
+from ..decode.moving import Masks
+from ..decode.pictures import decoded, rgb_of, to_rgb
+from ..decode.policies import torchvision_policy
+from ..decode.preprocess import Evaluation
+from ..options import Settings, fill_color, odd_size, too_small
+from ..sources import Files, Source, files_of
+
+
+class BetonDataset(VisionDataset):  # type: ignore[misc]
+    """`.beton` files as a regular torchvision data set: PIL decodes, `transform` does the rest.
+
+    Images are PIL's, of mode RGB or L, or arrays `(H, W)` or `(H, W, C)`: of four channels, because Pillow resizes
+    colours by their opacity, and of 16 bits, because it does not filter those.
+
+    Args:
+        source: the file or files, as `FFCVLoader`'s.
+        transform: from such an image to an element of a batch.
+        verify: whether to compare each sample with its CRC-32 in the manifest.
+        remote: as `open_files`'.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Any = None,
+        verify: bool = False,
+        remote: Remote = Remote(),  # noqa: B008
+    ) -> None:
+        super().__init__(str(files_of(source)), transform=transform)
+        self._source, self._remote = files_of(source), remote
+        self._beton: BetonFiles | None = None
+        self._identities: list[Identity] | None = None
+        self._verify = verify
+        self.classes = self.beton.classes
+
+    @cached_property
+    def masks(self) -> Masks | None:
+        """The labels, if they are masks."""
+        beton = self.beton
+        return Masks(beton, beton.label_name) if beton.label_name in beton.targets else None
+
+    @property
+    def beton(self) -> BetonFiles:
+        if self._beton is None:
+            opened = open_files(self._source, self._remote)
+            if self._identities is not None:
+                opened.require_identities(self._identities)
+            # Set last: a worker continues after an error, and must not read from a file that was rejected.
+            self._beton, self._identities = opened, opened.identities
+        return self._beton
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each worker process opens the file itself; it must be the same file.
+        return {name: value for name, value in self.__dict__.items() if name != "masks"} | {"_beton": None}
+
+    def __len__(self) -> int:
+        return len(self.beton)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        beton = self.beton
+        if self._verify or beton.remote:
+            beton.require_unchanged(index)
+        pillow = mode_of(beton.channels, beton.depth) in ("RGB", "L")
+        image = beton.image(index) if pillow else beton.pixels(index)
+        if self.masks is not None:
+            mask = tv_tensors.Mask(torch.from_numpy(self.masks(index).copy()))
+            image, mask = (image, mask) if self.transform is None else self.transform(image, mask)
+            return image, mask.as_subclass(torch.Tensor)
+        label = beton.read(beton.label_name, np.array([index]))[0]
+        label = label.item() if label.ndim == 0 else torch.from_numpy(label)
+        return (image if self.transform is None else self.transform(image)), label
+
+
+class PictureFolder(ImageFolder):  # type: ignore[misc]
+    """torchvision's ImageFolder with the classes and files that `convert` uses: no hidden ones."""
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        self._source = FolderSource(Path(directory))
+        return self._source.classes, {name: label for label, name in enumerate(self._source.classes)}
+
+    def make_dataset(self, *_: Any, **__: Any) -> list[tuple[str, int]]:
+        """Return `(path, label)` of each sample in the folder that `find_classes` was called with."""
+        source = self._source
+        del self._source  # otherwise each worker process would receive it
+        return source.listed()
+
+
+def open_picture(path: str) -> Any:
+    """Open an image file as `convert` does: upright, and in RGB.
+
+    Raises:
+        ValueError: with the reason, if it cannot be read.
+    """
+    try:
+        with decoded(Path(path).read_bytes()) as (image, _):
+            return to_rgb(image)[0]
+    except DataError as error:  # in which the loader does not look for the sample's name
+        raise ValueError(f"{path}: {error}") from error
+
+
+def open_dataset(source: Any, transform: Any, verify: bool, remote: Remote = Remote()) -> Any:  # noqa: B008  frozen
+    """Return an ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform.
+
+    Raises:
+        DataError, BetonError: for any other source.
+    """
+    if not isinstance(source, str | Path | Mapping | Files):
+        if not hasattr(source, "transform") or not hasattr(source, "__len__"):
+            raise DataError(
+                f"A {type(source).__name__} cannot be loaded. Pass a folder, a .beton file or a torchvision data set "
+                "(with `transform` and len())."
+            )
+        source.transform = transform
+        return source
+    if isinstance(source, str | Path) and Path(source).is_dir():
+        return PictureFolder(str(source), transform=transform, loader=open_picture)
+    return BetonDataset(source, transform, verify, remote)
+
+
+def make_transform(settings: Settings, depth: int = 8) -> Any:
+    """Return torchvision's equivalent of `FFCVLoader`'s processing in training, from an image of `BetonDataset` to a
+    tensor, or to views; in evaluation, what makes the same pixels. `depth`: bits of the images."""
+    if not settings.train:
+        return Evaluation(settings, depth)
+    if not settings.has_views:
+        return _transform(settings, depth)
+    groups = [Views(count, _transform(own, depth)) for count, own in settings.groups]
+    return groups[0] if isinstance(settings.views, int) else Each(groups)
+
+
+def _transform(settings: Settings, depth: int) -> Any:
+    """Return the transform of training from an image to one tensor."""
+    fill: tuple[float, ...] = fill_color(settings.mean, depth)
+    if depth == 16:  # tensors of floats from 0 to 1
+        fill = tuple(level / 0xFFFF for level in fill)
+    steps = [
+        OnImage(RGBImage() if (len(settings.mean), depth) == RGB else PixelsToTensor()),
+        *_crop(settings, fill),
+    ]
+    if depth == 16:
+        steps.append(OnImage(Clamp()))
+    if settings.flip is True:  # the loader, which knows the epoch, does alternating flips
+        steps.append(v2.RandomHorizontalFlip())
+    if any(settings.color_jitter):
+        steps.append(v2.ColorJitter(*settings.color_jitter))
+    if settings.policy is not None:
+        steps.append(torchvision_policy(settings.policy))
+    steps.append(v2.PILToTensor())
+    if settings.cutout:
+        steps.append(OnImage(CutOut(settings.cutout, fill)))
+    if settings.dtype != torch.uint8:
+        steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
+        steps.append(v2.ToDtype(settings.dtype))
+    return v2.Compose(steps)
+
+
+def _crop(settings: Settings, fill: tuple[float, ...]) -> list[Any]:
+    """Return the transforms that make the output's size in training."""
+    size, filter_ = settings.size, v2.InterpolationMode(settings.interpolation)
+    if filter_ == v2.InterpolationMode.NEAREST:  # of tensors, Pillow's; of Pillow's images the same
+        filter_ = v2.InterpolationMode.NEAREST_EXACT
+    if settings.crop == "whole":
+        return [v2.Resize(size, filter_)]
+    if settings.crop == "fit":
+        return [Fit(size, filter_, fill)]
+    if settings.crop == "resized":
+        return [v2.RandomResizedCrop(size, settings.scale, settings.ratio, filter_)]
+    if settings.crop == "random":
+        return [OnImage(AtLeast(size)), v2.RandomCrop(size)]
+    padding: dict[str, Any] = {"padding": settings.padding or None, "padding_mode": settings.padding_mode}
+    if settings.pads:
+        padding["fill"] = {"others": fill, tv_tensors.Mask: NOT_COUNTED}
+    return [OnImage(OfSize(size)), v2.RandomCrop(size, **padding)]
+
+
+class OnImage(torch.nn.Module):
+    """Apply a transform to the image; masks pass through."""
+
+    def __init__(self, transform: torch.nn.Module) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def forward(self, image: Any, *masks: Any) -> Any:
+        changed = self.transform(image)
+        return (changed, *masks) if masks else changed
+
+
+class RGBImage(torch.nn.Module):
+    """Make PIL images upright and RGB, as `convert` does. Others pass through."""
+
+    def forward(self, image: Any) -> Any:
+        return rgb_of(image) if isinstance(image, Image.Image) else image
+
+
+class PixelsToTensor(torch.nn.Module):
+    """Make tensors `(C, H, W)` of arrays: uint8, or of 16 bits float32 from 0 to 1. PIL images pass through."""
+
+    def forward(self, image: Any) -> Any:
+        if not isinstance(image, np.ndarray):
+            return image
+        planes = image[None] if image.ndim == 2 else np.moveaxis(image, -1, 0)
+        if image.dtype == np.uint8:
+            return torch.from_numpy(planes.copy())
+        return torch.from_numpy(planes.astype(np.float32)) / 0xFFFF
+
+
+class Clamp(torch.nn.Module):
+    """Cut values to 0–1, as those of bytes are: bicubic weights are partly negative."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image.clamp(0, 1)
+
+
+class Fit(torch.nn.Module):
+    """Scale full images, and their masks, to fit into this height and width, and pad them to it with the colour
+    `fill`, and with 255."""
+
+    def __init__(
+        self, size: tuple[int, int], interpolation: v2.InterpolationMode, fill: tuple[float, ...]
+    ) -> None:
+        super().__init__()
+        self.size, self.interpolation, self.fill = size, interpolation, fill
+
+    def forward(self, image: Any, *masks: Any) -> Any:
+        own_height, own_width = v2.functional.get_size(image)
+        (place,) = fitted(np.array([own_height]), np.array([own_width]), self.size)
+        top, left, height, width = map(int, place)
+        edges = [left, top, self.size[1] - left - width, self.size[0] - top - height]
+        resized = v2.functional.resize(image, [height, width], self.interpolation)
+        padded = v2.functional.pad(resized, edges, fill=list(self.fill))
+        if not masks:
+            return padded
+        nearest = v2.InterpolationMode.NEAREST
+        moved = (v2.functional.resize(mask, [height, width], nearest) for mask in masks)
+        return (padded, *(v2.functional.pad(mask, edges, fill=NOT_COUNTED) for mask in moved))
+
+
+class Views(torch.nn.Module):
+    """Make several tensors of an image, each with draws of its own, `(V, C, H, W)`."""
+
+    def __init__(self, count: int, transform: Any) -> None:
+        super().__init__()
+        self.count, self.transform = count, transform
+
+    def forward(self, image: Any) -> torch.Tensor:
+        return torch.stack([self.transform(image) for _ in range(self.count)])
+
+
+class Each(torch.nn.Module):
+    """Apply several transforms to an image; return a tuple of their results."""
+
+    def __init__(self, transforms: Sequence[Any]) -> None:
+        super().__init__()
+        self.transforms = tuple(transforms)
+
+    def forward(self, image: Any) -> tuple[Any, ...]:
+        return tuple(transform(image) for transform in self.transforms)
+
+
+class OfSize(torch.nn.Module):
+    """Pass images of this height and width through; raise `DataError` for any other."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, image: Any) -> Any:
+        height, width = v2.functional.get_size(image)
+        if (height, width) != self.size:
+            raise odd_size("one image", width, height, self.size)
+        return image
+
+
+class AtLeast(torch.nn.Module):
+    """Pass images of at least this height and width through; raise `DataError` for any other."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, image: Any) -> Any:
+        height, width = v2.functional.get_size(image)
+        if height < self.size[0] or width < self.size[1]:
+            raise too_small("one image", height, width, self.size)
+        return image
+
+
+class CutOut(torch.nn.Module):
+    """Fill a square inside an image `(C, H, W)` with the colour `fill`, as `FFCVLoader` does."""
+
+    def __init__(self, side: int, fill: Sequence[float]) -> None:
+        super().__init__()
+        self.side = side
+        self.fill = torch.tensor(fill).view(-1, 1, 1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        top, left = (int(torch.randint(size - self.side + 1, ())) for size in image.shape[1:])
+        image[:, top : top + self.side, left : left + self.side] = self.fill
+        return image

@@ -1,0 +1,34 @@
+"""FFCV's own Python modules, for its operations and its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+
+from ...common.errors import require
+
+
+@contextmanager
+def thread_counts_restored() -> Iterator[None]:
+    """Restore on exit the numbers of threads of torch and numba, which FFCV sets when it is imported or creates a
+    loader."""
+    numba = require("numba", "ffcv", "use FFCV's operations")
+    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torch_threads)
+        numba.set_num_threads(numba_threads)
+
+
+def ffcv_module(name: str) -> ModuleType:
+    """Import a module of FFCV, such as `ffcv.pipeline.state`, without its side effects.
+
+    Raises:
+        MissingExtra: if FFCV or numba is not installed.
+    """
+    with thread_counts_restored():
+        return require(name, "ffcv", "use FFCV's operations")

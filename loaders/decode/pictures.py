@@ -1,0 +1,145 @@
+"""Pictures in any form, as upright pixels: what `convert` stores, and what evaluation and prediction see."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from ...common.errors import DataError
+from ..beton.image_modes import image_pixels, is_wide
+from ..native import transcode
+
+JPEG_FORMATS = ("JPEG", "MPO")
+"""MPO is a JPEG followed by further pictures (depth, a second view), which decoders ignore."""
+
+LONGEST = 0xFFFF
+"""The longest side of a picture, in pixels: the format's limit."""
+
+_ORIENTATION = 0x0112
+_TURNS: dict[Any, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""Maps EXIF's orientation to the operation that undoes it; 1 is upright."""
+
+
+class UnreadableError(DataError):
+    """An image file that cannot be read."""
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Raise what an unusable image file makes Pillow raise in the block as UnreadableError, with the reason."""
+    try:
+        yield
+    except UnidentifiedImageError:
+        raise UnreadableError("it is not an image that Pillow can read") from None
+    except DataError:
+        raise
+    except Exception as error:  # damaged files make Pillow's readers raise many types
+        raise UnreadableError(f"it cannot be decoded: {error}") from error
+
+
+def turn_of(image: Image.Image) -> Image.Transpose | None:
+    """Return the operation that makes the image upright by its EXIF data; None if it is upright or if unknown.
+
+    If the EXIF data is damaged or has an invalid orientation, viewers show the picture as stored.
+    """
+    try:
+        return _TURNS.get(image.getexif().get(_ORIENTATION))
+    except Exception:  # damaged data makes Pillow's reader raise many types
+        return None
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Return the image upright by its EXIF data, which a turned one no longer has."""
+    turn = turn_of(image)
+    if turn is None:
+        return image
+    turned = image.transpose(turn)
+    turned.info = {}
+    return turned
+
+
+def to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
+    """Return an upright RGB copy of a decoded image, and what was done to it."""
+    turned = upright(image)
+    treatment = "stored" if turned is image else "rotated upright (EXIF)"
+    if turned.mode == "RGB":
+        return turned, treatment
+    if turned.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion would clip at 255
+        levels = np.asarray(turned).astype(np.int64) >> 8
+        if levels.min() < 0 or levels.max() > 255:
+            raise DataError(f"its pixels (mode {turned.mode}) are not in 0 to 65535")
+        return Image.fromarray(levels.astype(np.uint8)).convert("RGB"), "converted from 16 bits"
+    return turned.convert("RGB"), f"converted from {turned.mode}"
+
+
+@contextmanager
+def decoded(picture: bytes) -> Iterator[tuple[Image.Image, bool]]:
+    """Decode an image file, also an arithmetic JPEG; yield the image, and whether its file has more than 8 bits.
+
+    Raises:
+        DataError: if it cannot be read, also in the block, with the reason.
+    """
+    with reading():
+        with Image.open(io.BytesIO(picture)) as opened:
+            wide, exif = is_wide(opened), opened.info.get("exif")
+            data = transcode.huffman_coded(picture) if opened.format in JPEG_FORMATS else picture
+            if data is picture:
+                opened.load()
+                yield opened, wide
+                return
+        with Image.open(io.BytesIO(data)) as opened:
+            opened.load()
+            if exif is not None:  # which the recoded file lacks: it may turn the picture
+                opened.info["exif"] = exif
+            yield opened, wide
+
+
+def rgb_of(image: Image.Image) -> Image.Image:
+    """Return an upright RGB image; at once if it is one, and has no data beside its pixels."""
+    if image.mode == "RGB" and not image.info and type(image) is Image.Image:
+        return image
+    return to_rgb(image)[0]
+
+
+def pixels_of(picture: Any, mode: str) -> tuple[NDArray[Any], str]:
+    """Return a picture's pixels, upright, `(H, W)` or `(H, W, C)`, and what was done to it.
+
+    Args:
+        picture: the bytes of an image file, a PIL image, or an array or tensor as `image_pixels` takes them.
+        mode: a key of `MODES`. RGB is made of any image, of 16 bits its upper 8; otherwise as `image_pixels`.
+
+    Raises:
+        DataError: if it cannot be read, or is not such an image, with the reason.
+    """
+    if isinstance(picture, bytes):
+        with decoded(picture) as (image, wide):
+            return _pixels(image, mode, wide)
+    if isinstance(picture, Image.Image):
+        with reading():
+            wide = is_wide(picture)
+            picture.load()
+            return _pixels(picture, mode, wide)
+    return image_pixels(picture, mode)
+
+
+def _pixels(image: Image.Image, mode: str, wide: bool) -> tuple[NDArray[Any], str]:
+    if mode == "RGB":
+        picture, treatment = to_rgb(image)
+        return np.asarray(picture), treatment
+    turned = upright(image)
+    pixels, treatment = image_pixels(turned, mode, wide)
+    return pixels, "rotated upright (EXIF)" if turned is not image and treatment == "stored" else treatment

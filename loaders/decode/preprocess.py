@@ -1,0 +1,154 @@
+"""The image of evaluation, of a picture in memory: what `FFCVLoader` makes of it as a sample, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import deque
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from ...common.errors import DataError
+from ..beton.image_modes import mode_of
+from ..beton.layout import MODE_JPEG, MODE_RAW
+from ..image_size import size_text
+from ..native import library, transcode
+from ..options import Settings
+from .augmentation import choose
+from .decoder import Group, Workspace
+from .moving import Motion, motions
+from .pictures import JPEG_FORMATS, LONGEST, UnreadableError, pixels_of, reading, turn_of
+
+
+class Evaluation:
+    """Make the image that `FFCVLoader` evaluates, of a picture.
+
+    `FitResult.predict`, exports and `TorchLoader` use it, so all evaluate the same pixels: `central_crops` or `fitted`
+    says which part of the picture, and the native core decodes, resizes and normalizes it. Pickles; thread-safe.
+
+    Args:
+        settings: of a loader; those of evaluation count.
+        depth: bits of each value, 8 or 16. The number of channels is that of `settings.mean`.
+
+    Example::
+
+        >>> make = Evaluation(Settings(batch_size=1, image_size=32))
+        >>> make(np.zeros((90, 60, 3), np.uint8)).shape
+        torch.Size([3, 32, 32])
+    """
+
+    def __init__(self, settings: Settings, depth: int = 8) -> None:
+        self.settings, self.depth = dataclasses.replace(settings, train=False), depth
+        self._free: deque[Workspace] = deque()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.settings, self.depth)
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return len(self.settings.mean)
+
+    def __call__(self, picture: Any, *masks: torch.Tensor) -> Any:
+        """Return the image `(C, H, W)` in the settings' dtype; with masks `(h, w)` of the picture, also those, moved.
+
+        Args:
+            picture: path or bytes of an image file, which is made upright by its EXIF data; a PIL image; or an array or
+                tensor `(h, w)`, `(h, w, c)` or `(c, h, w)` of uint8 (of uint16 for 16 bits). Images of 8 bits are
+                converted to the channels. With `interpolation="area"`, pixels of JPEGs equal the loader's only if the
+                file is given: FFCV's decoder is another one than Pillow's.
+
+        Raises:
+            DataError: if it cannot be read, or is not such an image.
+        """
+        if not isinstance(picture, str | Path | bytes | Image.Image | np.ndarray | torch.Tensor):
+            raise DataError(
+                "The preprocessing takes the path or the bytes of an image file, a PIL image, or an array, not a "
+                f"{type(picture).__name__}."
+            )
+        name = str(picture) if isinstance(picture, str | Path) else "An image"
+        try:
+            if isinstance(picture, str | Path):
+                picture = Path(picture).read_bytes()
+            image, size = self._image(picture)
+        except (OSError, UnreadableError) as error:
+            raise DataError(f"{name} cannot be read as an image: {error}.") from error
+        except DataError as error:
+            raise DataError(f"{name} does not suit the model: {error}.") from None
+        if not masks:
+            return image
+        motion = self._motion(*size)
+        return image, *(torch.from_numpy(motion.mask(mask.numpy()).copy()) for mask in masks)
+
+    def _image(self, picture: Any) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Return the image, and the picture's height and width."""
+        if isinstance(picture, bytes) and (size := self._size_of_jpeg(picture)) is not None:
+            image = self._load(MODE_JPEG, size, np.frombuffer(picture, np.uint8))
+            if image is not None:  # otherwise it is damaged, but Pillow may read it, as `convert` does
+                return image, size
+        pixels, _ = pixels_of(picture, mode_of(self.channels, self.depth))
+        height, width = pixels.shape[:2]
+        if max(height, width) > LONGEST:
+            raise DataError(f"its longest side is {max(height, width)} pixels; the limit is {LONGEST}")
+        image = self._load(MODE_RAW, (height, width), np.ascontiguousarray(pixels))
+        if image is None:
+            raise MemoryError(f"There is no memory for an image of {height} × {width} pixels.")
+        return image, (height, width)
+
+    def _size_of_jpeg(self, data: bytes) -> tuple[int, int] | None:
+        """Return height and width of a JPEG that `convert` copies; None for anything else."""
+        if (self.channels, self.depth) != (3, 8) or transcode.frame_type(
+            data
+        ) not in transcode.DECODED_FRAMES:
+            return None
+        with reading(), Image.open(io.BytesIO(data)) as image:
+            if image.format not in JPEG_FORMATS or image.mode != "RGB" or turn_of(image) is not None:
+                return None
+            return image.height, image.width
+
+    def _load(self, mode: int, size: tuple[int, int], stored: NDArray[Any]) -> torch.Tensor | None:
+        """Return the image of a stored picture; None if it cannot be decoded."""
+        images = torch.empty(1, 1, *self.settings.size, self.channels, dtype=self.settings.dtype)
+        sizes = np.array(size[:1]), np.array(size[1:])
+        none = np.zeros(1, np.int64)
+        draw = self._group.draw(none.astype(np.uint64), none, 0, sizes, images)
+        part = self._group.part(draw, slice(0, 1), images)
+        columns: tuple[NDArray[Any], ...] = (
+            np.full(1, -1, np.int32), np.full(1, mode, np.int32), sizes[1].astype(np.uint16),
+            sizes[0].astype(np.uint16), none.astype(np.uint64), np.full(1, stored.nbytes, np.uint64),
+        )  # fmt: skip
+        samples = library.Samples(*map(library.address, columns), self.channels, self.depth // 8)
+        try:
+            workspace = self._free.pop()
+        except IndexError:
+            workspace = Workspace()
+        try:
+            status = library.library().dt_load_picture(
+                workspace.address, samples, library.address(stored), part.views(),
+                library.Limits(None, library.MOST_MEMORY),
+            )  # fmt: skip
+        finally:
+            self._free.append(workspace)
+        return images[0, 0].permute(2, 0, 1).contiguous() if status == library.OK else None
+
+    @cached_property
+    def _group(self) -> Group:
+        return Group(self.settings, 0, 1, (), (self.channels, self.depth))
+
+    def _motion(self, height: int, width: int) -> Motion:
+        """Return what becomes of the pixels of a picture."""
+        choices = choose(self.settings, np.zeros(1, np.uint64), np.array([height]), np.array([width]))
+        return next(motions(self.settings, choices, slice(0, 1)))
+
+    def __repr__(self) -> str:
+        own = self.settings
+        crop = f"ratio={own.eval_ratio:g}" if own.eval_crop == "center" else f"eval_crop={own.eval_crop!r}"
+        return (
+            f"{type(self).__name__}({size_text(own.image_size)}, {crop}, interpolation={own.interpolation!r})"
+        )

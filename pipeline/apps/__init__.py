@@ -1,0 +1,1 @@
+"""The ways out of a pipeline: the command line, exported models, Lightning, and job files of schedulers."""

@@ -1,0 +1,445 @@
+"""The training commands: `drivetrain train | export | ledger | tune`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from ....common.errors import CheckpointError, LedgerError, MissingExtra, PlanError
+from ....common.storage.addresses import is_address
+from .parser import Place, Quiet
+
+if TYPE_CHECKING:
+    from ...ledger.ledger import Ledger
+    from ...pipeline import Pipeline
+    from ...runs.result import TrainingInterrupted
+
+RECIPE = "Name of a recipe (see: drivetrain recipes), or a .yaml or .json file."
+SECONDS = "Time budget of the ledger, in seconds: building, warm-up and all rounds."
+Overrides = Annotated[
+    Sequence[str],
+    "Values of the recipe to replace, e.g. epochs=36 batch_size=512 optimizer.lr=0.5. Valid JSON is parsed as JSON; "
+    "anything else is text. List the keys with: drivetrain recipes --keys.",
+    "KEY=VALUE",
+    "keys",
+]
+Train = Annotated[
+    str | None, "Training data: a .beton file, or a name such as cifar10:train.", "DATA", "files"
+]
+Val = Annotated[str | None, "Validation data, likewise.", "DATA", "files"]
+Out = Annotated[
+    Place | None,
+    "Folder for the results, created if missing; or an address, such as s3://bucket/run.",
+    "FOLDER",
+]
+
+
+def train(
+    recipe: Annotated[str, RECIPE, None, "recipes"],
+    overrides: Overrides = (),
+    *,
+    train: Train = None,
+    val: Val = None,
+    out: Out = None,
+    init_from: Annotated[
+        Place | None,
+        "Begin with these weights: the folder of a run or of a checkpoint, or a .safetensors file.",
+        "RUN_OR_FILE",
+    ] = None,
+    resume: Annotated[bool, "Resume from the newest checkpoint in --out, if there is one."] = False,
+    every_steps: Annotated[
+        int | None, "Save a checkpoint after every N steps, too, not only after each epoch.", "N"
+    ] = None,
+    every_minutes: Annotated[
+        float | None, "Save a checkpoint N minutes after the last one, too.", "N"
+    ] = None,
+    logger: Annotated[
+        Sequence[str],
+        "Log the metrics of steps and epochs to --out: csv or tensorboard. May be repeated.",
+        None,
+        ("csv", "tensorboard"),
+    ] = (),
+    tune: Annotated[
+        float | None,
+        "Tune for N seconds first, and train the tuned pipeline; with --out, write tuned.json and tuned.yaml there.",
+        "N",
+    ] = None,
+    ledger: Annotated[bool, "Measure the ledger after training."] = False,
+    ledger_seconds: Annotated[float, SECONDS, "SECONDS"] = 90,
+    quiet: Quiet = False,
+    verbose: Annotated[bool, "Print the names of all modules that the transforms changed."] = False,
+) -> None:
+    """Train a recipe and print the result.
+
+    With --out, plan.txt and recipe.yaml are written first; history.json, model.safetensors and a checkpoint
+    after every epoch; curves.png at the end; with --ledger, also ledger.json and ledger.png. Ctrl-C, and SIGTERM and
+    SIGUSR1, which schedulers send before they end a job, save a checkpoint after the current step, and end with the
+    exit status 130 or 75. --resume continues from it. A second Ctrl-C stops at once; the finished epochs are kept.
+
+    Paths in a recipe file are relative to the working directory, not to the file; a custom model
+    (model: module:factory) is imported from the working directory or the file's folder. On several devices:
+
+      torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto
+    """
+    changes = _checked(recipe, overrides, train, val)
+    from ....strategies.launching.group import is_main_process
+    from ...checkpoints.directory import Checkpoints
+    from ...pipeline import Pipeline
+    from ...recipes.importing import modules_of
+    from ...runs.config import FitConfig
+    from ...runs.fit import fit
+    from ...telemetry.history import shown
+
+    if ledger:
+        from ...ledger.measure import check_asked
+
+        check_asked(ledger_seconds)  # before training, not after it
+    if out is None and (every_steps is not None or every_minutes is not None):
+        raise PlanError(
+            "--every-steps and --every-minutes save checkpoints, which need a folder. Pass --out, too."
+        )
+    with modules_of(recipe):
+        pipeline = Pipeline.from_recipe(recipe, **changes)
+        if tune is not None:
+            if is_address(out):
+                raise PlanError("--tune writes its files to a local folder. Pass --out as a folder.")
+            pipeline = _tuned(pipeline, tune, None if out is None else Path(out), quiet)
+        with _end_reported(out, quiet):
+            config = FitConfig(
+                out=out, init_from=init_from, resume=resume, logger=list(logger) or None, progress=not quiet,
+                checkpoints=Checkpoints(every_steps=every_steps, every_minutes=every_minutes),
+                stop_on=("SIGTERM", "SIGUSR1"),
+            )  # fmt: skip
+            result = fit(pipeline, config, show_plan=not quiet)
+        if not is_main_process():  # under torchrun every rank runs this; only one prints
+            return
+        for report in () if quiet else result.reports:
+            print(report.text(verbose=verbose))
+        if result.metrics:
+            epochs = len(result.history.epochs)
+            print(
+                f"{', '.join(shown(result.metrics, result.history.units))} after {epochs} epoch{'s' * (epochs != 1)}"
+            )
+        if ledger:
+            measure(pipeline, ledger_seconds, out, quiet)
+        if out is not None and not quiet:
+            print(f"{out}: " + ", ".join(_files_in(out)))
+
+
+def _tuned(
+    pipeline: Pipeline,
+    seconds: float,
+    out: Path | None,
+    quiet: bool,
+    allow: Sequence[str] = (),
+    epochs: int = 1,
+) -> Pipeline:
+    """Tune, write and print the result, and return the tuned pipeline; after Ctrl-C, print the results so far."""
+    from ...runs.fit import make_folder
+    from ...tuning.result import TuneInterrupted
+
+    if out is not None:
+        make_folder(out)
+    try:
+        tuned = pipeline.tune(
+            seconds=seconds, allow=allow, epochs=epochs, progress=not quiet,
+            out=None if out is None else out / "tuned.json",
+        )  # fmt: skip
+    except TuneInterrupted as interrupt:
+        print(interrupt.tuned)
+        if out is not None:
+            interrupt.add_note("Run the same command again to continue from its trials.")
+        raise
+    if not quiet:
+        print(tuned)
+    if out is not None:
+        tuned.save(out / "tuned.yaml")
+        with suppress(MissingExtra):
+            tuned.save(out / "tuned.png")
+    return cast("Pipeline", tuned.pipeline)
+
+
+def tune(
+    recipe: Annotated[str, RECIPE, None, "recipes"],
+    overrides: Overrides = (),
+    *,
+    train: Train = None,
+    val: Val = None,
+    out: Annotated[
+        Path | None,
+        "Folder for tuned.yaml (the recipe), tuned.json (all trials) and tuned.png, created if missing.",
+        "FOLDER",
+    ] = None,
+    seconds: Annotated[float, "Time budget, in seconds, for everything.", "SECONDS"] = 600,
+    allow: Annotated[
+        Sequence[str],
+        "Also try changes of what the training computes: precision, resolution, surgery or batch_size. They are "
+        "accepted only if short trainings show that they keep the accuracy. May be repeated.",
+        None,
+        ("precision", "resolution", "surgery", "batch_size"),
+    ] = (),
+    epochs: Annotated[int, "Epochs of each of these short trainings.", "N"] = 1,
+    quiet: Quiet = False,
+) -> None:
+    """Find the fastest way to run a recipe on this machine, and prove it.
+
+    Without --allow, only changes that keep what the training computes are tried: workers, batches ahead, memory
+    format, compiling, strategies with the same numbers, the allocator's environment variables; microbatches if the
+    batch does not fit. Each is trained in turns with the best so far, and accepted only if its interval shows
+    that it is faster. With --out, a second call continues from the first's trials.
+    """
+    changes = _checked(recipe, overrides, train, val)
+    from ...ledger.measure import check_asked
+    from ...pipeline import Pipeline
+    from ...recipes.importing import modules_of
+
+    check_asked(seconds)
+    with modules_of(recipe):
+        _tuned(Pipeline.from_recipe(recipe, **changes), seconds, out, quiet, allow, epochs)
+
+
+def _files_in(out: Place) -> list[str]:
+    """Return the names of the files in a run's folder."""
+    if is_address(out):
+        from ....common.storage.folder import RemoteFolder
+
+        return sorted(name for name in RemoteFolder(str(out)).versions() if "/" not in name)
+    return sorted(path.name for path in Path(out).iterdir() if path.is_file())
+
+
+@contextmanager
+def _end_reported(out: Place | None, quiet: bool) -> Iterator[None]:
+    """Report how far a run got that Ctrl-C or another signal ends in the block."""
+    from ....strategies.launching.group import is_main_process
+    from ...runs.result import TrainingInterrupted, TrainingPreempted
+
+    try:
+        yield
+    except TrainingInterrupted as interrupt:
+        interrupt.add_note(what_is_left(interrupt, out))
+        raise
+    except TrainingPreempted as preempted:
+        if quiet and is_main_process():  # else the run has printed it
+            print(preempted.message)
+        raise
+
+
+def what_is_left(interrupt: TrainingInterrupted, out: Place | None) -> str:
+    """Return how far an interrupted run got, and how to continue it."""
+    if interrupt.checkpoint is not None:
+        return f"Saved {interrupt.checkpoint}. Run the same command with --resume to continue from there."
+    if not interrupt.epochs:
+        return "No epoch finished."
+    remedy = "" if out is None else " Run the same command with --resume to continue from there."
+    return f"Epoch {interrupt.epochs} was the last to finish.{remedy}"
+
+
+def export(
+    place: Annotated[Place, "Folder or address of a run or of one checkpoint.", "RUN_OR_CHECKPOINT"],
+    out: Annotated[Path, "The file to write: .safetensors, .pt2 or .onnx."],
+    *,
+    format: Annotated[
+        str | None,
+        "safetensors: the weights; torch-export: a program for torch.export.load; onnx: one for any ONNX runtime. "
+        "Default: by the suffix of OUT.",
+        None,
+        ("safetensors", "torch-export", "onnx"),
+    ] = None,
+    names: Annotated[
+        str,
+        "Names of the weights in safetensors: plain (before surgery) or trained (after it).",
+        None,
+        ("plain", "trained"),
+    ] = "plain",
+    best: Annotated[
+        bool, "Export the checkpoint of the best monitored metric instead of the newest."
+    ] = False,
+    model: Annotated[
+        str | None,
+        "Factory of the model before surgery, if it is a custom one. Importing its module runs its code; a checkpoint "
+        "alone imports nothing.",
+        "MODULE:FACTORY",
+    ] = None,
+    data: Annotated[
+        Path | None,
+        "A .beton file, to compare a program with the model on its images. Default: the run's validation data if it is "
+        "there, else random images.",
+        "FILE",
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        "Largest difference of a program's outputs, relative to the largest one. Default: 0.001.",
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Write a trained model as one file, with a model card (MODEL_CARD.md) next to it.
+
+    With weight averaging (EMA, SWA), the averages are written. Safetensors is a plain state dict; the programs contain
+    the model after surgery and take any number of images. Each is run before it is written: its outputs must be the
+    model's. To load them in Python:
+
+      model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+      model = torch.export.load("model.pt2").module()
+      session = onnxruntime.InferenceSession("model.onnx")
+    """
+    from ...recipes.importing import modules_of
+    from ..exports.export import Format, Names
+    from ..exports.export import export as run
+
+    if names not in ("plain", "trained"):
+        raise CheckpointError(f"--names {names} is not known. Pass plain or trained.")
+    more = {} if tolerance is None else {"tolerance": tolerance}
+    with modules_of():
+        exported = run(
+            place, out, format=cast(Format | None, format), names=cast(Names, names), best=best, model=model, data=data,
+            **more,
+        )  # fmt: skip
+    print(f"{exported}".partition("\n")[0] if quiet else exported)
+
+
+def ledger(
+    recipe: Annotated[str | None, RECIPE, None, "recipes"] = None,
+    overrides: Overrides = (),
+    *,
+    train: Train = None,
+    val: Val = None,
+    out: Out = None,
+    seconds: Annotated[float | None, f"{SECONDS} Default: 120."] = None,
+    accuracy: Annotated[
+        bool, "Also train each variant once, to measure its accuracy. This takes additional time."
+    ] = False,
+    epochs: Annotated[
+        int | None, "Epochs to train each variant with --accuracy. Default: the recipe's."
+    ] = None,
+    other_loader: Annotated[
+        str | None,
+        "Also measure another loader, alone and in the full pipeline: ffcv_stock is FFCV's own.",
+        "LOADER",
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, "Do not measure: compare two ledger.json files.", ("A.JSON", "B.JSON")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what each stage of a recipe brings on this machine, and which stage is the bottleneck.
+
+    Plain PyTorch is 1.00; each stage is added in turn, measured alone, and left out of the full pipeline. All
+    variants run interleaved in one process, until the confidence intervals are within 2 % or the time budget is
+    spent; what does not fit into the budget is left out. With --out, ledger.json and ledger.png are written there;
+    after Ctrl-C, with the results so far.
+    """
+    if compare is not None:
+        from ...ledger.comparison import compare as run
+
+        measured = {"recipe": recipe, "KEY=VALUE": overrides, "--train": train, "--val": val, "--out": out,
+                    "--seconds": seconds, "--accuracy": accuracy, "--epochs": epochs,
+                    "--other-loader": other_loader}  # fmt: skip
+        if given := ", ".join(name for name, value in measured.items() if value):
+            raise PlanError(f"--compare does not measure. Remove the options of a measurement: {given}.")
+        print(run(*compare))
+        return
+    if recipe is None:
+        raise PlanError(
+            "Pass the name of a recipe to measure (see: drivetrain recipes), or --compare A.JSON B.JSON."
+        )
+    if epochs is not None and not accuracy:
+        raise PlanError("--epochs sets how long --accuracy trains each variant. Pass both or neither.")
+    changes = _checked(recipe, overrides, train, val)
+    from ...pipeline import Pipeline
+    from ...recipes.importing import modules_of
+
+    with modules_of(recipe):
+        pipeline = Pipeline.from_recipe(recipe, **changes)
+        measure(
+            pipeline, 120 if seconds is None else seconds, out, quiet, accuracy=accuracy, epochs=epochs,
+            other_loader=other_loader,
+        )  # fmt: skip
+
+
+def measure(
+    pipeline: Pipeline, seconds: float, out: Place | None, quiet: bool = False, **options: Any
+) -> None:
+    """Measure a ledger, print it, and write it to `out`; after Ctrl-C or an error, with the results so far."""
+    from ...ledger.measure import check_asked
+    from ...runs.config import check_out
+    from ...runs.fit import make_folder
+    from ...runs.publishing import uploading_from
+
+    check_asked(seconds)  # invalid options must not create a folder
+    check_out("--out", out)
+    pipeline.plan()
+    if is_address(out):
+        with uploading_from(str(out)) as folder:
+            _measure(pipeline, seconds, folder, quiet, **options)
+    else:
+        # The folder is made before measuring, so that it fails then.
+        _measure(pipeline, seconds, None if out is None else make_folder(Path(out)), quiet, **options)
+
+
+def _measure(
+    pipeline: Pipeline, seconds: float, folder: Path | None, quiet: bool = False, **options: Any
+) -> None:
+    from ...ledger.ledger import LedgerInterrupted
+
+    if folder is not None:
+        with suppress(ImportError):  # now rather than after Ctrl-C, when each second counts
+            importlib.import_module("matplotlib.figure")
+    try:
+        measured = pipeline.ledger(seconds=seconds, progress=not quiet, **options)
+    except LedgerInterrupted as interrupt:
+        interrupt.add_note(_what_is_measured(interrupt.ledger, folder))
+        raise
+    except LedgerError as error:
+        _show(error.ledger, folder)
+        raise
+    _show(measured, folder)
+
+
+def _what_is_measured(measured: Ledger | None, folder: Path | None) -> str:
+    """Show the results of an interrupted ledger, and return where they are."""
+    if measured is None:
+        return "There is no ledger yet: it requires one trial each of plain PyTorch and the full pipeline."
+    _show(measured, folder)
+    rounds = f"{len(measured.rounds)} round{'s' * (len(measured.rounds) != 1)}"
+    where = "" if folder is None else f" is in {folder / 'ledger.json'}"
+    return f"The ledger of {rounds}{where or ' is above'}."
+
+
+def _show(measured: Ledger | None, folder: Path | None) -> None:
+    """Write and print a ledger; the file with all figures first."""
+    from ....common.signals import interrupts_held
+
+    if measured is None:
+        return
+    with interrupts_held():  # so that a second Ctrl-C loses nothing
+        if folder is not None:
+            measured.save(folder / "ledger.json")
+        print(measured)
+        if folder is not None:
+            measured.save(folder / "ledger.png")
+
+
+def check_sources(overrides: Mapping[str, Any], train: str | None, val: str | None) -> dict[str, str]:
+    """Return the data of `--train` and `--val` as further overrides of a recipe.
+
+    Raises:
+        PlanError: if one of them is overridden, too.
+    """
+    given = {key: value for key, value in (("train", train), ("val", val)) if value is not None}
+    for key in given:
+        if key in overrides:
+            raise PlanError(f"--{key} and {key}= are both given. Pass only one of them.")
+    return given
+
+
+def _checked(recipe: str, pairs: Sequence[str], train: str | None, val: str | None) -> dict[str, Any]:
+    """Return a recipe's overrides, checked together with it before torch is imported."""
+    from ...recipes.presets import complete, parse_overrides
+
+    overrides = parse_overrides(pairs)
+    overrides |= check_sources(overrides, train, val)
+    complete(recipe, overrides)
+    return overrides

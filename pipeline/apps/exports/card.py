@@ -1,0 +1,272 @@
+"""The model card of an exported file, in Markdown: only facts that the checkpoint and its run's folder have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ....common.errors import CheckpointError, DrivetrainError
+from ....common.storage.files import atomic_file
+from ....common.table import Table
+from ....loaders.image_size import height_width
+from ....loaders.options import fill_color
+from ...checkpoints.format import Checkpoint
+from ...describe.inputs import Inputs
+from ...telemetry.history import Epoch, History, shown
+from .programs import INPUT, OUTPUT, Difference
+
+CARD = "MODEL_CARD.md"
+LEDGER = "ledger.json"
+MARK = "<!-- Written by `drivetrain export`, which replaces this file. -->"
+_MANY = 50  # classes beyond this number are only in the file's metadata
+_BEFORE = {"Classification": "before softmax, ", "MultiLabel": "before sigmoid, "}
+_CHANNELS = {1: "one channel", 3: "RGB", 4: "RGBA"}
+_USE = {
+    "safetensors": """\
+from safetensors.torch import load_file
+
+model.load_state_dict(load_file("{name}"))  # of the model {names}
+model.eval()
+outputs = model(images)""",
+    "torch-export": """\
+import torch
+
+model = torch.export.load("{name}").module()
+outputs = model(images)""",
+    "onnx": f"""\
+import onnxruntime
+
+session = onnxruntime.InferenceSession("{{name}}")
+outputs = session.run(None, {{{{"{INPUT}": images.numpy()}}}})""",
+}
+"""How to run a file of each format on `images`."""
+_SURGERY = {"plain": "before surgery", "trained": "after surgery"}
+
+
+def check_card(path: Path) -> None:
+    """Raise CheckpointError if the file at `path` is not a card that `write_card` may replace."""
+    try:
+        text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{path} is in the way of the model card: {error.strerror}. Move it.") from None
+    if MARK not in text:
+        raise CheckpointError(
+            f"{path} was not written by Drivetrain, and would be replaced by the model card. Move it, or export to "
+            "another folder."
+        )
+
+
+def write_card(
+    path: Path,
+    exported: Path,
+    kind: str,
+    names: str,
+    checkpoint: Checkpoint,
+    folder: Path | None,
+    recipe: Mapping[str, Any],
+    difference: Difference | None,
+) -> None:
+    """Write the model card.
+
+    Args:
+        path: the card.
+        exported: the file that it describes.
+        kind: the file's format.
+        names: of its weights: `"plain"` or `"trained"`.
+        checkpoint: where the weights are from.
+        folder: the run's folder, with its ledger; None: unknown.
+        recipe: the run's; empty: unknown.
+        difference: see `programs.write_program`.
+    """
+    facts = checkpoint.content.history.facts
+    recipe = {key: value for key, value in recipe.items() if key != "trained"}  # the card has it elsewhere
+    parts = [
+        _front_matter(facts, kind), MARK, f"# {exported.name}", _origin(checkpoint, recipe),
+        *_use(exported, kind, names, facts, difference), *_training(checkpoint, recipe), *_results(checkpoint),
+        _ledger(folder), *_environment(checkpoint),
+    ]  # fmt: skip
+    if recipe:
+        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+        parts.append(f"## Recipe\n\n```yaml\n{text}```")
+    with atomic_file(path) as file:
+        file.write("\n\n".join(filter(None, parts)).encode() + b"\n")
+
+
+def _front_matter(facts: Mapping[str, Any], kind: str) -> str:
+    """Return the metadata that model hubs read."""
+    about: dict[str, Any] = {"tags": ["drivetrain", "onnx" if kind == "onnx" else "pytorch"]}
+    if str(facts.get("task", "")).startswith(("Classification(", "MultiLabel(")):
+        about = {"pipeline_tag": "image-classification", **about}
+    return f"---\n{yaml.safe_dump(about, sort_keys=False)}---"
+
+
+def _origin(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
+    content = checkpoint.content
+    model = recipe.get("model") or (content.description or {}).get("model")
+    named = f"`{model}`" if model else "A custom model"
+    recipe_name = content.history.facts.get("recipe")
+    by = f", recipe `{recipe_name}`" if recipe_name else ""
+    within = f" and {content.step_in_epoch} steps" if content.step_in_epoch else ""
+    return (
+        f"{named}, trained with Drivetrain {content.drivetrain}{by}: the evaluated weights after {content.epoch} of "
+        f"{content.facts['epochs']} epochs{within} ({content.step:,} optimizer steps)."
+    )
+
+
+def _use(
+    exported: Path, kind: str, names: str, facts: Mapping[str, Any], difference: Difference | None
+) -> Iterator[str]:
+    code = _USE[kind].format(name=exported.name, names=_SURGERY[names])
+    yield f"## Use\n\n```python\n{code}\n```"
+    if "inputs" in facts:
+        yield _input_text(Inputs.from_dict(facts["inputs"]), kind, facts.get("task"))
+    if difference is not None:
+        yield f"Compared with the trained model in PyTorch, in fp32: {difference}."
+
+
+def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
+    height, width = height_width(inputs.image_size)
+    name = f"`{INPUT}`" if kind == "onnx" else "`images`"
+    channels = _CHANNELS[inputs.channels] + (", from 16 bits" if inputs.depth == 16 else "")
+    lines = [
+        f"{name}: float32 `(N, {len(inputs.mean)}, {height}, {width})`, {channels}. {_crop_text(inputs)}, "
+        f"scaled to 0–1, minus the mean {_list(inputs.mean)}, divided by the standard deviation "
+        f"{_list(inputs.std)}.",
+    ]
+    result = f"`{OUTPUT}`" if kind == "onnx" else "`outputs`"
+    count = len(inputs.classes)
+    if count:
+        names = (
+            ", ".join(inputs.classes)
+            if count <= _MANY
+            else "their names are in the file's metadata, `inputs`"
+        )
+        before = next((text for task, text in _BEFORE.items() if str(task_name).startswith(f"{task}(")), "")
+        lines.append(f"{result}: {before}a value for each of {count} classes: {names}.")
+    return "\n\n".join(lines)
+
+
+def _crop_text(inputs: Inputs) -> str:
+    """Return what becomes of each picture, until it has the size of the inputs."""
+    height, width = height_width(inputs.image_size)
+    antialiased = ", antialiased" if inputs.interpolation in ("bilinear", "bicubic") else ""
+    resized = f"{height} × {width} pixels ({inputs.interpolation}{antialiased})"
+    if inputs.eval_crop == "whole":
+        return f"Each full picture, resized to {resized}"
+    if inputs.eval_crop == "fit":
+        fill = ", ".join(map(str, fill_color(inputs.mean, inputs.depth)))
+        return (
+            f"Each full picture, scaled to fit into {resized}, with its aspect ratio, and centred on the colour "
+            f"({fill})"
+        )
+    shape = "square" if height == width else f"crop of the shape {height} × {width} (height × width)"
+    size = f"{inputs.eval_ratio:g} × the largest size, rounded down to whole pixels"
+    return f"Of each picture, the central {shape} of {size}, resized to {resized}"
+
+
+def _list(values: tuple[float, ...]) -> str:
+    return f"({', '.join(f'{value:g}' for value in values)})"
+
+
+def _training(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> Iterator[str]:
+    content, facts = checkpoint.content, checkpoint.content.facts
+    run = content.history.facts
+    groups = facts.get("parameter groups")
+    rows = [
+        ("training data", recipe.get("train")),
+        ("training samples", facts.get("training samples")),
+        ("validation data", recipe.get("val")),
+        ("task", run.get("task")),
+        ("transforms", ", ".join(map(str, facts.get("transforms") or ())) or "none"),
+        ("optimizer", facts.get("optimizer")),
+        ("its first parameter group", _pairs(groups[0]) if groups else None),
+        ("schedule", facts.get("schedule")),
+        ("warmup", facts.get("warmup")),
+        ("batch size, over all devices", facts.get("batch_size")),
+        ("image size in training", facts.get("image_size")),
+        ("precision", facts.get("precision")),
+        ("strategy", f"{content.strategy}, {len(content.ranks)} process(es)"),
+        ("seed", facts.get("seed")),
+        ("began with", (run.get("init_from") or {}).get("source")),
+        ("stopped", (run.get("stopped") or {}).get("reason")),
+    ]
+    yield "## Training"
+    yield Table(("", ""), [(name, _text(value)) for name, value in rows if value is not None]).markdown()
+
+
+def _pairs(group: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in group.items() if value is not None)
+
+
+def _text(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _results(checkpoint: Checkpoint) -> Iterator[str]:
+    history = checkpoint.content.history
+    rated = [epoch for epoch in history.epochs if history.monitor.score(epoch) is not None]
+    if not rated:
+        return
+    best = max(rated, key=lambda epoch: (history.monitor.score(epoch), -epoch.epoch))
+    rows = [_row(f"last, epoch {rated[-1].epoch}", rated[-1])]
+    if best is not rated[-1]:
+        rows.append(_row(f"best {history.monitor}, epoch {best.epoch}", best))
+    names = ("", "loss", "validation loss", *(name for name in rated[-1].metrics))
+    yield "## Results on the validation data"
+    yield Table(names, rows, figures=True).markdown()
+    if note := _not_of_the_weights(checkpoint, history):
+        yield note
+
+
+def _row(name: str, epoch: Epoch) -> tuple[str, ...]:
+    metrics = (text.partition(" ")[2] for text in shown(epoch.metrics, epoch.units))
+    return name, f"{epoch.loss:.4f}", f"{epoch.val_loss:.4f}", *metrics
+
+
+def _not_of_the_weights(checkpoint: Checkpoint, history: History) -> str:
+    """Return a note if the last results are not those of the exported weights."""
+    content, last = checkpoint.content, history.last
+    if content.step_in_epoch or last is None or last.epoch != content.epoch:
+        return "The exported weights are of a later moment than these epochs."
+    if any(str(one).startswith("TestTimeFlip") for one in content.facts.get("transforms") or ()):
+        return "They are means over each image and its mirror image (`TestTimeFlip`); the exported file computes one."
+    return ""
+
+
+def _ledger(folder: Path | None) -> str:
+    """Return the ledger's main table and its conclusion; "" if the run has no ledger."""
+    path = None if folder is None else folder / LEDGER
+    if path is None or not path.exists():
+        return ""
+    from ...ledger.ledger import Ledger
+    from ...ledger.table import tables
+
+    try:
+        ledger = Ledger.load(path)
+    except DrivetrainError:
+        return ""
+    return "\n\n".join(["## Speed of training", tables(ledger)[0].markdown(), ledger.bound])
+
+
+def _environment(checkpoint: Checkpoint) -> Iterator[str]:
+    source = checkpoint.content.history.facts.get("provenance") or {}
+    hardware, versions = source.get("hardware") or {}, source.get("versions") or {}
+    gpus = ", ".join(hardware.get("gpus") or ())
+    cores = hardware.get("cores")
+    rows = [
+        ("date", source.get("date")),
+        ("command", f"`{source['command']}`" if source.get("command") else None),
+        ("hardware", gpus or hardware.get("processor")),
+        ("cores", cores),
+        ("revision of Drivetrain", source.get("git_revision")),
+        ("versions", ", ".join(f"{name} {each}" for name, each in versions.items() if each)),
+    ]
+    kept = [(name, str(value)) for name, value in rows if value]
+    if kept:
+        yield "## Environment"
+        yield Table(("", ""), kept).markdown()

@@ -1,0 +1,231 @@
+"""Export a trained model: its weights, or a program that needs none of its code; with a model card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ....common.checks import check_number
+from ....common.errors import CheckpointError, DataError, RecipeError, require_suffix, suggest
+from ....common.model_state import load_state
+from ....loaders.image_size import height_width
+from ...checkpoints.content import STATE
+from ...checkpoints.directory import CheckpointDir
+from ...checkpoints.export import ModelArg, chosen, evaluated_state, plain_names, rebuild
+from ...checkpoints.format import Checkpoint
+from ...checkpoints.remote import opened
+from ...checkpoints.weights import save_model
+from ...describe.inputs import Inputs, metadata
+from ...recipes.files import read_recipe
+from ...runs.folder import RECIPE
+from .card import CARD, LEDGER, check_card, write_card
+from .programs import Difference, write_program
+
+Names = Literal["plain", "trained"]
+Format = Literal["safetensors", "torch-export", "onnx"]
+SUFFIXES: dict[Format, str] = {"safetensors": ".safetensors", "torch-export": ".pt2", "onnx": ".onnx"}
+"""The formats, with the suffixes of their files."""
+IMAGES = 8  # to compare on: enough to differ, few enough for any model
+TOLERANCE = 1e-3
+"""Largest difference of a program's outputs, relative to the largest output. Other kernels sum in another order: of
+fp32 networks, 1e-6 to 1e-5; what computes something else differs by much more."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote.
+
+    Attributes:
+        path: the file.
+        checkpoint: where it is from.
+        card: the model card.
+        difference: between the file's program and the model; None for safetensors.
+
+    Example::
+
+        >>> export("runs/photos", "model.safetensors").card.name
+        'MODEL_CARD.md'
+    """
+
+    path: Path
+    checkpoint: Checkpoint
+    card: Path
+    difference: Difference | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {self.checkpoint.path.name}", self.difference, f"model card: {self.card}"]
+        return "\n  ".join(str(line) for line in lines if line is not None)
+
+
+def export(
+    place: str | Path,
+    out: str | Path,
+    *,
+    format: Format | None = None,
+    names: Names = "plain",
+    best: bool = False,
+    model: ModelArg = None,
+    data: str | Path | None = None,
+    tolerance: float = TOLERANCE,
+) -> Exported:
+    """Write a trained model as one file, with the evaluated weights: averages (EMA, SWA) if there are any. Next to it,
+    write its model card, `MODEL_CARD.md`.
+
+    The file's metadata has the preprocessing with the names of the classes (`inputs`) and the task (`task`), as JSON.
+    The programs (`"torch-export"`, `"onnx"`) contain the model after surgery, in fp32, for any number of images:
+    float32 `(N, C, H, W)`, normalized, as the evaluation loader gives them. Before such a file appears, it is run on
+    the same images as the model.
+
+    Args:
+        place: a checkpoint, or the folder of a run, which stands for its newest complete checkpoint; also its address.
+        out: the file to write, which ends in `.safetensors`, `.pt2` or `.onnx`; an existing one is replaced.
+        format: `"safetensors"`, the weights; `"torch-export"`, a program for `torch.export.load`; `"onnx"`, a program
+            for any ONNX runtime. None: by the suffix of `out`.
+        names: of safetensors. `"plain"`: the parameter names of the model before surgery, which can load the file with
+            `load_state_dict`. Tensors that a surgery adds and the plain model does not have keep their names, see
+            `Transform.to_plain`. `"trained"`: the names of the model after surgery.
+        best: for the folder of a run, take the checkpoint with the best monitored metric instead.
+        model: the model before surgery, as `Pipeline` takes it: `"module:factory"`, a factory, called with the options
+            that it was trained with, or a module. None: the model that the checkpoint names, which must be one of
+            Drivetrain's, torchvision's, timm's or Hugging Face's, because opening a checkpoint runs no code.
+        data: a `.beton` file, to compare a program with the model on its first images. None: the validation data that
+            the run's `recipe.yaml` names, or random images if it is not a `.beton` file that exists.
+        tolerance: largest difference between a program's outputs and the model's, relative to the largest output, or to
+            1 if all are smaller. In (0, 1].
+
+    Returns:
+        What was written, and from which checkpoint.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, if it is damaged, if its model is unknown, if `model` is not the
+            trained one, or if `out` has another suffix.
+        ExportError: if the model cannot be exported, or the program computes something else. Nothing is written.
+        MissingExtra: for ONNX without the extra `onnx`.
+        RecipeError: if `model` cannot be imported.
+
+    Example::
+
+        >>> exported = export("runs/photos", "photos.safetensors")
+        >>> exported.path.name
+        'photos.safetensors'
+    """
+    place, out = opened(place, RECIPE, LEDGER), Path(out)
+    kind = _format(format, out)
+    check_number("tolerance", tolerance, CheckpointError, "(0, 1]")
+    if kind != "safetensors" and names != "plain":
+        raise CheckpointError(f"names={names!r} (--names) are of safetensors. Leave them out for {kind}.")
+    if model is not None and names != "plain":
+        raise CheckpointError(f"names={names!r} (--names) takes no model. Remove model= (--model).")
+    if data is not None and kind == "safetensors":
+        raise CheckpointError(
+            "data= (--data) compares a program with the model. Leave it out for safetensors."
+        )
+    card = out.parent / CARD
+    check_card(card)
+    checkpoint = chosen(place, best=best)
+    folder = run_folder(checkpoint)
+    recipe, difference = _recipe(folder), None
+    facts = checkpoint.content.history.facts
+    if kind == "safetensors":
+        state = plain_names(checkpoint, model) if names == "plain" else evaluated_state(checkpoint)
+        save_model(state, out, about=metadata(facts))
+    else:
+        source = None if data is None else Path(data)
+        difference = _program(checkpoint, out, kind, model, source, recipe, tolerance)
+    write_card(card, out, kind, names, checkpoint, folder, recipe, difference)
+    return Exported(out, checkpoint, card, difference)
+
+
+def _format(format: str | None, out: Path) -> Format:
+    """Return the format, which must fit the suffix of `out`.
+
+    Raises:
+        CheckpointError: if it does not, or is unknown.
+    """
+    by_suffix: dict[str, Format] = {suffix: kind for kind, suffix in SUFFIXES.items()}
+    if format is None and out.suffix not in by_suffix:
+        raise CheckpointError(
+            f"{out} does not end in {' or '.join(by_suffix)} and might be a file of another kind; nothing was written. "
+            f"Pass a name with one of these suffixes, e.g. {out.parent / (out.stem or 'out')}.safetensors."
+        )
+    kind = by_suffix[out.suffix] if format is None else format
+    if kind not in SUFFIXES:
+        raise CheckpointError(f"No format is named {format!r}.{suggest(str(format), SUFFIXES)}")
+    require_suffix(out, SUFFIXES[kind], CheckpointError)
+    return kind
+
+
+def _program(
+    checkpoint: Checkpoint,
+    out: Path,
+    kind: str,
+    model: ModelArg,
+    data: Path | None,
+    recipe: Mapping[str, Any],
+    tolerance: float,
+) -> Difference:
+    facts = checkpoint.content.history.facts
+    if "inputs" not in facts:
+        raise CheckpointError(
+            f"{checkpoint.place} does not know its preprocessing: its run was not trained by this version. Export "
+            "safetensors instead."
+        )
+    state = evaluated_state(checkpoint)
+    otherwise = "export safetensors with names='trained' (--names trained)"
+    built, _ = rebuild(checkpoint, state.weights, model, otherwise)
+    load_state(built, state)
+    images, about = _images(Inputs.from_dict(facts["inputs"]), recipe, data)
+    return write_program(kind, built.eval(), images, about, out, metadata(facts), tolerance)
+
+
+def _images(inputs: Inputs, recipe: Mapping[str, Any], data: Path | None) -> tuple[torch.Tensor, str]:
+    """Return images to compare on, and what they are: the first of `data`, or of the run's validation data, or random
+    ones."""
+    from ....loaders.datasets.torch_dataset import open_dataset
+
+    source = data or _validation_data(recipe)
+    if source is not None:
+        try:
+            data_set = open_dataset(source, inputs.transform(), verify=False)
+            images = [data_set[index][0] for index in range(min(IMAGES, len(data_set)))]
+            if len(images) > 1:
+                return torch.stack(images), f"{len(images)} images of {source.name}"
+        except DataError:
+            if data is not None:
+                raise  # it is the user's choice
+    size = height_width(inputs.image_size)
+    random = torch.rand(IMAGES, len(inputs.mean), *size, generator=torch.Generator().manual_seed(0))
+    mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (inputs.mean, inputs.std))
+    return (random - mean) / std, f"{IMAGES} random images"
+
+
+def _recipe(folder: Path | None) -> dict[str, Any]:
+    """Return the recipe in a run's folder; empty if there is none."""
+    try:
+        return {} if folder is None else read_recipe(folder / RECIPE)[0]
+    except RecipeError:
+        return {}
+
+
+def _validation_data(recipe: Mapping[str, Any]) -> Path | None:
+    """Return the `.beton` file of the run's validation data, else of its training data, if it exists."""
+    for source in (recipe.get("val"), recipe.get("train")):
+        if isinstance(source, str) and source.endswith(".beton") and Path(source).is_file():
+            return Path(source)
+    return None
+
+
+def run_folder(checkpoint: Checkpoint) -> Path | None:
+    """Return the folder of the run that wrote a checkpoint; None if it is elsewhere, or holds another run by now."""
+    store = CheckpointDir(checkpoint.path.resolve().parent)
+    if store.folder.name != "checkpoints" or not (checkpoint.path / STATE).exists():
+        return None
+    try:
+        own = store.run == checkpoint.content.run
+    except CheckpointError:
+        return None
+    return store.folder.parent if own else None

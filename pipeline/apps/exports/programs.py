@@ -1,0 +1,177 @@
+"""A model as a program that runs without its Python code: torch.export and ONNX. Each is run before it is published."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ....common.errors import ExportError, require
+from ....common.storage.files import atomic_file
+
+INPUT = "images"
+"""Name of the input in ONNX, `(N, C, H, W)`."""
+OUTPUT = "outputs"
+"""Name of the output in ONNX, of a model that returns one tensor."""
+PURPOSE = "export to ONNX"
+
+Run = Callable[[torch.Tensor], list[torch.Tensor]]
+"""Returns the tensors of a program's output, in order."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a program's outputs are from the model's, on the same images.
+
+    Attributes:
+        largest: largest absolute difference.
+        scale: largest absolute value of the model's outputs.
+        images: what they were compared on, e.g. `"8 images of val.beton"`.
+    """
+
+    largest: float
+    scale: float
+    images: str
+
+    def __str__(self) -> str:
+        return f"largest difference {self.largest:.2g} on {self.images} (outputs up to {self.scale:.3g})"
+
+
+def write_program(
+    kind: str,
+    model: nn.Module,
+    images: torch.Tensor,
+    about: str,
+    out: Path,
+    metadata: Mapping[str, str],
+    tolerance: float,
+) -> Difference:
+    """Write a model as a program whose batch size is dynamic, and which computes the model's outputs.
+
+    Args:
+        kind: `"torch-export"` or `"onnx"`.
+        model: in evaluation mode, on the CPU.
+        images: to compare on, `(N, C, H, W)` with N ≥ 2.
+        about: what they are, for messages.
+        out: the file, which is complete and checked, or absent.
+        metadata: written into the file.
+        tolerance: largest difference, relative to the largest output, or to 1 if all are smaller.
+
+    Raises:
+        ExportError: if the model cannot be exported, or the program computes something else.
+        MissingExtra: for ONNX without the extra `onnx`.
+    """
+    write, load = {
+        "torch-export": (_write_torch_export, _load_torch_export),
+        "onnx": (_write_onnx, _load_onnx),
+    }[kind]
+    if kind == "onnx":
+        for module in ("onnx", "onnxscript", "onnxruntime"):
+            require(module, "onnx", PURPOSE)
+    with torch.no_grad(), _quiet(), atomic_file(out) as file:
+        with _failures(
+            f"The model cannot be exported as {kind}", "A model's code must not depend on the batch size."
+        ):
+            write(_exported(model, images), images, file, metadata)
+        file.flush()
+        with _failures(
+            f"The exported {kind} program does not run", "Its operations may be newer than the runtime."
+        ):
+            run = load(Path(file.name))
+            pairs = [
+                (_tensors(model(some)), run(some))
+                for some in (images, images[:1])  # the batch size is dynamic
+            ]
+        difference = _compare(pairs, about)
+        if not difference.largest <= tolerance * max(1.0, difference.scale):  # NaN is refused, too
+            raise ExportError(
+                f"The exported {kind} program computes something else: {difference}, more than tolerance={tolerance:g} "
+                f"(--tolerance) allows. {out} was not written."
+            )
+    return difference
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the exporters' warnings, which are about their own code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _failures(what: str, remedy: str) -> Iterator[None]:
+    """Raise what the exporters and runtimes raise as ExportError."""
+    try:
+        yield
+    except Exception as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise ExportError(f"{what}: {type(error).__name__}: {reason:.300} {remedy}") from error
+
+
+def _exported(model: nn.Module, images: torch.Tensor) -> torch.export.ExportedProgram:
+    # An example of one image would be taken for a constant batch size.
+    return torch.export.export(model, (images[:2],), dynamic_shapes=_shapes())
+
+
+def _shapes() -> tuple[dict[int, Any]]:
+    return ({0: torch.export.Dim("batch")},)
+
+
+def _write_torch_export(
+    program: torch.export.ExportedProgram, _: torch.Tensor, file: BinaryIO, metadata: Mapping[str, str]
+) -> None:
+    torch.export.save(program, file, extra_files=dict(metadata))
+
+
+def _load_torch_export(path: Path) -> Run:
+    with path.open("rb") as file:
+        loaded = torch.export.load(file).module()
+    return lambda images: _tensors(loaded(images))
+
+
+def _write_onnx(
+    program: torch.export.ExportedProgram, images: torch.Tensor, file: BinaryIO, metadata: Mapping[str, str]
+) -> None:
+    single = len(program.graph_signature.user_outputs) == 1
+    converted = torch.onnx.export(
+        program, (images[:2],), input_names=[INPUT], output_names=[OUTPUT] if single else None,
+        dynamic_shapes=_shapes(), dynamo=True, verbose=False,
+    )  # fmt: skip
+    assert converted is not None
+    converted.model.metadata_props.update(metadata)
+    file.write(converted.model_proto.SerializeToString())
+
+
+def _load_onnx(path: Path) -> Run:
+    runtime = require("onnxruntime", "onnx", PURPOSE)
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda images: [torch.from_numpy(one) for one in session.run(None, {INPUT: images.numpy()})]
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(outputs) if isinstance(one, torch.Tensor)]
+
+
+def _compare(pairs: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]], about: str) -> Difference:
+    """Return the largest difference between the model's tensors and the program's."""
+    largest = scale = 0.0
+    for expected, found in pairs:
+        if [tuple(one.shape) for one in expected] != [tuple(one.shape) for one in found]:
+            shapes = [[tuple(one.shape) for one in ones] for ones in (expected, found)]
+            raise ExportError(
+                f"The exported program returns tensors of {shapes[1]}, and the model {shapes[0]}."
+            )
+        for one, other in zip(expected, found, strict=True):
+            if one.numel():
+                gap = float((one.double() - other.double()).abs().max())
+                largest = gap if gap != gap else max(largest, gap)
+                scale = max(scale, float(one.double().abs().max()))
+    return Difference(largest, scale, about)

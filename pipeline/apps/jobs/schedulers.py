@@ -1,0 +1,80 @@
+"""The schedulers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from ....common.errors import PlanError, suggest
+from ....common.storage.addresses import is_address
+from .job import Job, make_job
+from .kubernetes import kubernetes
+from .ray import ray
+from .skypilot import skypilot
+from .slurm import slurm
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What `drivetrain job` writes for a scheduler.
+
+    Attributes:
+        text: returns the file.
+        options: the options that it uses, of those that not every scheduler has.
+        same_folder: whether a job starts in the folder from which it is submitted, so that `out` can be relative.
+        mounts: whether its machines have only what the file mounts: the first folder of `out`.
+        copies: whether they also have the working directory.
+        elastic: whether a job may get any number of machines in its range, also one that does not divide the batch.
+    """
+
+    text: Callable[[Job], str]
+    options: Sequence[str] = ()
+    same_folder: bool = False
+    mounts: bool = False
+    copies: bool = False
+    elastic: bool = False
+
+    def unmounted(self, job: Job) -> tuple[str, ...]:
+        """Return the data of a job at paths that its machines do not have."""
+        return job.unmounted(copied=self.copies) if self.mounts else ()
+
+
+SCHEDULERS = {
+    "slurm": Scheduler(slurm, ("time",), same_folder=True),
+    "kubernetes": Scheduler(kubernetes, ("image",), mounts=True, elastic=True),
+    "ray": Scheduler(ray, elastic=True),
+    "skypilot": Scheduler(skypilot, ("image",), mounts=True, copies=True),
+}
+
+
+def job_file(
+    scheduler: str, recipe: str, overrides: Sequence[str], out: str | None, **options: Any
+) -> tuple[str, Job]:
+    """Return the text of a job file, and what it describes.
+
+    Args:
+        scheduler: a name in `SCHEDULERS`.
+        recipe, overrides, out, options: see `make_job`.
+
+    Raises:
+        PlanError, RecipeError: naming the invalid value and the remedy.
+    """
+    if scheduler not in SCHEDULERS:
+        raise PlanError(f"There are no job files for {scheduler!r:.80}.{suggest(scheduler, SCHEDULERS)}")
+    chosen = SCHEDULERS[scheduler]
+    for option in ("time", "image"):
+        if options.get(option) is not None and option not in chosen.options:
+            raise PlanError(
+                f"A job file for {scheduler} has no --{option}. Leave it out, or add it to the file."
+            )
+    job = make_job(recipe, overrides, out, **options)
+    path = PurePosixPath(job.out)
+    inside = path.is_absolute() and len(path.parts) > 1 and ".." not in path.parts
+    if not (chosen.same_folder or is_address(job.out) or inside):
+        raise PlanError(
+            f"--out {job.out!r}: machines of {scheduler} start in a folder of their own. Pass an absolute path in a "
+            "folder that all of them see, e.g. /shared/runs/mine, or an address."
+        )
+    return chosen.text(job), job

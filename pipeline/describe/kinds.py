@@ -1,0 +1,77 @@
+"""The kinds of transforms: the order in which they apply, and the method that the training loop calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from ...common.errors import PlanError
+from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip, Transform
+from ...transforms.base import missing_hook
+
+T = TypeVar("T", bound=Transform)
+
+# Surgery replaces modules, so it comes before everything that uses their parameters. New modules would lose a memory
+# format set before surgery (BlurPool after ChannelsLast: 3 weights of a ResNet). An algorithm of Composer's may be
+# surgery.
+KINDS = (
+    "image",
+    "surgery",
+    "algorithm",
+    "memory_format",
+    "optimizer",
+    "schedule",
+    "batch",
+    "loss",
+    "loop",
+    "evaluation",
+)
+KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
+CALLED_BY_CLASS = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip)
+"""Transforms whose specific methods the loop calls; see `training/hooks.py`."""
+
+
+def find(transforms: Iterable[Transform], kind: type[T]) -> T | None:
+    """Return the transform of class `kind`, or None. A pipeline has at most one of each class."""
+    return next((transform for transform in transforms if isinstance(transform, kind)), None)
+
+
+def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
+    """Sort transforms by kind and `after`; ties keep the user's order.
+
+    Raises:
+        PlanError: if a transform appears twice, or two must each follow the other.
+    """
+    names = [type(transform).__name__ for transform in transforms]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanError(f"{name} appears {names.count(name)} times in the pipeline. Keep only one.")
+    waiting = sorted(transforms, key=lambda transform: KIND_ORDER[transform.kind])
+    ordered: list[Transform] = []
+    while waiting:
+        pending = {type(transform).__name__ for transform in waiting}
+        ready = next((t for t in waiting if not pending.intersection(t.after)), None)
+        if ready is None:
+            raise PlanError(f"{' and '.join(sorted(pending))} must each follow the other. Remove one.")
+        ordered.append(ready)
+        waiting.remove(ready)
+    return tuple(ordered)
+
+
+def check_hook(transform: Transform) -> None:
+    """Reject a transform that lacks the method of its kind, and so would do nothing.
+
+    Raises:
+        PlanError: naming its class, its kind and the method.
+    """
+    if isinstance(transform, CALLED_BY_CLASS):
+        return
+    lacking = missing_hook(type(transform))
+    if not lacking and transform.kind in ("schedule", "evaluation"):
+        base = "LayerFreezing" if transform.kind == "schedule" else "TestTimeFlip"
+        lacking = (
+            f"{type(transform).__name__} has kind {transform.kind!r}, for which the loop calls only {base}. Derive "
+            f"it from {base}, or use another kind."
+        )
+    if lacking:
+        raise PlanError(lacking)

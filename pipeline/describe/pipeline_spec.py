@@ -1,0 +1,287 @@
+"""The description of a training run: model, data, transforms, optimizer and strategy."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import html
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from ... import strategies
+from ...common.checks import is_whole
+from ...common.errors import PlanError
+from ...common.frozen import FrozenDict
+from ...common.options.option import documented
+from ...loaders.image_size import ImageSize
+from ...strategies import OptimizerFactory, Strategy
+from ...transforms import Transform
+from ..models.factories import model_factory
+from ..optim.schedules import ScheduleFunction
+from ..tasks.classification import Classification
+from ..tasks.task import Task
+from .config import DataConfig, DistributedConfig, MatmulPrecision, OptimizerConfig, source_name, train_source
+from .kinds import check_hook, sort_transforms
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class PipelineSpec:
+    """The fields of a `Pipeline`, and the methods that build it.
+
+    See `Pipeline` for the arguments and for equality.
+    """
+
+    model: Callable[..., nn.Module] | nn.Module
+    model_options: Mapping[str, Any]
+    data: DataConfig | None = None
+    transforms: tuple[Transform, ...] = ()
+    optimization: OptimizerConfig | None = None
+    distribution: DistributedConfig | None = None
+    seed: int = 0
+    epochs: int | None = None
+    recipe: str | None = None
+    goal: Task | None = None
+
+    def __init__(
+        self, model: str | Callable[..., nn.Module] | nn.Module, *, seed: int = 0, **model_options: Any
+    ) -> None:
+        if model_options.keys() >= _REPLACED:
+            # dataclasses.replace passes every field by name; no factory has all of them as options.
+            self._take(model=model, seed=seed, **model_options)
+            return
+        if isinstance(model, str):
+            model = model_factory(model)
+        self._take(model=model, model_options=model_options, seed=seed)
+
+    def _take(self, **fields: Any) -> None:
+        """Validate and set fields. The others keep the defaults of the class."""
+        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(PipelineSpec)})
+        if unknown:
+            raise PlanError(f"A pipeline has no field {unknown[0]!r}.")
+        model, seed = fields["model"], fields["seed"]
+        options = FrozenDict(fields["model_options"])
+        if isinstance(model, nn.Module) and options:
+            raise PlanError(
+                f"The model is already built; it cannot take {sorted(options)}. Pass its factory instead."
+            )
+        if not callable(model):
+            raise PlanError(f"A model must be a module, a factory or a name, not {model!r:.80}.")
+        if not is_whole(seed, 0, 2**63 - 1):
+            raise PlanError(f"seed={seed!r} must be an integer from 0 to 2**63 - 1.")
+        # A frozen dataclass rejects assignment.
+        vars(self).update(fields, model_options=options)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy of the same class with some fields changed, without calling its constructor.
+
+        Raises:
+            PlanError: for an unknown field or an invalid value.
+
+        Example::
+
+            >>> pipeline.replace(seed=3).seed
+            3
+        """
+        new = copy.copy(self)
+        new._take(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(PipelineSpec)} | changes
+        )
+        return new
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in plans and messages."""
+        if isinstance(self.model, nn.Module):
+            return f"a copy of your {type(self.model).__name__}"
+        return getattr(self.model, "__name__", type(self.model).__name__)
+
+    @property
+    def optimized(self) -> OptimizerConfig:
+        """The options of `optimize`; the defaults if it was not called and `optimization` is None."""
+        return self.optimization or OptimizerConfig()
+
+    @property
+    def distributed(self) -> DistributedConfig:
+        """The options of `distribute`; the defaults if it was not called and `distribution` is None."""
+        return self.distribution or DistributedConfig()
+
+    @property
+    def target(self) -> Task:
+        """The task; classification if `task` was not called and `goal` is None."""
+        return self.goal or Classification()
+
+    @documented(DataConfig)
+    def load(
+        self,
+        train: str | Path | Mapping[str, float],
+        val: str | Path | None = None,
+        *,
+        batch_size: int,
+        image_size: ImageSize,
+        eval_image_size: ImageSize | None = None,
+        loader: str = "ffcv",
+        order: str = "random",
+        workers: int | None = None,
+        batches_ahead: int = 3,
+        cache: str | None = None,
+        cache_limit: float | None = None,
+        patience: float = 300.0,
+        **settings: Any,
+    ) -> Self:
+        """Set the data: `.beton` files, their addresses, or data sets by name: `"cifar10:train"`, `"cifar10:test"`.
+
+        A pattern such as `"train-{000..127}.beton"` is one data set in several files, and a dict of sources and weights
+        is a mix.
+
+        Raises:
+            PlanError, DataError: naming the invalid value.
+
+        Example::
+
+            >>> pipeline = Pipeline("resnet18", num_classes=2).load(
+            ...     "train.beton", "val.beton", batch_size=16, image_size=32, crop="padded", workers=2
+            ... )
+        """
+        arguments = locals()
+        arguments["train"] = train_source(train)
+        arguments["val"] = None if val is None else source_name(val, "val")
+        data, before, optimization = DataConfig.of(arguments), self.data, self.optimization
+        replaced = before is not None and before.batch_size != batch_size
+        if before and replaced and optimization is not None and optimization.base_batch_size is None:
+            # The learning rate was tuned for the previous batch size.
+            optimization = dataclasses.replace(optimization, base_batch_size=before.batch_size)
+        return self.replace(data=data, optimization=optimization)
+
+    def transform(self, *transforms: Transform) -> Self:
+        """Add transforms, in any order; the plan sorts them.
+
+        Raises:
+            PlanError: if one is not a transform, appears twice, or does not define the method of its kind.
+
+        Example::
+
+            >>> pipeline = pipeline.transform(BlurPool(), LabelSmoothing(0.1))
+            >>> len(pipeline.transforms)
+            2
+        """
+        given: tuple[object, ...] = transforms
+        for transform in given:
+            if not isinstance(transform, Transform):
+                hint = f" Did you mean {transform.__name__}()?" if isinstance(transform, type) else ""
+                raise PlanError(f"transform() takes transforms such as BlurPool(), not {transform!r}.{hint}")
+        for transform in transforms:
+            check_hook(transform)
+        sort_transforms((*self.transforms, *transforms))
+        return self.replace(transforms=(*self.transforms, *transforms))
+
+    def task(self, task: Task) -> Self:
+        """Set what the pipeline trains for: `Classification` (the default), `MultiLabel`, `Regression`, `Segmentation`,
+        or a task of your own.
+
+        Raises:
+            PlanError: if it is not a task.
+
+        Example::
+
+            >>> pipeline = pipeline.task(Classification(metrics=("top1", "f1"), monitor="f1"))
+        """
+        given: object = task
+        if not isinstance(given, Task):
+            hint = f" Did you mean {given.__name__}()?" if isinstance(given, type) else ""
+            raise PlanError(f"task() takes a task such as MultiLabel(), not {given!r:.80}.{hint}")
+        return self.replace(goal=task)
+
+    @documented(OptimizerConfig)
+    def optimize(
+        self,
+        optimizer: str | type[torch.optim.Optimizer] | OptimizerFactory,
+        *,
+        schedule: str | ScheduleFunction = "cosine",
+        schedule_options: Mapping[str, Any] = FrozenDict(),
+        warmup: float = 0.0,
+        groups: Mapping[str, Mapping[str, Any]] = FrozenDict(),
+        base_batch_size: int | None = None,
+        scale_lr: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Set the optimizer, by name or class with its options (`lr=2.0, momentum=0.9, weight_decay=5e-5`), or as a
+        factory; and the schedule of its learning rate.
+
+        Raises:
+            PlanError: for an unknown name, with the closest known one, or an invalid value.
+
+        Example::
+
+            >>> groups = {"*.bias": {"lr": 2e-3}}
+            >>> pipeline = pipeline.optimize("adamw", lr=1e-3, weight_decay=0.05, warmup=0.1, groups=groups)
+        """
+        arguments = locals()
+        if scale_lr is True and base_batch_size is None and self.recipe is not None and self.data is not None:
+            chosen_for = None if self.optimization is None else self.optimization.base_batch_size
+            arguments["base_batch_size"] = chosen_for or self.data.batch_size
+        return self.replace(optimization=OptimizerConfig.of(arguments))
+
+    @documented(DistributedConfig)
+    def distribute(
+        self,
+        strategy: str | Strategy,
+        *,
+        devices: int | Literal["auto"] = 1,
+        precision: strategies.Precision | Literal["auto"] = "fp32",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        activation_checkpointing: strategies.ModuleFilter = False,
+        compile: bool | str = False,
+        sync_batchnorm: bool = False,
+        cudnn_benchmark: bool | None = None,
+        matmul_precision: MatmulPrecision | None = None,
+        timeout: float = 600.0,
+        **options: Any,
+    ) -> Self:
+        """Set the strategy that trains the model, by name or as an object.
+
+        Raises:
+            StrategyError: for an unknown strategy, with the closest name, or an invalid value.
+            PlanError: for invalid `devices` or GPU settings.
+
+        Example::
+
+            >>> pipeline = pipeline.distribute("ddp", devices=4, precision="bf16", accumulate=2, clip_norm=1.0)
+        """
+        return self.replace(distribution=DistributedConfig.of(locals()))
+
+    def __repr__(self) -> str:
+        """Return the calls that build an equal pipeline, as far as text can express it, without default values."""
+        head = {"seed": self.seed} if self.seed else {}
+        name = type(self.model).__name__ if isinstance(self.model, nn.Module) else self.model_name
+        lines = [f"{type(self).__name__}({_call((name,), {**head, **self.model_options})})"]
+        if self.data:
+            lines.append(f"  .load({_call(*self.data.arguments())})")
+        if self.goal is not None:
+            lines.append(f"  .task({self.goal!r})")
+        if self.transforms:
+            lines.append(f"  .transform({', '.join(map(repr, self.transforms))})")
+        if self.optimization is not None:
+            lines.append(f"  .optimize({_call(*self.optimization.arguments())})")
+        if self.distribution is not None:
+            lines.append(f"  .distribute({_call(*self.distribution.arguments())})")
+        about = [] if self.recipe is None else [f"recipe {self.recipe!r}"]
+        about += [] if self.epochs is None else [f"epochs={self.epochs}"]
+        return "\n".join([*lines, f"  # {', '.join(about)}"] if about else lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+def _call(positional: Sequence[object], named: Mapping[str, object]) -> str:
+    """Return arguments as source code; the positional ones are text already."""
+    return ", ".join([*map(str, positional), *(f"{name}={value!r}" for name, value in named.items())])
+
+
+_REPLACED = {field.name for field in dataclasses.fields(PipelineSpec)} - {"model", "seed"}
+"""What `dataclasses.replace` passes to `PipelineSpec.__init__` in addition to its own arguments."""

@@ -1,0 +1,227 @@
+"""The printable plan: every step in order, with what requested it and the reason for its position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from ... import strategies
+from ...common import machine
+from ...common.table import Table
+from ...loaders.image_size import ImageSize, size_text
+from ...loaders.sources import files_of
+from ...strategies import Strategy
+from ...transforms import CHANGES_MODEL, Transform
+from .config import PRECISIONS, DataConfig, DistributedConfig
+from .cuda_settings import choose_benchmark, uses_gpu
+from .kinds import KIND_ORDER
+from .pipeline_spec import PipelineSpec
+from .rules import family
+from .same_data import caution as same_data_caution
+from .split_batch_norm import caution
+
+KIND_REASON = {
+    "image": "in the loader, on each training image; evaluation uses the images unchanged",
+    "surgery": "before anything holds a parameter: the optimizer and the wrapper must see the final modules",
+    "algorithm": "Composer's",
+    "memory_format": "after surgery, whose new modules would be contiguous; before wrapping",
+    "optimizer": "around the optimizer, which is built from the final parameters",
+    "schedule": "at the start of each epoch; it freezes the weights of the wrapped model",
+    "batch": "on each training batch, before the forward and the loss; evaluation uses the images unchanged",
+    "loss": "in training only, after any mixing; evaluation uses the plain loss",
+    "loop": "after each step; evaluation and the result use its weights",
+    "evaluation": "in evaluation only",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a plan.
+
+    Example::
+
+        >>> step = pipeline.plan().steps[0]
+        >>> step.what, step.asked_by
+        ('load train.beton', '.load()')
+    """
+
+    what: str
+    asked_by: str
+    why: str
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The steps in order, shown as a table in terminals and notebooks.
+
+    Example::
+
+        >>> plan = pipeline.plan()
+        >>> plan.steps[0].what
+        'load train.beton'
+    """
+
+    steps: tuple[Step, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return `{"steps": [{"what", "asked_by", "why"}, …]}`."""
+        return {"steps": [asdict(step) for step in self.steps]}
+
+    def _table(self) -> Table:
+        rows = [
+            (str(number), step.what, step.asked_by, step.why) for number, step in enumerate(self.steps, 1)
+        ]
+        return Table(("", "step", "requested by", "why here"), rows, title="Plan")
+
+    def __repr__(self) -> str:
+        return self._table().text(120)
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+
+def _devices(how: DistributedConfig) -> str:
+    return f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
+
+
+def lay_out(
+    spec: PipelineSpec,
+    data: DataConfig,
+    transforms: tuple[Transform, ...],
+    strategy: Strategy,
+    precision: str = "",
+) -> tuple[Step, ...]:
+    """Return the steps of a pipeline; `transforms` are sorted, and `precision` is the reason for it, or empty."""
+    how, optimization = spec.distributed, spec.optimized
+    steps = [
+        Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
+             f"{_pixels(data.image_size)} px{_eval_size(data)}{data.for_plan()}; every rank loads its slice of each "
+             f"batch{_caution(data)}{same_data_caution(data.train, data.val)}"),
+        *(_transform_step(t) for t in transforms if t.kind == "image"),
+        Step(f"build {spec.model_name}", "Pipeline()", f"with seed {spec.seed}, the same on every rank"),
+    ]  # fmt: skip
+    steps += [_transform_step(t, how.name) for t in transforms if t.kind in CHANGES_MODEL]
+    steps += _wrapping_steps(how)
+    steps += _gpu_steps(how, transforms)
+    steps += [
+        Step("check the output", "Drivetrain", "its width must be that of the data's targets"),
+        Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
+             f"{_devices(how)}, {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
+             f"after surgery{'; ' * bool(precision)}{precision}{_slow_bf16(how)}{_split_batch_norm(spec, data)}"),
+        Step(f"optimizer: {optimization.at(data.batch_size).describe()}",
+             "default" if spec.optimization is None else ".optimize()",
+             "; ".join(filter(None, [f"built from the final parameters{optimization.for_plan()}",
+                                     optimization.note(data.batch_size)]))),
+    ]  # fmt: skip
+    steps += [
+        Step(f"parameter group {pattern}: {', '.join(f'{name}={value}' for name, value in options.items())}",
+             ".optimize()", "parameters whose names match, and no earlier pattern; all follow the schedule")
+        for pattern, options in optimization.at(data.batch_size).groups.items()
+    ]  # fmt: skip
+    later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
+    mixing = [type(t).__name__ for t in later if t.kind == "batch" and t.soft_targets]
+    steps += [_transform_step(t, mixing=mixing) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
+    steps += [
+        Step(
+            f"loss: {spec.target.loss_name}",
+            "default" if spec.goal is None else ".task()",
+            spec.target.about + _assumed_mean(spec),
+        )
+    ]
+    steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
+    return tuple(steps)
+
+
+def _eval_size(data: DataConfig) -> str:
+    return "" if data.eval_size == data.image_size else f" ({_pixels(data.eval_size)} px in evaluation)"
+
+
+def _pixels(image_size: ImageSize) -> str:
+    return size_text(image_size) if isinstance(image_size, tuple) else str(image_size)
+
+
+def _caution(data: DataConfig) -> str:
+    if data.loader != "ffcv_stock":
+        return ""
+    return "; FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
+
+
+def _slow_bf16(how: DistributedConfig) -> str:
+    slow = how.precision == "bf16" and not uses_gpu(how) and machine.bf16_instructions() == ""
+    return "; this CPU has no bf16 instructions, so fp32 is faster" if slow else ""
+
+
+def _assumed_mean(spec: PipelineSpec) -> str:
+    """Return a caution if a batch is split and its loss may be another mean than that over the samples."""
+    how, task = spec.distributed, spec.target
+    if how.ranks * how.accumulate == 1 or not task.assumes_mean:
+        return ""
+    return (
+        "; taken as the mean over the samples, because it declares no denominator: if it weights or ignores targets, "
+        "results depend on how a batch is split"
+    )
+
+
+def _split_batch_norm(spec: PipelineSpec, data: DataConfig) -> str:
+    built = spec.model if isinstance(spec.model, nn.Module) else None
+    text = caution(spec.distributed, data.batch_size, built)
+    return f"; caution: {text}" if text else ""
+
+
+def _wrapping_steps(how: DistributedConfig) -> list[Step]:
+    """Return what is done to the final modules before they are wrapped."""
+    steps = []
+    if how.sync_batchnorm:
+        steps.append(
+            Step(
+                "synchronise BatchNorm",
+                ".distribute()",
+                "statistics of the global batch, summed over all ranks",
+            )
+        )
+    if how.activation_checkpointing:
+        what = f"recompute the activations of {_filter_name(how.activation_checkpointing)}"
+        steps.append(
+            Step(what, ".distribute()", "on the final modules, inside the units that gather and compile them")
+        )
+    if how.compile:
+        what = "compile in place" + (f", mode {how.compile}" if isinstance(how.compile, str) else "")
+        steps.append(
+            Step(what, ".distribute()", "the final modules, inside the wrapper, so that names do not change")
+        )
+    return steps
+
+
+def _gpu_steps(how: DistributedConfig, transforms: tuple[Transform, ...]) -> list[Step]:
+    """Return torch's settings for the run, if it trains on a GPU."""
+    if not uses_gpu(how):
+        return []
+    benchmark, why = choose_benchmark(how, transforms)
+    steps = [
+        Step(f"cuDNN benchmark {'on' if benchmark else 'off'}",
+             "default" if how.cudnn_benchmark is None else ".distribute()", f"{why}; restored after the run")
+    ]  # fmt: skip
+    if how.matmul_precision is not None:
+        what = f"float32 matrix multiplications: {how.matmul_precision}"
+        steps.append(
+            Step(what, ".distribute()", f"{PRECISIONS[how.matmul_precision]}; restored after the run")
+        )
+    return steps
+
+
+def _filter_name(module_filter: strategies.ModuleFilter) -> str:
+    if isinstance(module_filter, bool):
+        return "the model's blocks"
+    return "what a function selects" if callable(module_filter) else ", ".join(sorted(module_filter))
+
+
+def _transform_step(transform: Transform, strategy: str = "", mixing: Sequence[str] = ()) -> Step:
+    why = KIND_REASON[transform.kind]
+    if transform.kind == "memory_format" and family(strategy) in ("fsdp", "deepspeed"):
+        why = "shards are contiguous: the images and thus the activations get the format, the weights do not"
+    if len(mixing) > 1 and type(transform).__name__ in mixing:
+        why += f"; {' and '.join(mixing)} both mix every batch, one after the other"
+    return Step(f"{transform}", ".transform()", " ".join(filter(None, [why, transform.caution])))

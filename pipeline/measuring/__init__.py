@@ -1,0 +1,1 @@
+"""How variants of a training run are timed and compared: budgets, trials, statistics."""

@@ -1,0 +1,176 @@
+"""The optimizers, by name or class, and the validation of their options."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from ...common.checks import is_number
+from ...common.errors import PlanError, suggest
+from ...common.names import imported
+from .muon import Muon
+from .sgdw import SGDW
+
+OptimizerClass = Callable[..., Optimizer]
+
+OPTIMIZERS: dict[str, OptimizerClass] = {"sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW, "muon": Muon}
+
+LINEAR, SQUARE_ROOT = "linear", "square root"
+
+SCALING: dict[Any, str] = dict.fromkeys((SGD, SGDW), LINEAR) | dict.fromkeys(
+    (Adam, AdamW, NAdam, RAdam, RMSprop), SQUARE_ROOT
+)
+"""How the learning rate scales with the batch size, by class: linearly with a step proportional to the gradient (Goyal
+et al. 2017, arXiv:1706.02677), by the square root if the step is divided by the root of the mean squared gradient
+(Malladi et al. 2022, arXiv:2205.10287). For other optimizers no rule is known."""
+
+WHOLE_MATRICES = (Muon, torch.optim.Adafactor)
+"""Classes whose update of an element depends on the others of its matrix: a flat shard of it is not enough."""
+
+_ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay"}
+"""Names of options in other libraries."""
+
+
+def find_optimizer(optimizer: Any) -> Any:
+    """Return an optimizer as given: a name, a class or a factory. A class that has a name in `OPTIMIZERS` becomes that
+    name, and `"package.module:Class"` is imported.
+
+    Raises:
+        PlanError: for an unknown name, with the closest one, an optimizer that is already built or that the training
+            loop cannot step, or a value of another type.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanError(
+            "optimize() got an optimizer that is already built; surgery or sharding would leave it with "
+            "stale parameters. Pass its name, or a function: lambda params: SGD(params, lr=0.1)."
+        )
+    if isinstance(optimizer, str) and ":" in optimizer:
+        optimizer = imported("optimizer", optimizer)
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZERS:
+            raise PlanError(
+                f"No optimizer is named {optimizer!r}. Write others as package.module:Class, e.g. torch.optim:NAdam."
+                f"{suggest(optimizer, OPTIMIZERS)}"
+            )
+        return optimizer
+    if not callable(optimizer):
+        raise PlanError(
+            f"optimize() takes the name of an optimizer, a class or a function, not {optimizer!r:.80}."
+        )
+    _refuse_unusable(optimizer)
+    return next((name for name, own in OPTIMIZERS.items() if own is optimizer), optimizer)
+
+
+def _refuse_unusable(optimizer: Callable[..., Any]) -> None:
+    """Raise PlanError for a class whose `step` needs what the training loop does not have."""
+    if not isinstance(optimizer, type):
+        return
+    name = optimizer.__name__
+    if not issubclass(optimizer, Optimizer):
+        raise PlanError(
+            f"optimize() got the class {name}, which is not a torch.optim.Optimizer. Pass a subclass of it, or a "
+            "function that returns one."
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(f"{name} computes the loss several times per step, which the training loop does not.")
+    if optimizer is torch.optim.SparseAdam:
+        raise PlanError("SparseAdam needs sparse gradients, which image models do not have. Use 'adam'.")
+
+
+def class_of(optimizer: Any) -> OptimizerClass | None:
+    """Return the class of an optimizer given by name or as a class; None for a factory."""
+    if isinstance(optimizer, str):
+        return OPTIMIZERS[optimizer]
+    return optimizer if isinstance(optimizer, type) else None
+
+
+def needs_whole_matrices(optimizer: Any) -> bool:
+    """Return whether an optimizer given by name or as a class is one of `WHOLE_MATRICES`."""
+    kind = class_of(optimizer)
+    return isinstance(kind, type) and issubclass(kind, WHOLE_MATRICES)
+
+
+def gathers(optimizer: Any) -> bool:
+    """Return whether it needs whole matrices, but gathers them itself if FSDP2 has sharded them."""
+    kind = class_of(optimizer)
+    return isinstance(kind, type) and issubclass(kind, Muon)
+
+
+def label(optimizer: Any) -> str:
+    """Return the optimizer's name in plans and messages."""
+    if isinstance(optimizer, str):
+        return optimizer
+    return optimizer.__name__ if isinstance(optimizer, type) else "your factory"
+
+
+def default_lr(optimizer: Any) -> float:
+    """Return the default learning rate of an optimizer given by name or as a class.
+
+    Raises:
+        PlanError: if it has none.
+    """
+    kind = class_of(optimizer)
+    parameter = None if kind is None else inspect.signature(kind).parameters.get("lr")
+    if parameter is None or not is_number(parameter.default):
+        raise PlanError(f"optimize({label(optimizer)}) has no default learning rate. Pass lr=….")
+    return float(parameter.default)
+
+
+def check_no_options(options: Mapping[str, Any]) -> None:
+    """Raise PlanError for options of a factory."""
+    if options:
+        raise PlanError(f"optimize() got a factory and the options {dict(options)}. Set them in the factory.")
+
+
+def check_options(optimizer: Any, options: Mapping[str, Any], where: str = "") -> None:
+    """Raise PlanError for an option that the optimizer does not have, or an invalid value.
+
+    Args:
+        optimizer: a name or a class.
+        options: what is passed to it, besides the parameters.
+        where: the place in the builder's call, for messages; "" for optimize() itself.
+    """
+    kind = class_of(optimizer)
+    assert kind is not None
+    place = f"optimize({optimizer!r})" if isinstance(optimizer, str) else f"optimize({label(optimizer)})"
+    place += f", {where}" if where else ""
+    known = dict([*inspect.signature(kind).parameters.items()][1:])
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    for option, value in options.items():
+        if option not in known and not takes_any:
+            near = _ELSEWHERE.get(option, option)
+            raise PlanError(f"{place} has no option {option!r}.{suggest(near, known)}")
+        numbers = value if isinstance(value, tuple | list) else (value,)
+        if any(isinstance(each, float) and not math.isfinite(each) for each in numbers):  # torch accepts them
+            raise PlanError(f"{place}: {option}={value!r} must be finite.")
+        allowed = _wrong_kind(value, known[option].default) if option in known else ""
+        if option in ("foreach", "fused") and not (value is None or isinstance(value, bool)):
+            allowed = "True, False or None"  # None: torch's choice
+        if allowed:
+            raise PlanError(f"{place}: {option}={value!r} must be {allowed}.")
+    try:
+        kind([torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1, 1))], **options)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        remedy = f"See the documentation of {getattr(kind, '__name__', kind)}."
+        if kind is getattr(torch.optim, "Muon", None):
+            remedy = "Use 'muon', which trains other parameters with AdamW."
+        raise PlanError(f"{place} cannot use {dict(options)}: {error}. {remedy}") from None
+
+
+def _wrong_kind(value: object, usual: object) -> str:
+    """Return what an option must be, derived from its default, if `value` is not; else ""."""
+    if isinstance(usual, bool):
+        return "" if isinstance(value, bool) else "True or False"
+    if isinstance(usual, int | float):
+        return "" if is_number(value) or isinstance(value, torch.Tensor) else "a number"
+    if isinstance(usual, tuple):
+        fits = isinstance(value, tuple | list) and len(value) == len(usual)
+        fits = fits and not any(map(_wrong_kind, value, usual))  # type: ignore[call-overload]
+        return "" if fits else f"{len(usual)} numbers"
+    return ""

@@ -1,0 +1,155 @@
+"""Atomic files, with any number of concurrent writers, including killed ones."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from drivetrain.common.errors import DrivetrainError
+from drivetrain.common.storage.files import atomic_file, atomic_files, renames_held, wait_for_renames
+
+
+def test_atomic_file(tmp_path: Path) -> None:
+    with atomic_file(tmp_path / "a") as file:
+        file.write(b"whole")
+        assert not (tmp_path / "a").exists()
+    assert (tmp_path / "a").read_bytes() == b"whole"
+    with pytest.raises(ZeroDivisionError), atomic_file(tmp_path / "a") as file:
+        file.write(bytes([1 // (file.write(b"half") - 4)]))
+    assert (tmp_path / "a").read_bytes() == b"whole"
+    with pytest.raises(DrivetrainError, match="No such file"), atomic_file(tmp_path / "no" / "b"):
+        pass
+    with pytest.raises(DrivetrainError, match="Not a directory"), atomic_file(tmp_path / "a" / "b"):
+        pass
+    with pytest.raises(DrivetrainError, match="too long"), atomic_file(tmp_path / ("x" * 250)):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_several_files_appear_together(tmp_path: Path) -> None:
+    paths = tmp_path / "b", tmp_path / "a"
+    with atomic_files(*paths) as files:
+        for number, file in enumerate(files):
+            file.write(bytes([number]))
+        assert not any(path.exists() for path in paths)
+    assert [path.read_bytes() for path in paths] == [b"\0", b"\1"]
+    with pytest.raises(ZeroDivisionError), atomic_files(*paths) as (first, _):
+        first.write(bytes([1 // (first.write(b"half") - 4)]))
+    assert [path.read_bytes() for path in paths] == [b"\0", b"\1"]
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_the_first_rename_that_fails_leaves_the_others_undone(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").write_bytes(b"old")
+    with (
+        pytest.raises(DrivetrainError, match=r"/b could not be written: Is a directory"),
+        atomic_files(tmp_path / "b", tmp_path / "a") as (_, file),
+    ):
+        file.write(b"new")
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """All have it open at a time, and the last to finish wins."""
+    path, together = tmp_path / "a", threading.Barrier(8, timeout=60)
+
+    def write(number: int) -> None:
+        with atomic_file(path) as file:
+            together.wait()
+            file.write(bytes([number]) * 100_000)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    content = path.read_bytes()
+    assert content == content[:1] * 100_000
+    with atomic_file(path) as slow:
+        with atomic_file(path) as quick:
+            quick.write(b"quick")
+        assert path.read_bytes() == b"quick"
+        slow.write(b"slow")
+    assert path.read_bytes() == b"slow"
+    assert names(tmp_path) == ["a"]
+
+
+def test_leftovers_of_dead_writers_go_and_others_stay(tmp_path: Path) -> None:
+    dead = tmp_path / ".a.7-0123abcd.partial"
+    others = (
+        ".ab.7-0123abcd.partial",
+        ".a.x-0123abcd.partial",
+        "a.7-0123abcd.partial",
+        ".a.7-0123abcd.partial.txt",
+    )
+    for name in (dead.name, *others):
+        (tmp_path / name).write_bytes(b"half")
+    (tmp_path / ".a.8-0123abcd.partial").mkdir()
+    with atomic_file(tmp_path / "a") as file:
+        file.write(b"new")
+        assert not dead.exists()
+    stay = sorted([*others, ".a.8-0123abcd.partial", "a"])
+    assert names(tmp_path) == stay
+    dead.write_bytes(b"of somebody who still writes")
+    with dead.open("r+b") as live:
+        fcntl.flock(live, fcntl.LOCK_EX)
+        with atomic_file(tmp_path / "a") as file:
+            file.write(b"newer")
+        assert names(tmp_path) == sorted([*stay, dead.name])
+
+
+def test_a_lock_file_that_a_killed_writer_left_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / ".a.lock").touch()
+    wait_for_renames(tmp_path / "a")
+    with atomic_files(tmp_path / "b", tmp_path / "a"):
+        pass
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_renames_wait_for_those_of_another_writer(tmp_path: Path) -> None:
+    lock = tmp_path / ".a.lock"
+
+    def write() -> None:
+        with atomic_files(tmp_path / "b", tmp_path / "a"):
+            pass
+
+    with lock.open("ab") as held, ThreadPoolExecutor(2) as pool:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        writer, reader = pool.submit(write), pool.submit(wait_for_renames, tmp_path / "a")
+        with pytest.raises(TimeoutError):
+            writer.result(timeout=0.3)
+        assert not (tmp_path / "b").exists()
+        assert not reader.done()
+        lock.unlink()  # as its holder does before it lets go
+        fcntl.flock(held, fcntl.LOCK_UN)
+        writer.result(timeout=30)
+        reader.result(timeout=30)
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_a_reader_holds_writers_that_come_later(tmp_path: Path) -> None:
+    """A writer that begins while the reader reads waits, too; afterwards no lock file is left."""
+
+    def write() -> None:
+        with atomic_files(tmp_path / "b", tmp_path / "a"):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        with renames_held(tmp_path / "a"):
+            writer = pool.submit(write)
+            with pytest.raises(TimeoutError):
+                writer.result(timeout=0.3)
+            assert not (tmp_path / "b").exists()
+        writer.result(timeout=30)
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_a_reader_needs_no_right_to_write_the_folder(tmp_path: Path) -> None:
+    with renames_held(tmp_path / "nowhere" / "a"):  # where no lock file can be created either
+        pass

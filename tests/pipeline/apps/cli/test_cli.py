@@ -1,0 +1,352 @@
+"""The command line, in processes: help, results, files, and one-line errors."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from command_line import ENVIRONMENT, call, call_several, run, run_several, toy_values
+from drivetrain import RECIPES, Pipeline, loaders
+from drivetrain.common.machine import KEEPS_MEMORY
+from drivetrain.pipeline.apps.cli import app, data
+from drivetrain.pipeline.apps.cli.doctor import EXTRAS, memory_kept, reachable_host
+from drivetrain.pipeline.apps.cli.parser import Parser, say
+from drivetrain.pipeline.models import cifar_resnet
+from drivetrain.pipeline.recipes.presets import KEYS
+from drivetrain.pipeline.recipes.table import PROSE
+from PIL import Image
+from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
+from places import ROOT
+from safetensors.torch import load_file
+
+COMMANDS = ("convert", "inspect", "verify", "advise", "train", "export", "ledger", "job", "recipes", "doctor")
+
+
+def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    page, *pages = call("--help"), *(call(command, "--help") for command in COMMANDS)
+    for command, own in zip(COMMANDS, pages, strict=True):
+        assert re.search(rf"^. {command} +[A-Z].*\w", page.out, re.MULTILINE), page.out
+        options = re.findall(r"^  (?:-h, )?(--[a-z-]+)(.*)", own.out, re.MULTILINE)
+        assert options, own
+        for option, rest in options:
+            assert re.search(r"  \S.* \w+", rest), f"{command} {option} is not described:\n{own.out}"
+        assert max(map(len, own.out.splitlines())) < 110
+    assert "Default: 0.5." in pages[0].out
+    assert "\n\n  torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto\n" in pages[4].out
+    empty = call()
+    assert (empty.code, empty.out) == (2, page.out)
+    assert call("--version").out.startswith("drivetrain 0.")
+
+
+@pytest.mark.parametrize("command", app.COMMANDS)
+def test_help_is_printed_as_written(command: str) -> None:
+    """argparse formats help texts with `%`, so "4 % smaller" would print its own parameters."""
+    parser = Parser(command, app.COMMANDS[command])
+    printed = " ".join(parser.format_help().split())
+    assert "option_strings" not in printed
+    assert command != "convert" or "Huffman tables of their own: 4 % smaller, and" in printed
+
+
+WRONG = {
+    "a command": (["tran"], "No such command 'tran'. Did you mean 'train'?"),
+    "an option": (["train", "baseline", "--ot", "x"], "No such option: --ot. Did you mean '--out'?"),
+    "an option with its value": (
+        ["ledger", "--second=3"],
+        "No such option: --second=3. Did you mean '--seconds'?",
+    ),
+    "an option of no command": (["--versio"], "Did you mean '--version'?"),
+    "too few": (["export", "a"], "arguments are required: out"),
+    "too many": (["recipes", "a", "b"], "Too many arguments: b."),
+    "no value": (["train", "baseline", "--out"], "--out: expected one argument"),
+    "a value too many": (["train", "baseline", "--resume=yes"], "--resume: ignored explicit argument 'yes'"),
+    "one file to compare": (["ledger", "--compare", "a.json"], "--compare: expected 2 arguments"),
+    "no number": (["train", "baseline", "--ledger-seconds", "many"], "invalid float value: 'many'"),
+    "an empty folder": (["train", "baseline", "--out="], "--out: it is empty."),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_that_cannot_be_read_are_one_line(name: str) -> None:
+    command, message = WRONG[name]
+    end = call(*command)
+    assert (end.code, end.out, end.err.count("\n")) == (2, "", 1)
+    assert end.err.startswith("UsageError: ")
+    assert message in end.err
+    assert re.search(r" See: drivetrain( [a-z]+)? --help\n$", end.err)
+
+
+def test_what_follows_two_dashes_is_no_option() -> None:
+    assert "-odd.beton does not exist" in call("inspect", "--", "-odd.beton").line
+
+
+def test_an_error_is_red_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    say("DataError", "gone")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    say("DataError", "gone")
+    monkeypatch.setenv("NO_COLOR", "1")
+    say("DataError", "gone")
+    assert capsys.readouterr().err.splitlines() == [
+        "DataError: gone",
+        "\033[1;31mDataError:\033[0m gone",
+        "DataError: gone",
+    ]
+
+
+@pytest.mark.process
+def test_output_that_nobody_reads_is_no_error() -> None:
+    program = [sys.executable, "-m", "drivetrain", "recipes"]
+    with subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_the_defaults_of_convert_are_its_owners() -> None:
+    owner = inspect.signature(loaders.convert).parameters
+    for name, default in (data.convert.__kwdefaults__ or {}).items():
+        # Called fields=, on_error= and progress=; the last is of the report's text.
+        if name not in ("field", "skip_bad", "quiet", "verbose"):
+            assert owner[name].default == default, name
+
+
+def test_recipes_are_listed_shown_and_explained() -> None:
+    every, one, keys = call_several(["recipes"], ["recipes", "baseline"], ["recipes", "--keys"])
+    for name in RECIPES:
+        assert name in every.out
+    for key in {*KEYS} - {"notes", *PROSE}:  # which are in the last column, and above the table
+        assert re.search(rf"^. {key} ", one.out, re.MULTILINE), key
+    assert "the baseline to compare with" in " ".join(one.out.split())
+    assert "(required)" in keys.out
+    assert re.search(r"precision +. fp32 ", keys.out)
+    assert (every.code, one.code, keys.code) == (0, 0, 0)
+
+
+def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\ntrain: {toy.train}\n"
+        "batch_size: 32\nimage_size: 16\noptimizer: {name: sgd, lr: 1e-3}\nepochs: 1\nworkers: 1\n"
+    )
+    shown, trained, wrong, folder = call_several(
+        ["recipes", str(file)],
+        ["train", str(file), "--out", str(tmp_path / "out"), "seed=3", "--val", toy.val],
+        ["train", str(file), "optimizer.lr=fast"],
+        ["train", str(tmp_path / "out")],
+    )
+    assert re.search(r"optimizer .*name: sgd", shown.out)
+    assert trained.code == 0, trained.err
+    assert "after 1 epoch\n" in trained.out
+    assert f"Did you mean '{tmp_path / 'out' / 'recipe.yaml'}'?" in folder.line
+    assert json.loads((tmp_path / "out" / "history.json").read_text())["recipe"] == "mine.yaml"
+    assert "mine.yaml" in wrong.line
+
+
+def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    files = [*toy_values(toy), "--out", str(tmp_path / "file")]
+    recipe, key, pair, data, train, ledger, option, seconds = call_several(
+        ["recipes", "baselin"],
+        ["train", "baseline", "epoch=3"],
+        ["ledger", "baseline", "epochs"],
+        ["train", "baseline", "--train", "no.beton", "--val", "no.beton"],
+        ["train", "cifar10-quickstart", *files],
+        ["ledger", "cifar10-quickstart", *files],
+        ["train", "baseline", "model_options.num_clases=4", *toy_values(toy)],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--ledger", "--ledger-seconds", "0"],
+    )
+    assert "No recipe is named 'baselin'. Did you mean 'baseline'?" in recipe.line
+    assert "Did you mean 'epochs'?" in key.line
+    assert "'epochs' is not KEY=VALUE" in pair.line
+    for end, message in ((data, "no.beton does not exist"), (train, "is a file"), (option, "num_clases")):
+        assert end.code == 1
+        assert message in end.err.splitlines()[-1]
+        assert "Traceback" not in end.err
+    assert "is a file" in ledger.line  # before it measures
+    assert "seconds=0 (--seconds, --ledger-seconds) must be positive" in seconds.line  # before it trains
+    refused = call_several(
+        ["train", "baseline", "epochs=1", "epochs=2"],
+        ["train", "baseline", "train=a.beton", "--train", "b.beton"],
+        ["train", "baseline", "--train", "a.beton", "--train=b.beton"],
+        ["ledger", "baseline", "--out", "a", "--seconds", "3", "--out", "b"],
+        ["ledger", "baseline", "--epochs", "3"],
+        ["ledger", "baseline", "--seconds", "9", "--compare", "a.json", "b.json"],
+    )
+    messages = (
+        "epochs= is given twice",
+        "--train and train= are both",
+        "--train is given 2 times",
+        "--out is given 2 times",
+        "--epochs sets",
+        ": recipe, --seconds.",
+    )
+    for end, message in zip(refused, messages, strict=True):
+        assert message in end.line
+    logger, empty = call_several(
+        ["train", "cifar10-quickstart", *toy_values(toy), "--logger", "csv"],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--out", ""],
+    )
+    assert "Pass fit(out=…) (--out)" in logger.err
+    assert (empty.code, "it is empty" in empty.err) == (2, True)
+
+
+def test_convert(tmp_path: Path) -> None:
+    good, bad, out = tmp_path / "good", tmp_path / "bad", tmp_path / "out.beton"
+    for number, image in enumerate(toy_arrays(6, 0)[0]):
+        for root in (good, bad):
+            (root / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(root / "ab"[number % 2] / f"{number}.jpg")
+    (bad / "a" / "bad.jpg").write_bytes(b"no image")
+    converted, refused, skipped, quality = call_several(
+        ["convert", str(good), str(out)],
+        ["convert", str(bad), str(tmp_path / "refused.beton")],
+        ["convert", str(bad), str(tmp_path / "skipped.beton"), "--skip-bad", "--quality", "80"],
+        ["convert", str(good), str(tmp_path / "refused.beton"), "--quality", "0"],
+    )
+    assert (converted.code, refused.code, skipped.code) == (0, 1, 0)
+    assert "6 images" in converted.out
+    assert json.loads((tmp_path / "out.beton.json").read_text())["classes"] == ["a", "b"]
+    assert "bad.jpg: it is not an image" in refused.err.splitlines()[-1]
+    assert "(--skip-bad)" in refused.err.splitlines()[-1]
+    assert "  skipped " in skipped.out
+    assert "bad.jpg" in skipped.out
+    assert "quality=0 must" in quality.line
+    assert sorted(path.name for path in tmp_path.glob("*.beton")) == ["out.beton", "skipped.beton"]
+
+
+@pytest.mark.process
+def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "one"
+    end = run("train", "cifar10-quickstart", *toy_values(toy), "--out", str(out), "--logger", "csv")
+    assert end.code == 0, end.err
+    for text in ("BlurPool", "epoch 2  loss", "top1", "after 2 epochs"):
+        assert text in end.out, text
+    assert left_in(out) == sorted([*RUN_FILES, "metrics.csv"])
+    again = Pipeline.from_recipe(str(out / "recipe.yaml"))
+    assert f"{again.plan()!r}" == (out / "plan.txt").read_text().strip()
+    assert again.epochs == 2
+    files = sorted(path.name for path in out.iterdir() if path.is_file())
+    assert end.out.splitlines()[-1] == f"{out}: {', '.join(files)}"
+    with Image.open(out / "curves.png") as curves:
+        assert curves.size == (1080, 672)
+    assert (out / "plan.txt").read_text().strip() in end.out
+    assert (out / "metrics.csv").read_text().startswith("step,epoch,loss,val_loss,")
+    history = json.loads((out / "history.json").read_text())
+    assert history["recipe"] == "cifar10-quickstart"
+    assert history["provenance"]["command"].startswith("drivetrain train cifar10-quickstart batch_size=32")
+    assert history["epochs"][1]["metrics"]["top1"] is not None
+    trained = cifar_resnet(CLASSES, width=4)
+    trained.load_state_dict(load_file(out / "model.safetensors"))
+
+
+@pytest.mark.slow  # it measures for half a minute
+def test_train_measures_a_ledger(toy: Toy, tmp_path: Path) -> None:
+    end = run(
+        "train", "cifar10-quickstart", *toy_values(toy), "--out", str(tmp_path), "--ledger", "--ledger-seconds", "30"
+    )  # fmt: skip
+    assert end.code == 0, end.err
+    assert "plain PyTorch" in end.out
+    assert "bottleneck" in end.out
+    assert {"ledger.json", "ledger.png"} <= set(left_in(tmp_path))
+    measured = json.loads((tmp_path / "ledger.json").read_text())
+    assert [row["name"] for row in measured["rows"]][:2] == ["plain PyTorch", "+ FFCV loader"]
+
+
+@pytest.mark.slow  # torchrun, and two interpreters of its ranks
+@pytest.mark.timeout(200)
+def test_torchrun_runs_the_command_on_its_ranks(toy: Toy, tmp_path: Path) -> None:
+    """They train together, only rank 0 prints, and the folder is as after any run."""
+    out = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "drivetrain", "train", "cifar10-quickstart",
+        *toy_values(toy), "strategy=ddp", "devices=2", "transforms=[]", "--out", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for text in ("why here", "epoch 1  loss", "epoch 2  loss", "after 2 epochs"):
+        assert done.stdout.count(text) == 1, (text, done.stdout)
+    assert {path.name for path in out.iterdir()} == {*RUN_FILES, "recipe.yaml"}
+    assert done.stdout.splitlines()[-1] == (
+        f"{out}: curves.png, history.json, model.safetensors, plan.txt, recipe.yaml"
+    )
+    history = json.loads((out / "history.json").read_text())
+    assert history["provenance"]["command"].startswith("drivetrain train cifar10-quickstart ")
+    assert Pipeline.from_recipe(out / "recipe.yaml").distribution.devices == 2
+
+
+def test_doctor_knows_every_extra_that_users_install() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(EXTRAS) == set(extras) - {"all", "dev", "docs"}
+    for extra, (packages, _) in EXTRAS.items():
+        assert set(packages) <= {re.split(r"[^\w.-]", asked)[0] for asked in extras[extra]}
+
+
+def test_doctor_says_how_glibc_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEEPS_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    finding = memory_kept()
+    assert not finding.good
+    for setting in finding.remedy.removeprefix("export ").split():
+        monkeypatch.setenv(*setting.split("="))
+    assert memory_kept().good
+    assert memory_kept().remedy == ""
+
+
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [
+        ("10.0.0.7", ""),
+        ("127.0.1.1", "other machines cannot reach 127.0.1.1. For several machines, set GLOO_SOCKET_IFNAME"),
+        (OSError("unknown"), "for several machines, set GLOO_SOCKET_IFNAME"),
+    ],
+)
+def test_doctor_warns_of_a_name_that_leads_to_this_machine_only(
+    address: str | OSError, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(_: str) -> str:
+        if isinstance(address, OSError):
+            raise address
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    finding = reachable_host()
+    assert finding.good == (not remedy)
+    assert finding.remedy.startswith(remedy)
+
+
+@pytest.mark.process
+def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
+    (whole,) = run_several(["doctor"])
+    assert whole.code == 0
+    for extra in EXTRAS:
+        assert re.search(rf"ok +. extra {extra}", whole.out)
+    assert re.search(r"ok +. torch ", whole.out)
+    assert "strategy ddp" in whole.out
+    assert "…" not in whole.out  # nothing is cut off
+    doctor, train = run_several(
+        ["doctor"],
+        ["train", "cifar10-quickstart", *toy_values(toy)],
+        blocked=("ffcv", "numba"),
+    )
+    assert doctor.code == 0  # the core is whole
+    assert re.search(r"missing +. extra ffcv", doctor.out)
+    (remedy,) = (line for line in doctor.out.splitlines() if line.startswith("  extra ffcv: "))
+    assert "drivetrain[ffcv]" in remedy
+    assert train.code == 0  # which loads, and needs no FFCV

@@ -1,0 +1,102 @@
+"""The model card: the facts of the run's folder, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from drivetrain import CheckpointError, Pipeline
+from drivetrain.pipeline import Ledger, export
+from drivetrain.pipeline.apps.exports.card import CARD
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial, in_turn
+from drivetrain.transforms import EMA, LabelSmoothing
+from pipeline_data import CLASSES, SIDE, TRAIN, Toy, batch_norm_model
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def run(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("card") / "run"
+    pipeline = (
+        Pipeline("cifar_resnet", num_classes=CLASSES, width=4)
+        .load(toy.train, toy.val, batch_size=32, image_size=SIDE, workers=1, mean=(0.5, 0.4, 0.3))
+        .transform(LabelSmoothing(0.1), EMA(half_life=2))
+        .optimize("sgd", lr=0.05)
+    )
+    pipeline.fit(epochs=3, out=folder, progress=False)
+    return folder
+
+
+def test_it_has_the_facts_of_the_run(run: Path, toy: Toy, tmp_path: Path) -> None:
+    card = export(run, tmp_path / "own.safetensors", best=True).card
+    assert card == tmp_path / CARD
+    text = card.read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head == {"pipeline_tag": "image-classification", "tags": ["drivetrain", "pytorch"]}
+    history = json.loads((run / "history.json").read_text())
+    best = max(history["epochs"], key=lambda epoch: (epoch["metrics"]["top1"], -epoch["epoch"]))
+    assert f"after {best['epoch']} of 3 epochs" in text
+    for fact in (
+        "# own.safetensors",
+        f"float32 `(N, 3, {SIDE}, {SIDE})`, RGB",
+        "minus the mean (0.5, 0.4, 0.3)",
+        f"{CLASSES} classes: a, b, c, d.",
+        f"| training data | {toy.train} |",
+        f"| training samples | {TRAIN} |",
+        "LabelSmoothing(smoothing=0.1), EMA(",
+        "| strategy | single, 1 process(es) |",
+        f"{best['metrics']['top1']:.2%}",
+        f"{best['val_loss']:.4f}",
+        f"torch {history['provenance']['versions']['torch']}",
+        history["provenance"]["hardware"]["processor"],
+    ):
+        assert fact in text, (fact, text)
+    recipe = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])  # type: ignore[index]
+    whole = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert recipe == {key: value for key, value in whole.items() if key != "trained"}
+    assert "Speed of training" not in text  # it has no ledger
+    for left in ("{", "@"):  # of a template
+        assert left not in text.split("## Recipe")[0], left
+
+
+def test_it_has_the_ledgers_figures(run: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(run, tmp_path / "run")
+    speeds = {PLAIN: 100.0, in_turn("FFCV loader"): 200.0, LOADER: 900.0, MODEL: 300.0}
+    trials = {name: Trial(1000, 1000 / speed, 0.1) for name, speed in speeds.items()}
+    ledger = Ledger([trials, trials], {"recipe": None})
+    ledger.save(copied / "ledger.json")
+    text = export(copied, tmp_path / "own.safetensors").card.read_text()
+    assert ledger.bound in text
+    for row in ledger.rows:
+        assert f"| {row.name} |" in text
+    (copied / "ledger.json").write_text("{}")
+    assert "Speed of training" not in export(copied, tmp_path / "own.safetensors").card.read_text()
+
+
+def test_of_a_checkpoint_alone_it_has_what_that_knows(run: Path, tmp_path: Path) -> None:
+    (checkpoint,) = (run / "checkpoints").glob("step-*12")
+    alone = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    text = export(alone, tmp_path / "own.safetensors").card.read_text()
+    assert f"| training samples | {TRAIN} |" in text
+    assert "training data |" not in text
+    assert "## Recipe" not in text
+
+
+def test_a_file_of_the_users_is_never_replaced(toy: Toy, run: Path, tmp_path: Path) -> None:
+    (tmp_path / CARD).write_text("# Mine\n")
+    with pytest.raises(CheckpointError, match=f"{CARD} was not written by Drivetrain"):
+        export(run, tmp_path / "own.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == [CARD]
+    assert (tmp_path / CARD).read_text() == "# Mine\n"
+    other = tmp_path / "other"
+    other.mkdir()
+    export(run, other / "a.safetensors")
+    toy.pipeline(batch_norm_model).fit(epochs=1, out=tmp_path / "run", progress=False)
+    export(tmp_path / "run", other / "b.safetensors", names="trained")
+    assert "# b.safetensors" in (other / CARD).read_text()
+    assert "# of the model after surgery" in (other / CARD).read_text()

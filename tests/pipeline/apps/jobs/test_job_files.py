@@ -1,0 +1,324 @@
+"""Job files: what the schedulers read in them, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import call
+from drivetrain import PlanError, RecipeError
+from drivetrain.pipeline.apps.cli import job as command
+from drivetrain.pipeline.apps.jobs.schedulers import SCHEDULERS, job_file
+from job_scripts import SCONTROL, SRUN, TORCHRUN, programs, surroundings
+
+RECIPE = """\
+model: cifar_resnet
+train: train.beton
+batch_size: 512
+image_size: 16
+optimizer: {name: sgd, lr: 0.1}
+strategy: ddp
+epochs: 2
+"""
+AWKWARD = "a \"b\"\n'c' $(touch oops) `touch oops`; # ${HOME} \\ é\u2028\U0001f600 x: y"
+"""A text in which shells, YAML and Python see something else if it is not quoted."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(RECIPE)
+    return "mine.yaml"
+
+
+def written(scheduler: str, recipe: str, *overrides: str, **options: Any) -> str:
+    """A job file with the options that its scheduler needs."""
+    needed: dict[str, Any] = {"out": "/shared/run", "nodes": "1", "gpus": 8, "cpus": 4}
+    needed |= {"kubernetes": {"image": "team/image:1"}, "skypilot": {"gpu_type": "H100"}}.get(scheduler, {})
+    return job_file(scheduler, recipe, overrides, **needed | options)[0]
+
+
+def manifests(text: str) -> dict[str, Any]:
+    """Those of a file, by kind."""
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def container(text: str) -> dict[str, Any]:
+    (only,) = manifests(text)["Job"]["spec"]["template"]["spec"]["containers"]
+    return dict(only)
+
+
+def bash_reads(text: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def arguments(scheduler: str, text: str, folder: Path) -> list[str]:
+    """What `torchrun` receives when the scheduler's machine runs the file; of Kubernetes, what the container does."""
+    path = programs(folder / f"bin-{scheduler}", srun=SRUN, scontrol=SCONTROL, torchrun=TORCHRUN)
+    requests = folder / f"arguments-{scheduler}"
+    shell = ["bash", "-c", text]
+    if scheduler == "kubernetes":
+        pod = container(text)
+        shell = [*pod["command"], *(word.replace("$$(", "$(") for word in pod["args"])]
+    elif scheduler == "skypilot":
+        shell = ["bash", "-c", yaml.safe_load(text)["run"]]
+    done = subprocess.run(
+        shell, env=surroundings(path, requests), cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return requests.read_text().split("\0")[:-1]
+
+
+def test_all_are_offered() -> None:
+    assert set(command.SCHEDULERS) == set(SCHEDULERS)
+
+
+def test_slurm(recipe: str) -> None:
+    text = written("slurm", recipe, nodes="2", time="1-12:00:00", gpu_type="h100")
+    bash_reads(text)
+    options = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2]
+        for line in text.splitlines()
+        if line.startswith("#SBATCH")
+    )
+    assert options == {
+        "job-name": "mine", "output": "%x-%j.log", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "32",
+        "gpus-per-node": "h100:8", "time": "1-12:00:00", "signal": "B:USR1@180", "requeue": "", "open-mode": "append",
+    }  # fmt: skip
+    first_command = min(n for n, line in enumerate(text.splitlines()) if line and not line.startswith("#"))
+    assert all(not line.startswith("#SBATCH") for line in text.splitlines()[first_command:])
+
+
+def test_numbers_of_nodes(recipe: str) -> None:
+    """512 images are divided among 8, 16 and 32 GPUs, and not among 24."""
+    assert "#SBATCH --nodes=1,2,4\n" in written("slurm", recipe, nodes="1:4")
+    assert "#SBATCH --nodes=1-4\n" in written("slurm", recipe, "batch_size=480", nodes="1:4")
+    job = manifests(written("kubernetes", recipe, nodes="1:4"))["Job"]["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (4, 4, "Indexed")
+    assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert "--nnodes=1:4 " in written("kubernetes", recipe, nodes="1:4")
+    assert "successPolicy" not in written("kubernetes", recipe, nodes="4")
+    assert "num_workers=(8, 32)" in written("ray", recipe, nodes="1:4")
+    assert "among 8, 16 or 32 of them" in written("ray", recipe, nodes="1:4")
+    assert "num_workers=32," in written("ray", recipe, nodes="4")
+    task = yaml.safe_load(written("skypilot", recipe, nodes="1:4"))
+    assert task["num_nodes"] == 4
+
+
+def test_kubernetes(recipe: str) -> None:
+    """Against the published schema, in which no key is free."""
+    text = written("kubernetes", recipe, nodes="1:2", gpu_type="NVIDIA-H100-80GB-HBM3")
+    found = manifests(text)
+    assert set(found) == {"ConfigMap", "PersistentVolumeClaim", "Service", "Job"}
+    assert found["ConfigMap"]["data"] == {"mine.yaml": RECIPE}
+    pod = container(text)
+    bash_reads(pod["command"][2])
+    assert "$(" not in pod["command"][2]
+    assert pod["args"][0] == "/recipe/mine.yaml"
+    assert pod["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert found["Job"]["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [75]
+    assert "ConfigMap" not in manifests(written("kubernetes", "cifar10-fast", "strategy=ddp"))
+    schema = pytest.importorskip("kubernetes_validate", reason="the published schemas are not installed")
+    for manifest in found.values():
+        schema.validate(manifest, "1.37", strict=True)
+    found["Job"]["spec"]["completion"] = 2
+    with pytest.raises(schema.ValidationError, match="completion"):
+        schema.validate(found["Job"], "1.37", strict=True)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_results_at_an_address_need_no_shared_folder(recipe: str, tmp_path: Path, scheduler: str) -> None:
+    text = written(scheduler, recipe, out="s3://bucket/run")
+    if scheduler == "ray":
+        assert "OUT = 's3://bucket/run'" in text
+        return
+    given = arguments(scheduler, text, tmp_path)
+    assert given[given.index("--out") + 1] == "s3://bucket/run"
+    if scheduler == "kubernetes":
+        found = manifests(text)
+        assert "PersistentVolumeClaim" not in found
+        assert [one["name"] for one in container(text)["volumeMounts"]] == ["memory", "recipe"]
+        schema = pytest.importorskip("kubernetes_validate", reason="the published schemas are not installed")
+        schema.validate(found["Job"], "1.37", strict=True)
+    elif scheduler == "skypilot":
+        assert "volumes" not in yaml.safe_load(text)
+
+
+def test_skypilot(recipe: str) -> None:
+    """By the keys of its documentation: the package itself is too large for a test."""
+    task = yaml.safe_load(written("skypilot", recipe, nodes="2", image="team/image:1"))
+    assert set(task) == {"name", "num_nodes", "resources", "volumes", "workdir", "setup", "run"}
+    assert task["resources"] == {
+        "accelerators": {"H100": 8}, "cpus": "32+", "image_id": "docker:team/image:1",
+        "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]},
+    }  # fmt: skip
+    bash_reads(task["run"])
+
+
+def test_ray(recipe: str) -> None:
+    text = written("ray", recipe, "optimizer.lr=0.5", "seed=3", gpu_type="H100")
+    constants = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    assert constants == {
+        "RECIPE": "mine.yaml",
+        "OVERRIDES": {"optimizer.lr": 0.5, "seed": 3},
+        "OUT": "/shared/run",
+    }
+    assert "accelerator_type='H100'" in text
+    assert 'TorchConfig(backend="cpu:gloo,cuda:nccl", timeout_s=600)' in text
+    assert '{"CPU": 4, "GPU": 1}' in text
+    assert '{"CPU": 4}' in written("ray", recipe, 'strategy_options={"device": "cpu"}')
+
+
+def test_on_the_cpu_no_gpus_are_requested(recipe: str) -> None:
+    cpu = 'strategy_options={"device": "cpu"}'
+    assert "gpu" not in written("slurm", recipe, cpu).partition("srun")[0].replace("partition=gpu", "")
+    assert "limits" not in container(written("kubernetes", recipe, cpu))["resources"]
+    assert "use_gpu=False" in written("ray", recipe, cpu)
+    assert "accelerators" not in yaml.safe_load(written("skypilot", recipe, cpu, gpu_type=None))["resources"]
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes", "skypilot"])
+def test_awkward_texts_arrive_as_they_are(recipe: str, tmp_path: Path, scheduler: str) -> None:
+    file, out = f"{AWKWARD[:20]}.yaml", f"/shared/{AWKWARD}"
+    shutil.copy(recipe, file)
+    text = written(scheduler, file, f"description={AWKWARD}", out=out)
+    words = arguments(scheduler, text, tmp_path)
+    given = words[words.index("train") + 1 :]
+    name = given[0] if scheduler != "kubernetes" else file
+    assert [name, *given[1:]] == [
+        file, f"description={AWKWARD}", "devices=auto", "--out", out, "--resume", "--every-minutes", "10",
+    ]  # fmt: skip
+    assert not list(tmp_path.rglob("oops"))
+
+
+def test_awkward_texts_in_python_and_in_a_recipe(recipe: str) -> None:
+    tree = ast.parse(written("ray", recipe, f"description={AWKWARD}", out=f"/shared/{AWKWARD}"))
+    values = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)]
+    assert values == ["mine.yaml", {"description": AWKWARD}, f"/shared/{AWKWARD}"]
+    for more in ("description: 'a \u2028 b'\n", "#  \n\n", "notes: {}   \n", "# \ttab", "# é 😀\n"):
+        Path(recipe).write_text(f"{RECIPE}{more}", newline="")
+        text = written("kubernetes", recipe)
+        assert manifests(text)["ConfigMap"]["data"]["mine.yaml"] == f"{RECIPE}{more}"
+
+
+WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
+    "another scheduler": ("slrum", [], {}, "'slrum'. Did you mean 'slurm'?"),
+    "no folder": ("slurm", [], {"out": None}, "Pass --out"),
+    "a relative folder": ("ray", [], {"out": "runs/mine"}, "Pass an absolute path"),
+    "a web server": ("slurm", [], {"out": "https://host/run"}, "a web server cannot be written"),
+    "a folder above": ("skypilot", [], {"out": "/shared/../mine"}, "Pass an absolute path"),
+    "a folder of the system": ("kubernetes", [], {"out": "/usr/run"}, "in /usr, which the image needs itself"),
+    "no image": ("kubernetes", [], {"image": None}, "Pass --image"),
+    "an image for slurm": ("slurm", [], {"image": "a"}, "for slurm has no --image"),
+    "a time for ray": ("ray", [], {"time": "10"}, "for ray has no --time"),
+    "a bad time": ("slurm", [], {"time": "10h"}, "--time '10h' must be minutes, HH:MM:SS"),
+    "a time with a line": ("slurm", [], {"time": "10\n#SBATCH --x"}, "--time '10"),
+    "no nodes": ("slurm", [], {"nodes": "0"}, "--nodes '0' must be a positive integer, or MIN:MAX"),
+    "a range of nodes": ("slurm", [], {"nodes": "4:1"}, "--nodes '4:1' must be"),
+    "no GPUs": ("slurm", [], {"gpus": 0}, "gpus_per_node=0 must be a positive integer"),
+    "no cores": ("slurm", [], {"cpus": 0}, "cpus_per_gpu=0 must be a positive integer"),
+    "a name": ("slurm", [], {"name": "My job"}, "--name 'My job' must be"),
+    "no GPU type": ("skypilot", [], {"gpu_type": None}, "Pass --gpu-type"),
+    "a GPU type on the CPU": (
+        "slurm", ['strategy_options={"device": "cpu"}'], {"gpu_type": "a"}, "trains on the CPU"
+    ),
+    "devices": ("slurm", ["devices=8"], {}, "devices= of a job is the number of its GPUs"),
+    "one process": ("slurm", ["strategy=single"], {}, "strategy=single trains in one process"),
+    "a batch": ("slurm", [], {"nodes": "3"}, "--nodes 3: batch_size=512 is global and must"),
+    "microbatches": ("slurm", ["accumulate=100"], {}, "accumulate=100"),
+    "an unknown key": ("slurm", ["epoch=3"], {}, "Did you mean 'epochs'?"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_run_is_refused(recipe: str, name: str) -> None:
+    scheduler, overrides, options, message = WRONG[name]
+    with pytest.raises((PlanError, RecipeError)) as raised:
+        written(scheduler, recipe, *overrides, **options)
+    assert message in str(raised.value)
+
+
+def test_recipes_that_cannot_be_read_or_copied(recipe: str, tmp_path: Path) -> None:
+    wrong = {
+        "none.yaml": "does not exist",
+        "cifar10-fats": "Did you mean 'cifar10-fast'",
+        "-a.yaml": "Write ./-a",
+    }
+    for file, message in wrong.items():
+        with pytest.raises((PlanError, RecipeError), match=message):
+            written("slurm", file)
+    with pytest.raises(PlanError, match="pass the relative path"):
+        written("skypilot", str(tmp_path / recipe))
+    Path(recipe).write_text(f"{RECIPE}# {'x' * 2_000_000}\n")
+    with pytest.raises(PlanError, match="too many for a ConfigMap"):
+        written("kubernetes", recipe)
+
+
+NAMES = {"a/B c_d.YAML": "b-c-d", "50.yaml": "train-50", "é.yaml": "train", f"{'x' * 80}.yaml": "x" * 50}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_jobs_are_those_of_recipes(recipe: str, name: str) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    shutil.copy(recipe, name)
+    assert f"#SBATCH --job-name={NAMES[name]}\n" in written("slurm", name)
+
+
+def test_the_command_prints_the_file_and_warns_of_numbers_that_fail(recipe: str) -> None:
+    options = ["--nodes", "1:4", "--gpus-per-node", "8", "--cpus-per-gpu", "4", "--out", "/shared/run"]
+    end = call("job", "slurm", recipe, "seed=3", *options)
+    assert (end.code, end.out, end.err) == (0, written("slurm", recipe, "seed=3", nodes="1:4"), "")
+    end = call("job", "ray", recipe, *options)
+    assert (end.code, end.out) == (0, written("ray", recipe, nodes="1:4"))
+    assert (
+        end.err
+        == "Note: The batch cannot be divided among the GPUs of 3 nodes: a job that gets so many fails.\n"
+    )
+    assert "Pass --out" in call("job", "slurm", recipe).line
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "out", "train", "lacks"),
+    [
+        ("kubernetes", "s3://bucket/run", "/data/train.beton", "nothing, because --out is an address"),
+        ("kubernetes", "s3://bucket/run", "train.beton", "nothing, because --out is an address"),
+        ("kubernetes", "/shared/run", "/data/{0..3}.beton", "only /shared"),
+        ("kubernetes", "/shared/run", "/shared/train.beton", ""),
+        ("kubernetes", "s3://bucket/run", "s3://bucket/train.beton", ""),
+        ("kubernetes", "s3://bucket/run", "cifar10:train", ""),
+        ("skypilot", "s3://bucket/run", "/data/train.beton", "nothing, because --out is an address"),
+        ("skypilot", "s3://bucket/run", "data/train.beton", ""),
+        ("slurm", "s3://bucket/run", "/data/train.beton", ""),
+    ],
+)
+def test_data_that_nothing_mounts_is_named(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, scheduler: str, out: str, train: str, lacks: str
+) -> None:
+    monkeypatch.chdir(Path(recipe).parent)
+    options = {"kubernetes": ["--image", "x"], "skypilot": ["--gpu-type", "H100"]}.get(scheduler, [])
+    end = call("job", scheduler, Path(recipe).name, f"train={train}", "val=null", "--out", out, *options)
+    assert end.code == 0, end.err
+    assert (f"Note: The machines do not have the data {train[:6]}" in end.err) == bool(lacks)
+    assert lacks in end.err
+
+
+def test_the_command_takes_data(recipe: str, tmp_path: Path) -> None:
+    """As `drivetrain train` does; also a name that JSON would read as a number."""
+    data = ["--train", "https://data.example.org/train.beton", "--val", "2026"]
+    end = call("job", "slurm", recipe, "seed=3", *data, "--out", "/shared/run")
+    assert (end.code, end.err) == (0, "")
+    words = arguments("slurm", end.out, tmp_path)
+    assert "train=https://data.example.org/train.beton" in words
+    assert 'val="2026"' in words
+    twice = call("job", "slurm", recipe, "train=a.beton", *data, "--out", "/shared/run")
+    assert (twice.code, "--train and train= are both given" in twice.line) == (1, True)

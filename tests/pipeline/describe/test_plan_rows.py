@@ -1,0 +1,347 @@
+"""Each silent failure known of Composer and of the sharding backends: sorted, adapted, or refused. One test a row.
+
+Where the row is about one transform alone, its own tests hold it as well; here it is seen from a pipeline. Rows
+that no pipeline can meet are held elsewhere only:
+
+| failure | test |
+|---|---|
+| hooks skipped by BlurPool, FSDP2 around a layer; graph breaks | test_blurpool.py: hooks, fsdp2, compiled |
+| BlurPool loses padding, dtype, frozen weights, eval mode | test_blurpool.py: test_dtype_device_grad_mode… |
+| `apply` tells nothing; twice is not once; saving the model fails | test_surgery.py |
+| StochasticDepth breaks graphs, leaves gradients out | test_stochastic_depth.py, …_sharded.py |
+| norms in low precision stay fp32 on the CPU | test_surgery_numbers.py: test_low_precision_under_autocast |
+| what torch.compile cannot take | test_surgery_runs.py: test_compiles_whole, by `compile_safe` |
+| a target of -100 is smoothed | test_label_smoothing.py: test_ignored_rows_drop_out_of_the_mean |
+| resizing by the nearest pixel | test_image_methods.py: test_resizing_is_bilinear… |
+| selection without a loss for each image | test_selection.py: test_losses_that_cannot |
+| EMA's counters, SWA that never ends | test_averaging.py |
+| EMA of shards, SAM of shards, adaptive clipping of shards | test_sharded.py |
+| ChannelsLast on shards | test_channels_last.py: test_sharded_parameters_are_refused |
+| an optimizer made before sharding | test_fsdp.py: test_the_optimizer_is_made_of_shards |
+| accumulation, clipping, zeroing, bf16 logits | test_strategies.py, …_ddp.py, …_fsdp.py |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torchvision
+from drivetrain import Pipeline, PlanError, StrategyError
+from drivetrain.strategies import launch
+from drivetrain.transforms import (
+    EMA,
+    SAM,
+    BlurPool,
+    ChannelsLast,
+    CutMix,
+    Factorize,
+    GhostBatchNorm,
+    GradientClipping,
+    GyroDropout,
+    LabelSmoothing,
+    LayerFreezing,
+    MixUp,
+    SelectiveBackprop,
+    Session,
+    SqueezeExcite,
+    StochasticDepth,
+    Transform,
+    WeightStandardization,
+)
+from loader_pictures import run_python
+from pipeline_data import CLASSES, Toy, batch_norm_model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def resnet() -> nn.Module:
+    """A narrow ResNet of BasicBlocks."""
+    return torchvision.models.ResNet(
+        torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=CLASSES, width_per_group=64
+    )
+
+
+def built_reports(pipeline: Pipeline) -> dict[str, int]:
+    """How many modules each surgery changed."""
+    with pipeline.build() as built:
+        return {report.transform: len(report.changed) for report in built.reports}
+
+
+def either_order(toy: Toy, *transforms: Transform) -> dict[str, int]:
+    """The same, and it is the same in whatever order the user writes them."""
+    forwards = built_reports(toy.pipeline(resnet, image_size=32).transform(*transforms))
+    backwards = built_reports(toy.pipeline(resnet, image_size=32).transform(*transforms[::-1]))
+    assert forwards == backwards
+    return forwards
+
+
+# facts of Composer: what changes the design
+
+
+def test_channels_last_comes_after_blurpool(toy: Toy) -> None:
+    """Reversed, 3 convolution weights return to NCHW, silently."""
+    pipeline = toy.pipeline(resnet, image_size=32).transform(ChannelsLast(), BlurPool())
+    with pipeline.build() as built:
+        weights = [p for p in built.engine.plain_model.parameters() if p.dim() == 4]
+        assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+
+
+@pytest.mark.process
+def test_importing_and_applying_leaves_signal_handlers_alone() -> None:
+    """Composer replaces two; nothing of ours imports it."""
+    done = run_python(
+        "import signal, sys\n"
+        "before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]\n"
+        "import torch, torchvision, drivetrain.transforms as t\n"
+        "for name in ('BlurPool', 'SqueezeExcite', 'GhostBatchNorm', 'WeightStandardization', 'StochasticDepth'):\n"
+        "    t.get(name).apply(torchvision.models.resnet18())\n"
+        "print(before == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], 'composer' in sys.modules)"
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def test_smoothing_comes_after_mixing(toy: Toy) -> None:
+    """Before it, half of the mixture stays unsmoothed: the smallest target is below smoothing / classes."""
+    heads = [
+        step.what.split("(")[0] for step in toy.pipeline().transform(LabelSmoothing(), MixUp()).plan().steps
+    ]
+    assert heads.index("MixUp") < heads.index("LabelSmoothing")
+
+
+def test_weight_standardization_and_blurpool_keep_each_other(toy: Toy) -> None:
+    """In Composer the one order drops 6 of 20 standardisations."""
+    alone = built_reports(toy.pipeline(resnet, image_size=32).transform(WeightStandardization()))
+    both = either_order(toy, WeightStandardization(), BlurPool())
+    assert both["WeightStandardization"] == alone["WeightStandardization"] > 5
+    assert both["BlurPool"] > 0
+
+
+def test_an_optimizer_made_before_surgery_is_refused(toy: Toy) -> None:
+    """It would keep stale parameters, silently."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(PlanError, match=r"optimizer that is already built.*Pass its name, or a function"):
+        toy.pipeline().optimize(optimizer)  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_squeeze_excite_and_factorize_find_all_they_find_alone(toy: Toy) -> None:
+    """In Composer SqueezeExcite finds 13 blocks before Factorize and 6 after."""
+    factorize, excite = Factorize(min_channels=64, min_features=64), SqueezeExcite(min_channels=64)
+    both = either_order(toy, factorize, excite)
+    for transform in (factorize, excite):
+        alone = built_reports(toy.pipeline(resnet, image_size=32).transform(transform))
+        assert both[type(transform).__name__] == alone[type(transform).__name__] > 0
+
+
+@pytest.mark.parametrize(
+    ("transform", "epochs"),
+    [
+        (GhostBatchNorm(8), 1),  # evaluation has a last batch below the ghost size
+        (StochasticDepth(), 1),  # BasicBlocks, on which Composer's does nothing
+    ],
+    ids=str,
+)
+def test_surgeries_that_fail_in_composer_train(toy: Toy, transform: Transform, epochs: int) -> None:
+    result = toy.pipeline(resnet, image_size=32).transform(transform).fit(epochs=epochs, progress=False)
+    assert result.reports[0].changed
+    assert result.accuracy is not None
+
+
+def test_a_surgery_that_finds_nothing_warns(toy: Toy) -> None:
+    with (
+        pytest.warns(UserWarning, match="SqueezeExcite changed nothing"),
+        toy.pipeline(batch_norm_model).transform(SqueezeExcite()).build(),
+    ):
+        pass
+
+
+def test_two_methods_that_mix_targets_compose(toy: Toy) -> None:
+    """In Composer CutMix ignores an earlier MixUp, and two that interpolate the loss only warn."""
+    result = toy.pipeline().transform(CutMix(), MixUp()).fit(epochs=3, progress=False)
+    assert result.history.epochs[-1].loss < result.history.epochs[0].loss
+
+
+def test_selection_has_a_loss_for_each_image(toy: Toy) -> None:
+    """Also with smoothing, whose loss it takes apart again."""
+    pipeline = toy.pipeline().transform(SelectiveBackprop(0.0, 1.0), LabelSmoothing(0.1), MixUp())
+    assert pipeline.fit(epochs=2, progress=False).accuracy is not None
+
+
+def test_selection_comes_before_mixing(toy: Toy) -> None:
+    """Composer puts it first: of a mixture it would choose by a loss that belongs to two images."""
+    transforms = (CutMix(), MixUp(), SelectiveBackprop())
+    heads = [step.what.split("(")[0] for step in toy.pipeline().transform(*transforms).plan().steps]
+    assert heads.index("SelectiveBackprop") < min(heads.index("MixUp"), heads.index("CutMix"))
+
+
+def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:
+    """Composer's fails in a run of fewer steps than it has subnetworks."""
+
+    def dropping() -> nn.Module:
+        return nn.Sequential(*batch_norm_model()[:-1], nn.Dropout(0.2), batch_norm_model()[-1])
+
+    pipeline = toy.pipeline(dropping).transform(GyroDropout(sigma=2, tau=3))
+    with pipeline.build() as built:
+        layer = built.engine.plain_model[-2]
+        assert layer.hold == len(built.train) // 2 * 3
+        built.hooks.begin(built.engine, 100)
+        assert layer.hold == 150
+    assert pipeline.fit(epochs=1, progress=False).accuracy is not None
+
+
+# facts of the strategies: the order
+
+
+def test_surgery_after_wrapping_is_refused(one_process_group: None) -> None:  # noqa: ARG001 — a fixture
+    """On `.module` it is silent: the ranks' new parameters are never synchronised."""
+    wrapped = DistributedDataParallel(resnet())
+    for transform in (SqueezeExcite(min_channels=64), WeightStandardization(), GhostBatchNorm()):
+        with pytest.raises(PlanError, match=r"DistributedDataParallel|wrapped"):
+            transform.apply(wrapped)
+
+
+def test_surgery_after_sharding_is_refused(one_process_group: None) -> None:  # noqa: ARG001 — a fixture
+    from torch.distributed.fsdp import fully_shard
+
+    model = resnet()
+    fully_shard(model)
+    for transform in (SqueezeExcite(min_channels=64), WeightStandardization()):  # BlurPool adds no parameter
+        with pytest.raises(PlanError, match="shard"):
+            transform.apply(model)
+
+
+def test_the_wrapper_of_torch_compile_is_refused(toy: Toy) -> None:
+    """Every name of the weights that are kept would begin with "_orig_mod."."""
+    compiled = torch.compile(batch_norm_model(), backend="eager")
+    for model in (compiled, lambda: compiled):
+        with pytest.raises(PlanError, match=r"torch\.compile.*_orig_mod.*model\.compile\(\)"):
+            toy.pipeline(model).build()
+
+
+def sync_batch_norm() -> nn.Module:
+    return nn.SyncBatchNorm.convert_sync_batchnorm(batch_norm_model())
+
+
+def test_sync_batch_norm_on_the_cpu_is_refused(toy: Toy) -> None:
+    with pytest.raises((PlanError, StrategyError), match="SyncBatchNorm"):
+        toy.pipeline(sync_batch_norm).distribute("ddp", device="cpu").fit(epochs=1, progress=False)
+
+
+def test_channels_last_under_fsdp_is_for_images_and_activations(toy: Toy) -> None:
+    """`fully_shard` takes no other than contiguous weights. That it trains is in test_fit_ddp.py."""
+    steps = toy.pipeline().transform(ChannelsLast()).distribute("fsdp", devices=2).plan().steps
+    (why,) = [step.why for step in steps if step.what.startswith("ChannelsLast")]
+    assert "the weights do not" in why
+
+
+def test_adaptive_clipping_of_shards_is_refused(toy: Toy) -> None:
+    """It needs the norm of each whole weight."""
+    pipeline = toy.pipeline().transform(GradientClipping("adaptive")).distribute("fsdp", devices=2)
+    with pytest.raises(PlanError, match=r"needs unsharded weights, but 'fsdp' shards them"):
+        pipeline.plan()
+
+
+def test_layer_freezing_under_ddp_needs_the_search(toy: Toy) -> None:
+    pipeline = toy.pipeline().transform(LayerFreezing()).distribute("ddp", devices=2)
+    with pytest.raises(PlanError, match=r"LayerFreezing .*'ddp' .*find_unused_parameters=True"):
+        pipeline.plan()
+    toy.pipeline().transform(LayerFreezing()).distribute("ddp", devices=2, find_unused_parameters=True).plan()
+
+
+def both_of(rank_pipeline: Callable[[], Pipeline]) -> Any:
+    """The running statistics of BatchNorm that one rank evaluates with."""
+    with rank_pipeline().build() as built:
+        built.hooks.begin(built.engine, len(built.train))
+        for images, labels in built.train:
+            for part, targets in built.hooks.microbatches(built.engine, images, labels, built.loss):
+                built.engine.backward(built.loss(built.engine.model(part), targets))
+            built.engine.step()
+            built.hooks.after_step()
+        built.engine.sync_buffers()
+        with built.hooks.evaluating():
+            built.engine.sync_buffers()
+            return built.engine.plain_model[1].running_mean.tolist()
+
+
+@pytest.mark.process
+def test_statistics_are_the_mean_of_the_ranks_under_averages_too(toy: Toy) -> None:
+    """BatchNorm's running statistics differ per rank; rank 0's alone would be evaluated."""
+
+    def pipeline() -> Pipeline:
+        return toy.pipeline(batch_norm_model).transform(EMA(half_life=2)).distribute("ddp", devices=2)
+
+    means = launch(both_of, pipeline, devices=2, timeout=120)
+    assert means[0] == means[1]
+
+
+@pytest.mark.parametrize("transform", [SAM(), GradientClipping("value")], ids=str)
+def test_methods_that_a_backend_cannot_take_are_declared(transform: Transform) -> None:
+    assert {"deepspeed", "fairscale"} <= set(transform.unsafe_with)
+
+
+@dataclass(frozen=True)
+class AloneOnly(Transform):
+    """One that no rank may use."""
+
+    kind: ClassVar[Any] = "loop"
+    source: ClassVar[str] = "none"
+    unsafe_with: ClassVar[tuple[str, ...]] = ("ddp", "fsdp")
+
+    def session(self, model: nn.Module) -> Session:  # noqa: ARG002
+        return Session()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_grad_op", "hsdp"])
+def test_methods_that_a_strategy_cannot_take_are_refused(toy: Toy, strategy: str) -> None:
+    options = {"shard_size": 2} if strategy == "hsdp" else {}
+    devices = 4 if strategy == "hsdp" else 2
+    with pytest.raises(PlanError, match=rf"AloneOnly does not work with the strategy '{strategy}'"):
+        toy.pipeline().transform(AloneOnly()).distribute(strategy, devices=devices, **options).plan()
+    toy.pipeline().transform(AloneOnly()).plan()
+
+
+def test_strategies_are_known_by_their_family() -> None:
+    from drivetrain.pipeline.describe.rules import family
+
+    names = {
+        "single": "single",
+        "ddp": "ddp",
+        "fsdp_grad_op": "fsdp",
+        "hsdp": "fsdp",
+        "deepspeed_stage_2": "deepspeed",
+        "dp": "dp",
+        "single_device": "single",
+        "ddp_notebook": "ddp",
+        "ddp_find_unused_parameters": "ddp",
+        "zero_redundancy": "ddp",
+        "fairscale_oss": "ddp",
+        "fairscale_sharded_ddp": "fairscale",
+        "fairscale_fsdp": "fairscale",
+    }
+    assert {name: family(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "refused"),
+    [
+        ("deepspeed_stage_2", {}, False),
+        ("deepspeed", {}, False),
+        ("deepspeed", {"stage": 3}, True),
+        ("deepspeed", {"config": {"zero_optimization": {"stage": 3}}}, True),
+        ("deepspeed_stage_3_offload", {}, True),
+        ("ddp", {}, False),
+    ],
+)
+def test_a_finer_family_is_known_by_what_the_strategy_does(
+    toy: Toy, strategy: str, options: dict[str, Any], refused: bool
+) -> None:
+    pipeline = toy.pipeline().transform(EMA()).distribute(strategy, devices=2, device="cpu", **options)
+    if not refused:
+        pipeline.plan()
+        return
+    with pytest.raises(PlanError, match="EMA does not work with the strategy 'deepspeed_stage_3"):
+        pipeline.plan()
