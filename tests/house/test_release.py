@@ -26,7 +26,8 @@ def test_the_version_and_the_date_are_the_same_everywhere() -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_another_version_in_one_place_is_found(place: str, tmp_path: Path) -> None:
     for name in PLACES:
-        shutil.copy(ROOT / name, tmp_path)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     version = checks.project(ROOT)["version"]
     text = (tmp_path / place).read_text()
     assert version in text
@@ -38,7 +39,8 @@ def test_another_version_in_one_place_is_found(place: str, tmp_path: Path) -> No
 
 def test_another_date_is_found(tmp_path: Path) -> None:
     for name in PLACES:
-        shutil.copy(ROOT / name, tmp_path)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     ((_, day), *_) = checks.releases((ROOT / "CHANGELOG.md").read_text())
     (tmp_path / "CITATION.cff").write_text((ROOT / "CITATION.cff").read_text().replace(day, "2001-02-03"))
     assert checks.check_versions(tmp_path) == [
