@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -91,10 +90,9 @@ def launch(
         try:
             _wait_for_results(ranks, deadline, timeout)
             ranks.wait_for_exit()
-            reports = [rank.report for rank in ranks.all]
+            return [_load_result(rank) for rank in ranks.all]
         except KeyboardInterrupt as interrupt:
             raise (_answer_to_interrupt(ranks, patience, saves) or interrupt) from None
-    return [_load_result(number, report) for number, report in enumerate(reports) if report]
 
 
 def _call_here(
@@ -150,7 +148,7 @@ def _wait_for_results(ranks: Ranks, deadline: float | None, timeout: float | Non
     """Wait until every rank has a result; if one fails, raise the error of the first cause."""
     waiting = ranks.all
     while waiting:
-        ranks.pump()
+        ranks.look()
         if any(_failed(rank) for rank in ranks.all):
             raise _first_cause(ranks)
         waiting = [rank for rank in ranks.all if rank.report is None]
@@ -171,7 +169,7 @@ def _first_cause(ranks: Ranks) -> StrategyError:
     patience = time.monotonic() + _ECHO_PATIENCE
     failed: list[tuple[Rank, Report]] = []
     while not any(not report.echo for _, report in failed) and time.monotonic() < patience:
-        ranks.pump()
+        ranks.look()
         failed = [(rank, rank.report) for rank in ranks.all if rank.report and _failed(rank)]
     rank, report = min(failed, key=lambda pair: (pair[1].echo, pair[1].time))
     message = f"launch: rank {rank.number} of {len(ranks.all)} {report.what}. All ranks were terminated."
@@ -181,7 +179,7 @@ def _first_cause(ranks: Ranks) -> StrategyError:
     if report.traceback:
         message += f"\n\nTraceback of rank {rank.number}:\n{report.traceback}"
     error = (LostRankError if report.echo or report.kind == "died" else StrategyError)(message)
-    error.__cause__ = _load_exception(report)
+    error.__cause__ = _load_exception(rank)
     return error
 
 
@@ -200,29 +198,30 @@ def _wait_after_interrupt(ranks: Ranks, patience: float, *, saves: bool = False)
     deadline = math.inf if saves else time.monotonic() + patience
     # An answer that is arriving (large weights) is worth waiting for.
     while time.monotonic() < max(deadline, first.heard + 1.0):
-        ranks.pump()
+        ranks.look()
         if all(rank.report for rank in ranks.all):
             break
         if any(rank.report and rank.report.kind == "died" for rank in ranks.all):
             deadline = min(deadline, time.monotonic() + patience)
-    error = _load_exception(first.report) if first.report and first.report.kind == "error" else None
+    error = _load_exception(first) if first.report and first.report.kind == "error" else None
     return error if isinstance(error, KeyboardInterrupt) else None
 
 
-def _load_exception(report: Report) -> BaseException | None:
+def _load_exception(rank: Rank) -> BaseException | None:
     """Return the rank's exception, or None if it cannot be unpickled; its text is in the message."""
     try:
-        error = pickle.loads(report.payload)
+        error = rank.load()
     except Exception:
         return None
     return error if isinstance(error, BaseException) else None
 
 
-def _load_result(number: int, report: Report) -> Any:
+def _load_result(rank: Rank) -> Any:
     try:
-        return pickle.loads(report.payload)
+        return rank.load()
     except Exception as error:
+        assert rank.report is not None
         raise StrategyError(
-            f"launch: rank {number} {report.what}, which cannot be loaded here: "
+            f"launch: rank {rank.number} {rank.report.what}, which cannot be loaded here: "
             f"{type(error).__name__}: {error}. Return tensors and plain values instead."
         ) from error

@@ -1,23 +1,22 @@
-"""The parent's side of a launch: start the ranks' processes, communicate with them, and leave none behind."""
+"""The parent's side of a launch: start the ranks' processes, take their answers, and leave no process behind."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import selectors
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
+from typing import Any, Self
 
-from .rank_main import BOOT
+from .rank_main import BOOT, COMPLETE
 
-_ROUND = 0.05  # seconds between two checks whether a rank died without an answer
+_ROUND = 0.02  # seconds between two looks for answers, and for ranks that died without one
 _EXIT_PATIENCE = 10.0  # seconds a rank that has answered may take to exit by itself
 
 
@@ -32,83 +31,61 @@ class Report:
     traceback: str = ""
     echo: bool = False
     """Whether it is probably a consequence of another rank's end."""
-    time: float = 0.0
+    time: float = field(default_factory=time.monotonic)
     """When it failed, on the clock `time.monotonic`, which all processes share."""
-    payload: bytes = b""
-    """The pickled result or exception; empty for an exception that cannot be pickled."""
 
 
-@dataclass
 class Rank:
-    """One child process, and the data sent to and received from it."""
+    """One child process, and the file in memory for its answer."""
 
-    number: int
-    process: subprocess.Popen[bytes]
-    orders: int
-    answers: int
-    unsent: list[memoryview]
-    inbox: bytearray = field(default_factory=bytearray)
-    report: Report | None = None
-    heard: float = 0.0
-    """When its last byte arrived, by `time.monotonic`."""
-
-    def send(self) -> bool:
-        """Write what the pipe accepts; return whether there is more to write."""
+    def __init__(self, number: int, devices: int, job: int) -> None:
+        self.number = number
+        self.report: Report | None = None
+        self.heard = 0.0
+        """When its answer last grew, by `time.monotonic`."""
+        self._size = 0  # of the answer so far, in bytes
+        self._file = open(os.memfd_create("answer"), "rb")  # noqa: SIM115, PTH123  closed by `close`
         try:
-            self.unsent[0] = self.unsent[0][os.write(self.orders, self.unsent[0]) :]
-        except BlockingIOError:
-            return True
-        except BrokenPipeError:  # it died, and its report has the reason
-            self.unsent.clear()
-            return False
-        if not self.unsent[0]:
-            del self.unsent[0]
-        return bool(self.unsent)
+            self.process = start_interpreter(_environment(number, devices), job, self._file.fileno())
+        except BaseException:
+            self._file.close()
+            raise
 
-    def receive(self) -> bool:
-        """Read what is available; return whether more may come."""
-        try:
-            part = os.read(self.answers, 1 << 20)
-        except BlockingIOError:
-            return True
-        self.inbox += part
-        self.heard = time.monotonic()
-        line_end = self.inbox.find(b"\n")
-        if line_end >= 0 and self.report is None:
-            header = json.loads(self.inbox[:line_end])
-            size = header.pop("bytes")
-            if len(self.inbox) - line_end - 1 == size:
-                payload = bytes(memoryview(self.inbox)[line_end + 1 :])
-                self.report = Report(**header, payload=payload)
-                self.inbox = bytearray()
-        return bool(part) and self.report is None
+    def look(self) -> None:
+        """Record how the process ended, if it has answered, or ended without an answer."""
+        if self.report is not None:
+            return
+        ended = self.exited()  # before the answer is looked for: it may come in between
+        if os.pread(self._file.fileno(), len(COMPLETE), 0) == COMPLETE:
+            self._file.seek(len(COMPLETE))
+            self.report = Report(**pickle.load(self._file))
+        elif ended:
+            self.report = Report("died", _cause_of_death(self.process.pid))
+        elif (size := os.fstat(self._file.fileno()).st_size) != self._size:
+            self._size, self.heard = size, time.monotonic()
+
+    def load(self) -> Any:
+        """Return the result or exception of a rank that has answered; call it once."""
+        return pickle.load(self._file)
 
     def exited(self) -> bool:
         """Whether the process has ended. It is not reaped, so that its process id is not reused."""
-        return not _is_running(self.process.pid)
-
-    def look_for_death(self) -> None:
-        """Record a report if the process ended without one."""
-        if self.report is not None or not self.exited():
-            return
-        while self.report is None:  # its last data may still be in the pipe
-            before = len(self.inbox)
-            if not self.receive() or len(self.inbox) == before:
-                break
-        if self.report is None:
-            self.report = Report("died", _cause_of_death(self.process.pid), time=time.monotonic())
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # reaped elsewhere: SIGCHLD is ignored, or another thread waits
+            return True
 
     def kill(self) -> None:
         """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-
-def _is_running(pid: int) -> bool:
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # reaped elsewhere: SIGCHLD is ignored, or another thread waits
-        return False
+    def close(self) -> None:
+        """Reap the process, which has been killed."""
+        self._file.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.process.wait()
 
 
 def _cause_of_death(pid: int) -> str:
@@ -130,64 +107,37 @@ class Ranks:
 
     def __init__(self, job: bytes, devices: int, device: str | None, timeout: float) -> None:
         self.all: list[Rank] = []
-        self._device, self._timeout = device, timeout
-        self._job = job
-        self._devices = devices
-        self._selector = selectors.DefaultSelector()
         self._directory = tempfile.TemporaryDirectory(prefix="drivetrain-")
-
-    def __enter__(self) -> Ranks:
-        try:
-            for number in range(self._devices):
-                self._start(number)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _start(self, number: int) -> None:
-        answers, answer = os.pipe()
-        try:
-            process = start_interpreter(_environment(number, self._devices), answer)
-        except BaseException:
-            os.close(answers)
-            raise
-        finally:
-            os.close(answer)
-        assert process.stdin is not None
         order = {
             "path": [str(entry) for entry in sys.path],
             "argv": sys.argv,
             "rank_main": f"{__package__}.rank_main",
             "directory": self._directory.name,
-            "device": self._device,
-            "timeout": self._timeout,
-            "answer": answer,
-            "bytes": len(self._job),
+            "device": device,
+            "timeout": timeout,
         }
-        unsent = [memoryview(json.dumps(order).encode() + b"\n"), memoryview(self._job)]
-        rank = Rank(number, process, process.stdin.fileno(), answers, unsent)
-        self.all.append(rank)
-        os.set_blocking(rank.orders, False)
-        os.set_blocking(rank.answers, False)
-        self._selector.register(rank.orders, selectors.EVENT_WRITE, (rank, rank.send))
-        self._selector.register(rank.answers, selectors.EVENT_READ, (rank, rank.receive))
+        try:
+            with open(os.memfd_create("job"), "wb") as file:  # noqa: PTH123
+                file.write(json.dumps(order).encode() + b"\n")
+                file.write(job)
+                file.flush()
+                for number in range(devices):
+                    self.all.append(Rank(number, devices, file.fileno()))
+        except BaseException:
+            self.close()
+            raise
 
-    def pump(self) -> None:
-        """Transfer data for a moment, then record reports for the ranks that have died."""
-        for key, _ in self._selector.select(_ROUND):
-            more: Callable[[], bool] = key.data[1]
-            if not more():
-                self._selector.unregister(key.fd)
-        if not self._selector.get_map():
-            time.sleep(_ROUND)  # every pipe is done: nothing to select on
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def look(self) -> None:
+        """Wait for a moment, then record which ranks have answered or died."""
+        time.sleep(_ROUND)
         for rank in self.all:
-            rank.look_for_death()
+            rank.look()
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank that has not answered yet."""
@@ -206,22 +156,18 @@ class Ranks:
         """Kill, reap and remove everything."""
         for rank in self.all:
             rank.kill()
-        self._selector.close()
         for rank in self.all:
-            os.close(rank.answers)
-            if rank.process.stdin is not None:
-                rank.process.stdin.close()
-            rank.process.wait()
+            rank.close()
         self.all = []
         self._directory.cleanup()
 
 
-def start_interpreter(environment: dict[str, str], answer: int) -> subprocess.Popen[bytes]:
-    """Start a rank's process, which reads its order from its standard input and inherits the descriptor `answer`."""
+def start_interpreter(environment: dict[str, str], job: int, answer: int) -> subprocess.Popen[bytes]:
+    """Start a rank's process, which inherits the descriptors of its job and of its answer."""
     return subprocess.Popen(
-        [sys.executable, "-c", BOOT],
+        [sys.executable, "-c", BOOT, str(job), str(answer)],
         stdin=subprocess.PIPE,
-        pass_fds=[answer],
+        pass_fds=[job, answer],
         env=environment,
         start_new_session=True,  # the terminal's Ctrl-C reaches the parent only
         bufsize=0,

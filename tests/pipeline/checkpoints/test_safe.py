@@ -119,7 +119,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(saved: Path, tmp_path: P
 
 
 def test_the_package_never_unpickles_a_file() -> None:
-    """`pickle` serves pipes to our own processes alone; torch.load reads only tensors, of a user's file of weights."""
+    """`pickle` serves our own processes alone; torch.load reads only tensors, of a user's file of weights."""
     for path in [
         *ROOT.glob("*.py"),
         *(
@@ -137,7 +137,7 @@ def test_the_package_never_unpickles_a_file() -> None:
             if called == "np.load":
                 assert "allow_pickle=False" in ast.unparse(node), path
             if called in ("pickle.load", "pickle.loads", "cloudpickle.load", "cloudpickle.loads"):
-                assert path.name in ("launcher.py", "rank_main.py", "separate.py"), path
+                assert path.name in ("ranks.py", "rank_main.py", "separate.py"), path
 
 
 def test_fuzz(saved: Path, tmp_path: Path) -> None:
