@@ -23,7 +23,7 @@ from cifar10_files import FILE_BYTES, FakeNpm, closed_port
 from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.pipeline.telemetry import curves
 from drivetrain.pipeline.telemetry.history import History
-from drivetrain.strategies import plugins
+from drivetrain.strategies import registry
 from drivetrain.strategies.launching import ranks
 from durations import Durations
 from forked_ranks import STARTED, RankServer
@@ -123,10 +123,10 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def nothing_registered() -> Iterator[None]:
     """Strategies that a test registers are forgotten after it."""
-    before = dict(plugins.REGISTERED)
+    before = dict(registry.REGISTERED)
     yield
-    plugins.REGISTERED.clear()
-    plugins.REGISTERED.update(before)
+    registry.REGISTERED.clear()
+    registry.REGISTERED.update(before)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import cloudpickle
 
 from ...common.errors import StrategyError
 from ...common.signals import handled
-from .. import plugins
+from .. import registry
 from .agent import killed_with_agent, warn_of_blocked_growth
 from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group
 from .peers import LostRankError, lost_ranks_named
@@ -124,8 +124,8 @@ def _call_here(
 
 
 def _pickle_job(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    if plugins.REGISTERED:
-        function = partial(plugins.call_with, plugins.REGISTERED, function)
+    if registry.REGISTERED:
+        function = partial(registry.call_with, registry.REGISTERED, function)
     try:
         return cloudpickle.dumps((function, args))  # type: ignore[no-any-return]
     except Exception as error:
@@ -184,7 +184,8 @@ def _first_cause(ranks: Ranks) -> StrategyError:
 
 
 def _answer_to_interrupt(ranks: Ranks, patience: float, saves: bool) -> KeyboardInterrupt | None:
-    """Forward Ctrl-C and wait; return rank 0's KeyboardInterrupt if it sent one. See `launch`."""
+    """Forward Ctrl-C and wait for `patience` seconds, of ranks that save until one has died; return rank 0's
+    KeyboardInterrupt if it sent one. See `launch`."""
     if saves:
         with suppress(KeyboardInterrupt):  # the second one, which the ranks receive, too
             return _wait_after_interrupt(ranks, patience, saves=True)
@@ -192,7 +193,6 @@ def _answer_to_interrupt(ranks: Ranks, patience: float, saves: bool) -> Keyboard
 
 
 def _wait_after_interrupt(ranks: Ranks, patience: float, *, saves: bool = False) -> KeyboardInterrupt | None:
-    """Forward Ctrl-C and wait for `patience` seconds, of ranks that save until one has died."""
     ranks.signal(signal.SIGINT)
     first = ranks.all[0]
     deadline = math.inf if saves else time.monotonic() + patience

@@ -15,10 +15,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 from ...common.errors import StrategyError
-from .store import connect, place
+from .meeting import connect, place
 
 BEAT = 1.0  # seconds between two heartbeats
 _MISSED = 3.5  # seconds without a heartbeat after which a rank counts as lost
@@ -47,10 +46,13 @@ class Peers:
     """
 
     def __init__(self, rank: int, ranks: int, name: str) -> None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
         self._rank, self._ranks = rank, ranks
         self._done = threading.Event()
         self._answers = True  # the store does, as far as is known
-        self._store = self._connect(name)
+        # A connection of its own: another call through torch's may wait for minutes.
+        self._store = PrefixStore(f"drivetrain/peers/{name}", connect(timedelta(seconds=_ANSWER)))
         self._post("who", f"{socket.gethostname()}, process {os.getpid()}")
         self._thread = threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True)
         self._thread.start()
@@ -82,8 +84,12 @@ class Peers:
         try:
             before = self._beats()
             for _ in range(round(_MISSED / 0.5)):
-                if failed := self._failed():
-                    return failed
+                errors = [(rank, self._get("error", rank)) for rank in range(self._ranks)]
+                failed = [
+                    f"rank {rank} ({self._get('who', rank)}) failed: {text}" for rank, text in errors if text
+                ]
+                if failed:
+                    return " ".join(failed)
                 time.sleep(0.5)
             after = self._beats()
             lost = [rank for rank in range(self._ranks) if after.get(rank) == before.get(rank)]
@@ -97,13 +103,6 @@ class Peers:
             "with slow data, pass distribute(timeout=…)."
         )
 
-    @staticmethod
-    def _connect(name: str) -> Any:
-        """Return a connection of its own to the store: another call through torch's may wait for minutes."""
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-        return PrefixStore(f"drivetrain/peers/{name}", connect(timedelta(seconds=_ANSWER)))
-
     def _beat(self) -> None:
         count = 0
         while not self._done.wait(BEAT if count else 0):
@@ -113,11 +112,6 @@ class Peers:
 
     def _beats(self) -> dict[int, str]:
         return {rank: self._get("beat", rank) for rank in range(self._ranks)}
-
-    def _failed(self) -> str:
-        errors = [(rank, self._get("error", rank)) for rank in range(self._ranks)]
-        said = [f"rank {rank} ({self._get('who', rank)}) failed: {text}" for rank, text in errors if text]
-        return " ".join(said)
 
     def _post(self, what: str, value: str) -> None:
         self._store.set(f"{what}/{self._rank}", value)

@@ -118,7 +118,6 @@ def _join(directory: str, device: str | None, timeout: float) -> None:
 
 
 def _fail(file: io.BufferedWriter, stage: str, error: BaseException) -> str:
-    """Write how the rank failed, with the exception if it can be pickled."""
     text = "".join(traceback.format_exception(error))
     report = {
         "kind": "error",

@@ -8,7 +8,7 @@ import fsdp_models as models
 import pytest
 import torch
 from drivetrain import strategies
-from drivetrain.strategies import Single, launch, plugins
+from drivetrain.strategies import Single, launch, registry
 from drivetrain.strategies.common.memory import ADAMW_BYTES, adamw_bytes
 from parity_jobs import (
     BF16,
@@ -40,7 +40,7 @@ def ranks() -> Ranks:
     try:
         return launch(parity, NAMES, MORE, devices=2, timeout=280)
     finally:
-        del plugins.REGISTERED["of_the_launcher"]
+        del registry.REGISTERED["of_the_launcher"]
 
 
 SINGLE: dict[tuple[Case, int], Run] = {}

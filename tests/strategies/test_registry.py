@@ -14,7 +14,7 @@ from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DDP, DP, Single
 from drivetrain.strategies.dp import DPEngine
 from drivetrain.strategies.options import Options
-from strategy_jobs import BATCH_NORM, CASES, build, make_optimizer, train
+from strategy_jobs import build, make_optimizer
 from torch import nn
 
 OURS = [
@@ -95,12 +95,6 @@ def test_tpus_are_refused_by_name(name: str) -> None:
 def test_an_option_cannot_contradict_the_name() -> None:
     with pytest.raises(StrategyError, match="contradicts the name 'ddp_find_unused_parameters'"):
         strategies.get("ddp_find_unused_parameters", find_unused_parameters=False)
-
-
-@pytest.mark.parametrize("case", [*CASES, BATCH_NORM], ids=lambda case: case.name)
-def test_dp_on_the_cpu_is_single(case: object) -> None:
-    single, dp = train("single", case), train("dp", case)
-    assert (dp.losses, dp.norms) == (single.losses, single.norms)
 
 
 def test_the_names_under_data_parallel_are_plain() -> None:
