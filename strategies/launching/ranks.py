@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from .rank_main import BOOT, COMPLETE
 
@@ -44,7 +45,7 @@ class Rank:
         self.heard = 0.0
         """When its answer last grew, by `time.monotonic`."""
         self._size = 0  # of the answer so far, in bytes
-        self._file = open(os.memfd_create("answer"), "rb")  # noqa: SIM115, PTH123  closed by `close`
+        self._file = _file_in_memory("drivetrain-answer")
         try:
             self.process = start_interpreter(_environment(number, devices), job, self._file.fileno())
         except BaseException:
@@ -88,6 +89,15 @@ class Rank:
         self.process.wait()
 
 
+def _file_in_memory(name: str) -> IO[bytes]:
+    """Return a file that only processes which inherit its descriptor see, and that takes no disk."""
+    # Not `os.memfd_create`: a Python that was built for older systems lacks it.
+    descriptor = ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), 1)  # MFD_CLOEXEC
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return os.fdopen(descriptor, "w+b")
+
+
 def _cause_of_death(pid: int) -> str:
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -117,7 +127,7 @@ class Ranks:
             "timeout": timeout,
         }
         try:
-            with open(os.memfd_create("job"), "wb") as file:  # noqa: PTH123
+            with _file_in_memory("drivetrain-job") as file:
                 file.write(json.dumps(order).encode() + b"\n")
                 file.write(job)
                 file.flush()

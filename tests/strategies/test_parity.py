@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import fsdp_models as models
@@ -43,15 +44,9 @@ def ranks() -> Ranks:
         del registry.REGISTERED["of_the_launcher"]
 
 
-SINGLE: dict[tuple[Case, int], Run] = {}
-"""One device's runs, by case and microbatches: each is compared with many."""
-
-
+@cache  # each is compared with many
 def on_one_device(case: Case, parts: int) -> Run:
-    key = (case, parts)
-    if key not in SINGLE:
-        SINGLE[key] = train("single", case, parts=parts)
-    return SINGLE[key]
+    return train("single", case, parts=parts)
 
 
 def check(ranks: Ranks, name: str, cases: list[Case], tolerance: float = 1e-5) -> None:
