@@ -99,7 +99,7 @@ def test_an_option_cannot_contradict_the_name() -> None:
 
 def test_the_names_under_data_parallel_are_plain() -> None:
     """The wrapper of several GPUs, here without any."""
-    model = build(True, 0)
+    model = build(True)
     optimizer = make_optimizer("adamw")(model.parameters())
     engine = DPEngine(nn.DataParallel(model), optimizer, torch.device("cpu"), Options())
     engine.backward(engine.model(torch.randn(4, 3, 6, 6)).sum())

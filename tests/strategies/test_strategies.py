@@ -9,10 +9,12 @@ import sys
 
 import pytest
 import torch
+from ddp_jobs import BATCH_NORM, CASES
 from drivetrain import strategies
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DDP, Single
-from strategy_jobs import BATCH_NORM, CASES, make_optimizer, train
+from parity_jobs import Case, train
+from strategy_jobs import make_optimizer
 from torch import nn
 
 
@@ -189,7 +191,7 @@ def test_reduce_on_one_rank_is_a_copy() -> None:
 
 @pytest.mark.parametrize("case", [*CASES, BATCH_NORM], ids=lambda case: case.name)
 @pytest.mark.parametrize("name", ["ddp", "dp"])
-def test_alone_in_a_process_it_is_single(name: str, case: object) -> None:
+def test_alone_in_a_process_it_is_single(name: str, case: Case) -> None:
     """`dp` on the CPU."""
     single, other = train("single", case), train(name, case)
     assert (other.losses, other.norms) == (single.losses, single.norms)
