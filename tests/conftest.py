@@ -24,7 +24,7 @@ from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.pipeline.telemetry import curves
 from drivetrain.pipeline.telemetry.history import History
 from drivetrain.strategies import registry
-from drivetrain.strategies.launching import ranks
+from drivetrain.strategies.launching import launcher
 from durations import Durations
 from forked_ranks import STARTED, RankServer
 from pipeline_data import Toy
@@ -93,7 +93,7 @@ def forked_ranks(request: pytest.FixtureRequest, rank_server: RankServer) -> Ite
     """Ranks are forked but where their start is tested. See `forked_ranks.py`."""
     with pytest.MonkeyPatch.context() as patch:
         if not STARTED and request.path.parent != TESTS / "strategies/launching":
-            patch.setattr(ranks, "start_interpreter", rank_server.start)
+            patch.setattr(launcher, "start_interpreter", rank_server.start)
         yield
 
 

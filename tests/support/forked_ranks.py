@@ -73,7 +73,7 @@ class RankServer:
             )  # fmt: skip
 
     def start(self, environment: dict[str, str], job: int, answer: int) -> ForkedRank:
-        """As `ranks.start_interpreter`."""
+        """As `launcher.start_interpreter`."""
         RankServer.forked += 1
         order = {"environment": environment, "folder": str(Path.cwd())}
         theirs, ours = os.pipe()
