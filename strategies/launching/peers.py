@@ -82,22 +82,18 @@ class Peers:
 
     def _report(self, timeout: float) -> str:
         try:
-            before = self._beats()
+            before = self._all("beat")
             for _ in range(round(_MISSED / 0.5)):
-                errors = [(rank, self._get("error", rank)) for rank in range(self._ranks)]
-                failed = [
-                    f"rank {rank} ({self._get('who', rank)}) failed: {text}" for rank, text in errors if text
-                ]
-                if failed:
-                    return " ".join(failed)
+                errors = [(self._name(rank), text) for rank, text in self._all("error").items() if text]
+                if errors:
+                    return " ".join(f"{name} failed: {text}" for name, text in errors)
                 time.sleep(0.5)
-            after = self._beats()
-            lost = [rank for rank in range(self._ranks) if after.get(rank) == before.get(rank)]
-            names = [f"rank {rank} ({self._get('who', rank)})" for rank in lost if rank != self._rank]
+            after = self._all("beat")
+            lost = [self._name(rank) for rank in before if after[rank] == before[rank] and rank != self._rank]
         except Exception:
             return _no_answer()
-        if names:
-            return f"{', '.join(names)} does not answer: its process, its host or the network is lost."
+        if lost:
+            return f"{', '.join(lost)} does not answer: its process, its host or the network is lost."
         return (
             f"no rank is lost, but one did not take part in a collective within {timeout:g} s. If it was busy, e.g. "
             "with slow data, pass distribute(timeout=…)."
@@ -110,8 +106,11 @@ class Peers:
             with suppress(Exception):  # the store ends with the job
                 self._post("beat", str(count))
 
-    def _beats(self) -> dict[int, str]:
-        return {rank: self._get("beat", rank) for rank in range(self._ranks)}
+    def _all(self, what: str) -> dict[int, str]:
+        return {rank: self._get(what, rank) for rank in range(self._ranks)}
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._get('who', rank)})"
 
     def _post(self, what: str, value: str) -> None:
         self._store.set(f"{what}/{self._rank}", value)
