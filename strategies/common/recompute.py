@@ -33,7 +33,7 @@ def recompute_activations(model: nn.Module, module_filter: ModuleFilter) -> tupl
             outermost[name] = module
     for module in outermost.values():
         if not isinstance(module, _Recomputed):
-            module.__class__ = _recomputed(type(module))
+            module.__class__ = _recomputed(type(module))  # type: ignore[arg-type]
     return tuple(outermost)
 
 

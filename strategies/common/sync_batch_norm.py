@@ -54,7 +54,7 @@ def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
                 f"a {type(layer).__name__}, which computes them over small groups of it. Leave one of the two out."
             )
     for layer in layers.values():
-        layer.__class__ = _synced(type(layer))
+        layer.__class__ = _synced(type(layer))  # type: ignore[arg-type]
     return tuple(layers)
 
 
