@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...common.errors import PlanError
-from ..common.moments import LoopView
+from ..base import Loop
 
 
 class NoPlace(PlanError, AttributeError):
@@ -45,7 +45,7 @@ def brought(module: str) -> Any:
 class Steps:
     """What the algorithm's model computes with, in a run: the wrapped model and the loss. Never copied."""
 
-    loop: LoopView | None = None
+    loop: Loop | None = None
 
     def __deepcopy__(self, memo: object) -> Steps:
         return self
@@ -147,7 +147,7 @@ class StateView:
     precision_config = None
     dataloader_label = "train"
 
-    def __init__(self, name: str, model: Any, loop: LoopView | Probe | None, algorithm: Any) -> None:
+    def __init__(self, name: str, model: Any, loop: Loop | Probe | None, algorithm: Any) -> None:
         vars(self).update(_name=name, _model=model, _loop=loop, callbacks=[], algorithms=[algorithm])
 
     def __getattr__(self, name: str) -> Any:
@@ -202,7 +202,7 @@ class StateView:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizer; at `Event.INIT` there is none yet."""
-        return [] if self._loop is None else [self._in_run("optimizers").optimizer]
+        return [] if self._loop is None else [self._in_run("optimizers").engine.optimizer]
 
     @property
     def timestamp(self) -> Any:
@@ -210,13 +210,17 @@ class StateView:
         loop = self._loop
         if loop is None:
             return brought("core.time").Timestamp()
+        if isinstance(loop, Probe):
+            size = loop.batch_size
+        else:
+            size = 0 if loop.loader is None else loop.loader.settings.batch_size
         return brought("core.time").Timestamp(
             epoch=loop.epoch,
             batch=loop.step,
-            sample=loop.step * loop.batch_size,
+            sample=loop.step * size,
             epoch_in_iteration=loop.epoch,
             batch_in_epoch=loop.step_in_epoch,
-            sample_in_epoch=loop.step_in_epoch * loop.batch_size,
+            sample_in_epoch=loop.step_in_epoch * size,
         )
 
     @property
@@ -249,7 +253,7 @@ class StateView:
     @property
     def device(self) -> DeviceView:
         """The device of the batches."""
-        return DeviceView(self._in_run("device").device)
+        return DeviceView(self._in_run("device").engine.device)
 
     @property
     def precision(self) -> Any:
@@ -269,27 +273,27 @@ class StateView:
     @property
     def seed(self) -> int:
         """The seed of this rank."""
-        return self.rank_zero_seed + self._in_run("seed").rank
+        return self.rank_zero_seed + self._in_run("seed").engine.rank
 
     @property
     def fsdp_enabled(self) -> bool:
         """Whether parameters are sharded."""
-        return self._in_run("fsdp_enabled").sharded
+        return self._in_run("fsdp_enabled").engine.sharded
 
     @property
     def fsdp_config_version(self) -> int:
         """2 (FSDP2) if parameters are sharded, else 0."""
         return 2 if self.fsdp_enabled else 0
 
-    def _at_step(self, name: str) -> LoopView | Probe:
+    def _at_step(self, name: str) -> Loop | Probe:
         if self._loop is None:
             raise NoPlace(
                 f"{self._name} uses state.{name} at Event.INIT, where Drivetrain does not know it yet."
             )
-        loop: LoopView | Probe = self._loop
+        loop: Loop | Probe = self._loop
         return loop
 
-    def _in_run(self, name: str) -> LoopView:
+    def _in_run(self, name: str) -> Loop:
         loop = self._at_step(name)
         if isinstance(loop, Probe):
             raise Unknown
