@@ -108,6 +108,11 @@ class Loop:
         raise NotImplementedError
 
     @property
+    def batch_size(self) -> int:
+        """Images of a batch, over all ranks; 0 without a loader."""
+        return 0 if self.loader is None else int(self.loader.settings.batch_size)
+
+    @property
     def progress(self) -> float:
         """The completed fraction of training, 0 to 1."""
         return self.progress_at(self.step)
