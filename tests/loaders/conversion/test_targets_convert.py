@@ -455,4 +455,5 @@ def test_files_of_a_data_set_must_have_the_same_targets(tmp_path: Path) -> None:
     several = open_files(str(tmp_path / "b{0..2}.beton"))
     assert several.targets == {"label": "mask", "boxes": "boxes", "points": "keypoints"}
     for index in range(COUNT):
-        assert np.array_equal(several.mask("label", index), mask(index))
+        beton, own = several.locate(index)
+        assert np.array_equal(beton.mask("label", own), mask(index))
