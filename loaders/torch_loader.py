@@ -115,20 +115,14 @@ class TorchLoader(EpochLoader):
 
     @property
     def labels(self) -> NDArray[Any]:
-        """The labels of all samples of the data set, `(N,)` or `(N, K)`.
-
-        Raises:
-            DataError: if the data set does not list them.
-        """
+        """See `EpochLoader.labels`."""
         if self.beton is not None:
             return self.beton.labels
         if not hasattr(self.dataset, "targets"):
             raise DataError(f"{type(self.dataset).__name__} has no attribute `targets` with its labels.")
         return np.asarray(self.dataset.targets)
 
-    def set_image_size(self, image_size: ImageSize) -> None:
-        """See `EpochLoader.set_image_size`; the worker processes are restarted."""
-        super().set_image_size(image_size)
+    def _resize(self) -> None:
         self.dataset.transform = make_transform(self.settings, self.depth)
         if hasattr(self.dataset, "transforms"):  # torchvision's data sets have both
             self.dataset.transforms = StandardTransform(self.dataset.transform)
