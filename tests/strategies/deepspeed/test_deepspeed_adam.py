@@ -11,7 +11,24 @@ from drivetrain.strategies.deepspeed.strategy import step_fused
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
+
+def scheduled(params: Any) -> AdamW:
+    optimizer = AdamW(params)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces `step`
+    return optimizer
+
+
+def hooked(params: Any) -> AdamW:
+    optimizer = AdamW(params)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
 ADAMS: dict[str, Callable[[Any], Adam]] = {
+    "defaults": AdamW,
+    "scheduled": scheduled,
+    "hooked": hooked,
+    "maximize": lambda p: Adam(p, maximize=True),
     "AdamW": lambda p: AdamW(p, lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
     "Adam": lambda p: Adam(p, lr=3e-3, weight_decay=0.1),
     "decoupled Adam": lambda p: Adam(p, lr=3e-3, weight_decay=0.1, decoupled_weight_decay=True),
