@@ -34,7 +34,8 @@ class Walk:
 def walks() -> dict[str, Walk]:
     """Return the walks by title, each `- **Title**, at most N files: ...` of the page."""
     found = {}
-    for title, most, text in re.findall(r"^- \*\*(.+?)\*\*, at most (\d+) files: (.+?)(?=^- |^\S|\Z)", PAGE, re.M | re.S):
+    pattern = r"^- \*\*(.+?)\*\*, at most (\d+) files: (.+?)(?=^- |^\S|\Z)"
+    for title, most, text in re.findall(pattern, PAGE, re.M | re.S):
         found[title] = Walk(title, int(most), tuple(STEP.findall(text)))
     return found
 
@@ -77,7 +78,10 @@ def test_the_walks_are_short_and_lead_somewhere() -> None:
         assert len({file for file, _ in walk.steps if file.endswith(".py")}) <= walk.most, walk.title
         for file, name in walk.steps:
             text = (ROOT / file).read_text()
-            assert not name or re.search(rf"^ *(def|class|DT_|int|void) *.*\b{name}\b", text, re.M), (file, name)
+            assert not name or re.search(rf"^ *(def|class|DT_|int|void) *.*\b{name}\b", text, re.M), (
+                file,
+                name,
+            )
 
 
 def load(toy: Toy, tmp_path: Path) -> None:  # noqa: ARG001
