@@ -57,8 +57,8 @@ from .gyro_dropout import GyroDropout as GyroDropout
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .layer_freezing import LayerFreezing as LayerFreezing
 from .lookahead import Lookahead as Lookahead
-from .low_precision_group_norm import LowPrecisionGroupNorm as LowPrecisionGroupNorm
-from .low_precision_layer_norm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
+from .low_precision_norms import LowPrecisionGroupNorm as LowPrecisionGroupNorm
+from .low_precision_norms import LowPrecisionLayerNorm as LowPrecisionLayerNorm
 from .mixup import MixUp as MixUp
 from .no_weight_decay import NoWeightDecay as NoWeightDecay
 from .policies import AugMix as AugMix

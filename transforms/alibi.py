@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -175,25 +175,27 @@ class ALiBi(Transform):
             else:
                 module.register_forward_pre_hook(AddBias(layout), with_kwargs=True)
 
-        def judge(module: nn.Module) -> Verdict | str:
-            return _judge(module, id(module) in layouts)
-
-        report = operate("ALiBi", model, judge, change, "the attention of torchvision's and timm's ViT")
+        report = operate(
+            "ALiBi", model, lambda module: _judge(module, id(module) in layouts), change,
+            "the attention of torchvision's and timm's ViT",
+        )  # fmt: skip
         if not report.changed:
             return report
-        notes = []
-        for name, parameter in model.named_parameters():
-            if name.split(".")[-1] in EMBEDDINGS:
-                parameter.requires_grad_(False).zero_()
-                notes.append(f"{name} is set to 0 and frozen.")
-        return Report(report.transform, report.changed, report.skipped, (*report.notes, *notes))
+        zeroed = [(name, one) for name, one in model.named_parameters() if _is_position(name)]
+        for _, parameter in zeroed:
+            parameter.requires_grad_(False).zero_()
+        notes = (f"{name} is set to 0 and frozen." for name, _ in zeroed)
+        return replace(report, notes=(*report.notes, *notes))
 
     def from_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
         """Return the plain weights with the position embeddings set to 0."""
         return {
-            name: torch.zeros_like(value) if name.split(".")[-1] in EMBEDDINGS else value
-            for name, value in state.items()
+            name: torch.zeros_like(value) if _is_position(name) else value for name, value in state.items()
         }
+
+
+def _is_position(name: str) -> bool:
+    return name.split(".")[-1] in EMBEDDINGS
 
 
 def _layouts(model: nn.Module) -> dict[int, Layout]:
@@ -225,6 +227,3 @@ def _judge(module: nn.Module, placed: bool) -> Verdict | str:
     if full_name(module) in TIMM and "attn_mask" not in inspect.signature(module.forward).parameters:
         return "the attention of this version of timm takes no mask; upgrade timm"
     return patched(module) or Verdict.CHANGE
-
-
-__all__ = ["ALiBi", "AlibiMultiheadAttention"]

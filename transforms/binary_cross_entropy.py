@@ -87,6 +87,3 @@ def binary_cross_entropy(
     lowered = logits - math.log(logits.shape[1])
     each = F.binary_cross_entropy_with_logits(lowered, probabilities, reduction="none").sum(1) * counts
     return each if reduction == "none" else each.sum() / counts.sum()
-
-
-__all__ = ["BinaryCrossEntropy", "binary_cross_entropy"]

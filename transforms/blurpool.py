@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..common.errors import PlanError
-from .base import Kind, Report, Transform, warn_nothing_changed
+from .base import Kind, Report, Transform
 from .common.checks import check_bool, check_count
+from .common.surgery import Classes, Verdict, change_class, judge_class, operate
 
 
 def blur(x: torch.Tensor, stride: tuple[int, int] = (1, 1)) -> torch.Tensor:
@@ -93,6 +94,9 @@ class BlurMaxPool2d(nn.MaxPool2d):
         return 0, extra[1], 0, extra[0]
 
 
+CLASSES: Classes = {nn.Conv2d: BlurConv2d, nn.MaxPool2d: BlurMaxPool2d}
+
+
 @dataclass(frozen=True)
 class BlurPool(Transform):
     """Anti-aliased strided convolutions and max-pools.
@@ -152,37 +156,24 @@ class BlurPool(Transform):
 
         Warns `NothingChanged` if the model has nothing to change.
         """
-        changed: list[str] = []
-        skipped: list[tuple[str, str]] = []
-        already = 0
-        for name, module in model.named_modules():  # yields a module registered twice only once
-            if isinstance(module, BlurConv2d | BlurMaxPool2d):
-                already += 1
-            elif self._wants(module):
-                obstacle = self._obstacle(module)
-                if obstacle:
-                    skipped.append((name, obstacle))
-                else:
-                    self._change(module)
-                    changed.append(name)
-        notes = (f"{already} module(s) were already anti-aliased and are unchanged.",) if already else ()
-        report = Report("BlurPool", tuple(changed), tuple(skipped), notes)
-        if not changed and not already:
-            warn_nothing_changed(report, self._looks_for(), model)
-        return report
+        convs = f"Conv2d with a stride above 1 and at least {self.min_channels} input channels"
+        parts = [convs] * self.replace_convs + ["MaxPool2d with a stride above 1"] * self.replace_maxpools
+        return operate("BlurPool", model, self._judge, self._change, " and ".join(parts), wrapped=True)
 
-    def _wants(self, module: nn.Module) -> bool:
+    def _judge(self, module: nn.Module) -> Verdict | str:
+        verdict = judge_class(module, CLASSES)
+        if verdict is Verdict.DONE:
+            return verdict
         if isinstance(module, nn.Conv2d):
-            return self.replace_convs and max(_pair(module.stride)) > 1
-        return self.replace_maxpools and isinstance(module, nn.MaxPool2d)
+            wanted = self.replace_convs and max(_pair(module.stride)) > 1
+        else:
+            wanted = self.replace_maxpools
+        if not wanted:
+            return Verdict.IGNORE
+        return (self._obstacle(module) or verdict) if verdict is Verdict.CHANGE else verdict
 
     def _obstacle(self, module: nn.Module) -> str | None:
-        """Return why a candidate cannot change, or None."""
-        plain = nn.Conv2d if isinstance(module, nn.Conv2d) else nn.MaxPool2d
-        if type(module) is not plain:
-            return f"{type(module).__name__} is a subclass of {plain.__name__} and may have its own forward"
-        if "forward" in vars(module):
-            return "its forward was replaced on the instance, so a new class has no effect"
+        """Return why a plain convolution or max-pool cannot change, or None."""
         if isinstance(module, nn.Conv2d) and module.in_channels < self.min_channels:
             return f"{module.in_channels} input channels, fewer than min_channels={self.min_channels}"
         if isinstance(module, nn.MaxPool2d) and max(_pair(module.stride)) == 1:
@@ -192,21 +183,11 @@ class BlurPool(Transform):
         return None
 
     def _change(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Conv2d):
-            module.__class__ = BlurConv2d
-            module.blur_first = self.blur_first  # type: ignore[assignment]
-        else:
-            module.__class__ = BlurMaxPool2d
-
-    def _looks_for(self) -> str:
-        convs = f"Conv2d with a stride above 1 and at least {self.min_channels} input channels"
-        parts = [convs] * self.replace_convs + ["MaxPool2d with a stride above 1"] * self.replace_maxpools
-        return " and ".join(parts)
+        change_class(module, CLASSES)
+        if isinstance(module, BlurConv2d):
+            module.blur_first = self.blur_first
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
     """Return the (height, width) of a torch size option, which is one number or a pair."""
     return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-
-__all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool", "blur"]

@@ -90,6 +90,3 @@ def _to_channels_last(parameter: nn.Parameter) -> bool:
     if parameter.grad is not None:
         parameter.grad.data = parameter.grad.data.to(memory_format=torch.channels_last)
     return True
-
-
-__all__ = ["ChannelsLast"]

@@ -43,15 +43,11 @@ class ColOut(Transform):
     source: ClassVar[str] = "MosaicML 2021, Composer's method card ColOut"
     targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels", "values")
     after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
+    depends_on_length: ClassVar[bool] = False  # each step depends only on its own random numbers
 
     def __post_init__(self) -> None:
         check_fraction(self, "row")
         check_fraction(self, "column")
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Return False: each step depends only on its own random numbers."""
-        return False
 
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
@@ -75,6 +71,3 @@ def _kept(size: int, dropped: float, generator: torch.Generator) -> torch.Tensor
     """Return the sorted indices of the rows or columns to keep."""
     count = max(int((1 - dropped) * size), 1)
     return torch.randperm(size, generator=generator)[:count].sort().values
-
-
-__all__ = ["ColOut"]

@@ -50,14 +50,10 @@ class CutMix(Transform):
     targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels")
     soft_targets: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
+    depends_on_length: ClassVar[bool] = False  # each step depends only on its own random numbers
 
     def __post_init__(self) -> None:
         check_range(self, "alpha", "(0, inf)")
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Return False: each step depends only on its own random numbers."""
-        return False
 
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
@@ -112,6 +108,3 @@ def paste(images: torch.Tensor, partner: torch.Tensor, box: Box) -> torch.Tensor
     mixed = images.clone()
     mixed[..., top:bottom, left:right] = images[..., top:bottom, left:right][partner]
     return mixed
-
-
-__all__ = ["Box", "CutMix", "area", "box_around", "paste"]

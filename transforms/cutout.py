@@ -44,15 +44,11 @@ class CutOut(Transform):
     kind: ClassVar[Kind] = "batch"
     source: ClassVar[str] = "DeVries and Taylor 2017, arXiv:1708.04552"
     after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
+    depends_on_length: ClassVar[bool] = False  # each step depends only on its own random numbers
 
     def __post_init__(self) -> None:
         check_count(self, "holes", 1)
         check_range(self, "length", "(0, 1]")
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Return False: each step depends only on its own random numbers."""
-        return False
 
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
@@ -90,6 +86,3 @@ def inside(y: torch.Tensor, x: torch.Tensor, height: int, width: int, side: int)
     in_rows = (rows >= y[..., None] - half) & (rows < y[..., None] + half)
     in_columns = (columns >= x[..., None] - half) & (columns < x[..., None] + half)
     return (in_rows[..., :, None] & in_columns[..., None, :]).any(1)
-
-
-__all__ = ["CutOut", "inside"]

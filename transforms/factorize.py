@@ -16,7 +16,7 @@ from torch import nn
 
 from .base import Kind, Report, State, Transform
 from .common.checks import check_bool, check_count, check_size
-from .common.surgery import Verdict, obstacle, operate, places, rename
+from .common.surgery import Verdict, children_of, obstacle, operate, places, rename
 
 
 def factorize(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,27 +136,20 @@ class Factorize(Transform):
 
     def apply(self, model: nn.Module) -> Report:
         """Change `model` in place. Modules already factorised are kept and noted in the report."""
-        inside = {
-            id(child)
-            for module in model.modules()
-            if isinstance(module, _Factorized)
-            for child in (module.down, module.up)
-        }
+        factors = children_of(model, _Factorized)
         owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
         def judge(module: nn.Module) -> Verdict | str:
             if isinstance(module, _Factorized):
                 return Verdict.DONE
-            if id(module) in inside or not self._wants(module):
+            if id(module) in factors or not self._wants(module):
                 return Verdict.IGNORE
             if any(owners[id(parameter)] > 1 for parameter in module.parameters(recurse=False)):
                 return "another module shares its weight"
             return self._obstacle(module) or Verdict.CHANGE
 
-        looks_for = (
-            f"Conv2d of at least {self.min_channels} channels and Linear of at least "
-            f"{self.min_features} features"
-        )
+        convs = f"Conv2d of at least {self.min_channels} channels"
+        looks_for = f"{convs} and Linear of at least {self.min_features} features"
         return operate("Factorize", model, judge, self._change, looks_for)
 
     def from_plain(self, state: State, model: nn.Module) -> State:
@@ -194,75 +187,49 @@ class Factorize(Transform):
             return reason
         if isinstance(module, nn.Conv2d) and module.groups > 1:
             return f"a convolution with {module.groups} groups"
-        width, least = _width(module), self.min_channels if conv else self.min_features
+        weight = module.get_parameter("weight")
+        option = "min_channels" if conv else "min_features"
+        width, least = min(weight.shape[:2]), getattr(self, option)
         if width < least:
-            return f"width {width}, below {'min_channels' if conv else 'min_features'}={least}"
-        rank, best = self._rank(module), _largest_rank_that_saves(module)
+            return f"width {width}, below {option}={least}"
+        outputs, fan_in = weight.shape[0], weight[0].numel()
+        # The largest R with R · (fan_in + outputs) < fan_in · outputs.
+        best = math.ceil(fan_in * outputs / (fan_in + outputs)) - 1
+        rank = self._rank(module)
         if rank > best:
             return f"rank {rank} saves no multiplications; use at most {best}"
-        if not module.weight.is_meta and not module.weight.any():  # type: ignore[operator]
+        if not weight.is_meta and not weight.any():
             return "its weight is 0, and factors of 0 get no gradient"
         return None
 
     def _rank(self, module: nn.Module) -> int:
         wanted = self.latent_channels if isinstance(module, nn.Conv2d) else self.latent_features
-        return max(1, int(wanted * _width(module) if wanted < 1 else wanted))
+        width = min(module.get_parameter("weight").shape[:2])
+        return max(1, int(wanted * width if wanted < 1 else wanted))
 
     def _change(self, module: nn.Module) -> None:
+        down: nn.Module
+        up: nn.Module
         rank = self._rank(module)
-        if isinstance(module, nn.Conv2d):
-            _split_conv(module, rank)
-        elif isinstance(module, nn.Linear):
-            _split_linear(module, rank)
-
-
-def _width(module: nn.Module) -> int:
-    """Return the smaller of input and output channels or features."""
-    if isinstance(module, nn.Conv2d):
-        return min(module.in_channels, module.out_channels)
-    assert isinstance(module, nn.Linear)
-    return min(module.in_features, module.out_features)
-
-
-def _largest_rank_that_saves(module: nn.Module) -> int:
-    """Return the largest R with R · (fan-in + O) < fan-in · O."""
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    outputs, fan_in = weight.shape[0], weight[0].numel()
-    return math.ceil(fan_in * outputs / (fan_in + outputs)) - 1
-
-
-def _split_conv(conv: nn.Conv2d, rank: int) -> None:
-    with torch.device("meta"):  # the weights come from the factors
-        down = nn.Conv2d(
-            conv.in_channels, rank, conv.kernel_size, conv.stride, conv.padding, conv.dilation,  # type: ignore[arg-type]
-            bias=False, padding_mode=conv.padding_mode,
-        )  # fmt: skip
-        up = nn.Conv2d(rank, conv.out_channels, 1, bias=conv.bias is not None)
-    _split(conv, down, up, FactorizedConv2d)
-
-
-def _split_linear(linear: nn.Linear, rank: int) -> None:
-    with torch.device("meta"):
-        down = nn.Linear(linear.in_features, rank, bias=False)
-        up = nn.Linear(rank, linear.out_features, bias=linear.bias is not None)
-    _split(linear, down, up, FactorizedLinear)
-
-
-def _split(whole: nn.Module, down: nn.Module, up: nn.Module, cls: type[_Factorized]) -> None:
-    """Turn `whole`, a convolution or linear layer, into a `cls` with the children `down` and `up`."""
-    weight, bias = whole.weight, whole.bias
-    assert isinstance(weight, nn.Parameter)
-    assert isinstance(down.weight, nn.Parameter)
-    for child, value in zip((down, up), factorize(weight, down.weight.shape[0]), strict=True):
-        child.weight = nn.Parameter(value, requires_grad=weight.requires_grad)
-        child.train(whole.training)
-    if bias is not None:
-        up.bias = bias  # the same Parameter
-    del whole.weight, whole.bias
-    whole.__class__ = cls
-    whole.add_module("down", down)
-    whole.add_module("up", up)
-
-
-__all__ = ["Factorize", "FactorizedConv2d", "FactorizedLinear", "factorize", "multiply"]
+        with torch.device("meta"):  # the weights come from the factors
+            if isinstance(module, nn.Conv2d):
+                down = nn.Conv2d(
+                    module.in_channels, rank, module.kernel_size, module.stride, module.padding,  # type: ignore[arg-type]
+                    module.dilation, bias=False, padding_mode=module.padding_mode,  # type: ignore[arg-type]
+                )  # fmt: skip
+                up = nn.Conv2d(rank, module.out_channels, 1, bias=module.bias is not None)
+            else:
+                assert isinstance(module, nn.Linear)
+                down = nn.Linear(module.in_features, rank, bias=False)
+                up = nn.Linear(rank, module.out_features, bias=module.bias is not None)
+        cls = FactorizedConv2d if isinstance(module, nn.Conv2d) else FactorizedLinear
+        weight, bias = module.weight, module.bias
+        for child, value in zip((down, up), factorize(weight, rank), strict=True):
+            child.weight = nn.Parameter(value, requires_grad=weight.requires_grad)
+            child.train(module.training)
+        if bias is not None:
+            up.bias = bias  # the same Parameter
+        del module.weight, module.bias
+        module.__class__ = cls  # type: ignore[assignment]
+        module.add_module("down", down)
+        module.add_module("up", up)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .base import Kind, Report, State, Transform
-from .common.surgery import Verdict, full_name, operate, patched, places
+from .common.surgery import Classes, Verdict, change_class, judge_class, operate, places
 from .factorize import FactorizedLinear
 
 
@@ -45,7 +45,7 @@ class GatedSequentialMlp(nn.Sequential):
         return drop_again(second(hidden))  # type: ignore[no-any-return]
 
 
-CLASSES: dict[str, type[nn.Module]] = {
+CLASSES: Classes = {
     "timm.layers.mlp.Mlp": GatedMlp,
     "torchvision.ops.misc.MLP": GatedSequentialMlp,
     "torchvision.models.vision_transformer.MLPBlock": GatedSequentialMlp,
@@ -98,15 +98,14 @@ class GatedLinearUnits(Transform):
 
 
 def _judge(module: nn.Module) -> Verdict | str:
-    if isinstance(module, GatedMlp | GatedSequentialMlp):
-        return Verdict.DONE
-    if full_name(module) not in CLASSES:
-        return Verdict.IGNORE
+    verdict = judge_class(module, CLASSES)
+    if verdict in (Verdict.IGNORE, Verdict.DONE):
+        return verdict
     if isinstance(module, nn.Sequential) and len(module) != 5:
         return "its layers are not linear, activation, dropout, linear, dropout"
     if type(_first(module)) not in (nn.Linear, FactorizedLinear):
         return f"its first layer is a {type(_first(module)).__name__}, not an nn.Linear"
-    return patched(module) or Verdict.CHANGE
+    return verdict
 
 
 def _first(module: nn.Module) -> nn.Module:
@@ -120,8 +119,5 @@ def _change(module: nn.Module) -> None:
     value = nn.Linear(first.in_features, first.out_features, device=like.device, dtype=like.dtype)
     nn.init.zeros_(value.weight)
     nn.init.ones_(value.bias)
-    module.__class__ = CLASSES[full_name(module)]
+    change_class(module, CLASSES)
     module.add_module("value", value.train(module.training))
-
-
-__all__ = ["GatedLinearUnits", "GatedMlp", "GatedSequentialMlp"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from .base import Kind, Report, Transform
 from .common.checks import check_count
-from .common.surgery import Verdict, obstacle, operate
+from .common.surgery import Classes, Verdict, change_class, judge_class, operate
 
 
 class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -71,7 +71,7 @@ class GhostBatchNorm3d(_GhostBatchNorm, nn.BatchNorm3d):
     """Of inputs (B, C, D, H, W)."""
 
 
-CLASSES: dict[type[nn.Module], type[_GhostBatchNorm]] = {
+CLASSES: Classes = {
     nn.BatchNorm1d: GhostBatchNorm1d,
     nn.BatchNorm2d: GhostBatchNorm2d,
     nn.BatchNorm3d: GhostBatchNorm3d,
@@ -116,21 +116,14 @@ class GhostBatchNorm(Transform):
 
     def apply(self, model: nn.Module) -> Report:
         """Change `model` in place. Modules already changed keep their ghost size and are noted in the report."""
-        return operate("GhostBatchNorm", model, self._judge, self._change, "BatchNorm1d, 2d and 3d")
-
-    def _judge(self, module: nn.Module) -> Verdict | str:
-        if isinstance(module, _GhostBatchNorm):
-            return Verdict.DONE
-        for plain in CLASSES:
-            if isinstance(module, plain):
-                return obstacle(module, plain) or Verdict.CHANGE
-        if isinstance(module, nn.SyncBatchNorm):
-            return "SyncBatchNorm computes statistics over all devices, the opposite of a ghost batch"
-        return Verdict.IGNORE
+        return operate("GhostBatchNorm", model, _judge, self._change, "BatchNorm1d, 2d and 3d")
 
     def _change(self, module: nn.Module) -> None:
-        module.__class__ = CLASSES[type(module)]
+        change_class(module, CLASSES)
         module.ghost_batch_size = self.ghost_batch_size  # type: ignore[assignment]
 
 
-__all__ = ["GhostBatchNorm", "GhostBatchNorm1d", "GhostBatchNorm2d", "GhostBatchNorm3d"]
+def _judge(module: nn.Module) -> Verdict | str:
+    if isinstance(module, nn.SyncBatchNorm):
+        return "SyncBatchNorm computes statistics over all devices, the opposite of a ghost batch"
+    return judge_class(module, CLASSES)

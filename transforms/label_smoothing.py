@@ -150,6 +150,3 @@ def _is_cross_entropy(loss: Loss) -> bool:
     return loss is F.cross_entropy or (
         isinstance(loss, functools.partial) and loss.func is F.cross_entropy and not loss.args
     )
-
-
-__all__ = ["LabelSmoothing", "SmoothedLoss", "misfit", "smooth_targets"]

@@ -44,14 +44,10 @@ class MixUp(Transform):
     targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels")
     soft_targets: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
+    depends_on_length: ClassVar[bool] = False  # each step depends only on its own random numbers
 
     def __post_init__(self) -> None:
         check_range(self, "alpha", "(0, inf)")
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Return False: each step depends only on its own random numbers."""
-        return False
 
     def batch(
         self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
@@ -84,6 +80,3 @@ class MixUp(Transform):
 def mix_images(images: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
     """Return (1 - share) · images + share · images[partner]; images (B, C, H, W), partner (B,) indices."""
     return keep_format(images.lerp(images[partner], share), images)
-
-
-__all__ = ["MixUp", "mix_images"]

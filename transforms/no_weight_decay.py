@@ -89,6 +89,3 @@ def _dimensions(member: Any) -> int:
         )
     # DeepSpeed stage 3 leaves an empty tensor in place of a parameter, with its true shape in an attribute.
     return len(getattr(parameter, "ds_shape", parameter.shape))
-
-
-__all__ = ["NoWeightDecay", "SplitDecay", "note_shape"]

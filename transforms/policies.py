@@ -5,13 +5,13 @@ In a Pipeline the loader applies them, configured by `loader_settings`; `image` 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..common.checks import is_number, is_whole
+from ..common.checks import is_whole
 from ..common.errors import PlanError
 from .base import Kind, Transform
+from .common.checks import check_range
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,8 +20,28 @@ if TYPE_CHECKING:
 _BINS, _LONGEST, _MOST_SEVERE = 1000, 32, 10
 
 
+class _Policy(Transform):
+    """Operations that the loader knows by `_name`, and torchvision by the class `_torchvision`, with the fields as
+    arguments."""
+
+    kind: ClassVar[Kind] = "image"
+    _name: ClassVar[str]
+    _torchvision: ClassVar[str]
+
+    @property
+    def loader_settings(self) -> dict[str, Any]:
+        """Return the loader setting `policy`."""
+        return {"policy": {"name": self._name, **vars(self)}}
+
+    def image(self, image: Image) -> Any:
+        """Return one image, changed, with random numbers from torch's global generator."""
+        from torchvision.transforms import v2
+
+        return getattr(v2, self._torchvision)(*vars(self).values())(image)
+
+
 @dataclass(frozen=True)
-class RandAugment(Transform):
+class RandAugment(_Policy):
     """Apply `num_ops` of 14 operations to each training image, drawn at random, all of the same magnitude.
 
     The operations are those of torchvision's `RandAugment`: identity, shear and translation along either axis,
@@ -49,7 +69,8 @@ class RandAugment(Transform):
     magnitude: int = 9
     num_magnitude_bins: int = 31
 
-    kind: ClassVar[Kind] = "image"
+    _name: ClassVar[str] = "rand_augment"
+    _torchvision: ClassVar[str] = "RandAugment"
     source: ClassVar[str] = "Cubuk et al. 2020, arXiv:1909.13719"
 
     def __post_init__(self) -> None:
@@ -57,20 +78,9 @@ class RandAugment(Transform):
         _check_whole(self, "num_magnitude_bins", 2, _BINS)
         _check_whole(self, "magnitude", 0, self.num_magnitude_bins - 1)
 
-    @property
-    def loader_settings(self) -> dict[str, Any]:
-        """Return the loader setting `policy`."""
-        return {"policy": {"name": "rand_augment", **dataclasses.asdict(self)}}
-
-    def image(self, image: Image) -> Any:
-        """Return one image, changed, with random numbers from torch\'s global generator."""
-        from torchvision.transforms import v2
-
-        return v2.RandAugment(self.num_ops, self.magnitude, self.num_magnitude_bins)(image)
-
 
 @dataclass(frozen=True)
-class TrivialAugment(Transform):
+class TrivialAugment(_Policy):
     """Apply one of 14 operations to each training image, with both operation and magnitude drawn at random.
 
     The operations of `RandAugment` in the paper's wide ranges, as in torchvision's `TrivialAugmentWide`.
@@ -91,26 +101,16 @@ class TrivialAugment(Transform):
 
     num_magnitude_bins: int = 31
 
-    kind: ClassVar[Kind] = "image"
+    _name: ClassVar[str] = "trivial_augment"
+    _torchvision: ClassVar[str] = "TrivialAugmentWide"
     source: ClassVar[str] = "Müller and Hutter 2021, arXiv:2103.10158"
 
     def __post_init__(self) -> None:
         _check_whole(self, "num_magnitude_bins", 2, _BINS)
 
-    @property
-    def loader_settings(self) -> dict[str, Any]:
-        """Return the loader setting `policy`."""
-        return {"policy": {"name": "trivial_augment", **dataclasses.asdict(self)}}
-
-    def image(self, image: Image) -> Any:
-        """Return one image, changed, with random numbers from torch\'s global generator."""
-        from torchvision.transforms import v2
-
-        return v2.TrivialAugmentWide(self.num_magnitude_bins)(image)
-
 
 @dataclass(frozen=True)
-class AugMix(Transform):
+class AugMix(_Policy):
     """Mix each training image with `width` copies altered by short chains of random operations.
 
     The operations are the 13 of `RandAugment` without identity, as in torchvision's `AugMix`. As there, the
@@ -142,7 +142,8 @@ class AugMix(Transform):
     depth: int = -1
     alpha: float = 1.0
 
-    kind: ClassVar[Kind] = "image"
+    _name: ClassVar[str] = "aug_mix"
+    _torchvision: ClassVar[str] = "AugMix"
     source: ClassVar[str] = "Hendrycks et al. 2020, arXiv:1912.02781"
 
     def __post_init__(self) -> None:
@@ -150,20 +151,7 @@ class AugMix(Transform):
         _check_whole(self, "width", 1, _LONGEST)
         if self.depth != -1:
             _check_whole(self, "depth", 1, _LONGEST, " or -1, for 1 to 3 at random")
-        alpha: Any = self.alpha
-        if not is_number(alpha, "[0.01, 100]"):
-            raise PlanError(f"AugMix(alpha={alpha!r}): pass a number in [0.01, 100].")
-
-    @property
-    def loader_settings(self) -> dict[str, Any]:
-        """Return the loader setting `policy`."""
-        return {"policy": {"name": "aug_mix", **dataclasses.asdict(self)}}
-
-    def image(self, image: Image) -> Any:
-        """Return one image, mixed, with random numbers from torch\'s global generator."""
-        from torchvision.transforms import v2
-
-        return v2.AugMix(self.severity, self.width, self.depth, self.alpha)(image)
+        check_range(self, "alpha", "[0.01, 100]")
 
 
 def _check_whole(owner: object, field: str, low: int, high: int, other: str = "") -> None:
@@ -172,6 +160,3 @@ def _check_whole(owner: object, field: str, low: int, high: int, other: str = ""
         raise PlanError(
             f"{type(owner).__name__}({field}={value!r}): pass an integer from {low} to {high}{other}."
         )
-
-
-__all__ = ["AugMix", "RandAugment", "TrivialAugment"]

@@ -16,7 +16,7 @@ from torch import nn
 from .base import Kind, Report, State, Transform
 from .blurpool import BlurConv2d
 from .common.checks import check_count, check_size
-from .common.surgery import Verdict, obstacle, operate, places
+from .common.surgery import Classes, Verdict, change_class, children_of, judge_class, operate, places
 from .factorize import FactorizedConv2d
 from .weight_standardization import StandardizedBlurConv2d, StandardizedConv2d
 
@@ -68,7 +68,7 @@ class GatedFactorizedConv2d(_Gated, FactorizedConv2d):
     """Factorize's pair of convolutions, gated at the end."""
 
 
-CLASSES: dict[type[nn.Module], type[_Gated]] = {
+CLASSES: Classes = {
     nn.Conv2d: GatedConv2d,
     BlurConv2d: GatedBlurConv2d,
     StandardizedConv2d: GatedStandardizedConv2d,
@@ -122,19 +122,18 @@ class SqueezeExcite(Transform):
 
     def apply(self, model: nn.Module) -> Report:
         """Change `model` in place. Convolutions that already have a block are kept and noted in the report."""
-        inside = {
-            id(child)
-            for module in model.modules()
-            if isinstance(module, FactorizedConv2d)
-            for child in (module.down, module.up)
-        }
+        factors = children_of(model, FactorizedConv2d)
 
         def judge(module: nn.Module) -> Verdict | str:
-            if isinstance(module, _Gated):
-                return Verdict.DONE
-            if id(module) in inside or not isinstance(module, nn.Conv2d | FactorizedConv2d):
+            verdict = judge_class(module, CLASSES)
+            if verdict is Verdict.DONE or not isinstance(module, nn.Conv2d | FactorizedConv2d):
+                return verdict
+            if id(module) in factors:
                 return Verdict.IGNORE
-            return self._obstacle(module) or Verdict.CHANGE
+            width = min(module.in_channels, module.out_channels)
+            if width < self.min_channels:
+                return f"width {width}, below min_channels={self.min_channels}"
+            return verdict
 
         looks_for = f"Conv2d with at least {self.min_channels} input and output channels"
         return operate("SqueezeExcite", model, judge, self._change, looks_for)
@@ -145,12 +144,6 @@ class SqueezeExcite(Transform):
         new = [name for place in places(model, Gate) for name in own if name.startswith(place)]
         return {**{name: own[name] for name in new}, **state}
 
-    def _obstacle(self, module: nn.Conv2d | FactorizedConv2d) -> str | None:
-        width = min(module.in_channels, module.out_channels)
-        if width < self.min_channels:
-            return f"width {width}, below min_channels={self.min_channels}"
-        return obstacle(module, type(module) if type(module) in CLASSES else nn.Conv2d)
-
     def _change(self, module: nn.Module) -> None:
         assert isinstance(module, nn.Conv2d | FactorizedConv2d)
         latent, width = self.latent_channels, module.out_channels
@@ -158,8 +151,5 @@ class SqueezeExcite(Transform):
         gate = Gate(
             width, max(1, int(latent * width if latent < 1 else latent)), device=like.device, dtype=like.dtype
         )
-        module.__class__ = CLASSES[type(module)]  # type: ignore[assignment]
+        change_class(module, CLASSES)
         module.add_module("se", gate.train(module.training))
-
-
-__all__ = ["Gate", "SqueezeExcite"]

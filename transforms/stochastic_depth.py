@@ -7,7 +7,7 @@ so no name in the state dict changes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import nn
@@ -93,14 +93,14 @@ class StochasticDepth(Transform):
         blocks = [module for module in model.modules() if _judge(module) is Verdict.CHANGE]
         rates = {id(block): self._rate(index, len(blocks)) for index, block in enumerate(blocks)}
         replaced = sum(any(_own_rate(block, place) for place in PLACES) for block in blocks)
-        looks_for = "residual blocks of torchvision's and timm's ResNets, ConvNeXts and ViTs"
         report = operate(
-            "StochasticDepth", model, _judge, lambda block: self._change(block, rates[id(block)]), looks_for
-        )
+            "StochasticDepth", model, _judge, lambda block: self._change(block, rates[id(block)]),
+            "residual blocks of torchvision's and timm's ResNets, ConvNeXts and ViTs",
+        )  # fmt: skip
         if not replaced:
             return report
         note = f"Replaced the drop rate that {replaced} block(s) were built with."
-        return Report(report.transform, report.changed, report.skipped, (*report.notes, note))
+        return replace(report, notes=(*report.notes, note))
 
     def _rate(self, index: int, count: int) -> float:
         return self.drop_rate * (index + 1) / count if self.distribution == "linear" else self.drop_rate
@@ -108,12 +108,12 @@ class StochasticDepth(Transform):
     def _change(self, block: nn.Module, rate: float) -> None:
         from .common import residual_blocks  # here, because it imports torchvision, which takes seconds
 
-        mode = "batch" if self.method == "block" else "row"
-        for place in _places(block):
-            setattr(block, place, residual_blocks.DropBranch(rate, mode).train(block.training))
+        mode, places = "batch" if self.method == "block" else "row", _places(block)
         if full_name(block) in BLOCKS:
             block.__class__ = getattr(residual_blocks, BLOCKS[full_name(block)])
-            block.add_module("drop_branch", residual_blocks.DropBranch(rate, mode).train(block.training))
+            places.append("drop_branch")
+        for place in places:
+            setattr(block, place, residual_blocks.DropBranch(rate, mode).train(block.training))
 
 
 def _judge(module: nn.Module) -> Verdict | str:
@@ -131,14 +131,9 @@ def _judge(module: nn.Module) -> Verdict | str:
 
 def _places(block: nn.Module) -> list[str]:
     """Return the attributes of a block that hold, or can hold, a module that drops a branch."""
-    names = []
-    for place in PLACES:
-        if not hasattr(block, place):
-            continue
-        value = getattr(block, place)
-        if value is None or isinstance(value, nn.Identity) or type(value).__name__ in _RATES:
-            names.append(place)
-    return names
+    empty = (type(None), nn.Identity)
+    values = [(place, getattr(block, place)) for place in PLACES if hasattr(block, place)]
+    return [place for place, one in values if isinstance(one, empty) or type(one).__name__ in _RATES]
 
 
 _RATES = {"DropPath": "drop_prob", "StochasticDepth": "p"}
@@ -152,6 +147,3 @@ def _own_rate(block: nn.Module, place: str) -> bool:
 
 def _is_ours(module: nn.Module) -> bool:
     return full_name(module).endswith("transforms.common.residual_blocks.DropBranch")
-
-
-__all__ = ["StochasticDepth"]

@@ -15,7 +15,7 @@ from torch import nn
 from .base import Kind, Report, State, Transform
 from .blurpool import BlurConv2d
 from .common.checks import check_count
-from .common.surgery import Verdict, obstacle, operate, places
+from .common.surgery import Classes, Verdict, change_class, judge_class, operate, places
 
 
 def standardize(weight: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class StandardizedBlurConv2d(_Standardized, BlurConv2d):
     """BlurPool's convolution with standardised weights."""
 
 
-CLASSES: dict[type[nn.Module], type[_Standardized]] = {
+CLASSES: Classes = {
     nn.Conv1d: StandardizedConv1d,
     nn.Conv2d: StandardizedConv2d,
     nn.Conv3d: StandardizedConv3d,
@@ -105,20 +105,25 @@ class WeightStandardization(Transform):
 
     def apply(self, model: nn.Module) -> Report:
         """Change `model` in place. Convolutions already standardised are kept and noted in the report."""
-        kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        convs = [module for module in model.modules() if isinstance(module, kinds)]
+        convs = [
+            module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        ]
         last = {id(conv) for conv in convs[max(0, len(convs) - self.n_last_layers_ignore) :]}
 
         def judge(module: nn.Module) -> Verdict | str:
-            if not isinstance(module, kinds):
-                return Verdict.IGNORE
-            if isinstance(module, _Standardized):
-                return Verdict.DONE
+            verdict = judge_class(module, CLASSES)
+            if verdict in (Verdict.IGNORE, Verdict.DONE):
+                return verdict
             if id(module) in last:
                 return f"among the last n_last_layers_ignore={self.n_last_layers_ignore}"
-            return _obstacle(module) or Verdict.CHANGE
+            if verdict is Verdict.CHANGE and module.get_parameter("weight")[0].numel() == 1:
+                return "it has one weight per output channel, which would become 0"
+            return verdict
 
-        return operate("WeightStandardization", model, judge, _change, "Conv1d, Conv2d and Conv3d")
+        def change(module: nn.Module) -> None:
+            change_class(module, CLASSES)
+
+        return operate("WeightStandardization", model, judge, change, "Conv1d, Conv2d and Conv3d")
 
     def to_plain(self, state: State, model: nn.Module) -> State:
         """Return the standardised weights under the same names; a plain model has the same output with them."""
@@ -127,25 +132,3 @@ class WeightStandardization(Transform):
             if f"{place}weight" in plain:
                 plain[f"{place}weight"] = standardize(plain[f"{place}weight"])
         return plain
-
-
-def _obstacle(module: nn.modules.conv._ConvNd) -> str | None:
-    plain = type(module) if type(module) in CLASSES else next(k for k in CLASSES if isinstance(module, k))
-    reason = obstacle(module, plain)
-    if reason is None and module.weight[0].numel() == 1:
-        return "it has one weight per output channel, which would become 0"
-    return reason
-
-
-def _change(module: nn.Module) -> None:
-    module.__class__ = CLASSES[type(module)]
-
-
-__all__ = [
-    "StandardizedBlurConv2d",
-    "StandardizedConv1d",
-    "StandardizedConv2d",
-    "StandardizedConv3d",
-    "WeightStandardization",
-    "standardize",
-]

@@ -117,7 +117,7 @@ def test_twice_changes_nothing_and_says_so() -> None:
     out = model(images())
     report = BlurPool(blur_first=False).apply(model)
     assert report.changed == ()
-    assert report.notes == ("7 module(s) were already anti-aliased and are unchanged.",)
+    assert report.notes == ("7 module(s) were already changed and are left as they are.",)
     torch.testing.assert_close(model(images()), out, rtol=0, atol=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import ClassVar, get_args
 
@@ -58,13 +59,9 @@ def test_the_form_in_a_recipe() -> None:
 
 def test_every_transform_file_is_in_the_table() -> None:
     """A file that defines a Transform, but that `__init__.py` does not import, could not be named."""
-    folder = Path(transforms.__file__).parent
-    defined = {
-        line.split()[1].split("(")[0]
-        for path in folder.rglob("*.py")
-        for line in path.read_text().splitlines()
-        if line.startswith("class ") and "(Transform)" in line
-    }
+    texts = [path.read_text() for path in Path(transforms.__file__).parent.rglob("*.py")]
+    classes = r"^class ([A-Z]\w*)\((?:Transform|_Policy)\)"
+    defined = {name for text in texts for name in re.findall(classes, text, re.MULTILINE)}
     assert defined == set(TRANSFORMS)
 
 

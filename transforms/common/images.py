@@ -112,15 +112,3 @@ def keep_format(result: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
     if images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous():
         return result.contiguous(memory_format=torch.channels_last)
     return result.contiguous()
-
-
-__all__ = [
-    "check_batch",
-    "check_mixable",
-    "draw_partners",
-    "keep_format",
-    "mix_targets",
-    "resize",
-    "soft_targets",
-    "spread_indices",
-]

@@ -150,6 +150,3 @@ class StochasticEncoderBlock(EncoderBlock):  # type: ignore[misc]
         branch, _ = self.self_attention(branch, branch, branch, need_weights=False)
         x = self.drop_branch(self.dropout(branch)) + input
         return self.drop_branch(self.mlp(self.ln_2(x))) + x  # type: ignore[no-any-return]
-
-
-__all__ = ["DropBranch", "StochasticBasicBlock", "StochasticBottleneck", "StochasticEncoderBlock"]

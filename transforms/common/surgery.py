@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 
 from torch import nn
 
 from ...common.errors import PlanError
 from ..base import Report, State, warn_nothing_changed
+
+Classes = Mapping[type[nn.Module] | str, type[nn.Module]]
+"""What each class becomes. A class of a package that may not be installed is given by its `full_name`."""
 
 
 class Verdict(Enum):
@@ -26,6 +29,8 @@ def operate(
     judge: Callable[[nn.Module], Verdict | str],
     change: Callable[[nn.Module], None],
     looks_for: str,
+    *,
+    wrapped: bool = False,
 ) -> Report:
     """Change every module of `model` that `judge` selects. Call it directly from `apply`.
 
@@ -37,11 +42,13 @@ def operate(
         judge: returns the verdict on a module, or the reason to skip a candidate.
         change: changes one module in place.
         looks_for: what the transform can change, completing "it looks for …" in the `NothingChanged` warning.
+        wrapped: whether a model that is wrapped in DDP or sharded may be changed, because its parameters stay.
 
     Raises:
-        PlanError: if the model is wrapped in DDP or sharded; nothing is changed then.
+        PlanError: if the model is wrapped or sharded, unless `wrapped`; nothing is changed then.
     """
-    refuse_wrapped(name, model)
+    if not wrapped:
+        refuse_wrapped(name, model)
     verdicts = [(place, module, judge(module)) for place, module in model.named_modules()]
     changed: list[str] = []
     for place, module, verdict in verdicts:
@@ -68,6 +75,27 @@ def refuse_wrapped(name: str, model: nn.Module) -> None:
             raise PlanError(
                 f"{name}: {place!r} is already sharded (DTensor). Apply the transform before sharding."
             )
+
+
+def judge_class(module: nn.Module, classes: Classes) -> Verdict | str:
+    """Return the verdict on a module for a surgery that only changes the classes of modules."""
+    if isinstance(module, tuple(classes.values())):
+        return Verdict.DONE
+    if _key(module, classes) is not None:
+        return patched(module) or Verdict.CHANGE
+    plain = next((kind for kind in classes if isinstance(kind, type) and isinstance(module, kind)), None)
+    return Verdict.IGNORE if plain is None else obstacle(module, plain) or Verdict.CHANGE
+
+
+def change_class(module: nn.Module, classes: Classes) -> None:
+    """Change the class of a module for which the verdict of `judge_class` is CHANGE."""
+    key = _key(module, classes)
+    assert key is not None
+    module.__class__ = classes[key]
+
+
+def _key(module: nn.Module, classes: Classes) -> type[nn.Module] | str | None:
+    return next((key for key in (type(module), full_name(module)) if key in classes), None)
 
 
 def obstacle(module: nn.Module, plain: type[nn.Module]) -> str | None:
@@ -99,10 +127,14 @@ def places(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]
             yield f"{name}." if name else ""
 
 
+def children_of(model: nn.Module, kind: type[nn.Module]) -> set[int]:
+    """Return the ids of the direct children of all modules of a kind."""
+    return {
+        id(child) for module in model.modules() if isinstance(module, kind) for child in module.children()
+    }
+
+
 def rename(state: State, old: str, new: str) -> None:
     """Rename an entry of `state`, in place, if it exists."""
     if old in state:
         state[new] = state.pop(old)
-
-
-__all__ = ["Verdict", "full_name", "obstacle", "operate", "patched", "places", "refuse_wrapped", "rename"]

@@ -46,6 +46,3 @@ def with_gradients(owner: object, parameters: Iterable[torch.Tensor]) -> list[to
             "optimizer step, with a strategy that leaves gradients on the parameters (DeepSpeed does not)."
         )
     return selected
-
-
-__all__ = ["is_dtensor", "locals_of", "total_norm", "with_gradients"]
