@@ -38,7 +38,7 @@ def model_factory(name: str) -> Factory:
         return hf_model(name.removeprefix("hf:"))
     if ":" in name:
         return _imported(name)
-    known = _torchvision().list_models(module=_torchvision())
+    known = _names()
     if name not in known:
         raise RecipeError(
             f"No model is named {name!r}. Write a custom one as package.module:factory."
@@ -57,9 +57,7 @@ def name_of_factory(factory: Factory) -> str | None:
         return factory.__name__
     name = getattr(factory, "__name__", "")
     module = getattr(factory, "__module__", None) or ""
-    known = module.startswith("torchvision.models.") and name in _torchvision().list_models(
-        module=_torchvision()
-    )
+    known = module.startswith("torchvision.models.") and name in _names()
     candidate = name if known else name_of(factory)
     try:
         return candidate if candidate is not None and model_factory(candidate) is factory else None
@@ -71,6 +69,11 @@ def _torchvision() -> Any:
     import torchvision.models  # here: it takes 3 s
 
     return torchvision.models
+
+
+def _names() -> list[str]:
+    names: list[str] = _torchvision().list_models(module=_torchvision())
+    return names
 
 
 def _imported(name: str) -> Factory:
@@ -129,18 +132,16 @@ def pretrained(name: str, num_classes: int, weights: str | Path | None = "DEFAUL
         RecipeError: for an unknown name, or a model whose last layer does not return class logits.
         DataError: if the weights cannot be downloaded, or a file is missing, damaged, or of another model.
     """
-    models = _torchvision()
-    known = models.list_models(module=models)
+    models, known = _torchvision(), _names()
     if name not in known:
         raise RecipeError(f"No model is named {name!r}.{suggest(name, known)}")
-    published = models.get_model_weights(name).__members__
-    file = (
-        Path(weights) if weights is not None and weights not in published and is_file_name(weights) else None
-    )
-    if file is None and weights is not None and weights not in published:
-        raise RecipeError(
-            f"{name} has no weights {weights!r}, nor is that a file.{suggest(str(weights), published)}"
-        )
+    published, file = models.get_model_weights(name).__members__, None
+    if weights is not None and weights not in published:
+        if not is_file_name(weights):
+            raise RecipeError(
+                f"{name} has no weights {weights!r}, nor is that a file.{suggest(str(weights), published)}"
+            )
+        file = Path(weights)
     if file is not None or weights is None or omitted():
         model: nn.Module = models.get_model(name, weights=None)
     else:

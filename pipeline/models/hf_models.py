@@ -86,15 +86,8 @@ class HfModel:
             "revision": revision,
             **options,
         }
-        folder = Path(self.name).is_dir()
         try:
-            try:
-                config, unused = read(self.name, local_files_only=True, **arguments)
-            except OSError:
-                if folder:
-                    raise
-                check_hub()
-                config, unused = read(self.name, **arguments)
+            config, unused = _cached_or_fetched(read, self.name, **arguments)
         except OSError as error:
             raise self._missing(error) from error
         except Exception as error:  # configurations check their values in many ways
@@ -137,13 +130,7 @@ class HfModel:
         } | plain  # fmt: skip
         source = None if state is not None else place
         try:
-            try:
-                model, report = kind.from_pretrained(source, local_files_only=True, **given)
-            except OSError:
-                if local:
-                    raise
-                check_hub()
-                model, report = kind.from_pretrained(source, **given)
+            model, report = _cached_or_fetched(kind.from_pretrained, source, **given)
         except OSError as error:
             if local:
                 raise unusable(place, self.__name__, _line(error)) from error
@@ -167,13 +154,22 @@ class HfModel:
         )
 
 
+def _cached_or_fetched(read: Any, source: str | None, **given: Any) -> Any:
+    """Read from a folder or the library's cache, and if files are missing there, from the hub."""
+    try:
+        return read(source, local_files_only=True, **given)
+    except OSError:
+        if source is None or Path(source).is_dir():
+            raise
+        check_hub()
+        return read(source, **given)
+
+
 def check_hub() -> None:
     """Raise OSError if Hugging Face's hub cannot be reached: transformers would try again for up to two minutes."""
     hub = require("huggingface_hub.constants", "hf", "find the hub")
     address = urlsplit(hub.ENDPOINT)
-    if (
-        hub.HF_HUB_OFFLINE or getproxies()
-    ):  # transformers knows the first, and a proxy answers instead of the hub
+    if hub.HF_HUB_OFFLINE or getproxies():  # transformers knows the first; a proxy answers instead of the hub
         return
     answered: list[bool] = []
 

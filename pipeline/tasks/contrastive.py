@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ...common.checks import check_number
 from ...common.errors import PlanError
-from .task import Kind, Targets, Task
+from .task import Kind, Targets, Task, shape_of
 
 
 class Contrastive(Task):
@@ -89,7 +89,7 @@ class Contrastive(Task):
         """Return why outputs for two images, or for their views, are not embeddings; "" if they are."""
         if isinstance(outputs, torch.Tensor) and outputs.dim() in (2, 3) and outputs.shape[0] == 2:
             return ""
-        found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        found = shape_of(outputs)
         return (
             f"The model returns {found} for 2 images, but Contrastive needs one embedding per image, (2, D)."
         )

@@ -30,7 +30,7 @@ NAMES_OF_RUN = {
 _TOP = re.compile(r"top([1-9][0-9]*)")
 
 
-def named(task: object, metrics: Any) -> dict[str, Any]:
+def named(task: Any, metrics: Any) -> dict[str, Any]:
     """Return the metrics of a task by name: each a name that the task knows, or a torchmetrics object.
 
     Raises:
@@ -43,14 +43,16 @@ def named(task: object, metrics: Any) -> dict[str, Any]:
         found = {_name(entry): entry for entry in entries}
         if len(found) < len(entries):
             raise PlanError(f"{task}: two metrics have one name. Pass a dict of them, with a name for each.")
+    known = [*task.METRICS]
     for name, metric in found.items():
         if not isinstance(name, str) or not name.isidentifier() or name in NAMES_OF_RUN:
             raise PlanError(f"{task}: a metric cannot be named {name!r}. Choose another name.")
         if isinstance(metric, str):
-            _check_known(task, metric)
+            if metric not in known and not ("top1" in known and _TOP.fullmatch(metric)):
+                raise PlanError(f"{task}: no metric is named {metric!r}.{suggest(metric, known)}")
         elif not _is_metric(metric):
             raise PlanError(
-                f"{task}: {metric!r:.80} is not a metric. Pass names of {_known(task)}, or torchmetrics objects."
+                f"{task}: {metric!r:.80} is not a metric. Pass names of {known}, or torchmetrics objects."
             )
     return found
 
@@ -202,21 +204,10 @@ def _number(name: str, metric: Metric) -> float:
 def _name(entry: object) -> str:
     if isinstance(entry, str):
         return entry
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(entry).__name__)
-    return words.lower()
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(entry).__name__).lower()
 
 
 def _is_metric(value: object) -> bool:
     from torchmetrics import Metric
 
     return isinstance(value, Metric)
-
-
-def _known(task: Any) -> list[str]:
-    return [*task.METRICS]
-
-
-def _check_known(task: Any, name: str) -> None:
-    known = _known(task)
-    if name not in known and not ("top1" in known and _TOP.fullmatch(name)):
-        raise PlanError(f"{task}: no metric is named {name!r}.{suggest(name, known)}")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from .means import LossFunction
 from .metrics import maker
-from .task import Kind, StandardTask, Targets, vectors
+from .task import Kind, StandardTask, Targets, shape_of, vectors
 
 
 class Regression(StandardTask):
@@ -28,11 +28,7 @@ class Regression(StandardTask):
     """
 
     kind: ClassVar[Kind] = "values"
-    LOSSES: ClassVar[Mapping[str, LossFunction]] = {
-        "mse": F.mse_loss,
-        "l1": F.l1_loss,
-        "huber": F.huber_loss,
-    }
+    LOSSES: ClassVar[Mapping[str, LossFunction]] = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
     METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
         "mae": maker("MeanAbsoluteError"),
         "mse": maker("MeanSquaredError"),
@@ -80,9 +76,8 @@ class Regression(StandardTask):
         shape = (2,) if width == 1 else (2, width)
         if isinstance(outputs, torch.Tensor) and outputs.shape == shape:
             return ""
-        found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
         return (
-            f"The model returns {found} for 2 images, but {source} has {width} number(s) per image. Build it so that "
+            f"The model returns {shape_of(outputs)} for 2 images, but {source} has {width} number(s) per image. Build it so that "
             f"it returns (2, {width}): with num_classes={width}; in a recipe: model_options.num_classes={width}."
         )
 

@@ -12,7 +12,7 @@ from ...common.checks import is_whole
 from ...common.errors import PlanError
 from .means import CLASS_LOSSES, LossFunction
 from .metrics import maker
-from .task import Kind, StandardTask, Targets, check_names
+from .task import Kind, StandardTask, Targets, check_names, shape_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -113,13 +113,10 @@ class Segmentation(StandardTask):
 
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:  # noqa: ARG002
         """Return why outputs for two images are not logits per pixel; "" if they are."""
-        if (
-            isinstance(outputs, torch.Tensor)
-            and outputs.dim() == 4
-            and outputs.shape[:2] == (2, self.classes)
-        ):
+        logits = isinstance(outputs, torch.Tensor) and outputs.dim() == 4
+        if logits and outputs.shape[:2] == (2, self.classes):
             return ""
-        found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        found = shape_of(outputs)
         return (
             f"The model returns {found} for 2 images, but {self} needs logits per pixel, (2, {self.classes}, H, W). "
             f"Build it with num_classes={self.classes}; in a recipe: model_options.num_classes={self.classes}."

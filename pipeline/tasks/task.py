@@ -207,12 +207,10 @@ class Task:
         return dict(vars(self))
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return vars(self) == vars(other)
+        return isinstance(other, Task) and type(other) is type(self) and self.options == other.options
 
     def __hash__(self) -> int:
-        return hash((type(self), *sorted(vars(self))))
+        return hash((type(self), *sorted(self.options)))
 
 
 class StandardTask(Task):
@@ -244,11 +242,8 @@ class StandardTask(Task):
         if loss != MODEL_LOSS and not (isinstance(loss, str) and isinstance(criterion, nn.Module)):
             loss = None if criterion is self._loss_of(None) else criterion
         chosen = named(self, self.DEFAULT_METRICS if metrics is None else metrics)
-        known = ["val_loss", *chosen]
-        if monitor is not None and monitor not in known:
-            raise PlanError(
-                f"{self}: monitor={monitor!r} is not a metric of it.{suggest(str(monitor), known)}"
-            )
+        if monitor is not None:
+            _check_monitored(self, monitor, chosen)
         vars(self).update(  # it is frozen
             _metrics=chosen,
             _given={"metrics": metrics, "loss": loss, "monitor": monitor},
@@ -266,11 +261,14 @@ class StandardTask(Task):
     def _loss_of(self, loss: Any) -> LossFunction:
         if loss is None:
             return next(iter(self.LOSSES.values()))
-        if isinstance(loss, str) and loss == MODEL_LOSS:
-            return loss_of_model
         if isinstance(loss, str):
+            if loss == MODEL_LOSS:
+                return loss_of_model
+            if loss in self.LOSSES:
+                return self.LOSSES[loss]
             if ":" not in loss:
-                return self._known_loss(loss)
+                names = [*self.LOSSES, MODEL_LOSS]
+                raise PlanError(f"{self}: no loss is named {loss!r}.{suggest(loss, names)}")
             loss = imported("loss", loss)
             loss = loss() if isinstance(loss, type) and issubclass(loss, nn.Module) else loss
         if isinstance(loss, type) or not callable(loss):
@@ -282,11 +280,6 @@ class StandardTask(Task):
                 "reduction='mean', and multiply the learning rate instead."
             )
         return loss  # type: ignore[no-any-return]
-
-    def _known_loss(self, name: str) -> LossFunction:
-        if name not in self.LOSSES:
-            raise PlanError(f"{self}: no loss is named {name!r}.{suggest(name, [*self.LOSSES, MODEL_LOSS])}")
-        return self.LOSSES[name]
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch, a scalar."""
@@ -378,12 +371,6 @@ class StandardTask(Task):
         """The arguments that differ from their defaults, by name."""
         return {name: value for name, value in self._given.items() if value is not None}
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Task) and type(other) is type(self) and self.options == other.options
-
-    def __hash__(self) -> int:
-        return hash((type(self), *sorted(self.options)))
-
 
 def loss_of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
     """Return the loss that a model computed: `loss` of the dict or the object that it returned.
@@ -393,11 +380,8 @@ def loss_of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:  # noqa:
     """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if not isinstance(loss, torch.Tensor):
-        what = (
-            "None as loss"
-            if hasattr(outputs, "loss") or isinstance(outputs, Mapping)
-            else type(outputs).__name__
-        )
+        has_loss = hasattr(outputs, "loss") or isinstance(outputs, Mapping)
+        what = "None as loss" if has_loss else type(outputs).__name__
         raise PlanError(
             f"With loss='model', the model is called as model(images, labels=targets), and must return a dict or an "
             f"object with the mean loss as 'loss' and the outputs as 'logits'; it returned {what}. Leave out "
@@ -441,6 +425,11 @@ def loss_and_metric_inputs(task: Task, output: Any) -> tuple[Any, Any]:
 def model_inputs(loss: LossFunction, targets: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return what the model receives besides the images for this loss; nothing unless it is a task's."""
     return loss.task.model_inputs(targets) if isinstance(loss, TaskLoss) else {}
+
+
+def shape_of(outputs: Any) -> object:
+    """Return the shape of a model's output, or what it is if it is not a tensor, for messages."""
+    return tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
 
 
 def names_of(count: int, classes: Sequence[str]) -> list[str]:
@@ -501,9 +490,11 @@ def _checked(task: Task, metrics: Any) -> dict[str, Any]:
     for name in metrics:
         if not isinstance(name, str) or name in NAMES_OF_RUN:
             raise PlanError(f"{task}: a metric cannot be named {name!r}. Choose another name.")
-    if task.monitor not in ("val_loss", *metrics):
-        known = ["val_loss", *metrics]
-        raise PlanError(
-            f"{task}: monitor={task.monitor!r} is not a metric of it.{suggest(task.monitor, known)}"
-        )
+    _check_monitored(task, task.monitor, metrics)
     return dict(metrics)
+
+
+def _check_monitored(task: Task, monitor: str, metrics: Mapping[str, Any]) -> None:
+    known = ["val_loss", *metrics]
+    if monitor not in known:
+        raise PlanError(f"{task}: monitor={monitor!r} is not a metric of it.{suggest(str(monitor), known)}")

@@ -41,18 +41,21 @@ class Shortcut(torch.autograd.Function):
 class _DropsBranch(nn.Module):
     """The sum of shortcut and branch in torchvision's ResNet blocks. A dropped branch updates no statistics."""
 
-    BRANCH: ClassVar[tuple[str, ...]]
-    """The modules of the branch that have parameters or buffers."""
-    conv1: nn.Module
-    bn1: nn.Module
-    conv2: nn.Module
-    bn2: nn.Module
+    CONVOLUTIONS: ClassVar[int]
+    """How many convolutions, each with its norm, make the branch."""
     relu: nn.Module
     downsample: nn.Module | None
     drop_branch: nn.Module
 
+    def _layers(self) -> list[tuple[nn.Module, nn.Module]]:
+        numbers = range(1, self.CONVOLUTIONS + 1)
+        return [(getattr(self, f"conv{n}"), getattr(self, f"bn{n}")) for n in numbers]
+
     def _branch(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        raise NotImplementedError
+        *inner, (last, last_norm) = self._layers()
+        for conv, norm in inner:
+            x = self.relu(norm(conv(x)))
+        return _scaled(last_norm, last(x), scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, C, H, W) to the same number of dimensions."""
@@ -65,7 +68,7 @@ class _DropsBranch(nn.Module):
         if drop.mode == "row" or not drop.training:
             out: torch.Tensor = drop(self._branch(x))
             return out.add_(shortcut)
-        parts = [module for name in self.BRANCH for module in getattr(self, name).modules()]
+        parts = [module for pair in self._layers() for layer in pair for module in layer.modules()]
         if not _may_skip(parts, x):
             return self._masked(parts, x).add_(shortcut)
         # On the CPU, because Python reads the result: a draw on the GPU would synchronise.
@@ -121,24 +124,13 @@ def _sums_over_ranks(module: nn.Module) -> bool:
 class StochasticBasicBlock(_DropsBranch, BasicBlock):  # type: ignore[misc]
     """torchvision's block with a randomly dropped branch."""
 
-    BRANCH = ("conv1", "bn1", "conv2", "bn2")
-
-    def _branch(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        return _scaled(self.bn2, self.conv2(x), scale)
+    CONVOLUTIONS = 2
 
 
 class StochasticBottleneck(_DropsBranch, Bottleneck):  # type: ignore[misc]
     """torchvision's block with a randomly dropped branch."""
 
-    BRANCH = ("conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
-    conv3: nn.Module
-    bn3: nn.Module
-
-    def _branch(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        x = self.relu(self.bn2(self.conv2(x)))
-        return _scaled(self.bn3, self.conv3(x), scale)
+    CONVOLUTIONS = 3
 
 
 class StochasticEncoderBlock(EncoderBlock):  # type: ignore[misc]
