@@ -104,6 +104,24 @@ def test_the_best_epoch_is_that_of_the_fewest_errors(
     assert best.content.history.epochs[-1].metrics["error"] == min(errors)
 
 
+def test_an_iou_is_monitored_as_its_class_declares_it(toy: Toy, tmp_path: Path) -> None:
+    """`EarlyStopping`, checkpoints and the plan need no list of names."""
+
+    class Iou(Percent):
+        unit = "fraction"
+
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            MeanMetric.update(self, (outputs.argmax(1) == targets).float())
+
+    stopping = EarlyStopping("iou", patience=9)
+    pipeline = judged_by(toy, {"iou": Iou()})
+    result = pipeline.fit(epochs=2, out=tmp_path, progress=False, callbacks=[stopping])
+    assert stopping.best == max(epoch.metrics["iou"] for epoch in result.history.epochs)
+    undeclared = pipeline.task(Classification(metrics={"iou": Undeclared()}, monitor="val_loss"))
+    with pytest.raises(PlanError, match="'iou' does not declare whether higher is better"):
+        undeclared.fit(epochs=1, progress=False, callbacks=[EarlyStopping("iou")])
+
+
 def test_an_accuracy_in_percent(toy: Toy, tmp_path: Path) -> None:
     """It has the name of a fraction, and values above 1."""
     pipeline = judged_by(toy, {"accuracy": Percent(), "iou": Falling(), "top1": "top1"})

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import task_jobs as jobs
 import torch
 import torch.nn.functional as F
 import yaml
@@ -32,19 +33,6 @@ from drivetrain.pipeline.checkpoints.format import Checkpoint
 from drivetrain.strategies import launch
 from drivetrain.transforms import CutMix, LabelSmoothing, MixUp, TestTimeFlip
 from places import ROOT
-from task_jobs import (
-    LABELS,
-    SIDE,
-    TASKS,
-    VAL,
-    Cosine,
-    Outputs,
-    images,
-    numbers_of,
-    pipeline_of,
-    vectors,
-    write,
-)
 from torch import nn
 
 Files = dict[str, tuple[str, str]]
@@ -52,30 +40,34 @@ Files = dict[str, tuple[str, str]]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    made = {}
-    for name, (_, targets, *_) in TASKS.items():
-        made[name] = write(tmp_path_factory.mktemp("task"), targets)
-    return made
+    return {
+        name: jobs.write(tmp_path_factory.mktemp("task"), targets)
+        for name, (_, targets, *_) in jobs.TASKS.items()
+    }
+
+
+def validation(file: str) -> tuple[torch.Tensor, torch.Tensor]:
+    with FFCVLoader(file, batch_size=jobs.VAL, image_size=jobs.SIDE, train=False, workers=1) as loader:
+        ((batch, targets),) = loader
+    return batch, targets
 
 
 def history(result: Any) -> list[tuple[float, ...]]:
     return [(e.loss, e.val_loss, *e.metrics.values()) for e in result.history.epochs]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", jobs.TASKS)
 def test_it_learns_and_is_judged_as_by_hand(name: str, files: Files, tmp_path: Path) -> None:
-    task: Task = TASKS[name][0]
-    result = pipeline_of(name, files[name]).fit(epochs=6, out=tmp_path, progress=False, logger="csv")
+    task: Task = jobs.TASKS[name][0]
+    result = jobs.pipeline_of(name, files[name]).fit(epochs=6, out=tmp_path, progress=False, logger="csv")
     first, last = result.history.epochs[0], result.history.epochs[-1]
     assert last.loss < first.loss
-    with FFCVLoader(files[name][1], batch_size=VAL, image_size=SIDE, train=False, workers=1) as loader:
-        ((batch, targets),) = loader
+    batch, targets = validation(files[name][1])
     with torch.no_grad():
         outputs = task.outputs(result.model(batch))
         assert last.val_loss == pytest.approx(task.loss(outputs, targets).item(), abs=1e-5)
-        meters = task.meters(
-            outputs.shape[-1] if isinstance(outputs, torch.Tensor) and outputs.dim() > 1 else 1
-        )
+        several = isinstance(outputs, torch.Tensor) and outputs.dim() > 1
+        meters = task.meters(outputs.shape[-1] if several else 1)
         for metric, meter in meters.items():
             meter.update(outputs, task.metric_targets(targets))
             assert last.metrics[metric] == pytest.approx(meter.compute().item(), abs=1e-5)
@@ -95,12 +87,9 @@ def test_it_learns_and_is_judged_as_by_hand(name: str, files: Files, tmp_path: P
 
 def on_ranks(files: Files, strategy: str, devices: int) -> dict[str, Any]:
     """The history of each task, on ranks that exist already."""
-    return {
-        name: history(
-            pipeline_of(name, files[name], strategy=strategy, devices=devices).fit(epochs=2, progress=False)
-        )
-        for name in TASKS
-    }
+    where = {"strategy": strategy, "devices": devices}
+    pipelines = {name: jobs.pipeline_of(name, files[name], **where) for name in jobs.TASKS}
+    return {name: history(each.fit(epochs=2, progress=False)) for name, each in pipelines.items()}
 
 
 def all_on_ranks(files: Files) -> dict[str, Any]:
@@ -113,15 +102,15 @@ def all_on_ranks(files: Files) -> dict[str, Any]:
 def test_each_is_the_same_under_every_strategy(files: Files) -> None:
     """33 validation images leave one rank without a share of the last batch."""
     found = launch(all_on_ranks, files, devices=2)[0]
-    for name in TASKS:
-        alone = history(pipeline_of(name, files[name]).fit(epochs=2, progress=False))
+    for name in jobs.TASKS:
+        alone = history(jobs.pipeline_of(name, files[name]).fit(epochs=2, progress=False))
         for strategy, histories in found.items():
             for one, other in zip(alone, histories[name], strict=True):
                 assert other == pytest.approx(one, abs=2e-6), (strategy, name)
 
 
 def test_the_best_is_that_of_the_lowest_if_lower_is_better(files: Files, tmp_path: Path) -> None:
-    result = pipeline_of("Regression", files["Regression"]).fit(epochs=3, out=tmp_path, progress=False)
+    result = jobs.pipeline_of("Regression", files["Regression"]).fit(epochs=3, out=tmp_path, progress=False)
     errors = [epoch.metrics["mae"] for epoch in result.history.epochs]
     best = best_of([Checkpoint(path) for path in CheckpointDir(tmp_path / "checkpoints").checkpoints()])
     assert best is not None
@@ -129,7 +118,9 @@ def test_the_best_is_that_of_the_lowest_if_lower_is_better(files: Files, tmp_pat
 
 
 def test_another_task_does_not_resume(files: Files, tmp_path: Path) -> None:
-    pipeline = pipeline_of("Regression", files["Regression"]).optimize("sgd", lr=0.05, schedule="constant")
+    pipeline = jobs.pipeline_of("Regression", files["Regression"]).optimize(
+        "sgd", lr=0.05, schedule="constant"
+    )
     pipeline.fit(epochs=1, out=tmp_path, progress=False)
     assert len(pipeline.fit(epochs=2, out=tmp_path, progress=False, resume=True).history.epochs) == 2
     with pytest.raises(Exception, match="is of a run with task = "):
@@ -171,7 +162,7 @@ def test_another_loss_does_not_resume(
     files: Files,
     tmp_path: Path,
 ) -> None:
-    pipeline = pipeline_of("Classification", files["Classification"])
+    pipeline = jobs.pipeline_of("Classification", files["Classification"])
     pipeline = pipeline.optimize("sgd", lr=0.05, schedule="constant")
     pipeline.task(task(loss())).fit(epochs=1, out=tmp_path, progress=False)
     for other in others:
@@ -182,22 +173,19 @@ def test_another_loss_does_not_resume(
 
 
 def test_mixing_and_flipping_labels(files: Files) -> None:
-    pipeline = pipeline_of("MultiLabel", files["MultiLabel"]).transform(MixUp(0.4), CutMix(), TestTimeFlip())
+    pipeline = jobs.pipeline_of("MultiLabel", files["MultiLabel"]).transform(
+        MixUp(0.4), CutMix(), TestTimeFlip()
+    )
     result = pipeline.fit(epochs=2, progress=False)
     assert all(0 <= value <= 1 for value in result.history.epochs[-1].metrics.values())
 
 
 def test_a_loss_with_weights_trains_and_is_evaluated_with_them(files: Files) -> None:
     weight = torch.tensor([1.0, 5.0, 0.5])
-    pipeline = pipeline_of("Classification", files["Classification"])
-    weighted = pipeline.task(Classification(loss=nn.CrossEntropyLoss(weight=weight))).transform(
-        LabelSmoothing(0.1)
-    )
-    result = weighted.fit(epochs=1, progress=False)
-    with FFCVLoader(
-        files["Classification"][1], batch_size=VAL, image_size=SIDE, train=False, workers=1
-    ) as loader:
-        ((batch, targets),) = loader
+    pipeline = jobs.pipeline_of("Classification", files["Classification"])
+    weighted = pipeline.task(Classification(loss=nn.CrossEntropyLoss(weight=weight)))
+    result = weighted.transform(LabelSmoothing(0.1)).fit(epochs=1, progress=False)
+    batch, targets = validation(files["Classification"][1])
     with torch.no_grad():
         logits = result.model(batch)[0]
     expected = nn.CrossEntropyLoss(weight=weight)(logits, targets)
@@ -206,8 +194,8 @@ def test_a_loss_with_weights_trains_and_is_evaluated_with_them(files: Files) -> 
 
 
 def test_a_recipe_names_its_task(files: Files, tmp_path: Path) -> None:
-    for name, (task, *_) in TASKS.items():
-        pipeline = pipeline_of(name, files[name]).replace(epochs=1)
+    for name, (task, *_) in jobs.TASKS.items():
+        pipeline = jobs.pipeline_of(name, files[name]).replace(epochs=1)
         recipe = pipeline.to_recipe()
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe))
@@ -226,87 +214,83 @@ def test_a_recipe_names_its_task(files: Files, tmp_path: Path) -> None:
             Pipeline.from_recipe({**recipe, **wrong})
 
 
-def file_of(targets: Any, folder: Path) -> tuple[str, str]:
-    return write(folder, targets)
-
-
 REFUSED: dict[str, tuple[Callable[[Pipeline], Pipeline], Any, str]] = {
     "numbers as classes": (
-        lambda p: p.task(Classification()), numbers_of, "float labels, but Classification trains .*Regression",
+        lambda p: p.task(Classification()), jobs.numbers_of, "float labels, but Classification trains .*Regression",
     ),
-    "vectors as classes": (lambda p: p, vectors, "vectors of 3 numbers as labels"),
+    "vectors as classes": (lambda p: p, jobs.vectors, "vectors of 3 numbers as labels"),
     "numbers as labels": (
-        lambda p: p.task(MultiLabel()), numbers_of, "one number per image, but MultiLabel needs a vector",
+        lambda p: p.task(MultiLabel()), jobs.numbers_of, "one number per image, but MultiLabel needs a vector",
     ),
     "values as labels": (
         lambda p: p.task(MultiLabel()),
-        lambda images: images.mean((1, 2)).astype(np.float32),
+        lambda pictures: pictures.mean((1, 2)).astype(np.float32),
         r"has the value .* in the vector of sample 0, but MultiLabel needs 0 or 1",
     ),
-    "another width": (lambda p: p.task(Regression()), numbers_of, r"returns \(2, 3\) for 2 images, but .* 1 number"),
-    "masks": (lambda p: p.task(Segmentation(3)), numbers_of, "needs a mask per image"),
+    "another width": (
+        lambda p: p.task(Regression()), jobs.numbers_of, r"returns \(2, 3\) for 2 images, but .* 1 number",
+    ),
+    "masks": (lambda p: p.task(Segmentation(3)), jobs.numbers_of, "needs a mask per image"),
     "smoothing of labels": (
         lambda p: p.task(MultiLabel()).transform(LabelSmoothing()),
-        vectors,
+        jobs.vectors,
         "LabelSmoothing needs targets that are class indices, but MultiLabel has labels",
     ),
     "mixing of numbers": (
         lambda p: p.task(Regression()).transform(MixUp()),
-        numbers_of,
+        jobs.numbers_of,
         "MixUp needs targets that are class indices or labels, but Regression has values",
     ),
     "mixing of what a task of one's own has": (
-        lambda p: p.task(Cosine()).transform(CutMix()), numbers_of, "CutMix needs targets .* Cosine has any",
+        lambda p: p.task(jobs.Cosine()).transform(CutMix()), jobs.numbers_of, "CutMix needs targets .* Cosine has any",
     ),
     "a loss of vectors": (
         lambda p: p.task(MultiLabel(loss=lambda outputs, _: outputs)),
-        vectors,
+        jobs.vectors,
         r"The loss returns \(2, 3\) for 2 images",
     ),
     "a loss that raises": (
-        lambda p: p.task(MultiLabel(loss=nn.CTCLoss())), vectors, "The loss does not accept logits .* and targets",
+        lambda p: p.task(MultiLabel(loss=nn.CTCLoss())), jobs.vectors, "The loss does not accept logits .* and targets",
     ),
-    "a task without a loss": (lambda p: p.task(Task()), numbers_of, r"Task must define the method loss"),
+    "a task without a loss": (lambda p: p.task(Task()), jobs.numbers_of, r"Task must define the method loss"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_training(case: str, tmp_path: Path) -> None:
     change, targets, words = REFUSED[case]
-    start = Pipeline(Outputs, num_classes=LABELS).load(
-        *file_of(targets, tmp_path), batch_size=32, image_size=SIDE, workers=1
-    )
+    files = jobs.write(tmp_path, targets)
+    start = Pipeline(jobs.Outputs, num_classes=jobs.LABELS)
+    start = start.load(*files, batch_size=32, image_size=jobs.SIDE, workers=1)
     with pytest.raises(PlanError, match=words):
         change(start).fit(epochs=1, progress=False)
 
 
 def test_other_data_in_validation_is_refused(files: Files, tmp_path: Path) -> None:
-    pictures = images(8, 3)
-    convert(
-        (pictures, pictures.mean((1, 2))[:, :2].astype(np.float32)), tmp_path / "two.beton", progress=False
-    )
-    pipeline = pipeline_of(
-        "Regression of vectors", (files["Regression of vectors"][0], str(tmp_path / "two.beton"))
-    )
+    pictures = jobs.images(8, 3)
+    two = tmp_path / "two.beton"
+    convert((pictures, pictures.mean((1, 2))[:, :2].astype(np.float32)), two, progress=False)
+    train, _ = files["Regression of vectors"]
+    pipeline = jobs.pipeline_of("Regression of vectors", (train, str(two)))
     with pytest.raises(PlanError, match=r"has 3 values per image, .*two.beton has 2"):
         pipeline.fit(epochs=1, progress=False)
 
 
 def test_what_is_no_task_is_refused() -> None:
     with pytest.raises(PlanError, match=r"Did you mean MultiLabel\(\)\?"):
-        Pipeline(Outputs, num_classes=3).task(MultiLabel)  # type: ignore[arg-type]
+        Pipeline(jobs.Outputs, num_classes=3).task(MultiLabel)  # type: ignore[arg-type]
 
 
 @pytest.mark.long
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lines one after another, on small data; then the task of one's own that it defines."""
     monkeypatch.chdir(tmp_path)
-    pictures = images(32, 1)
+    pictures = jobs.images(32, 1)
     masks = (pictures[..., 0] > 90).astype(np.uint8)
-    names: dict[str, Any] = {"images": pictures, "labels": vectors(pictures), "masks": masks}
+    names: dict[str, Any] = {"images": pictures, "labels": jobs.vectors(pictures), "masks": masks}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/tasks.md").read_text(), re.DOTALL):
         exec(block, names)
     assert set(names["result"].metrics) == {"val_loss", "map", "f1"}
-    train = write(tmp_path, numbers_of)
-    own = Pipeline(Outputs, num_classes=1).load(*train, batch_size=32, image_size=SIDE, workers=1)
+    train = jobs.write(tmp_path, jobs.numbers_of)
+    own = Pipeline(jobs.Outputs, num_classes=1).load(*train, batch_size=32, image_size=jobs.SIDE, workers=1)
     assert set(own.task(names["Angle"]()).fit(epochs=1, progress=False).metrics) == {"val_loss", "error"}
